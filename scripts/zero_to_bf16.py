@@ -1,0 +1,19 @@
+"""zero_to_bf16.py CHECKPOINT OUT [--max_shard_size 80GB] [--safe_serialization] [--ema] [--dtype bf16]: the trained denoiser of any checkpoint as a diffusers folder."""
+import argparse, json
+from pathlib import Path
+import torch
+from sciftune.core.recipe import Recipe
+from sciftune.models.family import get_family
+from sciftune.training.export import export_component
+from sciftune.training.prepare import weights_path
+
+a = argparse.ArgumentParser(description=__doc__)
+a.add_argument('checkpoint', type=Path); a.add_argument('out', type=Path)
+a.add_argument('--max_shard_size', default='10GB'); a.add_argument('--dtype', choices=('bf16', 'fp32'), default='bf16')
+a.add_argument('--safe_serialization', action='store_true', help='accepted for habit: safetensors is the only format written')
+a.add_argument('--ema', action='store_true', help='the moving average instead of the weights')
+a = a.parse_args()
+recipe = Recipe(**json.loads((a.checkpoint/'info.json').read_text())['recipe']); family = get_family(recipe.model)
+base = family.resolve(weights_path(recipe, family), revision=recipe.revision or None)/family.denoiser_component
+count = export_component(a.checkpoint, base, a.out, dict(bf16=torch.bfloat16, fp32=torch.float32)[a.dtype], a.max_shard_size, 'ema' if a.ema else 'weight')
+print(f'{a.out}: {sum(count.values())} tensors, {dict(count)}')

@@ -1,0 +1,104 @@
+"""What only a GPU can show, at tiny size, without nbdev: python tests/gpu_selftest.py [WORK_FOLDER]. One line per check; exit code 1 when one fails."""
+import json, os, shutil, subprocess, sys, tempfile, time, traceback
+from pathlib import Path
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from sciftune.core.engineconf import BLOCKS, launch_env, write_configs
+from sciftune.core.recipe import resolve
+from sciftune.core.rundir import RunDir, new_run
+from sciftune.models.family import get_family
+from sciftune.models.flux2 import TINY_KLEIN
+from sciftune.models.qwenimage import TINY_QWEN_IMAGE
+from sciftune.strategies.optimizers import GradientRelease, build_optimizer
+from sciftune.strategies.speed import HostInputs, compile_blocks, compiled_graphs, float8_linears, real_rotary, recompute
+
+WORK, FAILED = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp()), []
+
+def check(f):
+    began = time.time()
+    try: note = f() or ''; print(f'ok    {f.__name__} ({time.time()-began:.0f} s) {note}', flush=True)
+    except Exception: FAILED.append(f.__name__); print(f'FAIL  {f.__name__} ({time.time()-began:.0f} s)\n{traceback.format_exc()[-3000:]}', flush=True)
+
+def step(name, config, change=lambda d: None, dtype=torch.float32):
+    family = get_family(name); d = family.random_denoiser(config, dtype, 'cuda'); change(d); g = torch.Generator('cuda').manual_seed(0); r = lambda *s: torch.randn(s, device='cuda', generator=g)
+    given = {k: r(2, *((48, s[1]) if len(s) == 2 else s)) for k,s in family.caption_shapes(dict(d.config), 48).items()}
+    if name == 'qwenimage': given['mask'] = None
+    out = family.predict(d, r(2, *family.latent_shape(128, 128)), torch.tensor([.3, .8], device='cuda'), given); out.square().mean().backward()
+    return out.detach(), {n: p.grad for n,p in d.named_parameters() if p.grad is not None}
+
+def worst(a, b): return max([(a[0]-b[0]).abs().max().item()]+[((a[1][k]-b[1][k]).abs().max()/(a[1][k].abs().max()+1e-12)).item() for k in a[1]])
+
+@check
+def real_rotary_and_compiler_change_nothing():
+    torch.backends.cuda.matmul.allow_tf32 = False
+    notes = []
+    for name, config in (('qwenimage', TINY_QWEN_IMAGE), ('klein', TINY_KLEIN)):
+        plain = step(name, config)
+        real = worst(plain, step(name, config, real_rotary)); comp = worst(plain, step(name, config, lambda d: (recompute(d, BLOCKS[name], 1), compile_blocks(real_rotary(d), BLOCKS[name], fullgraph=True))))
+        notes.append(f'{name}: real {real:.1e}, compiled {comp:.1e}'); assert real < 1e-4 and comp < 1e-3, notes
+    return '; '.join(notes)
+
+@check
+def inputs_wait_on_the_host():
+    x = torch.randn(2**24, device='cuda', requires_grad=True); torch.cuda.synchronize(); before = torch.cuda.memory_allocated()
+    with HostInputs(): y = checkpoint(lambda t: (t*2).sin(), x*1.5, use_reentrant=False).sum()
+    torch.cuda.synchronize(); kept = torch.cuda.memory_allocated()-before; y.backward()
+    assert kept < 2**21, kept
+    assert torch.allclose(x.grad, 3*(x.detach()*3).cos(), atol=1e-4)
+
+@check
+def float8_trains():
+    config = TINY_KLEIN | dict(attention_head_dim=64, axes_dims_rope=(16,)*4, num_attention_heads=4)
+    a, b = step('klein', config, dtype=torch.bfloat16), step('klein', config, lambda d: float8_linears(d, BLOCKS['klein'], smallest=256), torch.bfloat16)
+    far = ((a[0]-b[0]).norm()/a[0].norm()).item(); assert 0 < far < .1, far
+    return f'relative difference to bf16 {far:.3f}'
+
+@check
+def the_lean_kernel_is_flash_adamw():
+    from flashoptim import FlashAdamW, reconstruct_fp32_param
+    from sciftune.strategies.adam import LeanAdamW
+    notes = []
+    for shape in ((1000, 129), (4096, 4096), (7,), (3072,)):
+        torch.manual_seed(0); start = torch.randn(shape, device='cuda').bfloat16()*.02; got = []
+        for kind in (FlashAdamW, LeanAdamW):
+            p = nn.Parameter(start.clone()); opt = kind([p], lr=1e-3, weight_decay=.01, master_weight_bits=24); gen = torch.Generator('cuda').manual_seed(1)
+            for i in range(5): p.grad = torch.randn(p.shape, device='cuda', generator=gen).bfloat16()*.01; norm = p.grad.float().norm(); opt.step()
+            s = opt.state[p]; got.append((reconstruct_fp32_param(p.detach(), s['error_bits']), s['exp_avg'].materialize(), s['exp_avg_sq'].materialize(), norm))
+        (a, ma, va, _), (b, mb, vb, norm) = got; far = (a-b).abs(); total = opt.take_squares().sqrt()
+        notes.append(f'{far.max():.1e} {far.mean():.1e}'); assert far.max() < 1e-3 and far.mean() < 5e-6, notes
+        assert (ma-mb).abs().max() < .03*ma.abs().max() and (va-vb).abs().max() < .03*va.abs().max() and abs(total/norm-1) < 1e-4, (total, norm)
+        p.grad = torch.ones_like(p)*.01; opt.step(); first = opt.take_squares(); p.grad = torch.ones_like(p)*.01; opt.step(); assert torch.equal(first, opt.take_squares())
+    return 'weights differ at most and on average by '+', '.join(notes)
+
+@check
+def gradient_release_clips_by_the_previous_norm():
+    torch.manual_seed(0); m = nn.Linear(64, 64, bias=False).cuda().bfloat16(); x = torch.randn(8, 64, device='cuda').bfloat16()
+    rel = GradientRelease(m, build_optimizer(list(m.parameters()), resolve(learning_rate=1e-3), 'flashadamw', True), 1e-3)
+    ref = nn.Linear(64, 64, bias=False).cuda().bfloat16(); ref.load_state_dict(m.state_dict())
+    for i in range(3):
+        ref.load_state_dict(m.state_dict()); ref.zero_grad(); ref(x).float().pow(2).mean().backward(); true = ref.weight.grad.float().norm().item(); scale = rel.scale.item()
+        (m(x).float().pow(2).mean()*rel.scale).backward(); n = rel.finish().item()
+        assert m.weight.grad is None and abs(n-true) < .02*true, (n, true)
+        assert abs(rel.scale.item()-min(1, 1e-3/(n+1e-6))) < 1e-4 and (i == 0) == (scale == 1), (n, scale)
+
+def trained(run, recipe):
+    command = [sys.executable, '-m', 'accelerate.commands.launch', *write_configs(recipe, run)[2:]]
+    r = subprocess.run(command, env={**os.environ, **launch_env(recipe), 'DIFFUSERS_ATTN_BACKEND': '_native_math', 'CUBLAS_WORKSPACE_CONFIG': ':4096:8'}, capture_output=True, text=True, timeout=150)
+    assert r.returncode == 0, (r.stdout+r.stderr)[-2500:]
+    return {row['step']: (row['loss'], row['grad_norm']) for row in run.read_metrics() if 'step_time' in row}
+
+@check
+def a_resumed_run_is_the_uninterrupted_one():
+    recipe = resolve(model='qwenimage', run_root=str(WORK), name='whole', steps=6, micro_batch=2, global_batch=2, precision='bf16-master24', compile=False, validation_steps=6, validation_sample_steps=2, validation_images=1, held_out_sigmas=1,
+                     checkpoint_steps=3, checkpoints_kept=3, figures=16, held_out=2, cache_batch=16, max_grad_norm=.05, learning_rate=1e-3, num_processes=1)
+    whole = new_run(recipe); full = trained(whole, recipe)
+    part = RunDir(WORK/'part'); first = sorted(whole.checkpoints.glob('step_*'))[0]; shutil.copytree(first, part.checkpoints/first.name)
+    again = trained(part, recipe.model_copy(update=dict(name='part', resume='latest')))
+    assert sorted(again) == [4, 5, 6], sorted(again)
+    assert all(again[s] == full[s] for s in again), {s: (full[s], again[s]) for s in again}
+    pngs = list(part.validation_images.rglob('*.png')); assert pngs, 'no validation images'
+    return f'losses {[round(full[s][0], 5) for s in full]}, {len(list(part.model.rglob("*.safetensors")))} exported files'
+
+print(f'torch {torch.__version__}, {torch.cuda.get_device_name()}: {len(FAILED)} of the checks failed {FAILED or ""}', flush=True)
+sys.exit(bool(FAILED))

@@ -1,0 +1,122 @@
+"""Engines against each other, resumes across them, and runs that die: in fresh forked processes, tiny models, fp32."""
+import os, random, shutil, signal, sys, time
+from pathlib import Path
+import pytest
+sys.path.insert(0, str(Path(__file__).parent))
+from forked import ENGINES, RunDir, deviation, log, losses, resolve, start, train, wait
+from sciftune.training import checkpoints as ck, trainer
+
+BASE = dict(model='qwenimage', figures=48, held_out=8, micro_batch=2, validation_steps=0, checkpoint_steps=5, steps=20, lr_schedule='constant', export=False)
+TWO = [(e, 2) for e in ('ddp', 'fsdp', 'zero1', 'zero2', 'zero3')]
+
+@pytest.fixture(scope='module')
+def root(tmp_path_factory): return tmp_path_factory.mktemp('engines')
+
+@pytest.fixture(scope='module')
+def reference(root): return train(RunDir(root/'reference'), **BASE, checkpoints_kept=9)
+
+@pytest.fixture(scope='module')
+def ran(root, reference):
+    made = {}
+    def get(engine, n):
+        if (engine, n) not in made:
+            made[engine, n] = train(RunDir(root/f'{engine}-{n}'), num_processes=n, checkpoints_kept=9, **BASE, **ENGINES[engine]), root/f'{engine}-{n}'
+        return made[engine, n]
+    return get
+
+@pytest.mark.parametrize('engine,n', TWO)
+def test_first_20_losses_equal_single(ran, reference, engine, n):
+    m, _ = ran(engine, n)
+    assert set(losses(m)) == set(range(1, 21))
+    assert deviation(m, reference) <= 1e-5 and deviation(m, reference, 'grad_norm') <= 1e-4
+
+@pytest.mark.parametrize('a,b', [(('ddp', 2), ('zero3', 2)), (('zero2', 2), ('fsdp', 2)), (('zero3', 2), ('single', 1)), (('fsdp', 2), ('ddp', 2))])
+def test_resume_by_another_engine(root, ran, reference, a, b):
+    _, source = ran(*a)
+    m = train(RunDir(root/f'{a[0]}-to-{b[0]}'), num_processes=b[1], resume=str(source/'checkpoints'/'step_000010'), **BASE, **ENGINES[b[0]])
+    assert min(losses(m)) == 11 and deviation(m, reference) <= 1e-5
+
+def test_validation_images_and_export_while_sharded(root):
+    "ZeRO-3 samples with the trained weights: another engine's pictures are the same."
+    from PIL import Image
+    import numpy as np
+    conf = BASE | dict(steps=6, validation_steps=3, validation_images=3, validation_sample_steps=2, export=True)
+    made = {}
+    for e, n in (('single', 1), ('zero3', 2), ('fsdp', 2)):
+        run = RunDir(root/f'images-{e}'); m = train(run, num_processes=n, **conf, **ENGINES[e])
+        made[e] = [np.asarray(Image.open(run.validation_images/'step_000006'/f'{i:02d}.png')).astype(int) for i in range(3)]
+        assert [r['step'] for r in m if 'held_out' in r] == [0, 3, 6] and (run.model/'model_index.json').exists()
+    for e in ('zero3', 'fsdp'):
+        assert max(abs(a-b).max() for a, b in zip(made[e], made['single'])) <= 2
+
+@pytest.mark.parametrize('engine,n', [('single', 1), ('zero2', 2)])
+def test_killed_at_random_moments(root, engine, n):
+    "Kill one rank or all, again and again (SCIFTUNE_KILLS times), resume each time: nothing is lost but the steps since."
+    kills, rng = int(os.environ.get('SCIFTUNE_KILLS', 2)), random.Random(engine)
+    conf = dict(BASE, steps=20*kills, checkpoint_steps=2, num_processes=n, **ENGINES[engine])
+    reference = train(RunDir(root/f'unkilled-{engine}'), **conf); run = RunDir(root/f'killed-{engine}'); deaths = inside = 0
+    for attempt in range(10*kills):
+        ps = start(run, resolve(cpu=True, run_root=str(root), name=run.path.name, resume='latest', stall_seconds=90, **conf))
+        if deaths < kills:
+            seen = len(losses(run.read_metrics())); end = time.time()+120
+            while len(losses(run.read_metrics())) < seen+3 and time.time() < end and all(p.is_alive() for p in ps): time.sleep(.01)
+            time.sleep(rng.random()*.2); victims = ps if rng.random() < .5 else [rng.choice(ps)]
+            for p in victims:
+                if p.is_alive(): os.kill(p.pid, signal.SIGKILL)
+            deaths += 1; inside += bool(list(run.checkpoints.glob('.step_*')))
+        if not any(wait(ps)): break
+        if run.checkpoints.exists() and list(run.checkpoints.glob('step_*')): assert ck.find_checkpoint(run, 'latest'), 'no good checkpoint left'
+    m = run.read_metrics(); print(f'{deaths} kills, {inside} inside a save, {attempt+1} starts')
+    assert set(losses(m)) == set(range(1, 20*kills+1)) and deviation(m, reference) <= 1e-5, log(run)[-2000:]
+
+def test_sigterm_saves_and_stops(root, reference):
+    run = RunDir(root/'sigterm'); conf = dict(BASE, checkpoint_steps=0, num_processes=2, **ENGINES['ddp'])
+    ps = start(run, resolve(cpu=True, run_root=str(root), name='sigterm', **conf))
+    while len(losses(run.read_metrics())) < 4: time.sleep(.02); assert all(p.is_alive() for p in ps), log(run)
+    os.kill(ps[1].pid, signal.SIGTERM)                       # one rank only: all must agree
+    assert wait(ps) == [0, 0], log(run)
+    stopped = [r['step'] for r in run.read_metrics() if r.get('event') == 'stopped'][0]
+    assert ck.complete_checkpoints(run)[-1].name == ck.folder_name(stopped) and 'stopped on request' in log(run)
+    m = train(run, **dict(conf, resume='latest')); assert set(losses(m)) == set(range(1, 21)) and deviation(m, reference) <= 1e-5
+
+def test_a_stalled_rank_is_named(root):
+    def sleepy(rank, run):
+        if rank == 1:
+            real = trainer.train_step
+            trainer.train_step = lambda run, step, b: time.sleep(3600) if step == 4 else real(run, step, b)
+    run = RunDir(root/'stalled')
+    ps = start(run, resolve(cpu=True, run_root=str(root), name='stalled', stall_seconds=10, num_processes=2, **BASE, **ENGINES['ddp']), sleepy)
+    codes = wait(ps, 120); text = log(run)
+    assert 17 in codes and 'Where each rank is' in text and 'first to fall silent' in text, text[-2000:]
+
+def test_a_failing_rank_ends_all_with_its_traceback(root):
+    def broken(rank, run):
+        if rank == 1:
+            real = trainer.train_step
+            def step(run, s, b):
+                if s == 3: raise ZeroDivisionError('rank one broke here')
+                return real(run, s, b)
+            trainer.train_step = step
+    run = RunDir(root/'broken')
+    codes = wait(start(run, resolve(cpu=True, run_root=str(root), name='broken', num_processes=2, **BASE, **ENGINES['fsdp']), broken), 120)
+    assert codes[1] == 1 and codes[0] != 0 and 'rank one broke here' in (run.path/'log_1.txt').read_text()
+
+def test_a_disk_that_fills_keeps_the_last_checkpoint(root, reference):
+    def full(rank, run):
+        real = ck.dcp.save; calls = []
+        def save(*a, **k):
+            calls.append(1)
+            if len(calls) == 2:
+                k['storage_writer'].path.joinpath('__0_0.distcp').write_bytes(b'half'); raise OSError(28, 'No space left on device')
+            return real(*a, **k)
+        ck.dcp.save = save
+    run = RunDir(root/'full')
+    codes = wait(start(run, resolve(cpu=True, run_root=str(root), name='full', **BASE), full), 120)
+    assert codes == [2] and 'No space left on device' in log(run) and 'untouched' in log(run)
+    assert [p.name for p in run.checkpoints.iterdir()] == ['step_000005']
+    m = train(run, **dict(BASE, resume='latest')); assert deviation(m, reference) <= 1e-5
+
+def test_another_recipe_does_not_resume(root, ran):
+    _, source = ran('ddp', 2); run = RunDir(root/'other')
+    codes = wait(start(run, resolve(cpu=True, run_root=str(root), name='other', resume=str(source/'checkpoints'/'step_000010'), **dict(BASE, seed=5))))
+    assert codes == [2] and 'seed: 0 in the checkpoint, 5 now' in log(run)
