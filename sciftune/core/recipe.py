@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Models', 'Strategies', 'Precisions', 'HUB', 'RATES', 'PRESETS', 'UNIFIED', 'SD', 'DISTILLATION', 'TINY_DISTILLATION',
            'ALIASES', 'VALUES', 'WEIGHTING', 'SHARDING', 'SHARD_KEYS', 'SWITCHES', 'IDENTITY', 'RecipeError', 'nearest',
-           'Recipe', 'checked', 'presets', 'translated', 'resolve', 'learning_rate_at', 'changed']
+           'sources', 'Recipe', 'checked', 'presets', 'translated', 'resolve', 'learning_rate_at', 'changed']
 
 # %% ../../nbs/core/recipe.ipynb #9b786a7a
 import difflib, os, warnings
@@ -32,7 +32,21 @@ Models = Literal['qwenimage','klein','klein4b','flux1','sd15','sdxl','bagel']
 Strategies = Literal['single','ddp','fsdp','zero1','zero2','zero3']
 Precisions = Literal['fp32','bf16-mixed','bf16-master24','fp8','bf16']
 
-# %% ../../nbs/core/recipe.ipynb #bac0fb71
+# %% ../../nbs/core/recipe.ipynb #bec47a85
+def sources(
+    data:str,      # 'a', or 'a:0.7,b:0.3'
+)->tuple:          # (path, weight) of each
+    "The collections that `data` names. Raises ValueError for a weight that is none."
+    def weight(text):
+        try: return float(text)
+        except ValueError: return None
+    parts = [(path, weight(end)) for path, _, end in (p.strip().rpartition(':') for p in data.split(','))]
+    if len(parts) < 2 or all(w is None for _, w in parts): return ((data, 1.0),)
+    if bad := [p for p, (_, w) in zip(data.split(','), parts) if w is None or not 0 < w < float('inf')]: raise ValueError(f"'{bad[0].strip()}' needs a positive weight behind a colon; write a:0.7,b:0.3")
+    if twice := [p for i, (p, _) in enumerate(parts) if not p or p in [q for q, _ in parts[:i]]]: raise ValueError(f"'{twice[0]}' is given twice; add its weights" if twice[0] else 'a weight stands without its collection')
+    return tuple(parts)
+
+# %% ../../nbs/core/recipe.ipynb #ae59a8f5
 class Recipe(BaseModel):
     "Everything that determines a run. Raises `RecipeError` through `resolve`."
     model_config = ConfigDict(frozen=True, extra='forbid', validate_default=True, protected_namespaces=())
@@ -45,7 +59,8 @@ class Recipe(BaseModel):
     revision: str = Field('', description='hub revision of model_path; empty = main')
     objective: Literal['flow','epsilon','dmd2','dmd_decoupled','unified'] = Field('flow', description='training objective; sd15 and sdxl: epsilon (fine-tuning), dmd2, dmd_decoupled (distillation)')
     # data
-    data: str = Field('figures', description="'figures' (made on first use), or a folder, json, jsonl, csv, parquet or datasets folder")
+    data: str = Field('figures', description="'figures' (made on first use), or a folder, json, jsonl, csv, parquet, tar or datasets folder, or a URL of shards; several with their weights: 'figures:0.3,/my/shards:0.7'")
+    shuffle_window: int = Field(0, ge=0, description='shuffle so many shards (parquet, tar) at a time, so that a collection larger than memory is read piece by piece; 0 = shuffle all of it')
     figures: int = Field(512, ge=16, description="how many figures data='figures' makes")
     max_bad_fraction: float = Field(0.05, ge=0, le=1, description='more unreadable rows than this end the run before training')
     resolution: int = Field(64, ge=16, le=4096, description='square side in pixels, a multiple of 16')
@@ -76,7 +91,7 @@ class Recipe(BaseModel):
     main_process_ip: str = Field('', description='address of machine 0; needed with several machines')
     main_process_port: int = Field(0, ge=0, lt=65536, description='rendezvous port; 0 = a free one')
     reshard: bool = Field(True, description='fsdp: free gathered parameters after the forward pass')
-    hybrid_shard: int = Field(0, ge=0, description='fsdp: processes per shard group, replicated over the groups; 0 = shard over all')
+    hybrid_shard: int = Field(0, ge=0, description='fsdp: processes per shard group, replicated over the groups; 0 = shard over all, 1 = replicate all (the frozen base of LoRA)')
     offload: Literal['none','optimizer','params','nvme'] = Field('none', description='what is kept on the CPU (zero, fsdp) or on NVMe (zero3)')
     nvme_path: str = Field('', description="folder for offload='nvme'")
     nccl_ib_disable: bool = Field(False, description='several machines without InfiniBand: sets NCCL_IB_DISABLE=1')
@@ -185,6 +200,10 @@ class Recipe(BaseModel):
         if v and (Path(v).name != v or v in ('.','..','cache') or len(v) > 100): raise ValueError('must be a plain folder name of at most 100 characters, not a path')
         return v
 
+    @field_validator('data')
+    @classmethod
+    def _sources(cls, v): sources(v); return v
+
     @field_validator('resolution')
     @classmethod
     def _multiple(cls, v):
@@ -246,6 +265,8 @@ class Recipe(BaseModel):
             if not 0 < low <= self.resolution <= high: raise ValueError(f'bucket_min: {low} <= resolution {self.resolution} <= bucket_max {high} must hold')
         elif given := [n for n in ('bucket_min','bucket_max','bucket_step','bucket_sides') if getattr(self, n)]: raise ValueError(f'{given[0]}: needs enable_bucket or random_hw_adapt')
         if self.varied and self.objective not in ('flow','epsilon'): raise ValueError(f"enable_bucket, random_hw_adapt: not with objective '{self.objective}'")
+        if (len(self.sources) > 1 or self.shuffle_window) and self.objective not in ('flow','epsilon'): raise ValueError(f"data, shuffle_window: several collections, or a few shards at a time, not with objective '{self.objective}'")
+        if len(self.sources) > 1 and self.metadata: raise ValueError('metadata: belongs to one collection; put the list of each of several into its folder, as metadata.json, .jsonl or .csv')
         if self.bucket_sides and not self.enable_bucket: raise ValueError('bucket_sides: needs enable_bucket')
         if not self.lora_rank and (given := [n for n in ('lora_alpha','lora_dropout','lora_targets','lora_path') if getattr(self, n)]+['lora_base']*(self.lora_base != 'bf16')):
             raise ValueError(f"{given[0]}: needs lora_rank, for example 16 (0 means full fine-tuning)")
@@ -254,6 +275,11 @@ class Recipe(BaseModel):
         if self.num_machines > 1 and not self.main_process_ip: raise ValueError('main_process_ip: needed with num_machines > 1')
         if self.machine_rank >= self.num_machines: raise ValueError(f'machine_rank: {self.machine_rank} of {self.num_machines} machines; counts from 0')
         return self
+
+    @property
+    def sources(self)->tuple:
+        "(path, weight) of each collection in `data`."
+        return sources(self.data)
 
     @property
     def distils(self)->bool: return self.objective.startswith('dmd')
@@ -445,11 +471,11 @@ def learning_rate_at(
     f = dict(constant=1.0, cosine=0.5*(1+math.cos(math.pi*p)), linear=1-p)[recipe.lr_schedule]
     return recipe.learning_rate*warm*f
 
-# %% ../../nbs/core/recipe.ipynb #e601eaa0
+# %% ../../nbs/core/recipe.ipynb #d8eff579
 IDENTITY = ('model model_path revision objective data figures resolution caption_dropout text_tokens held_out global_batch seed precision optimizer '
             'learning_rate lr_schedule warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm ema_decay timestep_density '
             'timestep_shift loss_weighting stratified lora_rank lora_alpha lora_dropout lora_targets lora_path lora_base '
-            'metadata caption_prefix caption_template enable_bucket random_hw_adapt random_hw_draws bucket_min bucket_max bucket_step bucket_sides snr_gamma '
+            'metadata caption_prefix caption_template enable_bucket random_hw_adapt random_hw_draws bucket_min bucket_max bucket_step bucket_sides shuffle_window snr_gamma '
             'prompts start_from generator_every denoising_steps conditioning_timestep backward_simulation '
             'real_guidance fake_guidance dm_min_step dm_max_step dm_weight ca_weight normaliser gan gan_alone gan_weight critic_gan_weight diffusion_gan '
             'gan_max_timestep critic_learning_rate critic_warmup_steps critic_max_grad_norm expected_tokens max_tokens max_sample_tokens '
