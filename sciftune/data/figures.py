@@ -30,7 +30,7 @@ __all__ = ['PALETTES', 'STYLES', 'WORDS', 'CURVES', 'FIELDS', 'TABLES', 'SHARES'
            'label', 'legend', 'colourbar', 'series_facts', 'on', 'says_series', 'line', 'step', 'area', 'scatter',
            'error_bars', 'bar', 'grouped_bar', 'pie', 'histogram', 'box', 'violin', 'heat_map', 'contour',
            'vector_field', 'graph', 'flow_chart', 'arrange', 'finish', 'panels', 'caption', 'compose', 'Drawing',
-           'draw_figure', 'write_shard', 'make_figures']
+           'draw_figure', 'write_shard', 'make_collection', 'make_figures']
 
 # %% ../../nbs/data/figures.ipynb #f38882ed
 def _palette(text): return tuple(tuple(c.rsplit(" ", 1)) for c in text.split(", "))
@@ -523,7 +523,7 @@ def caption(
     back = f"The background is {facts['background']}" + (", with a grid" if facts["grid"] else "") + (", the lines are hand-drawn" if facts["style"] == "hand" else "")
     return ". ".join([*text, back]) + "."
 
-# %% ../../nbs/data/figures.ipynb #9900cdce
+# %% ../../nbs/data/figures.ipynb #33c77763
 KINDS = (*SINGLE, "panels")
 SIZES = ((256, 256), (320, 320), (384, 384), (512, 512), (320, 256), (384, 288), (448, 336), (512, 384), (384, 256), (480, 320), (512, 288), (512, 256), (256, 320), (288, 384), (256, 384), (384, 512), (256, 512))
 
@@ -531,12 +531,14 @@ def compose(
     index:int,         # Which figure, 0, 1, 2, ...
     seed:int=0,        # Which series of figures
     style:str="light", # Name in STYLES: the same data in another look
+    kinds:tuple=KINDS, # Those that are wanted
 )->tuple[Figure,dict]: # Not yet drawn, and its facts
-    "Figure `index` of the series `seed`. Raises ValueError for an unknown style or a negative number."
+    "Figure `index` of the series `seed`. Raises ValueError for an unknown style or kind or a negative number."
     if style not in STYLES: raise ValueError(f"style {style!r}: expected one of {', '.join(STYLES)}")
+    if not kinds or set(kinds) - set(KINDS): raise ValueError(f"kinds {', '.join(kinds)!r}: expected some of {', '.join(KINDS)}")
     if index < 0 or seed < 0: raise ValueError(f"index {index} and seed {seed}: expected numbers from 0 up")
-    block, at = divmod(index, len(KINDS))
-    kind = KINDS[np.random.default_rng([seed, block, 2]).permutation(len(KINDS))[at]]
+    block, at = divmod(index, len(kinds))
+    kind = kinds[np.random.default_rng([seed, block, 2]).permutation(len(kinds))[at]]
     rng, taste = np.random.default_rng([seed, index, 0]), np.random.default_rng([seed, index, 1])
     sizes = [s for s in SIZES if kind != "panels" or max(s) >= 480 and min(s) >= 288]
     width, height = sizes[rng.integers(len(sizes))]
@@ -553,7 +555,7 @@ def compose(
     grid = look.grid and kind != "pie" and any(ax.axison and ax not in look.bars for ax, _ in cells)
     return fig, {"kind": str(kind), "style": style, "background": look.paper[0], "grid": bool(grid), "size": [width, height], **facts}
 
-# %% ../../nbs/data/figures.ipynb #8d6e3bb8
+# %% ../../nbs/data/figures.ipynb #cebc3448
 @dataclass(frozen=True)
 class Drawing:
     "A figure, drawn."
@@ -568,63 +570,63 @@ def draw_figure(
     index:int,         # Which figure, 0, 1, 2, ...
     seed:int=0,        # Which series of figures
     style:str="light", # Name in STYLES
+    kinds:tuple=KINDS, # Those that are wanted
 )->Drawing:
     "`compose`d and drawn."
-    fig, facts = compose(index, seed, style)
+    fig, facts = compose(index, seed, style, kinds)
     fig.canvas.draw()
     png = io.BytesIO()
     Image.fromarray(np.asarray(fig.canvas.buffer_rgba())[..., :3]).save(png, "PNG")
     return Drawing(f"{style}-{seed}-{index:06d}", png.getvalue(), caption(facts), *facts["size"], facts)
 
-# %% ../../nbs/data/figures.ipynb #08fbdb71
+# %% ../../nbs/data/figures.ipynb #22904ba7
 SHARD, VERSION = 64, 1  # raise VERSION when a change alters what is drawn
 
 def write_shard(
     path,       # Parquet file
     indices,    # Numbers of the figures
-    seed:int,   # Which series
-    style:str,  # Name in STYLES
+    draw,       # (number, *args) -> Drawing
+    args:list,  # For `draw`
 ):
     "Draw figures into one parquet file: image, caption, width, height, id, facts (JSON)."
-    d = [draw_figure(i, seed, style) for i in indices]
+    d = [draw(i, *args) for i in indices]
     table = pa.table({k: [getattr(x, k) for x in d] for k in ("image", "caption", "width", "height", "id")} | {"facts": [json.dumps(x.facts, ensure_ascii=False) for x in d]})
     pq.write_table(table, path, row_group_size=16, compression="none")
 
-# %% ../../nbs/data/figures.ipynb #ffe97b07
-def make_figures(
-    folder,             # Where collections of figures are kept
-    count:int=512,      # How many
-    seed:int=0,         # Which series
+# %% ../../nbs/data/figures.ipynb #37a8c596
+def make_collection(
+    final:Path,         # Folder of the collection
+    about:dict,         # What it is, kept beside it
+    count:int,          # How many
+    draw,               # (number, *args) -> Drawing; a function of a module
+    args:list,          # Plain values for `draw`
     workers:int=None,   # Processes; None = one per available core, 0 = this one
-    style:str="light",  # Name in STYLES
-)->Path:                # Folder of the parquet shards, for `open_collection`
-    "Draw a collection, or find it drawn. Raises ValueError for parameters out of range, RuntimeError with the reason when a worker fails."
-    if style not in STYLES: raise ValueError(f"style {style!r}: expected one of {', '.join(STYLES)}")
-    if count < 1 or seed < 0: raise ValueError(f"count {count} and seed {seed}: expected a count from 1 and a seed from 0 up")
-    final = Path(folder)/f"{style}-{seed}-{count}-v{VERSION}"
+)->Path:                # `final`
+    "Draw a collection, or find it drawn. Raises RuntimeError with the reason when a worker fails."
     if (final/"_complete.json").exists(): return final
     aside = final.with_name(f".{final.name}-{uuid.uuid4().hex[:8]}")
     aside.mkdir(parents=True)
     shards = [(f"figures-{n:05d}.parquet", range(n*SHARD, min((n + 1)*SHARD, count))) for n in range(-(-count//SHARD))]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     try:
-        _draw_shards(aside, shards, seed, style, min(cores if workers is None else workers, len(shards)))
-        (aside/"_complete.json").write_text(json.dumps({"style": style, "seed": seed, "count": count, "version": VERSION, "shards": [n for n, _ in shards]}))
+        _draw_shards(aside, shards, draw, args, min(cores if workers is None else workers, len(shards)))
+        (aside/"_complete.json").write_text(json.dumps({**about, "count": count, "shards": [n for n, _ in shards]}))
         try: os.rename(aside, final)
         except OSError:
             if not (final/"_complete.json").exists(): raise  # else another process was quicker, with the same figures
     finally: shutil.rmtree(aside, ignore_errors=True)
     return final
 
-def _draw_shards(folder, shards, seed, style, workers):
+def _draw_shards(folder, shards, draw, args, workers):
     "All shards, here or by subprocesses that take every n-th one."
     if workers <= 1:
-        for name, indices in shards: write_shard(folder/name, indices, seed, style)
+        for name, indices in shards: write_shard(folder/name, indices, draw, args)
         return
-    code = "import sys, json; from sciftune.data.figures import write_shard\nfor path, first, last in json.loads(sys.argv[1]): write_shard(path, range(first, last), int(sys.argv[2]), sys.argv[3])"
+    code = ("import sys, json, importlib; from sciftune.data.figures import write_shard\ndraw = getattr(importlib.import_module(sys.argv[2]), sys.argv[3])\n"
+            "for path, first, last in json.loads(sys.argv[1]): write_shard(path, range(first, last), draw, json.loads(sys.argv[4]))")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     jobs = [json.dumps([[str(folder/n), r.start, r.stop] for n, r in shards[k::workers]]) for k in range(workers)]
-    running = [subprocess.Popen([sys.executable, "-c", code, job, str(seed), style], env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=open(folder/f"{k}.err", "w+")) for k, job in enumerate(jobs)]
+    running = [subprocess.Popen([sys.executable, "-c", code, job, draw.__module__, draw.__name__, json.dumps(args)], env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=open(folder/f"{k}.err", "w+")) for k, job in enumerate(jobs)]
     try: codes = [p.wait() for p in running]
     finally:
         for p in running:
@@ -632,3 +634,20 @@ def _draw_shards(folder, shards, seed, style, workers):
     for k, c in enumerate(codes):
         if c: raise RuntimeError(f"drawing figures failed with exit code {c}: {(folder/f'{k}.err').read_text()[-2000:]}")
         (folder/f"{k}.err").unlink()
+
+# %% ../../nbs/data/figures.ipynb #ca816b20
+def make_figures(
+    folder,             # Where collections of figures are kept
+    count:int=512,      # How many
+    seed:int=0,         # Which series
+    workers:int=None,   # Processes; None = one per available core, 0 = this one
+    style:str="light",  # Name in STYLES
+    kinds:tuple=KINDS,  # Those that are wanted
+)->Path:                # Folder of the parquet shards, for `open_collection`
+    "A collection of figures. Raises ValueError for parameters out of range."
+    if style not in STYLES: raise ValueError(f"style {style!r}: expected one of {', '.join(STYLES)}")
+    if not kinds or set(kinds) - set(KINDS): raise ValueError(f"kinds {', '.join(kinds)!r}: expected some of {', '.join(KINDS)}")
+    if count < 1 or seed < 0: raise ValueError(f"count {count} and seed {seed}: expected a count from 1 and a seed from 0 up")
+    some = "" if tuple(kinds) == KINDS else "-" + "+".join(kinds)
+    about = {"style": style, "seed": seed, "kinds": list(kinds), "version": VERSION}
+    return make_collection(Path(folder)/f"{style}-{seed}-{count}{some}-v{VERSION}", about, count, draw_figure, [seed, style, list(kinds)], workers)
