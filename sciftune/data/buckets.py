@@ -73,7 +73,7 @@ class Sizing:
         filled = [s for s in self.sides if s*s <= width*height] or self.sides[:1]
         return nearest_size(width, height, self.buckets(self.pick(filled, sample, draw, 'side') if r.random_hw_adapt else filled[-1]))
 
-# %% ../../nbs/data/buckets.ipynb #816e9680
+# %% ../../nbs/data/buckets.ipynb #ad7ec515
 class BucketOrder:
     "Which samples make which micro-batches of global batch number `step`."
     def __init__(self,
@@ -81,23 +81,31 @@ class BucketOrder:
         micro_batch:int,
         global_batch:int,  # Samples per optimizer step, a multiple of micro_batch; steps with remainders have fewer
         seed:int,
+        key:str='',        # Tells collections apart
+        offset:int=0,      # Number of the first sample
+        windows:list=None, # Arrays of sample numbers, from 0, that are shuffled together; None = all of them
     ):
         if not sizes or not sizes[0]: raise ValueError('the collection holds no sample to train on')
         if global_batch % micro_batch: raise ValueError(f'global_batch {global_batch} is not a multiple of micro_batch {micro_batch}')
-        self.micro, self.slots, self.seed, self._kept = micro_batch, global_batch//micro_batch, seed, {}
+        self.micro, self.slots, self.seed, self.key, self.offset, self._kept = micro_batch, global_batch//micro_batch, seed, (key,)*bool(key), offset, {}
+        self.windows = [np.arange(len(sizes[0]))] if windows is None else windows
         self.buckets = [np.unique(np.array(s), axis=0, return_inverse=True)[1].reshape(-1) for s in sizes]     # per draw: bucket number of each sample
-        self.counts = [int(np.ceil(np.bincount(b)/micro_batch).sum()) for b in self.buckets]                   # micro-batches per epoch
+        self.counts = [sum(int(np.ceil(np.bincount(b[w])/micro_batch).sum()) for w in self.windows) for b in self.buckets]     # micro-batches per epoch
 
     def epoch(self, e:int)->list:
         "The micro-batches of an epoch, each an array of sample numbers."
         if e not in self._kept:
             if len(self._kept) > 2: self._kept.pop(min(self._kept))
-            rng = np.random.Generator(np.random.Philox(stream_seed(self.seed, 'order', e))); bucket = self.buckets[e % len(self.buckets)]
-            shuffled = rng.permutation(len(bucket)); shuffled = shuffled[np.argsort(bucket[shuffled], kind='stable')]
-            groups = np.split(shuffled, np.cumsum(np.bincount(bucket))[:-1])
-            micros = [g[a:a+self.micro] for g in groups for a in range(0, len(g), self.micro)]
-            self._kept[e] = [micros[i] for i in rng.permutation(len(micros))]
+            rng = np.random.Generator(np.random.Philox(stream_seed(self.seed, 'order', *self.key, e))); bucket = self.buckets[e % len(self.buckets)]
+            self._kept[e] = [m for w in rng.permutation(len(self.windows)) for m in self._micros(rng, self.windows[w], bucket)]
         return self._kept[e]
+
+    def _micros(self, rng, window, bucket):
+        "The samples of a window in micro-batches of one bucket, both shuffled."
+        shuffled = rng.permutation(window); shuffled = shuffled[np.argsort(bucket[shuffled], kind='stable')]
+        groups = np.split(shuffled, np.cumsum(np.bincount(bucket[window]))[:-1])
+        micros = [g[a:a+self.micro] for g in groups for a in range(0, len(g), self.micro)]
+        return [micros[i] for i in rng.permutation(len(micros))]
 
     def where(self, slot:int)->tuple[int,int]:
         "Epoch and number within it of the micro-batch `slot`, counted from the start of training."
@@ -106,10 +114,14 @@ class BucketOrder:
             if rest < n: return e, rest
             rest -= n; e += 1
 
-    def batch(self, step:int)->list[list[tuple[int,int]]]: # Micro-batches of (epoch, sample number)
+    def at(self, slot:int)->list[tuple[int,int]]: # (epoch, sample number) of each
+        "The micro-batch number `slot`, counted from the start of training."
+        e, n = self.where(slot)
+        return [(e, self.offset+int(i)) for i in self.epoch(e)[n]]
+
+    def batch(self, step:int)->list[list[tuple[int,int]]]: # Micro-batches
         "The global batch of the step after `step` steps."
-        at = [self.where(step*self.slots+j) for j in range(self.slots)]
-        return [[(e, int(i)) for i in self.epoch(e)[n]] for e, n in at]
+        return [self.at(step*self.slots+j) for j in range(self.slots)]
 
 # %% ../../nbs/data/buckets.ipynb #5e14b50e
 def dealt(
