@@ -6,14 +6,15 @@
 __all__ = ['density', 'shift', 'shift_factor', 'weight', 'flow_loss', 'noised', 'draw_u', 'FlowBatches', 'Cached', 'Turn',
            'FlowMatching']
 
-# %% ../../nbs/losses/flow.ipynb #cb3d634a
+# %% ../../nbs/losses/flow.ipynb #9436b11b
 import math
 from dataclasses import dataclass
 import torch
 from torch import Tensor
 from ..core.recipe import Recipe
-from ..core.randomness import GlobalOrder, share, stream, stream_seed, uniform
-from ..data.buckets import BucketOrder, dealt
+from ..core.randomness import share, stream, stream_seed, uniform
+from ..data.buckets import dealt
+from ..data.streams import sample_order
 from ..models.family import Family
 
 # %% ../../nbs/losses/flow.ipynb #f792694d
@@ -98,7 +99,7 @@ def draw_u(
     order = torch.randperm(recipe.global_batch, generator=stream(recipe.seed, 'strata', step))
     return (int(order[position])+r)/recipe.global_batch
 
-# %% ../../nbs/losses/flow.ipynb #e5808622
+# %% ../../nbs/losses/flow.ipynb #12580d04
 class FlowBatches:
     "Micro-batches for flow matching, as a function of the step."
     def __init__(self,
@@ -111,8 +112,7 @@ class FlowBatches:
         world:int=1,
     ):
         self.recipe, self.family, self.samples, self.tensors, self.negative_key, self.rank, self.world = recipe, family, samples, tensors, negative_key, rank, world
-        if recipe.varied: self.order = BucketOrder([[s.sizes[d] for s in samples] for d in range(len(samples[0].sizes))], recipe.micro_batch, recipe.global_batch, recipe.seed)
-        else: self.order = GlobalOrder(len(samples), recipe.global_batch, recipe.seed)
+        self.order = sample_order(recipe, samples)
 
     def __call__(self, step:int)->list[dict]:
         "This rank's micro-batches of global batch `step`: x0, noise (B,C,h,w), sigma, weight (B,), conditioning, ids."
@@ -146,7 +146,7 @@ class FlowBatches:
         keys = sample.caption_keys
         return keys[int(uniform(self.recipe.seed, 'caption', sample.id, epoch)*len(keys))]
 
-# %% ../../nbs/losses/flow.ipynb #f6d9b60d
+# %% ../../nbs/losses/flow.ipynb #2f9c71f8
 @dataclass(frozen=True)
 class Cached:
     "A sample whose tensors are in the cache."
@@ -155,6 +155,7 @@ class Cached:
     caption_keys:tuple
     more_keys:tuple = ()   # Images of further sizes
     sizes:tuple = ()       # (height, width) of each, where they differ from sample to sample
+    place:tuple = (0, 0)   # Number of its collection, and of its shard there
     def image(self, epoch:int)->str:
         "The image that an epoch trains on."
         keys = (self.image_key, *self.more_keys)
