@@ -50,18 +50,20 @@ def absolute(
     found = next((p for p in (Path(path).expanduser().absolute(), (root/path).absolute()) if p.exists()), None)
     return str(found) if found else path
 
-# %% ../../nbs/lab/launch.ipynb #b0568340
+# %% ../../nbs/lab/launch.ipynb #8c65d7e8
 def anchored(
     recipe:Recipe,
 )->Recipe:             # With absolute paths
     "`recipe` freed from the working directory. Raises LaunchError for data that is not there."
     root = project_root()
     run_root = str(Path(recipe.run_root).expanduser() if Path(recipe.run_root).expanduser().is_absolute() else root/recipe.run_root)
-    made = recipe.data == 'figures' or '://' in recipe.data                # a remote path is looked at by the trainer
-    data = recipe.data if made else absolute(recipe.data, root)
-    if not made and not glob.glob(data) and not Path(data).exists():
+    def place(path):
+        if path == 'figures' or '://' in path: return path                 # a remote path is looked at by the trainer
+        found = absolute(path, root)
+        if glob.glob(found) or Path(found).exists(): return found
         looked = ' and '.join(dict.fromkeys([str(Path.cwd()), str(root)]))
-        raise LaunchError(f"data: no such file or folder: {recipe.data} (looked in {looked}); data='figures' makes its own")
+        raise LaunchError(f"data: no such file or folder: {path} (looked in {looked}); data='figures' makes its own")
+    parts = recipe.sources; data = place(recipe.data) if len(parts) == 1 else ','.join(f'{place(p)}:{w}' for p, w in parts)
     model_path = recipe.model_path if recipe.model_path in ('tiny','random') else absolute(recipe.model_path, root)
     resume = recipe.resume if recipe.resume in ('','latest') else absolute(recipe.resume, root)
     return recipe.model_copy(update=dict(run_root=run_root, data=data, model_path=model_path, resume=resume, **{k: absolute(getattr(recipe, k), root) for k in ('nvme_path','prompts','start_from','validation_data','metadata','lora_path')}))
