@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Models', 'Strategies', 'Precisions', 'HUB', 'RATES', 'PRESETS', 'UNIFIED', 'SEEN_KINDS', 'NANO', 'NANO_DEFAULT', 'SD',
            'DISTILLATION', 'TINY_DISTILLATION', 'ALIASES', 'VALUES', 'WEIGHTING', 'SHARDING', 'SHARD_KEYS', 'SWITCHES',
-           'IDENTITY', 'RecipeError', 'nearest', 'sources', 'Recipe', 'checked', 'presets', 'translated', 'resolve',
-           'learning_rate_at', 'changed']
+           'IDENTITY', 'RecipeError', 'nearest', 'sources', 'Recipe', 'checked', 'nano_folder', 'presets', 'translated',
+           'resolve', 'learning_rate_at', 'changed']
 
 # %% ../../nbs/core/recipe.ipynb #9b786a7a
 import difflib, os, warnings
@@ -47,7 +47,7 @@ def sources(
     if twice := [p for i, (p, _) in enumerate(parts) if not p or p in [q for q, _ in parts[:i]]]: raise ValueError(f"'{twice[0]}' is given twice; add its weights" if twice[0] else 'a weight stands without its collection')
     return tuple(parts)
 
-# %% ../../nbs/core/recipe.ipynb #6b70e938
+# %% ../../nbs/core/recipe.ipynb #34a35671
 class Recipe(BaseModel):
     "Everything that determines a run. Raises `RecipeError` through `resolve`."
     model_config = ConfigDict(frozen=True, extra='forbid', validate_default=True, protected_namespaces=())
@@ -97,7 +97,7 @@ class Recipe(BaseModel):
     main_process_port: int = Field(0, ge=0, lt=65536, description='rendezvous port; 0 = a free one')
     reshard: bool = Field(True, description='fsdp: free gathered parameters after the forward pass')
     hybrid_shard: int = Field(0, ge=0, description='fsdp: processes per shard group, replicated over the groups; 0 = shard over all, 1 = replicate all (the frozen base of LoRA)')
-    offload: Literal['none','optimizer','params','nvme'] = Field('none', description='what is kept on the CPU (zero, fsdp) or on NVMe (zero3)')
+    offload: Literal['none','optimizer','params','nvme'] = Field('none', description="what is kept on the CPU (zero, fsdp; 'optimizer' also on a single GPU, streamed) or on NVMe (zero3)")
     nvme_path: str = Field('', description="folder for offload='nvme'")
     nccl_ib_disable: bool = Field(False, description='several machines without InfiniBand: sets NCCL_IB_DISABLE=1')
     nccl_p2p_disable: bool = Field(False, description='sets NCCL_P2P_DISABLE=1')
@@ -193,7 +193,7 @@ class Recipe(BaseModel):
     max_shard_size: str = Field('10GB', description='of exported safetensors')
     # running
     launcher: Literal['job','notebook','print'] = Field('job', description='how launch.ipynb starts it')
-    device_memory_gib: float = Field(0.0, ge=0, description='memory per device to plan for; 0 = what the machine has')
+    device_memory_gib: float = Field(0.0, ge=0, description='memory per device to plan for and to stay below; 0 = what the machine has')
     host_memory_gib: float = Field(0.0, ge=0, description='host memory to plan for; 0 = what the machine has')
     plan_check: bool = Field(True, description='refuse a run that the plan says cannot fit')
     stall_seconds: int = Field(600, ge=10, description='a rank without progress for so long ends the run with a table of where each rank is')
@@ -264,7 +264,9 @@ class Recipe(BaseModel):
             raise ValueError(f'global_batch: {self.global_batch} is not a multiple of micro_batch x num_processes = {self.micro_batch} x {world}')
         if self.offload == 'nvme' and (self.strategy != 'zero3' or not self.nvme_path): raise ValueError("offload: 'nvme' needs strategy 'zero3' and nvme_path")
         if self.offload == 'params' and self.strategy not in ('zero3','fsdp'): raise ValueError("offload: 'params' needs strategy 'zero3' or 'fsdp'")
-        if self.offload == 'optimizer' and not self.strategy.startswith('zero'): raise ValueError("offload: 'optimizer' needs strategy 'zero1', 'zero2' or 'zero3' (fsdp offloads with 'params')")
+        if self.offload == 'optimizer' and self.strategy not in ('single','zero1','zero2','zero3'): raise ValueError("offload: 'optimizer' needs strategy 'single', 'zero1', 'zero2' or 'zero3' (fsdp offloads with 'params')")
+        if self.offload == 'optimizer' and self.strategy == 'single' and (self.global_batch != self.micro_batch or not self.gradient_release or self.distils):
+            raise ValueError("offload: 'optimizer' with strategy 'single' updates during backward: it needs global_batch = micro_batch, gradient_release, and an objective that is no distillation")
         if self.objective == 'unified': self._unified()
         if self.objective == 'autoencoder': self._autoencoder()
         if self.hybrid_shard and self.strategy != 'fsdp': raise ValueError("hybrid_shard: needs strategy 'fsdp'")
@@ -396,6 +398,16 @@ NANO = dict(
     nano_style=dict(_charts, model_path='nano', figures=192, figures_style='chalk', figures_seed=3, steps=150, micro_batch=16, global_batch=16, learning_rate=5e-4, warmup_steps=10, precision='fp32',
                     timestep_shift='linear', held_out=32, cache_batch=16, validation_steps=75, validation_images=8, validation_sample_steps=20, checkpoint_steps=0))
 NANO_DEFAULT = ()      # ('qwenimage','klein') once their weights are in the package
+
+# %% ../../nbs/core/recipe.ipynb #387ff669
+def nano_folder(
+    model:str,     # Family name
+)->Path:           # A diffusers folder inside the package
+    "Where the trained nano model of a family is. Raises `RecipeError` when this installation has none."
+    folder = Path(__file__).resolve().parent.parent/'assets'/'nano'/model
+    if (folder/'model_index.json').is_file(): return folder
+    raise RecipeError(f"model_path: 'nano': this installation has no trained nano model of {model}: " +
+                      (f"{folder} is missing; train it with scripts/nano on a GPU, or use model_path='tiny'" if model in ('qwenimage','klein') else "there are such models of qwenimage and klein only; use model_path='tiny'"))
 
 # %% ../../nbs/core/recipe.ipynb #57f05b9a
 SD = dict(objective='epsilon', text_tokens=77, timestep_shift='none', compile=False)
