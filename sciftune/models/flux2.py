@@ -120,7 +120,7 @@ def build_tiny(
     return diffusers.Flux2KleinPipeline(scheduler=diffusers.FlowMatchEulerDiscreteScheduler(**tiny.FLUX_SCHEDULE), vae=vae, text_encoder=tiny.tiny_qwen3(tok),
                                         tokenizer=tok, transformer=diffusers.Flux2Transformer2DModel(**TINY_KLEIN), is_distilled=distilled)
 
-# %% ../../nbs/models/flux2.ipynb #c2d7e770
+# %% ../../nbs/models/flux2.ipynb #89457c39
 class Klein(Family):
     "FLUX.2 klein 9B."
     name, pipeline_class, denoiser_class, vae_class = "klein", "Flux2KleinPipeline", "Flux2Transformer2DModel", "AutoencoderKLFlux2"
@@ -146,7 +146,7 @@ class Klein(Family):
         return dict(mean=(patchify(z.float()) - mean)/std)
     def encode_captions(self, encoders, captions, text_tokens=None)->list:
         lm, tok = encoders.text["text_encoder"], encoders.tokenizers["tokenizer"]
-        return [dict(text=t.clone()) for t in encode_prompts(lm, tok, check_captions(captions), self.check_text_tokens(text_tokens), self.text_length())]
+        return [dict(text=t.clone()) for t in encode_prompts(lm, tok, check_captions(captions), self.check_text_tokens(text_tokens), min(self.text_length(), tok.model_max_length))]   # a nano tokenizer is shorter
     def collate(self, rows, pad_to=None)->dict: return stack_rows(rows, pad_to)
     def predict(self, denoiser, x_t, sigma, conditioning)->Tensor:
         check_inputs(x_t, sigma, self.latent_channels)
