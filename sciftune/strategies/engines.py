@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['STATES', 'engines_on_cpu', 'Range', 'Network', 'ShardedNetwork', 'ZeroNetwork', 'Engine']
 
-# %% ../../nbs/strategies/engines.ipynb #d9d95cbe
+# %% ../../nbs/strategies/engines.ipynb #a119e2c8
 import contextlib, datetime, os
 from dataclasses import dataclass
 import torch, torch.distributed as dist
@@ -13,6 +13,7 @@ from torch import nn, Tensor
 from ..core.recipe import Recipe, RecipeError
 from ..core.engineconf import BLOCKS, deepspeed_config, world_size
 from .precision import Policy, policy_for
+from .offload import HostStates
 from .optimizers import build_optimizer, clip, GradientRelease
 
 # %% ../../nbs/strategies/engines.ipynb #a943e890
@@ -47,12 +48,12 @@ class Range:
 # %% ../../nbs/strategies/engines.ipynb #97bf6b0d
 STATES = ('weight', 'exp_avg', 'exp_avg_sq')
 
-# %% ../../nbs/strategies/engines.ipynb #577d6a35
+# %% ../../nbs/strategies/engines.ipynb #552892b7
 class Network:
     "A trainable module on the `single` and `ddp` engines; base of the sharded ones."
     def __init__(self, engine, module:nn.Module, name:str, fill=None, recipe=None):
         self.engine, self.raw, self.name, self.fill = engine, module, name, fill
-        self.policy, self.recipe, self.steps, self.release = engine.policy, recipe or engine.recipe, 0, None
+        self.policy, self.recipe, self.steps, self.release, self.away = engine.policy_of(recipe) if recipe else engine.policy, recipe or engine.recipe, 0, None, None
         self.params = {n: p for n,p in module.named_parameters() if p.requires_grad}
         self._wrap()
 
@@ -64,7 +65,11 @@ class Network:
 
     def _optimizer(self, module):
         cuda = self.engine.device.type == 'cuda'
-        self.optimizer = build_optimizer(list(self.params.values()), self.recipe, self.policy.optimizer, cuda)
+        params, streams = list(self.params.values()), self.recipe.offload == 'optimizer' and self.recipe.strategy == 'single'
+        self.optimizer = build_optimizer(params, self.recipe, self.policy.optimizer, cuda, release=streams)
+        if streams:
+            self.away = HostStates(self.optimizer, params, self._state_of, self.engine.resident_bytes)
+            self.release = GradientRelease(module, self.away, self.recipe.max_grad_norm); return
         if self.policy.optimizer == 'flashadamw' and self.recipe.gradient_release and self.engine.accumulation == 1 and self.recipe.strategy != 'ddp':
             self.release = GradientRelease(module, self.optimizer, self.recipe.max_grad_norm)
 
@@ -89,6 +94,7 @@ class Network:
     def step(self)->Tensor:
         "Clip and update; returns the gradient norm before clipping, without waiting for it."
         self.steps += 1
+        if self.away: self.away.finish()
         if self.release: return self.release.finish(self._norm_group())
         norm = clip(list(self.params.values()), self.recipe.max_grad_norm)
         self.optimizer.step(); self.optimizer.zero_grad(set_to_none=True)
@@ -116,6 +122,10 @@ class Network:
 
     def read(self, r:Range, key:str)->Tensor:
         "The fp32 values of `key` ('weight', 'exp_avg', 'exp_avg_sq') in `r`; zeros for moments that do not exist yet."
+        if self.away is None: return self._read(r, key)
+        with self.away.at_hand(self.params[r.name]): return self._read(r, key).clone()
+
+    def _read(self, r, key):
         first = next(h.start for h in self._held_map()[r.name])
         if key == 'weight':
             t = self._local(r.name)
@@ -131,6 +141,10 @@ class Network:
 
     def write(self, r:Range, key:str, values:Tensor):
         "Set the values of `key` in the held range `r`; call `finish_write` after the last one."
+        if self.away is None: return self._write(r, key, values)
+        with self.away.at_hand(self.params[r.name], write=True): self._write(r, key, values)
+
+    def _write(self, r, key, values):
         local = self._local(r.name); flat = local.view(-1)
         if key == 'weight':
             bits = None
@@ -142,6 +156,10 @@ class Network:
                 bits['error_bits'] = compute_ecc_bits(values, local, master_bytewidth=local.element_size()+bits['error_bits'].element_size())
         elif self.policy.optimizer == 'flashadamw': self._flash_state(r.name)[key].set_data(values.to(local.device).reshape(local.shape))
         else: self._adam_state(r.name)[key].reshape(-1).copy_(values)
+
+    def _state_of(self, p):
+        if self.policy.optimizer == 'adamw': return self.optimizer.state_of(p)
+        self.optimizer._ensure_state_initialized(p, hparams=self.optimizer._find_group(p)); return self.optimizer.state[p]
 
     def _flash_state(self, name):
         p = self.params[name]; group = self.optimizer._find_group(p)
@@ -313,7 +331,12 @@ class ZeroNetwork(Network):
         if self.stage < 3: self.zero.update_lp_params()
         elif self.zero.persistent_parameters: self.zero.persistent_parameters[0].all_gather(self.zero.persistent_parameters)
 
-# %% ../../nbs/strategies/engines.ipynb #63b02bc0
+# %% ../../nbs/strategies/engines.ipynb #fd21ded0
+def _stay_below(gib:float):
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory/2**30
+    if gib < total: torch.cuda.set_per_process_memory_fraction(max(.01, (gib-.6)/total))
+
+# %% ../../nbs/strategies/engines.ipynb #13d342fc
 class Engine:
     "Processes, device and precision of a run. Raises RecipeError when the launch does not match the recipe."
     def __init__(self,
@@ -321,16 +344,18 @@ class Engine:
     ):
         from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
         from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
-        self.recipe, kind = recipe, recipe.strategy
+        self.recipe, kind, self.resident_bytes = recipe, recipe.strategy, 0.0       # of offloaded optimizer states; the planner says how many
         cpu = recipe.cpu or not torch.cuda.is_available()
-        self.policy = policy_for(recipe, not cpu)
+        if recipe.device_memory_gib and not cpu: _stay_below(recipe.device_memory_gib)
+        self.cuda = not cpu; self.policy = policy_for(recipe, self.cuda)
+        whole = self.policy_of(recipe.model_copy(update=dict(lora_rank=0))) if recipe.distils else self.policy      # a distillation's critic is trained whole
         if cpu and kind not in ('single', 'ddp'): engines_on_cpu()
         conf = {}
         if kind == 'fsdp' and not os.environ.get('ACCELERATE_USE_FSDP'):
             conf['fsdp_plugin'] = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=recipe.reshard, cpu_offload=recipe.offload == 'params',
                 auto_wrap_policy='transformer_based_wrap', transformer_cls_names_to_wrap=list(BLOCKS[recipe.model]), cpu_ram_efficient_loading=False)
         if kind.startswith('zero') and not os.environ.get('ACCELERATE_USE_DEEPSPEED'): conf['deepspeed_plugin'] = DeepSpeedPlugin(hf_ds_config=deepspeed_config(recipe), zero3_init_flag=False)
-        mixed = 'bf16' if self.policy.name == 'bf16-mixed' and kind in ('single','ddp') else None if kind != 'fsdp' and kind.startswith('zero') else 'no'
+        mixed = 'bf16' if whole.name == 'bf16-mixed' and kind in ('single','ddp') else None if kind != 'fsdp' and kind.startswith('zero') else 'no'
         timeout = datetime.timedelta(seconds=max(1800, 2*recipe.stall_seconds))
         self.accelerator = Accelerator(cpu=cpu and kind in ('single','ddp'), mixed_precision=mixed, kwargs_handlers=[
             InitProcessGroupKwargs(timeout=timeout), DistributedDataParallelKwargs(gradient_as_bucket_view=True)], **conf)
@@ -356,6 +381,8 @@ class Engine:
         if h == self.world: m = init_device_mesh(self.device.type, (self.world,), mesh_dim_names=('shard',))
         else: m = init_device_mesh(self.device.type, (self.world//h, h), mesh_dim_names=('replicate','shard'))
         return m, m['shard'].get_group()
+
+    def policy_of(self, recipe:Recipe)->Policy: return policy_for(recipe, self.cuda)      # of one network, where networks differ
 
     def network(self,
         module:nn.Module,      # Frozen parameters marked, blocks compiled; parameters may be on meta where `lean` says so
