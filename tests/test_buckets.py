@@ -1,7 +1,7 @@
 """Whole images in buckets through the trainer: the same on any number of processes, and across a resume in the middle of an epoch."""
-import json, sys, warnings
+import io, json, sys, tarfile, warnings
 from pathlib import Path
-import numpy as np, pytest
+import numpy as np, pyarrow as pa, pyarrow.parquet as pq, pytest
 from PIL import Image
 sys.path.insert(0, str(Path(__file__).parent))
 from forked import ENGINES, RunDir, deviation, log, losses, train
@@ -33,11 +33,26 @@ def test_pictures_are_validated_at_the_resolution(data):
     m = go(data, 'look', validation_steps=2, max_train_steps=2, validation_images=1, validation_sample_steps=2)
     assert [r['step'] for r in m if 'held_out' in r] == [0, 2] and Image.open(data/'look'/'validation_images'/'step_000002'/'00.png').size == (64, 64)
 
-def test_training_from_tars_with_a_broken_member(data):
-    import io, tarfile
-    with tarfile.open(data/'shard-0.tar', 'w') as t:
-        for i in range(20):
-            image = (data/'images'/f'{i}.png').read_bytes()[:30 if i == 3 else None]
+def tar(data, path, numbers, broken=()):
+    with tarfile.open(path, 'w') as t:
+        for i in numbers:
+            image = (data/'images'/f'{i}.png').read_bytes()[:30 if i in broken else None]
             for name, raw in ((f'{i}.png', image), (f'{i}.txt', f'figure {i}'.encode())): info = tarfile.TarInfo(name); info.size = len(raw); t.addfile(info, io.BytesIO(raw))
+
+def test_training_from_tars_with_a_broken_member(data):
+    tar(data, data/'shard-0.tar', range(20), broken=[3])
     run = RunDir(data/'tar'); m = train(run, **{k: v for k,v in BASE.items() if k != 'max_train_steps'}, steps=2, data=str(data/'shard-*.tar'))
     assert set(losses(m)) == {1, 2} and 'shard-0.tar:3' in run.quarantine.read_text() and '1 rows set aside' in log(run)
+
+@pytest.mark.parametrize('bucket', [False, True])
+def test_a_mixture_of_shards_on_any_engine_and_across_a_resume(data, bucket):
+    "Three parquet shards behind a URL and two tars, two shards at a time, three to one: the losses of every step are those of one process."
+    (data/'mix'/'tars').mkdir(parents=True, exist_ok=True); image = lambda i: (data/'images'/f'{i}.png').read_bytes()
+    for n in range(3): pq.write_table(pa.table(dict(image=[image(i) for i in range(5*n, 5*n+5)], text=[f'figure {i}' for i in range(5*n, 5*n+5)])), data/'mix'/f'{n}.parquet', row_group_size=2)
+    for n in range(2): tar(data, data/'mix'/'tars'/f'{n}.tar', range(15+4*n, 19+4*n))
+    conf = dict(model='flux1', data=f"file://{data}/mix/*.parquet:3,{data}/mix/tars:1", shuffle_window=2, text_tokens=32, held_out=4, steps=6, micro_batch=2, global_batch=12, validation_steps=0, checkpoint_steps=3,
+                checkpoints_kept=9, export=False, **(dict(enable_bucket=True, bucket_step=16) if bucket else {}))
+    name = f'mix{bucket}'; one = train(RunDir(data/name), **conf)
+    assert deviation(train(RunDir(data/f'{name}-3'), num_processes=3, **conf | dict(checkpoint_steps=0), **ENGINES['ddp']), one) <= 1e-5
+    rest = train(RunDir(data/f'{name}-rest'), num_processes=2, resume=str(data/name/'checkpoints'/'step_000003'), **conf | dict(checkpoint_steps=0), **ENGINES['fsdp'])
+    assert min(losses(rest)) == 4 and deviation(rest, one) <= 1e-5
