@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['FIELDS', 'SEEN_BEFORE_TARGET', 'SEEN', 'visibility', 'dense_mask', 'SpecialTokens', 'Resize', 'shown_size',
-           'load_image', 'patchify', 'Segment', 'Example', 'read_segment', 'read_images', 'spoken', 'as_segments',
-           'picture', 'from_messages', 'from_llava', 'piece', 'read_jsonl', 'lower', 'item', 'frames', 'Rules',
-           'PackedBatch', 'Packer', 'add_sample', 'finish', 'Group', 'Prepared', 'prepare', 'split_starts', 'load_pack',
-           'Draws', 'fingerprint', 'Sequences', 'totals']
+           'load_image', 'patchify', 'Segment', 'Example', 'read_segment', 'read_images', 'strings', 'spoken',
+           'as_segments', 'native', 'objects', 'said', 'picture', 'from_messages', 'from_llava', 'piece', 'read_jsonl',
+           'lower', 'item', 'frames', 'Rules', 'PackedBatch', 'Packer', 'add_sample', 'finish', 'Group', 'Prepared',
+           'prepare', 'split_starts', 'load_pack', 'Draws', 'fingerprint', 'Sequences', 'totals']
 
 # %% ../../nbs/data/sequences.ipynb #b8c80bf7
 import hashlib, json, re
@@ -110,7 +110,7 @@ def patchify(
     "Patches in row-major order."
     return image.unfold(1, size, size).unfold(2, size, size).permute(1,2,3,4,0).flatten(0,1).flatten(1)
 
-# %% ../../nbs/data/sequences.ipynb #34259c41
+# %% ../../nbs/data/sequences.ipynb #dc63661e
 @dataclass(frozen=True)
 class Segment:
     "One piece of an example."
@@ -129,11 +129,12 @@ class Example:
     "One line of a file."
     id: str
     segments: tuple[Segment,...]
+    where: str = ''               # File and line, for errors
 
     @property
     def targets(self)->bool: return any(s.role=='target' for s in self.segments)
 
-# %% ../../nbs/data/sequences.ipynb #c50ee1b9
+# %% ../../nbs/data/sequences.ipynb #c01d4315
 FIELDS = dict(text={'type','text','loss','cfg_dropout','next'}, image={'type','path','role','encoders','cfg_dropout'},
               video={'type','frames','frame_indices','role','encoders','cfg_dropout'})
 
@@ -149,24 +150,27 @@ def read_segment(
     for key in ('loss','cfg_dropout'):
         if not isinstance(d.get(key, False), bool): raise DataError(f'{where}: {key} is {d[key]!r}; true or false is needed')
     if kind == 'text':
-        texts = tuple([d['text']] if isinstance(d.get('text'), str) else d.get('text') or ())
-        if not texts or not all(isinstance(t, str) for t in texts): raise DataError(f'{where}: text must be a string or a list of strings')
+        texts = [d['text']] if isinstance(d.get('text'), str) else d.get('text')
+        if not strings(texts): raise DataError(f'{where}: text must be a string or a list of strings')
         if d.get('loss') and d.get('cfg_dropout'): raise DataError(f'{where}: a text with loss cannot have cfg_dropout: what is learnt is never left out')
         if d.get('next', 'image') != 'image': raise DataError(f'{where}: next is {d["next"]!r}; only "image" is known')
-        return Segment('text', texts=texts, loss=d.get('loss', False), next=d.get('next', ''), cfg_dropout=d.get('cfg_dropout'))
+        return Segment('text', texts=tuple(texts), loss=d.get('loss', False), next=d.get('next', ''), cfg_dropout=d.get('cfg_dropout'))
     return read_images(d, kind, folder, where)
 
 def read_images(d:dict, kind:str, folder:Path, where:str)->Segment:
     "An image or video segment."
-    names, must = ([d.get('path')], 'path must be a string') if kind == 'image' else (list(d.get('frames') or ()), 'frames must be a list of paths')
-    if not names or not all(isinstance(n, str) and n for n in names): raise DataError(f'{where}: {must}')
+    names, must = ([d.get('path')], 'path must be a string') if kind == 'image' else (d.get('frames'), 'frames must be a list of paths')
+    if not strings(names) or '' in names: raise DataError(f'{where}: {must}')
     paths = tuple(str(folder/n) for n in names)
     if missing := [p for p in paths if not Path(p).is_file()]: raise DataError(f'{where}: image file {missing[0]} is missing')
     if d.get('role') not in ('condition','target'): raise DataError(f'{where}: role is {d.get("role")!r}; condition or target is needed')
-    if set(d.get('encoders') or ('vit',))-{'vae','vit'}: raise DataError(f'{where}: encoders are {d["encoders"]!r}; a list of "vae" and "vit" is needed')
-    indices = tuple(d.get('frame_indices') or range(len(paths)))
-    if len(indices) != len(paths) or list(indices) != sorted(set(indices)): raise DataError(f'{where}: frame_indices must rise, one per frame')
-    return Segment(kind, paths=paths, indices=indices, role=d['role'], encoders=tuple(d.get('encoders') or ()) or None, cfg_dropout=d.get('cfg_dropout'))
+    encoders, indices = d.get('encoders') or ['vae','vit'], d.get('frame_indices') or list(range(len(paths)))
+    if not strings(encoders) or set(encoders)-{'vae','vit'}: raise DataError(f'{where}: encoders are {encoders!r}; a list of "vae" and "vit" is needed')
+    if not isinstance(indices, list) or not all(type(i) is int for i in indices) or len(indices) != len(paths) or indices != sorted(set(indices)):
+        raise DataError(f'{where}: frame_indices must be whole numbers that rise, one per frame')
+    return Segment(kind, paths=paths, indices=tuple(indices), role=d['role'], encoders=tuple(d.get('encoders') or ()) or None, cfg_dropout=d.get('cfg_dropout'))
+
+def strings(x)->bool: return isinstance(x, list) and bool(x) and all(isinstance(i, str) for i in x)
 
 # %% ../../nbs/data/sequences.ipynb #b0caa0bc
 def spoken(
@@ -187,45 +191,66 @@ def spoken(
         elif part.strip(): segments.append(dict(type='text', text=part.strip(), loss=learn))
     return segments
 
-# %% ../../nbs/data/sequences.ipynb #ff83db79
+# %% ../../nbs/data/sequences.ipynb #c4cc1607
 def as_segments(
     d:dict,        # Any known form
     where:str,
 )->list[dict]:     # Segments of the native form
     "Rewrite a record. Raises DataError for an unknown form."
     SEEN = dict(encoders=['vit'], cfg_dropout=False)  # images that are only asked about
-    if 'segments' in d: return d['segments']
+    if 'segments' in d: return native(d, where)
     if 'messages' in d: out = from_messages(d, where)
-    elif 'conversations' in d and all('from' in t for t in d['conversations']): out = from_llava(d, where, SEEN)
+    elif 'conversations' in d and all('from' in t for t in objects(d, 'conversations', where)): out = from_llava(d, where, SEEN)
     elif 'conversations' in d: out = [piece(t, t.get('role')=='assistant', where) for t in d['conversations']]
-    elif 'input_sequence' in d: out = [piece(t, False, where) for t in d['input_sequence']]+[piece(t, True, where) for t in d.get('target_sequence', [])]
+    elif 'input_sequence' in d: out = [piece(t, learn, where) for key, learn in (('input_sequence',False), ('target_sequence',True)) for t in objects(d, key, where)]
     elif {'text_prompt','image_path'} <= set(d): out = [dict(type='text', text=d['text_prompt'], loss=False), picture(d['image_path'], True)]
     elif {'image_path','caption'} <= set(d): out = [picture(d['image_path'], False), dict(type='text', text=d['caption'], loss=True)]
     else: raise DataError(f'{where}: "segments" is needed (or messages, conversations, input_sequence, text_prompt, caption), got {", ".join(sorted(d)) or "nothing"}')
     if not any(s.get('role')=='target' for s in out): out = [s|SEEN if s['type']!='text' else s for s in out]
     return [s|dict(next='image') if s['type']=='text' and s['loss'] and n.get('role')=='target' else s for s, n in zip(out, [*out[1:], {}])]
 
+def native(d:dict, where:str)->list[dict]:
+    "The segments of a record of the native form, whose own fields are checked."
+    if extra := sorted(set(d)-{'id','task','segments','metadata'}): raise DataError(f'{where}: unknown field {extra[0]!r}; known: id, task, segments, metadata (whatever else is to be kept belongs into metadata)')
+    if d.get('task') not in (None,'t2i','edit','vqa','interleaved','text'): raise DataError(f'{where}: task is {d["task"]!r}; t2i, edit, vqa, interleaved or text is needed')
+    return objects(d, 'segments', where)
+
+def objects(d:dict, key:str, where:str)->list[dict]:
+    "A field that must be a list of JSON objects."
+    if not isinstance(d.get(key), list): raise DataError(f'{where}: {key} must be a list, got {d.get(key)!r:.60}')
+    for n, x in enumerate(d[key]):
+        if not isinstance(x, dict): raise DataError(f'{where}: element {n} of {key} must be a JSON object, got {x!r:.60}')
+    return d[key]
+
+def said(turn:dict, key:str, where:str)->str:
+    "What a turn says."
+    if not isinstance(turn.get(key), str): raise DataError(f'{where}: {key} of a turn must be a string, got {turn.get(key)!r:.60}')
+    return turn[key]
+
 def picture(path:str, learn:bool)->dict: return dict(type='image', path=path, role='target' if learn else 'condition')
 
 def from_messages(d:dict, where:str)->list[dict]:
     "messages with <image> tags; images[0] is the user's even where no tag says so."
-    pictures, tags = list(d.get('images') or []), lambda roles: sum(m['content'].count('<image>') for m in d['messages'] if m['role'] in roles)
-    out = []
-    if pictures and not tags(('user','system')) and len(pictures) > tags(('assistant',)): out.append(dict(type='image', path=pictures.pop(0), role='condition'))
-    for n, m in enumerate(d['messages']):
+    out, messages, pictures = [], objects(d, 'messages', where), d.get('images') or []
+    if pictures and not strings(pictures): raise DataError(f'{where}: images must be a list of paths, got {pictures!r:.60}')
+    for n, m in enumerate(messages):
         if m.get('role') not in ('user','assistant','system'): raise DataError(f'{where}: message {n} has role {m.get("role")!r}; user or assistant is needed')
-        out += spoken(m['content'], m['role']=='assistant', pictures, [], where)
+    pictures, tags = list(pictures), lambda learn: sum(said(m, 'content', where).count('<image>') for m in messages if (m['role']=='assistant') == learn)
+    if pictures and not tags(False) and len(pictures) > tags(True): out.append(dict(type='image', path=pictures.pop(0), role='condition'))
+    for m in messages: out += spoken(said(m, 'content', where), m['role']=='assistant', pictures, [], where)
     if pictures: raise DataError(f'{where}: {len(pictures)} more images than <image> tags')
     return out
 
 def from_llava(d:dict, where:str, seen:dict)->list[dict]:
     "image (one or several) or video (frames), and turns of human and gpt."
-    pictures, out = [d['image']] if isinstance(d.get('image'), str) else list(d.get('image') or []), []
+    pictures, out = [d['image']] if isinstance(d.get('image'), str) else d.get('image') or [], []
+    if pictures and not strings(pictures): raise DataError(f'{where}: image must be a path or a list of paths, got {pictures!r:.60}')
+    pictures = list(pictures)
     if isinstance(d.get('video'), str): raise DataError(f'{where}: video {d["video"]!r} is a file; give a list of frame images instead')
     for turn in d['conversations']:
         if turn['from'] not in ('human','gpt','system'): raise DataError(f'{where}: a turn is from {turn["from"]!r}; human or gpt is needed')
     videos = [d['video']] if d.get('video') else []
-    for turn in d['conversations']: out += spoken(turn['value'], turn['from']=='gpt', pictures, videos, where, **seen)
+    for turn in d['conversations']: out += spoken(said(turn, 'value', where), turn['from']=='gpt', pictures, videos, where, **seen)
     if pictures or videos: raise DataError(f'{where}: more files than <image> and <video> tags')
     return [s|dict(cfg_dropout=False) if s['type']=='text' else s for s in out]
 
@@ -235,14 +260,16 @@ def piece(t:dict, learn:bool, where:str)->dict:
     if t.get('type') == 'image': return picture(t.get('image_path') or t.get('content'), learn)
     raise DataError(f'{where}: type is {t.get("type")!r}; text or image is needed')
 
-# %% ../../nbs/data/sequences.ipynb #22341765
+# %% ../../nbs/data/sequences.ipynb #221dec6b
 def read_jsonl(
     path:str|Path,
 )->list[Example]:
     "All examples of a file. Raises DataError naming file and line."
     path, out, seen = Path(path), [], set()
     if not path.is_file(): raise DataError(f'{path} is missing; a file with one JSON object per line is needed')
-    for n, line in enumerate(path.read_text().splitlines(), 1):
+    try: lines = path.read_text('utf-8-sig').split('\n')   # not splitlines(): U+2028 and its like may stand inside a JSON string
+    except UnicodeDecodeError as e: raise DataError(f'{path} is not UTF-8: {e}') from e
+    for n, line in enumerate(lines, 1):
         if not line.strip(): continue
         where = f'{path.name}:{n}'
         try: d = json.loads(line)
@@ -252,7 +279,7 @@ def read_jsonl(
         if not any(s.loss or s.next or s.role=='target' for s in segments): raise DataError(f'{where}: nothing to learn; a text with loss or a target image is needed')
         key = str(d.get('id', f'{n}'))
         if key in seen: raise DataError(f'{where}: id {key!r} is used twice; ids key the randomness of an example')
-        seen.add(key); out.append(Example(key, segments))
+        seen.add(key); out.append(Example(key, segments, where))
     if not out: raise DataError(f'{path} holds no example')
     return out
 
@@ -327,7 +354,7 @@ class PackedBatch(dict):
             lens, modes = lens[k:], modes[k:]
         return out
 
-# %% ../../nbs/data/sequences.ipynb #cdc752c4
+# %% ../../nbs/data/sequences.ipynb #f6bc37df
 class Packer:
     "Lists that grow item by item and become a PackedBatch."
     FLOAT = ('packed_timesteps','ce_loss_weights')
@@ -345,25 +372,29 @@ class Packer:
         s, n, at = self.rules.special, len(ids)+1, self.at
         self.tokens([s.bos, *ids, s.eos], range(rope, rope+n+1))
         if item['loss']: self.put(ce_loss_indexes=range(at, at+n), packed_label_ids=[*ids, s.eos], ce_loss_weights=[n**-.5]*n)
-        if item['special_token_loss']: self.put(ce_loss_indexes=[at+n], packed_label_ids=[item['special_token_label']], ce_loss_weights=[1.0])
+        self.announce(item)
         return rope+n+1
 
-    def image(self, kind:str, image:Tensor, rope:int, side:int):
+    def announce(self, item:dict):
+        "The last token learns what follows, where the item says so."
+        if item['special_token_loss']: self.put(ce_loss_indexes=[self.at-1], packed_label_ids=[item['special_token_label']], ce_loss_weights=[1.0])
+
+    def image(self, kind:str, image:Tensor, item:dict, rope:int, side:int):
         "soi, the cells of an image, eoi: all at one position. Returns the cells' packed indexes and table entries."
         h, w = self.rules.grid(kind, image.shape[2], image.shape[1])
         self.tokens([self.rules.special.soi], [rope])
         at, self.at = range(self.at, self.at+h*w), self.at+h*w
-        self.put(packed_position_ids=[rope]*(h*w)); self.tokens([self.rules.special.eoi], [rope])
+        self.put(packed_position_ids=[rope]*(h*w)); self.tokens([self.rules.special.eoi], [rope]); self.announce(item)
         return at, [r*side+c for r in range(h) for c in range(w)], (h, w)
 
     def vit_image(self, image:Tensor, item:dict, rope:int, *_)->int:
-        at, cells, (h, w) = self.image('vit_image', image, rope, self.rules.vit_side)
+        at, cells, (h, w) = self.image('vit_image', image, item, rope, self.rules.vit_side)
         self.put(packed_vit_token_indexes=at, packed_vit_position_ids=cells, vit_token_seqlens=[h*w])
         self.tensors.setdefault('packed_vit_tokens', []).append(patchify(image, self.rules.vit_patch))
         return rope+1
 
     def vae_image(self, image:Tensor, item:dict, rope:int, normal:float, noise)->int:
-        at, cells, shape = self.image('vae_image', image, rope, self.rules.latent_side)
+        at, cells, shape = self.image('vae_image', image, item, rope, self.rules.latent_side)
         times, learnt = ([normal]*len(at), at) if item['loss'] else ([float('-inf')]*len(at), [])
         self.put(packed_vae_token_indexes=at, packed_latent_position_ids=cells, packed_timesteps=times, mse_loss_indexes=learnt)
         self.lists.setdefault('patchified_vae_latent_shapes', []).append(shape)
@@ -432,7 +463,7 @@ class Prepared:
     full_length: int     # Without dropping
     ce: int; mse: int; ce_weight: float    # Tokens with a loss, and the sum of their reweighted weights
 
-# %% ../../nbs/data/sequences.ipynb #956297a3
+# %% ../../nbs/data/sequences.ipynb #94e39ff8
 def prepare(
     group:Group, position:int, epoch:int, example:Example,
     encode:Callable,     # str -> list of ids
@@ -447,9 +478,10 @@ def prepare(
         s = example.segments[n]
         if it['type'] == 'text':
             texts.append(list(encode(s.texts[int(uniform(seed, 'text', *key, n)*len(s.texts))]))); lengths.append(len(texts[-1])+2); continue
-        w, h = vit.size(*shown_size(s.paths[f]), count) if it['type'] == 'vit_image' else group.vae.size(*shown_size(s.paths[f]))
-        try: rows, cols = rules.grid(it['type'], w, h)
-        except DataError as e: raise DataError(f'{s.paths[f]} of example {example.id!r}: {e}') from e
+        try:
+            w, h = vit.size(*shown_size(s.paths[f]), count) if it['type'] == 'vit_image' else group.vae.size(*shown_size(s.paths[f]))
+            rows, cols = rules.grid(it['type'], w, h)
+        except DataError as e: raise DataError(f'{example.where or example.id}: {s.paths[f]}: {e}') from e
         images.append((s.paths[f], w, h)); lengths.append(rows*cols+2)
     plan = [it for it, *_ in items]
     keep = [uniform(seed, 'dropout', *key, n) >= dropout[it['type'][:3] if it['type'] != 'text' else 'text'] for n, it in enumerate(plan)]
@@ -466,7 +498,7 @@ def split_starts(plan:list)->list[int]:
     for n, it in enumerate(plan): out.append(n if it.get('split_start', True) else out[-1])
     return out
 
-# %% ../../nbs/data/sequences.ipynb #26292a14
+# %% ../../nbs/data/sequences.ipynb #393cfaa3
 def load_pack(
     samples:list[Prepared],
     rules:Rules,
@@ -479,7 +511,9 @@ def load_pack(
         def noise(n, s=s):
             g = stream(seed, 'noise', s.group, s.example.id, s.epoch, n)
             return lambda tokens: torch.randn(2, tokens, rules.latent_size, generator=g)
-        add_sample(packer, s.plan, s.texts, [load_image(*image) for image in s.images], s.keep, s.normals, noise)
+        try: images = [load_image(*image) for image in s.images]
+        except DataError as e: raise DataError(f'{s.example.where or s.example.id}: {e}') from e
+        add_sample(packer, s.plan, s.texts, images, s.keep, s.normals, noise)
     return finish(packer) | dict(ids=[f'{s.group}/{s.example.id}/{s.epoch}' for s in samples], pad_to=pad_to)
 
 # %% ../../nbs/data/sequences.ipynb #e7537bbb
