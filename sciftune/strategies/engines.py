@@ -240,7 +240,7 @@ class ShardedNetwork(Network):
         replica = self.engine.mesh.get_local_rank(0) if self.engine.mesh.ndim == 2 else 0
         return [r if replica == 0 else Range(r.name, r.shape, r.start, 0) for r in self.held()]
 
-# %% ../../nbs/strategies/engines.ipynb #57cd3b26
+# %% ../../nbs/strategies/engines.ipynb #895aa0c4
 class ZeroNetwork(Network):
     "A module under a DeepSpeed engine."
     def _wrap(self):
@@ -265,7 +265,8 @@ class ZeroNetwork(Network):
                 for leaf, p in list(m._parameters.items()):
                     if p is not None and p.is_meta:
                         full = '.'.join(x for x in (prefix, path, leaf) if x)
-                        m._parameters[leaf] = nn.Parameter(self.fill(full, None, None).to(self.engine.device, self.policy.weights), requires_grad=p.requires_grad)
+                        values = self.fill(full, None, None).to(self.engine.device, self.policy.weights, copy=True)    # DeepSpeed writes into it: a view of the mapped file would become a private copy of the file
+                        m._parameters[leaf] = nn.Parameter(values, requires_grad=p.requires_grad)
             deepspeed.zero.Init(module=unit, config_dict_or_path=conf, dtype=self.policy.weights)
         self.params = {n: p for n,p in self.raw.named_parameters() if p.requires_grad}
 
