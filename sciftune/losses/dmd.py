@@ -306,18 +306,19 @@ def passing_through(
     ddp = holder(network, 'no_sync')
     return nullcontext() if ddp is None else ddp.no_sync()
 
-# %% ../../nbs/losses/dmd.ipynb #c947a011
+# %% ../../nbs/losses/dmd.ipynb #3686a48a
 @contextmanager
 def teacher_of(
     networks:dict,   # Without "teacher", the base of a LoRA generator serves
 ):                   # Context with the network
     "The teacher; adapters of a generator that stands in for it are off meanwhile."
     if 'teacher' in networks: yield networks['teacher']; return
-    bare = holder(networks['generator'], 'disable_adapters')
-    if bare is None: raise ValueError('without a teacher the generator must be a LoRA on its weights')
-    bare.disable_adapters()
+    adapted = [m for m in holder(networks['generator'], 'modules').modules() if hasattr(m, '_disable_adapters')]
+    if not adapted: raise ValueError('without a teacher the generator must be a LoRA on its weights')
+    for m in adapted: m._disable_adapters = True          # peft's own switch would also freeze the adapters, whose graph is alive
     try: yield networks['generator']
-    finally: bare.enable_adapters()
+    finally:
+        for m in adapted: m._disable_adapters = False
 
 def teacher_images(
     predict:Callable,    # (network, x, t, conditioning) -> noise

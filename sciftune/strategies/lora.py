@@ -129,13 +129,14 @@ def quantise_base(
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(denoiser, frozen)
     return len(found)
 
-# %% ../../nbs/strategies/lora.ipynb #d0bdc968
+# %% ../../nbs/strategies/lora.ipynb #33b98684
 def save_lora(
     tensors:Mapping,       # Parameter name of the adapted denoiser -> values, any shape with the right number
     family:Family,
     recipe:Recipe,
     base,                  # Pipeline folder or hub id; None = published size
     out:Path,              # New folder
+    scheduler=None,        # diffusers scheduler to write beside them, where the adapters need their own
 )->int:                    # Adapter tensors
     "Write the adapters as `pipe.load_lora_weights(out)` reads them."
     model = family.empty_denoiser(base, recipe.revision or None); layers = chosen_layers(model, family, recipe); add_lora(model, family, recipe)
@@ -146,6 +147,7 @@ def save_lora(
         state = convert_state_dict_to_diffusers(state)
     try:
         getattr(diffusers, family.pipeline_class).save_lora_weights(aside, **{f'{part}_lora_layers': state, f'{part}_lora_adapter_metadata': lora_config(recipe, layers).to_dict()})
+        if scheduler is not None: scheduler.save_pretrained(aside/'scheduler')
         replace_folder(aside, out)
     finally: shutil.rmtree(aside, ignore_errors=True)
     return len(state)
