@@ -99,7 +99,7 @@ def draw_u(
     order = torch.randperm(recipe.global_batch, generator=stream(recipe.seed, 'strata', step))
     return (int(order[position])+r)/recipe.global_batch
 
-# %% ../../nbs/losses/flow.ipynb #12580d04
+# %% ../../nbs/losses/flow.ipynb #cd8c83a6
 class FlowBatches:
     "Micro-batches for flow matching, as a function of the step."
     def __init__(self,
@@ -132,7 +132,7 @@ class FlowBatches:
         seed, x0, noise, text = self.recipe.seed, [], [], []
         for s, epoch, _ in items:
             t = self.tensors[s.image(epoch)]
-            x0.append(self.family.latents(t, torch.randn(t['mean'].shape, generator=stream(seed, 'posterior', s.id, epoch))))
+            x0.append(self.family.latents(t, torch.randn(t['mean'].shape, generator=stream(seed, 'posterior', s.id, epoch)) if 'scale' in t else None))
             noise.append(torch.randn(t['mean'].shape, generator=stream(seed, 'noise', s.id, epoch)))
             text.append(self.tensors[self.caption(s, epoch)])
         h, w = (n*self.family.latent_factor for n in x0[0].shape[-2:]); factor = shift_factor(self.recipe, self.family, h, w)

@@ -6,7 +6,7 @@
 __all__ = ['data_path', 'hold_out', 'split', 'encoder_fingerprint', 'worded', 'Prepared', 'prepare', 'RandomTensors',
            'prepare_random', 'Jobs', 'own_keys', 'encode_missing']
 
-# %% ../../nbs/training/prepare.ipynb #5ee029ee
+# %% ../../nbs/training/prepare.ipynb #e76cb9f1
 import collections, hashlib, os, time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,21 +17,21 @@ from ..core.rundir import RunDir, cache_root
 from ..core.randomness import stream, stream_seed
 from ..data.buckets import Sizing
 from ..data.cache import TensorCache, cache_key
-from ..data.figures import make_figures
+from ..data.charts import drawn
 from ..data.samples import open_collections, pixels
 from ..losses.flow import Cached
 from ..models.family import Family
 from ..strategies.engines import Engine
 from ..strategies.memory import base_of as weights_path
 
-# %% ../../nbs/training/prepare.ipynb #7d5fa58c
+# %% ../../nbs/training/prepare.ipynb #c6d60c32
 def data_path(
     recipe:Recipe,
     path:str=None,         # One of several; None = `recipe.data`
 )->str:
     "The collection to train on."
     path = path or recipe.data
-    return str(make_figures(cache_root(recipe.run_root)/'figures', recipe.figures)) if path == 'figures' else path
+    return str(drawn(recipe)) if path == 'figures' else path
 
 # %% ../../nbs/training/prepare.ipynb #a31c6a77
 def hold_out(
