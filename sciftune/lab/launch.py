@@ -50,7 +50,7 @@ def absolute(
     found = next((p for p in (Path(path).expanduser().absolute(), (root/path).absolute()) if p.exists()), None)
     return str(found) if found else path
 
-# %% ../../nbs/lab/launch.ipynb #8c65d7e8
+# %% ../../nbs/lab/launch.ipynb #df6ad4fa
 def anchored(
     recipe:Recipe,
 )->Recipe:             # With absolute paths
@@ -64,7 +64,7 @@ def anchored(
         looked = ' and '.join(dict.fromkeys([str(Path.cwd()), str(root)]))
         raise LaunchError(f"data: no such file or folder: {path} (looked in {looked}); data='figures' makes its own")
     parts = recipe.sources; data = place(recipe.data) if len(parts) == 1 else ','.join(f'{place(p)}:{w}' for p, w in parts)
-    model_path = recipe.model_path if recipe.model_path in ('tiny','random') else absolute(recipe.model_path, root)
+    model_path = recipe.model_path if recipe.model_path in ('tiny','nano','random') else absolute(recipe.model_path, root)
     resume = recipe.resume if recipe.resume in ('','latest') else absolute(recipe.resume, root)
     return recipe.model_copy(update=dict(run_root=run_root, data=data, model_path=model_path, resume=resume, **{k: absolute(getattr(recipe, k), root) for k in ('nvme_path','prompts','start_from','validation_data','metadata','lora_path')}))
 

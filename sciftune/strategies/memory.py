@@ -11,7 +11,7 @@ __all__ = ['CONTRACTIONS', 'FOUR_LEVELS', 'FLASH_STATES', 'SUB_GROUP', 'DEVICES'
            'machine_of', 'row', 'variant', 'command', 'candidates', 'ranked', 'suggestions', 'base_of', 'plan',
            'refusal', 'silenced', 'main']
 
-# %% ../../nbs/strategies/memory.ipynb #44f81e0d
+# %% ../../nbs/strategies/memory.ipynb #618fee49
 import contextlib, json, math, os, shutil, sys, tempfile, weakref
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from ..core.engineconf import BLOCKS, world_size
-from ..core.recipe import Recipe, RecipeError, resolve
+from ..core.recipe import Recipe, RecipeError, nano_folder, resolve
 from ..core.rundir import cache_root, gpus, write_atomic
 from .lora import add_lora
 from .precision import Policy, policy_for
@@ -600,13 +600,14 @@ def suggestions(
         words = [*words[:most-1], *more[:1]] if words else more[:most]
     return words
 
-# %% ../../nbs/strategies/memory.ipynb #3ffa3928
+# %% ../../nbs/strategies/memory.ipynb #b5cec17d
 def base_of(
     recipe:Recipe,
     family:'Family',
 ):                 # Pipeline folder or hub id; None = random weights of the published size
     "Where the configurations of the model are; makes the stand-in when it is asked for."
     if recipe.model_path == 'random': return None
+    if recipe.model_path == 'nano': return nano_folder(recipe.model)
     if recipe.model_path == 'tiny': return family.tiny(cache_root(recipe.run_root)/'stand-ins'/recipe.model, seed=0)
     return recipe.model_path
 
