@@ -5,19 +5,21 @@
 # %% auto #0
 __all__ = ['Ahead', 'StopWish', 'Run', 'types_in_use', 'train_step', 'train', 'finish', 'main']
 
-# %% ../../nbs/training/trainer.ipynb #e634ab31
+# %% ../../nbs/training/trainer.ipynb #ed652a5b
 import json, math, os, signal, sys, time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 import torch
 from ..core.recipe import Recipe, RecipeError
 from ..core.rundir import RunDir, run_record, write_atomic
+from ..core.troubles import Finding, Lookout
 from ..strategies.engines import Engine, Network
 from ..strategies.speed import compiled_graphs
 from .checkpoints import Checkpointer, CheckpointError, check_same_run, find_checkpoint, load_checkpoint
 from .ema import EMA
 from .metrics import Breadcrumbs, LateNumbers, Stopwatch, memory_now, peak_flops, progress_line
 from .tasks import get_task
+from .timeline import Timeline, told
 from .updates import UpdateMeter, warning
 from .validation import to_device
 
@@ -49,23 +51,24 @@ class StopWish:
 
     def _ask(self, *_): self.asked = True
 
-# %% ../../nbs/training/trainer.ipynb #f6c659fd
+# %% ../../nbs/training/trainer.ipynb #f5e06211
 class Run:
     "A training run on this rank."
     def __init__(self, recipe:Recipe, run:RunDir):
-        self.recipe, self.dir = recipe, run
+        self.recipe, self.dir, self.timeline = recipe, run, Timeline(); self.timeline.enter('engine')
         self.engine = Engine(recipe); e = self.engine
         self.crumbs = Breadcrumbs(run.breadcrumbs, e.rank, recipe.stall_seconds)
         self.say(f'{recipe.model} {recipe.preset}: {recipe.objective}, {recipe.strategy} on {e.world} x {e.device.type}, {e.policy.name}, '
                  f'global batch {recipe.global_batch} = {recipe.micro_batch} x {e.world} x {e.accumulation}')
         for note in e.policy.notes: self.say('note: '+note)
         plan = self.plan = json.loads(run.plan.read_text()) if run.plan.exists() else {}
-        self.task = get_task(recipe.objective)(recipe, e, run, plan, self.say, self.crumbs.leave)
+        e.resident_bytes = plan.get('resident_bytes', 0.0); self.timeline.enter('data')
+        self.task = get_task(recipe.objective)(recipe, e, run, plan, self.say, self.stage)
         self.networks = self.task.networks
         self.averages = {k: EMA(self.networks[k], recipe.ema_decay) for k in self.task.averaged or self.networks} if recipe.ema_decay else {}
         self.checkpointer = Checkpointer(e, run, recipe.checkpoints_kept)
         self.start = self.task.done = self.resume()
-        self.meters, self.warned = {k: UpdateMeter(n) for k,n in self.networks.items()}, set()
+        self.meters, self.lookout, self.warned = {k: UpdateMeter(n) for k,n in self.networks.items()}, Lookout(recipe, plan), set()
         self.late, self.watch, self.wish, self.smooth = LateNumbers(), Stopwatch(e.device), StopWish(), None
         self.peak, self.flops = peak_flops(e.device), self.task.flops()
         if e.main: write_atomic(run.record, json.dumps(run_record() | dict(data=self.task.fingerprint, rejected=self.task.rejected, world_size=e.world, policy=e.policy.name), indent=1))
@@ -73,6 +76,14 @@ class Run:
 
     def say(self, text, **_):
         if self.engine.main: print(text, flush=True)
+
+    def stage(self, name, *args, **kwargs): self.crumbs.leave(name, *args, **kwargs); self.timeline.enter(name)
+
+    def first_step(self, step:int):
+        "Where the time until now went; waits for the device, once in a run."
+        if self.engine.device.type == 'cuda': torch.cuda.synchronize()
+        seconds = self.timeline.row(); self.say(told(seconds))
+        if self.engine.main: self.dir.append_metrics(dict(event='launch', step=step, total=sum(seconds.values()), seconds=seconds))
 
     def resume(self)->int:
         "Continue from a checkpoint, when asked to and there is one; gives its step."
@@ -93,7 +104,14 @@ class Run:
         self.log(self.late.flush())
         row = self.task.validate(step)
         if self.engine.main and row:
+            self.troubles(step, self.lookout.held_out(dict(step=step, **row)))
             self.dir.append_metrics(dict(step=step, **row)); self.engine.accelerator.log({k: v for k,v in row.items() if isinstance(v, float)}, step=step)
+
+    def troubles(self, step:int, found:list[Finding]):
+        "One line and one event for each."
+        for f in found:
+            self.say(f'warning: {f.name}: {f.cause}. Try: {f.cure}')
+            if self.engine.main: self.dir.append_metrics(dict(event='trouble', step=step, name=f.name, cause=f.cause, cure=f.cure))
 
     def before_update(self):
         for m in self.meters.values(): m.before()
@@ -107,7 +125,9 @@ class Run:
             if not self.engine.main: continue
             if step == self.start+2: row['types'] = types_in_use(self.networks[k])
             self.dir.append_metrics(dict(event='updates', step=step, network=k, **row))
-            if (words := warning(row)) and step > 1 and k not in self.warned: self.warned.add(k); self.say(f'warning: {k}: {words}')
+            words = warning(row) if step > 1 else ''; self.lookout.updates(row, words)
+            if words and k not in self.warned:
+                self.warned.add(k); self.troubles(step, [Finding('updates rounded away', f'{k}: {words.split(". Use")[0]}', "precision 'bf16-mixed' or 'bf16-master24', or a larger learning rate")])
         if self.engine.main and step == self.start+2 and (planned := self.plan.get('run', {}).get('allocated_gib')) and self.engine.device.type == 'cuda':
             used = memory_now(self.engine.device)['memory_allocated_gib']
             self.dir.append_metrics(dict(event='plan', step=step, planned_gib=planned, used_gib=used, error=planned/used-1))
@@ -126,6 +146,7 @@ class Run:
             if self.peak and flops: row['mfu'] = 3*flops/(t*e.world*self.peak)
             if e.main and (row['step'] % r.log_steps == 0 or row['step'] == r.steps):
                 self.dir.append_metrics(row); e.accelerator.log({k: v for k,v in row.items() if k != 'step'}, step=row['step'])
+            if e.main: self.troubles(row['step'], self.lookout.row(row))
             every = max(1, min(r.steps//20, int(2/self.smooth) or 1))
             if row['step'] % every == 0 or row['step'] == r.steps: self.say(progress_line(row['step'], r.steps, row['loss'], self.smooth))
         return stop
@@ -162,7 +183,7 @@ def train_step(
     if 'grad_norm' not in norms: norms['grad_norm'] = torch.stack([n.float().to(e.device) for n in norms.values()]).norm()
     return dict(zip(means, total[1:]/e.world)) | dict(stop=total[0]) | norms
 
-# %% ../../nbs/training/trainer.ipynb #2d92a893
+# %% ../../nbs/training/trainer.ipynb #d019ece3
 def train(
     recipe:Recipe,
     dir:RunDir,
@@ -170,7 +191,9 @@ def train(
     "Train as the recipe says, into the run folder. Every rank calls it."
     run = Run(recipe, dir); r, e, task = recipe, run.engine, run.task
     ahead = Ahead(task.batches, e.device)
+    run.timeline.enter('validation')
     if run.start == 0 and r.validation_steps: run.validate(0)
+    run.timeline.enter('first step')
     step = run.start; stopped = False; began = time.perf_counter()
     while step < r.steps and not stopped:
         run.crumbs.leave('step', step); run.watch.start()
@@ -178,6 +201,7 @@ def train(
         look = step == run.start+1 or r.validation_steps and (step+1) % r.validation_steps == 0
         if look: run.before_update()
         numbers = train_step(run, step, batches); step += 1; task.done = step
+        if step == run.start+1: run.first_step(step)
         if look: run.after_update(step)
         now = time.perf_counter()
         tag = dict(step=step, lr=task.rate(next(iter(run.networks)), step-1), step_time=now-began, data_wait=data_time, times=run.watch.take(), time=time.time())
