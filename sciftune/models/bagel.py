@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LLM_KEYS', 'VIT_KEYS', 'TOP_KEYS', 'GEN', 'LORA_TARGETS', 'LORA_LAYERS', 'AE_NAMES', 'AE_SCALE', 'AE_SHIFT', 'TINY',
            'BagelConfig', 'from_json', 'to_json', 'sincos_table', 'PositionTable', 'TimeEmbedder', 'shift_time',
-           'rotary', 'DenseAttention', 'sample_masks', 'sdpa', 'compiled_flex', 'FlexAttention', 'Layout',
+           'rotary', 'DenseAttention', 'sample_masks', 'sdpa', 'block_mask', 'compiled_flex', 'FlexAttention', 'Layout',
            'MoTAttention', 'still', 'Qwen2MoTDecoderLayer', 'MoTModel', 'MoTLanguageModel', 'maybe_checkpoint',
            'attend_per_image', 'VisionTower', 'BagelOutput', 'pack_latents', 'unpack_latents', 'token_cross_entropy',
            'Connector', 'embed', 'batch_attention', 'token_errors', 'hidden_states', 'query', 'BagelModel',
@@ -14,8 +14,9 @@ __all__ = ['LLM_KEYS', 'VIT_KEYS', 'TOP_KEYS', 'GEN', 'LORA_TARGETS', 'LORA_LAYE
            'write_release', 'special_tokens', 'BagelFolders', 'caption_batch', 'forward_flops', 'Bagel', 'StandIn',
            'export_release']
 
-# %% ../../nbs/models/bagel.ipynb #7d547688
+# %% ../../nbs/models/bagel.ipynb #0ca05fd2
 import json, math, shutil, uuid
+from itertools import accumulate
 from contextlib import nullcontext
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -25,7 +26,7 @@ from typing import NamedTuple
 import diffusers, huggingface_hub, torch, transformers
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 from safetensors.torch import save_file
 from transformers import AttentionInterface, SiglipVisionConfig
@@ -152,7 +153,7 @@ def rotary(
     angle = positions.float()[:,None]*omega
     return torch.cat([angle,angle],1).cos(), torch.cat([angle,angle],1).sin()
 
-# %% ../../nbs/models/bagel.ipynb #0fa1d7f7
+# %% ../../nbs/models/bagel.ipynb #76d1157d
 class DenseAttention:
     "SDPA per sample under explicit masks."
     def __init__(self,
@@ -177,10 +178,24 @@ def sample_masks(sample_lens, split_lens, attn_modes, device='cpu')->list[Tensor
 def sdpa(q, k, v, mask=None):
     "Grouped-query attention of one sample, (L,h,d) in and out."
     if mask is not None and mask.is_floating_point(): mask = mask.to(q.dtype)
+    if mask is not None and q.is_cuda: k, v = (x.repeat_interleave(q.shape[1]//x.shape[1], 1) for x in (k,v))   # no CUDA kernel that takes a mask groups heads, except the one that stores all scores
     q, k, v = (x.transpose(0,1)[None] for x in (q,k,v))
     return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=q.shape[1]!=k.shape[1])[0].transpose(0,1)
 
-# %% ../../nbs/models/bagel.ipynb #4c34b451
+# %% ../../nbs/models/bagel.ipynb #99f6229c
+def block_mask(
+    rule,            # See `visibility`
+    length:int,      # A multiple of 128
+    device,
+    rows:int=2048,   # Of a band, a multiple of 128
+)->BlockMask:
+    "The blocks of 128 x 128 of which a rule lets some pairs through, and those of which it lets all."
+    k = torch.arange(length, device=device)
+    seen = torch.cat([rule(0, 0, q[:,None], k[None]).view(-1, 128, length//128, 128).sum((1,3), dtype=torch.int32) for q in k.split(rows)])[None,None]
+    listed = lambda m: (m.sum(-1, dtype=torch.int32), m.int().argsort(dim=-1, descending=True, stable=True).int())
+    return BlockMask.from_kv_blocks(*listed((seen > 0) & (seen < 128**2)), *listed(seen == 128**2), BLOCK_SIZE=128, mask_mod=rule, seq_lengths=(length, length))
+
+# %% ../../nbs/models/bagel.ipynb #7db0d97e
 @cache
 def compiled_flex(): return torch.compile(flex_attention, dynamic=False)
 
@@ -190,15 +205,15 @@ class FlexAttention:
         device,
         pad_to:int=0,        # 0 = the next multiple of 128
     ):
-        self.length = sum(sample_lens); self.padded = max(pad_to, self.length+(-self.length)%128)
-        if pad := self.padded-self.length: sample_lens, split_lens, attn_modes = [*sample_lens,pad], [*split_lens,pad], [*attn_modes,'causal']
+        length = sum(sample_lens); self.padded = max(pad_to, length+(-length)%128)
+        if pad := self.padded-length: sample_lens, split_lens, attn_modes = [*sample_lens,pad], [*split_lens,pad], [*attn_modes,'causal']
         rule = visibility(sample_lens, split_lens, attn_modes, device)
-        self.mask = create_block_mask(rule, None, None, self.padded, self.padded, device=device)
+        self.mask = block_mask(rule, self.padded, device)
         self.flex = compiled_flex() if torch.device(device).type=='cuda' else flex_attention
 
     def __call__(self, layer:int, q:Tensor, k:Tensor, v:Tensor)->Tensor:
-        q, k, v = (F.pad(x, (0,0,0,0,0,self.padded-self.length)).transpose(0,1)[None] for x in (q,k,v))
-        return self.flex(q, k, v, block_mask=self.mask, enable_gqa=True)[0].transpose(0,1)[:self.length]
+        a, b, c = (F.pad(x, (0,0,0,0,0,self.padded-len(x))).transpose(0,1)[None] for x in (q,k,v))
+        return self.flex(a, b, c, block_mask=self.mask, enable_gqa=True)[0].transpose(0,1)[:len(q)]
 
 # %% ../../nbs/models/bagel.ipynb #f60f7ad6
 @dataclass
@@ -385,7 +400,7 @@ def embed(
     elif len(x_t): raise ValueError('the batch holds latents but the model was built with visual_gen=False')
     return torch.cat(und), gen, torch.cat(und_at), gen_at
 
-# %% ../../nbs/models/bagel.ipynb #acd7a639
+# %% ../../nbs/models/bagel.ipynb #e72d18f7
 def batch_attention(
     batch:dict,
     kind:str,        # auto | flex | dense
@@ -396,7 +411,8 @@ def batch_attention(
     if device.type == 'meta': return DenseAttention([torch.empty(n, n, dtype=torch.bool, device=device) for n in lens])   # to plan with
     if kind == 'auto': kind = 'flex' if device.type == 'cuda' and not masks else 'dense'
     if kind == 'flex': return FlexAttention(lens, batch['split_lens'], batch['attn_modes'], device, batch.get('pad_to', 0))
-    return DenseAttention(masks or sample_masks(lens, batch['split_lens'], batch['attn_modes'], device))
+    masks, length = masks or sample_masks(lens, batch['split_lens'], batch['attn_modes'], device), len(batch['packed_position_ids'])
+    return DenseAttention([m for m, end in zip(masks, accumulate(lens)) if end <= length])     # without a padding sample
 
 # %% ../../nbs/models/bagel.ipynb #7d1dfa52
 def token_errors(
@@ -591,7 +607,7 @@ def fit_weights(
     found = dict(latent_side=side('latent_pos_embed.pos_embed'), vit_side=side('vit_pos_embed.pos_embed'), vit_layers=max(layers)+1 if layers else None)
     return replace(config, **{k:v for k, v in found.items() if v})
 
-# %% ../../nbs/models/bagel.ipynb #c6bcb3d7
+# %% ../../nbs/models/bagel.ipynb #c0bb3a0e
 class ReleaseWeights(Weights):
     "The tensors that a model of `config` needs, from ema.safetensors (or model.safetensors, or a sharded folder)."
     def __init__(self, folder, config:BagelConfig):
@@ -602,13 +618,16 @@ class ReleaseWeights(Weights):
         self.sides = {f'{table}.pos_embed':side for built, table, side, _ in parts if built}
         for name in self.sides: self.where.setdefault(name, None)  # computed
 
-    def shape(self, name): return torch.Size((self.sides[name]**2, self.config.hidden_size)) if name in self.sides else super().shape(name)
-    def slice(self, name, start_row, stop_row): return self[name][start_row:stop_row] if name in self.sides else super().slice(name, start_row, stop_row)
+    def shape(self, name):
+        if name in self.sides: return torch.Size((self.sides[name]**2, self.config.hidden_size))
+        s = super().shape(name)
+        return torch.Size((s[0], s[1:].numel())) if name.endswith('patch_embedding.weight') else s
+    def slice(self, name, start_row, stop_row): return self[name][start_row:stop_row] if name in self.sides else self.flat(name, super().slice(name, start_row, stop_row))
     def dtype(self, name): return torch.float32 if name in self.sides else super().dtype(name)
-    def __getitem__(self, name):
-        if name in self.sides: return sincos_table(self.sides[name], self.config.hidden_size)
-        t = super().__getitem__(name)  # a plain SigLIP checkpoint holds the patch embedding as a convolution
-        return t.permute(0,2,3,1).flatten(1) if name.endswith('patch_embedding.weight') and t.ndim == 4 else t
+    def __getitem__(self, name): return sincos_table(self.sides[name], self.config.hidden_size) if name in self.sides else self.flat(name, super().__getitem__(name))
+
+    @staticmethod
+    def flat(name, t): return t.permute(0,2,3,1).flatten(1) if name.endswith('patch_embedding.weight') and t.ndim == 4 else t   # of a plain SigLIP checkpoint it is a convolution
 
 def write_release(
     folder,            # Made if needed
