@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['settings_of', 'critic_recipe', 'DistillData', 'needs_latents', 'real_samples', 'prepare_distillation', 'jobs_caption',
-           'DistillBatches', 'build_critic', 'critic_filler', 'FrozenShards', 'Teacher', 'Distillation', 'start_from',
-           'student_sampler', 'teacher_sampler', 'passes', 'DistillTask']
+           'DistillBatches', 'build_critic', 'critic_filler', 'FrozenShards', 'Teacher', 'at_hand', 'Distillation',
+           'start_from', 'student_sampler', 'teacher_sampler', 'passes', 'DistillTask']
 
-# %% ../../nbs/training/distill.ipynb #1886bf72
+# %% ../../nbs/training/distill.ipynb #005574c9
 import hashlib, shutil, time, uuid
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -21,11 +21,13 @@ from ..data.cache import TensorCache
 from ..data.captions import read_captions
 from ..data.latents import import_lmdb, is_lmdb
 from ..data.samples import open_collection
-from ..losses.dmd import Critic, DecoupledDMD, DMD2, DMDSettings, KeyedDraws, denoising_steps, gan_head, simulate
+from ..losses.dmd import Critic, DecoupledDMD, DMD2, DMDSettings, KeyedDraws, denoising_steps, gan_head, simulate, teacher_of
 from ..losses.flow import Cached
 from ..models.ddpm import alphas_cumprod
 from ..models.family import Family
+from ..models.sd import few_step_scheduler
 from ..strategies.engines import Engine, ShardedNetwork
+from ..strategies.lora import save_lora
 from .checkpoints import CheckpointTensors, fault
 from .export import export_component
 from .prepare import Jobs, Prepared, data_path, encode_missing, prepare_random, weights_path
@@ -40,13 +42,13 @@ def settings_of(
     same = 'generator_every real_guidance fake_guidance conditioning_timestep backward_simulation dm_weight ca_weight normaliser gan gan_alone gan_weight critic_gan_weight diffusion_gan gan_max_timestep'
     return DMDSettings(steps=recipe.denoising_steps, min_step=recipe.dm_min_step, max_step=recipe.dm_max_step, **{n: getattr(recipe, n) for n in same.split()})
 
-# %% ../../nbs/training/distill.ipynb #4ab508bc
+# %% ../../nbs/training/distill.ipynb #9dfd49b4
 def critic_recipe(
     recipe:Recipe,
 )->Recipe:
-    "The recipe as the critic's optimizer reads it."
+    "The recipe as the critic and its optimizer read it: it is trained whole beside a LoRA generator, too."
     r = recipe
-    return r.model_copy(update=dict(learning_rate=r.critic_learning_rate or r.learning_rate, warmup_steps=r.warmup_steps if r.critic_warmup_steps < 0 else r.critic_warmup_steps,
+    return r.model_copy(update=dict(lora_rank=0, learning_rate=r.critic_learning_rate or r.learning_rate, warmup_steps=r.warmup_steps if r.critic_warmup_steps < 0 else r.critic_warmup_steps,
                                     max_grad_norm=r.max_grad_norm if r.critic_max_grad_norm < 0 else r.critic_max_grad_norm))
 
 # %% ../../nbs/training/distill.ipynb #0cee3c39
@@ -133,14 +135,14 @@ class DistillBatches:
         rows = [(self.data.tensors[s.image_key], s.id, e) for s,e in items]
         return torch.stack([self.family.latents(t, torch.randn(self.shape, generator=stream(self.recipe.seed, 'posterior', i, e))) for t,i,e in rows]).float()
 
-# %% ../../nbs/training/distill.ipynb #9709086b
+# %% ../../nbs/training/distill.ipynb #df44895d
 def build_critic(recipe:Recipe, family:Family, base, engine:Engine, plan:dict)->Critic:
     "Critic for `engine`, with a head if the recipe wants a GAN. Raises ValueError when the resolution leaves the head too little."
     denoiser = build_denoiser(recipe, family, base, engine, plan)
     if not recipe.gan: return Critic(denoiser, family.epsilon)
     conf = family.config(base); widths = conf['block_out_channels']; size = family.latent_shape(recipe.resolution, recipe.resolution)[1]//2**(len(widths)-1)
     if size < 4: raise RecipeError(f'resolution: {recipe.resolution} leaves the discriminator {size}x{size} features; at least 4x4 are needed: use {recipe.resolution*4//max(size, 1)}')
-    head = gan_head(widths[-1], size, conf.get('norm_num_groups', 32), recipe.seed).to(engine.policy.weights)
+    head = gan_head(widths[-1], size, conf.get('norm_num_groups', 32), recipe.seed).to(engine.policy_of(recipe).weights)
     return Critic(denoiser, family.epsilon, head, family.features)
 
 # %% ../../nbs/training/distill.ipynb #3513960d
@@ -184,10 +186,19 @@ class Teacher:
             for p, h in self.host: p.data = h
             if isinstance(self.module, FrozenShards): self.module.after_eval()
 
-# %% ../../nbs/training/distill.ipynb #408fc33e
+# %% ../../nbs/training/distill.ipynb #d7ff5a5e
+@contextmanager
+def at_hand(
+    teacher,               # Teacher; None where it is not needed, or is the base of a LoRA generator
+    networks:dict,
+):                         # Context with the networks
+    "The networks and the teacher on the device."
+    with nullcontext() if teacher is None else teacher.present(): yield networks if teacher is None else networks | dict(teacher=teacher)
+
+# %% ../../nbs/training/distill.ipynb #35f57c7f
 class Distillation:
     "DMD2 or decoupled DMD of the trained networks and a teacher."
-    def __init__(self, recipe:Recipe, family:Family, teacher:Teacher, unconditional:dict, device, encode=None):
+    def __init__(self, recipe:Recipe, family:Family, teacher, unconditional:dict, device, encode=None):
         kind = DecoupledDMD if recipe.objective == 'dmd_decoupled' else DMD2
         self.dmd, self.teacher, self.unconditional, self.encode = kind(settings_of(recipe), family.epsilon, alphas_cumprod().to(device)), teacher, unconditional, encode
 
@@ -198,8 +209,7 @@ class Distillation:
         for k in ('conditioning', 'real_conditioning'):
             if isinstance(batch.get(k), list): batch[k] = self.encode(batch[k])
         batch['unconditional'] = self.unconditional
-        with self.teacher.present() if turn.network == 'generator' else nullcontext():
-            return self.dmd.loss(turn, networks | dict(teacher=self.teacher), batch)
+        with at_hand(self.teacher if turn.network == 'generator' else None, networks) as nets: return self.dmd.loss(turn, nets, batch)
 
 # %% ../../nbs/training/distill.ipynb #277faeba
 def start_from(
@@ -228,22 +238,22 @@ def student_sampler(
         return simulate(lambda x, t: family.epsilon(generator, x, t, condition), noise, steps, len(steps), fresh, alphas_cumprod().to(noise.device))
     return draw
 
-# %% ../../nbs/training/distill.ipynb #f92dc1a2
-def teacher_sampler(recipe:Recipe, family:Family, teacher:Teacher, base, unconditional:dict):
+# %% ../../nbs/training/distill.ipynb #4b0ee8af
+def teacher_sampler(recipe:Recipe, family:Family, teacher, base, unconditional:dict):
     "How the teacher draws; arguments and result of `student_sampler`'s."
     side = recipe.resolution; sigmas = family.sigmas(side, side, recipe.validation_sample_steps or family.sampling(base)['steps'])
     return lambda i, noise, condition: family.sample(teacher, noise, sigmas, condition, unconditional if recipe.real_guidance > 1 else None, recipe.real_guidance)
 
-# %% ../../nbs/training/distill.ipynb #7e98f529
+# %% ../../nbs/training/distill.ipynb #f17e00cc
 def passes(
     recipe:Recipe,
 )->float:          # In units of one forward pass
     "The mean work of a step per sample."
     simulated = (recipe.denoising_steps-1)/2 if recipe.backward_simulation else 0
     turn = 0 if recipe.gan_alone else (2 if recipe.real_guidance > 1 else 1)+(recipe.objective == 'dmd_decoupled')+1
-    return 1+simulated+3+(2+turn)/recipe.generator_every
+    return 1+simulated+3+((1 if recipe.lora_rank else 2)+turn)/recipe.generator_every
 
-# %% ../../nbs/training/distill.ipynb #d5759fb0
+# %% ../../nbs/training/distill.ipynb #9a6ee757
 class DistillTask(Task):
     "Generator and critic on the engine, teacher beside them."
     averaged = ('generator',)
@@ -252,11 +262,11 @@ class DistillTask(Task):
         self.data = d = prepare_distillation(r, f, e, self.dir, self.say, self.crumb)
         self.fingerprint, self.rejected, self.keep, self.shown = d.fingerprint, d.rejected, d.base is not None, False
         self.recipes = dict(generator=r, critic=critic_recipe(r)); self.crumb('loading')
-        generator, critic = build_denoiser(r, f, d.base, e, self.plan), build_critic(r, f, d.base, e, self.plan)
-        fills = dict(generator=filler(r, f, d.base, e, generator), critic=critic_filler(r, f, d.base, e, critic))
+        c = self.recipes['critic']; generator, critic = build_denoiser(r, f, d.base, e, self.plan), build_critic(c, f, d.base, e, self.plan)
+        fills = dict(generator=filler(r, f, d.base, e, generator), critic=critic_filler(c, f, d.base, e, critic))
         self.networks = {k: e.network(m, k, fills[k], self.recipes[k]) for k,m in (('generator', generator), ('critic', critic))}
         if r.start_from: start_from(r.start_from, self.networks)
-        self.teacher = Teacher(r, f, d.base, e)
+        self.teacher = None if r.lora_rank else Teacher(r, f, d.base, e)
         self.unconditional = to_device(f.collate([d.tensors[d.negative_key]]), e.device)
         self.objective = Distillation(r, f, self.teacher, self.unconditional, e.device, self.encoder() if d.live else None)
         self.source = DistillBatches(r, f, d, e.rank, e.world, e.device)
@@ -269,10 +279,17 @@ class DistillTask(Task):
 
     def types(self)->str:
         "The data types in force, as a table."
-        p, name = self.engine.policy, lambda d: str(d).removeprefix('torch.')
-        row = lambda n, k: f'{n:10}{name(p.weights):10}{name(p.compute):10}{name(p.reduce):10}{p.optimizer:12}{sum(x.numel() for x in k.parameters())/1e6:10.4g} M'
-        teacher = f'{"teacher":10}{name(p.compute):10}{name(p.compute):10}{"-":10}{"-":12}{sum(x.numel() for x in self.teacher.parameters())/1e6:10.4g} M, {self.recipe.teacher_placement}'
-        return '\n'.join([f'{"network":10}{"weights":10}{"compute":10}{"reduce":10}{"optimizer":12}parameters', *(row(k, n) for k,n in self.networks.items()), teacher, 'clean images from noise in float64, losses in float32'])
+        name = lambda d: str(d).removeprefix('torch.')
+        def row(label, parameters, *kinds):
+            types = '+'.join(sorted({name(x.dtype) for x in parameters}))
+            return f'{label:20}{types:20}'+''.join(f'{k:12}' for k in kinds)+f'{sum(x.numel() for x in parameters)/1e6:10.4g} M'
+        lines = [f'{"network":20}{"weights":20}{"compute":12}{"reduce":12}{"optimizer":12}parameters']
+        for k, n in self.networks.items():
+            p, own = n.policy, list(n.params.values()); known = set(map(id, own)); rest = [x for x in n.parameters() if id(x) not in known]
+            lines.append(row(k+(' adapters' if rest else ''), own, name(p.compute), name(p.reduce), p.optimizer))
+            if rest: lines.append(row(k+' base = teacher', rest, name(p.compute), '-', '-'))
+        if self.teacher: lines.append(row('teacher', list(self.teacher.parameters()), name(self.engine.policy.compute), '-', '-')+f', {self.recipe.teacher_placement}')
+        return '\n'.join([*lines, 'clean images from noise in float64, losses in float32'])
 
     def batches(self, step): return self.source(step)
 
@@ -288,12 +305,16 @@ class DistillTask(Task):
         net, folder = self.networks['generator'], self.dir.validation_images
         net.train(False); sample_prompts(r, f, d, e, folder/f'step_{step:06d}', student_sampler(r, f, net), self.crumb); net.train(True); net.after_eval()
         if not self.shown:
-            with self.teacher.present(): sample_prompts(r, f, d, e, folder/'teacher', teacher_sampler(r, f, self.teacher, d.base, self.unconditional), self.crumb)
-            self.shown = True
+            with at_hand(self.teacher, self.networks) as nets, teacher_of(nets) as teacher: sample_prompts(r, f, d, e, folder/'teacher', teacher_sampler(r, f, teacher, d.base, self.unconditional), self.crumb)
+            net.after_eval(); self.shown = True
         return dict(validation_time=time.time()-began)
 
     def export(self, checkpoint, state):
-        r, out = self.recipe, self.dir.model; aside = out.with_name(f'.{out.name}.{uuid.uuid4().hex[:8]}'); source = self.data.base/self.family.denoiser_component
+        r, out = self.recipe, self.dir.model
+        if r.lora_rank:
+            n = save_lora(CheckpointTensors(checkpoint, 'generator', state), self.family, r, self.data.base, out, few_step_scheduler(r.denoising_steps, r.conditioning_timestep))
+            return self.say(f"exported an adapter of {n} tensors and a scheduler of {r.denoising_steps} steps to {out}; use it with pipe.load_lora_weights('{out}') and pipe.scheduler = LCMScheduler.from_pretrained('{out}/scheduler')")
+        aside = out.with_name(f'.{out.name}.{uuid.uuid4().hex[:8]}'); source = self.data.base/self.family.denoiser_component
         try:
             count = export_component(checkpoint, source, aside, max_shard_size=r.max_shard_size, state=state, network='generator')
             self.family.save_student(self.data.base, aside, out, r.denoising_steps, r.conditioning_timestep)

@@ -23,7 +23,7 @@ from .export import export_pipeline
 from .prepare import Prepared, prepare
 from .validation import held_out_loss, sample_images
 
-# %% ../../nbs/training/tasks.ipynb #2cf2fb34
+# %% ../../nbs/training/tasks.ipynb #012ea2fd
 def build_denoiser(
     recipe:Recipe,
     family:Family,
@@ -32,7 +32,7 @@ def build_denoiser(
     plan:dict,             # plan.json; its 'recompute_blocks' serves gradient_checkpointing='auto'
 )->nn.Module:
     "The denoiser, ready for an engine: on meta where the engine fills it itself, else loaded."
-    dtype, revision = engine.policy.weights, recipe.revision or None
+    policy, revision = engine.policy_of(recipe), recipe.revision or None; dtype = policy.weights
     if engine.lean:
         model = family.empty_denoiser(base, revision)
         for p in model.parameters(): p.data = p.data.to(dtype)
@@ -44,7 +44,7 @@ def build_denoiser(
     else:
         dead = set(family.frozen_parameters(model))
         for n, p in model.named_parameters(): p.requires_grad_(n not in dead)
-    prepare_denoiser(model, recipe, family, plan, engine.policy.fp8)
+    prepare_denoiser(model, recipe, family, plan, policy.fp8)
     return model.train()
 
 # %% ../../nbs/training/tasks.ipynb #d8437468
@@ -100,8 +100,8 @@ class Task:
     def load_state_dict(self, state:dict): pass
     def export(self, checkpoint, state:str): pass                  # rank 0: write dir.model; state 'weight' or 'ema'
 
-# %% ../../nbs/training/tasks.ipynb #84fae6ed
-TASKS = dict(flow='sciftune.training.tasks:FlowTask', unified='sciftune.training.unify:UnifiedTask', epsilon='sciftune.training.diffusion:EpsilonTask', dmd2='sciftune.training.distill:DistillTask', dmd_decoupled='sciftune.training.distill:DistillTask')
+# %% ../../nbs/training/tasks.ipynb #7fcf14fb
+TASKS = dict(flow='sciftune.training.tasks:FlowTask', autoencoder='sciftune.training.autoencode:AutoencoderTask', unified='sciftune.training.unify:UnifiedTask', epsilon='sciftune.training.diffusion:EpsilonTask', dmd2='sciftune.training.distill:DistillTask', dmd_decoupled='sciftune.training.distill:DistillTask')
 
 # %% ../../nbs/training/tasks.ipynb #d01380b5
 def get_task(
