@@ -7,9 +7,9 @@ __all__ = ['COLORS', 'PARTS', 'MODALITIES', 'PHASES', 'as_run', 'train_rows', 'v
            'legend', 'nothing', 'body_limit', 'size', 'read_plan', 'measured_peak', 'on_cpu', 'plot_plan', 'plot_loss',
            'plot_sigma', 'plot_grad_norm', 'plot_learning_rate', 'plot_parts', 'plot_tokens', 'step_time_parts',
            'plot_step_time', 'plot_memory', 'image_steps', 'read_prompts', 'plot_images', 'Table', 'held_out_change',
-           'quarantined', 'summary']
+           'quarantined', 'summary', 'update_rows', 'plot_updates', 'failure_of', 'troubles']
 
-# %% ../../nbs/lab/plots.ipynb #c6cd8fb3
+# %% ../../nbs/lab/plots.ipynb #1ec7ef59
 import json, math
 from pathlib import Path
 import numpy as np
@@ -18,6 +18,7 @@ from matplotlib.ticker import MaxNLocator
 from matplotlib.image import imread
 from ..core.recipe import Recipe
 from ..core.rundir import RunDir
+from ..core.troubles import Case, recognise
 
 # %% ../../nbs/lab/plots.ipynb #806a687b
 def as_run(
@@ -410,3 +411,50 @@ def summary(
         ['samples per second (median)', '–', number(med('samples_per_second'))],
         ['held-out loss', f'{number(start)} (start)', number(now) + ('' if math.isnan(change) else f' ({change:+.1f} %)')],
         ['rows of data set aside', f'at most {recipe.max_bad_fraction:.0%}' if recipe else '–', quarantined(run)]])
+
+# %% ../../nbs/lab/plots.ipynb #6958efc4
+def update_rows(
+    run,
+)->list[dict]:     # Lines of the updates meter; one per network and look
+    "What the updates meter wrote, in order."
+    return sorted((r for r in as_run(run).read_metrics() if r.get('event') == 'updates' and r.get('blocks')), key=lambda r: r['step'])
+
+# %% ../../nbs/lab/plots.ipynb #a7798190
+def plot_updates(
+    run,
+):                 # Figure
+    "Weights that changed and realised over ideal update, per block, at the last look."
+    rows = list({r.get('network'): r for r in update_rows(run)}.values())
+    if not rows: return nothing('Updates', 'the updates meter has not looked yet (second step, and before each validation)')
+    many = len(rows) > 1; data = [(f"{r['network']} {b}" if many else b, v) for r in rows for b, v in r['blocks'].items()]
+    changed, ratio = (np.array([v[k] for _, v in data]) for k in ('changed', 'ratio')); x = np.arange(len(data))
+    fig, ax = figure(f"Updates per block, step {rows[-1]['step']}", '', 'share, ratio (1 = exact)')
+    ax.bar(x, changed, .8, color=COLORS['raw'], label=f'weights that changed\n(all: {rows[-1]["changed"]:.3g})')
+    ax.plot(x, ratio, 'o', color=COLORS['main'], ms=3.5, label=f'realised / ideal update\n(all: {rows[-1]["ratio"]:.3g})')
+    ax.axhline(1, color=COLORS['dark'], lw=.8, ls='--'); ax.set_ylim(0, max(1.1, min(2.0, 1.1*ratio.max())))
+    every = max(1, len(data)//16); ax.set_xticks(x[::every], [b for b, _ in data][::every], rotation=35, ha='right', fontsize=6)
+    ax.grid(axis='x', visible=False); legend(ax, labelspacing=.8)
+    return fig
+
+# %% ../../nbs/lab/plots.ipynb #b263b950
+def failure_of(
+    run,
+)->Case|None:      # None: it has not failed
+    "What the last job of `run` has left, when it failed."
+    run = as_run(run)
+    try: status = json.loads(run.status.read_text())
+    except (FileNotFoundError, json.JSONDecodeError): return None
+    if not status.get('exit_code') or not run.log.exists(): return None
+    with open(run.log, 'rb') as f: f.seek(status.get('log_offset', 0)); log = f.read().decode(errors='replace')
+    return Case(log, status['exit_code'], Recipe.load(run.recipe) if run.recipe.exists() else Recipe(), read_plan(run))
+
+# %% ../../nbs/lab/plots.ipynb #c3bd4a41
+def troubles(
+    run,
+)->'Table':
+    "Everything that was recognised, with cause and cure."
+    said = [(f"step {r['step']}", r['name'], r['cause'], r['cure']) for r in as_run(run).read_metrics() if r.get('event') == 'trouble']
+    case = failure_of(run); ended = [('at the end', f.name, f.cause, f.cure) for f in recognise(case)] if case else []
+    if case and not ended: ended = [('at the end', 'failed', f'exit code {case.code}; nothing known in the log', f'see {run.log if isinstance(run, RunDir) else "log.txt"}')]
+    rows = list(dict.fromkeys([*said, *ended]))
+    return Table(['when', 'what', 'cause', 'try'], rows or [('–', 'nothing recognised', '–', '–')])

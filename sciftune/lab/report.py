@@ -15,28 +15,30 @@ from ..core.rundir import RunDir
 from . import distillation
 from .plots import as_run
 
-# %% ../../nbs/lab/report.ipynb #89fa49bd
+# %% ../../nbs/lab/report.ipynb #b63bb95d
 CELLS = [
     ('', "import json\nfrom sciftune.core.rundir import RunDir\nfrom sciftune.lab.plots import *\nrun = RunDir('.')   # the folder this notebook is in"),
     ('## Plan against use', 'summary(run)'), ('', 'plot_plan(run)'),
+    ('## Troubles\nWhat was recognised, why it happens, and what to try.', 'troubles(run)'),
     ('## Loss\nThe held-out loss is taken on fixed samples, sigmas and noise; the dashed line is the model before training.', 'plot_loss(run)'), ('', 'plot_sigma(run)'),
     ('## Optimization', 'plot_grad_norm(run)'), ('', 'plot_learning_rate(run)'),
+    ('### Do the updates arrive?\nBoth are 1 in exact arithmetic; where weights are stored too coarsely for the learning rate, updates are rounded away and the run learns little, whatever the loss says.', 'plot_updates(run)'),
     ('## Time and memory', 'plot_step_time(run)'), ('', 'plot_memory(run)'),
     ('## Validation images\nThe same prompt and the same starting noise in every row.', 'plot_images(run)'),
-    ('## Events', "[{k: v for k,v in r.items() if k != 'blocks'} for r in run.read_metrics() if 'event' in r]"),
+    ('## Events', "[{k: v for k,v in r.items() if k != 'blocks'} for r in run.read_metrics() if r.get('event') not in (None, 'trouble')]"),
     ('## Recipe', 'print(run.recipe.read_text())'), ('## Command', 'print(run.command.read_text() if run.command.exists() else None)'),
     ('## Record of code and machine', "json.loads(run.record.read_text()) if run.record.exists() else None")]
 UNIFIED = [('## Text and images', 'plot_parts(run)'), ('', 'plot_tokens(run)'),
            ('', "[json.loads(p.read_text()) for p in sorted(run.validation_images.glob('step_*/texts.json'))[-1:]]   # what it answered")]
 
-# %% ../../nbs/lab/report.ipynb #ee35c8fb
+# %% ../../nbs/lab/report.ipynb #5fac03bd
 def report_notebook(
     run:RunDir,
 ):                 # NotebookNode without outputs
     "The report's cells."
     cells = [new_markdown_cell(f'# {run.path.name}', id='title')]
     recipe = Recipe.load(run.recipe) if run.recipe.exists() else None; distils, unified = recipe and recipe.distils, recipe and recipe.objective == 'unified'
-    for i, (text, code) in enumerate(CELLS[:5]+(distillation.CELLS if distils else [])+(UNIFIED if unified else [])+CELLS[5:]):
+    for i, (text, code) in enumerate(CELLS[:6]+(distillation.CELLS if distils else [])+(UNIFIED if unified else [])+CELLS[6:]):
         if text: cells.append(new_markdown_cell(text, id=f'text-{i}'))
         cells.append(new_code_cell(code, id=f'code-{i}'))
     return new_notebook(cells=cells, metadata=dict(kernelspec=dict(name='python3', display_name='python3', language='python'), language_info=dict(name='python')))
