@@ -91,7 +91,7 @@ class Prepared:
     rejected:int           # Rows set aside
     base:object            # Pipeline folder; None = random weights
 
-# %% ../../nbs/training/prepare.ipynb #93dc68bd
+# %% ../../nbs/training/prepare.ipynb #2fa0859b
 def prepare(
     recipe:Recipe,
     family:Family,
@@ -102,7 +102,7 @@ def prepare(
 )->Prepared:
     "Open the collection, encode what is not cached yet, unload the encoders. All ranks call it."
     crumb('data')
-    if recipe.model_path == 'random': return prepare_random(recipe, family)
+    if recipe.model_path.split(':')[0] == 'random': return prepare_random(recipe, family)
     cache = cache_root(recipe.run_root)
     with engine.main_first():
         base = weights_path(recipe, family); where = [data_path(recipe, p) for p, _ in recipe.sources]
@@ -132,13 +132,13 @@ class RandomTensors:
     def __getitem__(self, key:str)->dict:
         kind, n = key.split('-'); return (self.latents if kind == 'image' else self.texts)[int(n) % len(self.latents)]
 
-# %% ../../nbs/training/prepare.ipynb #8aef8749
+# %% ../../nbs/training/prepare.ipynb #fda671bb
 def prepare_random(recipe:Recipe, family:Family)->Prepared:
     "What `prepare` gives for random weights: no images to sample, since there is no VAE."
     if recipe.varied: raise RecipeError("enable_bucket: random weights are trained on random latents of one size; leave enable_bucket and random_hw_adapt out with model_path='random'")
     n, parts = recipe.figures, len(recipe.sources); samples = [Cached(f'{i}', f'image-{i}', (f'text-{i}',), place=(i*parts//n, 0)) for i in range(n)]
     train, held = hold_out([s.id for s in samples], recipe.held_out, recipe.seed)
-    return Prepared([samples[i] for i in train], [samples[i] for i in held], RandomTensors(recipe, family), 'text-0', [], 'random', 0, None)
+    return Prepared([samples[i] for i in train], [samples[i] for i in held], RandomTensors(recipe, family), 'text-0', [], 'random', 0, Path(recipe.model_path.partition(':')[2]) if ':' in recipe.model_path else None)
 
 # %% ../../nbs/training/prepare.ipynb #4d06552d
 class Jobs:
