@@ -6,16 +6,17 @@
 __all__ = ['EXCEPTION', 'WRAPPER', 'LaunchError', 'RunFailed', 'project_root', 'launch_notebook_path', 'absolute', 'anchored',
            'parameters_of', 'recipe_from', 'plan_run', 'failure_line', 'read_status', 'job_process', 'state',
            'same_run', 'kept_recipe', 'runs_of', 'choose_folder', 'differences', 'locked', 'prepare', 'announce',
-           'start', 'Echo', 'follow', 'first_traceback', 'failure', 'processes', 'stop', 'kernel_restarts',
-           'interruptible', 'last_lines', 'attach', 'forkable', 'free_port', 'engine_env', 'Tee', 'rank', 'forked',
-           'fork_ranks', 'environment', 'launch_here', 'job_command', 'launch']
+           'start', 'Echo', 'follow', 'first_traceback', 'recognised', 'failure', 'processes', 'stop',
+           'kernel_restarts', 'interruptible', 'last_lines', 'attach', 'forkable', 'free_port', 'engine_env', 'Tee',
+           'rank', 'forked', 'fork_ranks', 'environment', 'launch_here', 'job_command', 'launch']
 
-# %% ../../nbs/lab/launch.ipynb #a9d0d283
+# %% ../../nbs/lab/launch.ipynb #9d5bf5fe
 import contextlib, fcntl, glob, importlib.resources, itertools, json, os, re, shutil, signal, socket, subprocess, sys, tempfile, time
 from pathlib import Path
 import psutil
 from ..core.recipe import ALIASES, Recipe, RecipeError, SWITCHES, nearest, resolve
 from ..core.rundir import RunDir, new_run, write_atomic
+from ..core.troubles import Case, Finding, recognise
 from ..core.engineconf import launch_command, launch_env, world_size, write_configs
 
 # %% ../../nbs/lab/launch.ipynb #e18cb700
@@ -319,20 +320,32 @@ def first_traceback(
         end = next((i for i in range(end+1, len(mine)) if EXCEPTION.match(mine[i])), len(mine))
     return '\n'.join(mine[:end+1][-most:])
 
-# %% ../../nbs/lab/launch.ipynb #e072d784
+# %% ../../nbs/lab/launch.ipynb #d0822892
+def recognised(
+    run:RunDir,
+    log:str,           # Output of the job
+    code:int|None,     # Exit code
+)->list[Finding]:
+    "What is known about this failure."
+    try: recipe = kept_recipe(run)
+    except LaunchError: recipe = None
+    plan = json.loads(run.plan.read_text()) if run.plan.exists() else {}
+    return recognise(Case(log, code, recipe or Recipe(), plan), first_traceback(log))
+
+# %% ../../nbs/lab/launch.ipynb #c688ac79
 def failure(
     run:RunDir,
     tail:int=12,   # Lines of the log to show
 )->str:
-    "Why the job of `run` ended: exit code, the failing rank's traceback, and the lines before it."
+    "Why the job of `run` ended: exit code, what is known about it, the failing rank's traceback, and the lines before it."
     s = read_status(run); code = s.get('exit_code')
     with open(run.log, 'rb') as f: f.seek(s.get('log_offset', 0)); log = f.read().decode(errors='replace')
     trace = first_traceback(log)
     before = list(itertools.takewhile(lambda l: 'Traceback (most recent call last)' not in l, log.splitlines()))
     how = 'ended without an exit code: killed from outside, or the machine went down' if code is None else f'failed with exit code {code}'
-    if code in (137, -9): how += ' (SIGKILL: often the host ran out of memory)'
     head = f'the run {how}' + (f': {failure_line(trace)}' if trace else '')
-    return '\n'.join([head, *(['', trace] if trace else []), '', f'{"before that" if trace else "last lines"}, in {run.log}:', *before[-tail:]])
+    known = recognised(run, log, code)
+    return '\n'.join([head, *(['', *(f'recognised: {f}' for f in known)] if known else []), *(['', trace] if trace else []), '', f'{"before that" if trace else "last lines"}, in {run.log}:', *before[-tail:]])
 
 # %% ../../nbs/lab/launch.ipynb #79ab7567
 def processes(
@@ -498,7 +511,7 @@ def environment(
     try: yield
     finally: os.environ.clear(); os.environ.update(before)
 
-# %% ../../nbs/lab/launch.ipynb #02f634f2
+# %% ../../nbs/lab/launch.ipynb #569d032f
 def launch_here(
     run:RunDir,
 ):
@@ -513,7 +526,9 @@ def launch_here(
             with environment(**engine_env(run)): fork_ranks(run, world_size(recipe))
             code = 0
         except KeyboardInterrupt: raise
-        except Exception as e: raise RunFailed(f'the run failed: {failure_line(str(e))}; see {run.log}') from e
+        except Exception as e:
+            with open(run.log, 'rb') as f: f.seek(status['log_offset']); known = recognised(run, f.read().decode(errors='replace')+str(e), None)
+            raise RunFailed('\n'.join([f'the run failed: {failure_line(str(e))}; see {run.log}', *(f'recognised: {f}' for f in known)])) from e
         finally: write_atomic(run.status, json.dumps({**status, 'ended': int(time.time()), 'exit_code': code}))
 
 # %% ../../nbs/lab/launch.ipynb #dfc79251
