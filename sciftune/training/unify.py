@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['jsonl_files', 'open_groups', 'token_counts', 'Packs', 'build_model', 'Start', 'HeldOut', 'held_out_losses', 'Served',
-           'respond_to', 'export_unified', 'export_adapters', 'UnifiedTask']
+           'guidance_for', 'respond_to', 'export_unified', 'export_adapters', 'UnifiedTask']
 
-# %% ../../nbs/training/unify.ipynb #c291f3e3
+# %% ../../nbs/training/unify.ipynb #4e159d52
 import json, shutil, time, uuid
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from ..data.dialogues import figures_jsonl
 from ..data.sequences import DataError, Example, Group, PackedBatch, Prepared, Resize, Rules, Segment, SEEN, SEEN_BEFORE_TARGET, Sequences, load_image, load_pack, prepare, read_jsonl, shown_size, split_starts, totals
 from ..losses.unified import Unified, UnifiedBatches
 from ..models.bagel import Bagel, decode_latents, forward_flops, freeze_parts, new_autoencoder, special_tokens
-from ..models.bagel_sampling import Context, Guidance
+from ..models.bagel_sampling import EDIT, Context, Guidance
 from ..models.family import link_or_copy, replace_folder
 from ..models.tiny import qwen_tokenizer
 from ..strategies.engines import Engine, Network
@@ -161,16 +161,16 @@ class Start:
         network.finish_write(0)
         return taken
 
-# %% ../../nbs/training/unify.ipynb #c8a06ad3
+# %% ../../nbs/training/unify.ipynb #85e69205
 class HeldOut:
     "Fixed packs of the held-out examples."
-    def __init__(self, groups:list[Group], held:list[Example], encode, rules:Rules, max_tokens:int):
-        g, self.rules = groups[0], rules
+    def __init__(self, groups:list[Group], held:list[Example], encode, rules:Rules, max_tokens:int, pad_to:int=0):
+        g, self.rules, self.pad_to = groups[0], rules, pad_to
         samples = [prepare(replace(g, name='held', examples=held), i, 0, e, encode, rules, dict(text=0, vae=0, vit=0), 0) for i, e in enumerate(held)]
         self.samples = [s for s in samples if s.full_length <= max_tokens]
 
     def batch(self, i:int)->PackedBatch:
-        b = load_pack([self.samples[i]], self.rules, 0)
+        b = load_pack([self.samples[i]], self.rules, 0, self.pad_to)
         b['vit_token_seqlens'] = b['vit_token_seqlens'].tolist() if 'vit_token_seqlens' in b else []
         return b | dict(totals=totals([[self.samples[i]]]), scale=1)
 
@@ -195,11 +195,20 @@ def held_out_losses(
     ce, mse = ce/max(texts, 1), mse/max(latents, 1)
     return dict(held_out=objective.text_weight*ce+objective.image_weight*mse, held_out_ce=ce, held_out_mse=mse)
 
-# %% ../../nbs/training/unify.ipynb #a913e757
+# %% ../../nbs/training/unify.ipynb #d8182954
 class Served:
     "A network as the sampler sees it."
     def __init__(self, network): self.network, self.config = network, network.raw.config
     def __call__(self, *args, **kwargs): return self.network(*args, **kwargs)
+
+def guidance_for(
+    example:Example,
+    scale:float,      # On text
+    steps:int,        # Points of time
+)->Guidance:
+    "The published settings for drawing from a text, or for editing."
+    g = replace(EDIT if any(s.paths for s in example.segments[:-1]) else Guidance(), text_scale=scale, steps=steps)
+    return g if scale > 1 else replace(g, image_scale=1.0)     # guidance on the image alone does nothing
 
 @torch.no_grad()
 def respond_to(
@@ -263,7 +272,7 @@ def export_adapters(
                                                             target_modules=layers, base_model_name_or_path=str(recipe.start_from or recipe.model_path), bias='none', inference_mode=True), indent=1))
     return len(shapes)
 
-# %% ../../nbs/training/unify.ipynb #da0b6315
+# %% ../../nbs/training/unify.ipynb #69907a79
 class UnifiedTask(Task):
     "BAGEL on packed sequences."
     def __init__(self, *args, **kwargs):
@@ -283,7 +292,7 @@ class UnifiedTask(Task):
                               dropout=dict(text=r.text_cond_dropout, vae=r.vae_cond_dropout, vit=r.vit_cond_dropout))
         flex = r.attention == 'flex' or r.attention == 'auto' and e.device.type == 'cuda'
         self.source = Packs(sequences, r.global_batch, e.rank, e.world, r.max_tokens+(-r.max_tokens)%128 if flex else 0)
-        self.fingerprint, self.held, self.examples = sequences.fingerprint(), HeldOut(groups, held, encode, self.rules, r.max_sample_tokens), held
+        self.fingerprint, self.held, self.examples = sequences.fingerprint(), HeldOut(groups, held, encode, self.rules, r.max_sample_tokens, self.source.pad_to), held
         self.objective = Unified(self.encoders.vae, r.text_loss_weight, r.image_loss_weight, r.ce_loss_reweighting, r.vision_start_ce_weight, self.rules.special.soi)
 
     def helpers(self):
@@ -315,10 +324,10 @@ class UnifiedTask(Task):
         "Texts and images for held-out examples, and for validation_prompts."
         r, e, net = self.recipe, self.engine, self.networks['denoiser']; served, folder = Served(net), self.dir.validation_images/f'step_{step:06d}'
         scale = r.validation_guidance if r.validation_guidance >= 0 else self.family.default_guidance
-        guidance = Guidance(scale, steps=max(2, r.validation_sample_steps or 50)); net.train(False); prompts, said = [], []
+        steps = max(2, r.validation_sample_steps or 50); net.train(False); prompts, said = [], []
         own = [Example(f'prompt {i}', (Segment('text', texts=(p,)), Segment('image', role='target'))) for i, p in enumerate(r.validation_prompts)]
         for ex in (own or [x for x in self.examples if x.targets])[:r.validation_images]:
-            self.crumb('sampling', step, ex.id); image = respond_to(served, ex, self.encoders, self.rules, self.group, guidance, r.seed, device=e.device)
+            self.crumb('sampling', step, ex.id); image = respond_to(served, ex, self.encoders, self.rules, self.group, guidance_for(ex, scale, steps), r.seed, device=e.device)
             prompts.append(' '.join(s.texts[0] for s in ex.segments if s.type == 'text'))
             if e.main:
                 folder.mkdir(parents=True, exist_ok=True); aside = folder/f'.{len(prompts)-1:02d}.png'
