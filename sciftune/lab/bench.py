@@ -13,8 +13,8 @@ from ..core.engineconf import launch_env, world_size, write_configs
 from ..core.recipe import Recipe, RecipeError, resolve
 from ..core.rundir import RunDir, gpus, new_run, run_record, write_atomic
 
-# %% ../../nbs/lab/bench.ipynb #94a09104
-OWN = dict(loop='trainer', recompute=None, timeout=300, label='')
+# %% ../../nbs/lab/bench.ipynb #a162bf01
+OWN = dict(loop='trainer', recompute=None, timeout=300, label='', resident=None, files='')
 
 def setting(
     text:str,      # 'model=klein,micro_batch=3,recompute=0'
@@ -25,7 +25,7 @@ def setting(
     if bad := [p[0] for p in pairs if len(p) != 2]: raise RecipeError(f"setting '{text}': '{bad[0]}' has no value; write field=value,field=value")
     return {k.strip(): yaml.safe_load(v) for k,v in pairs}
 
-# %% ../../nbs/lab/bench.ipynb #a5f23ce7
+# %% ../../nbs/lab/bench.ipynb #6af3dc0a
 def measured(
     run_root,          # Where the run folder goes
     **given,           # Recipe fields and those of `OWN`
@@ -35,7 +35,10 @@ def measured(
     if own['loop'] not in ('trainer','bare','plain'): raise RecipeError(f"loop: '{own['loop']}'; allowed: 'trainer', 'bare', 'plain'")
     base = dict(preset='debug', model_path='random', strategy='single', num_processes=1, micro_batch=1, steps=14, warmup_steps=0, validation_steps=0, checkpoint_steps=0, export=False,
                 held_out=0, caption_dropout=0.0, gradient_checkpointing='full', plan_check=False, stall_seconds=240, run_root=str(run_root))
+    if given.get('preset', 'debug') != 'debug':
+        for k in ('strategy','gradient_checkpointing'): base.pop(k)
     if own['recompute'] is not None: base['gradient_checkpointing'] = 'auto'
+    if own['files']: base['model_path'] = f"random:{os.path.abspath(own['files'])}"
     r = base | given
     r.setdefault('global_batch', r['micro_batch']*max(1, r['num_processes']))
     return resolve(**r), own
@@ -92,7 +95,7 @@ def complaint(
     told = [l for l in lines if 'Error' in l and not any(x in l for x in ('ChildFailedError','CalledProcessError')) and not l.startswith(('File', 'raise'))]
     return (told or lines or ['no output'])[-1][:300]
 
-# %% ../../nbs/lab/bench.ipynb #1f9642ad
+# %% ../../nbs/lab/bench.ipynb #bce45da7
 def bench(
     run_root,              # Run folders and caches go here
     plan:bool=False,       # Predict the memory, too
@@ -103,17 +106,21 @@ def bench(
     recipe, own = measured(run_root, **given); run = new_run(recipe); command = write_configs(recipe, run); env = launch_env(recipe)
     predicted = {}
     if plan and subprocess.run([sys.executable, '-m', 'sciftune.strategies.memory', str(run.recipe), str(run.plan)], capture_output=True).returncode in (0, 3): predicted = json.loads(run.plan.read_text())
-    if own['recompute'] is not None: write_atomic(run.plan, json.dumps(predicted | dict(recompute_blocks=own['recompute'])))
+    said = {k: v for k,v in dict(recompute_blocks=own['recompute'], resident_bytes=own['resident'] and own['resident']*2**30).items() if v is not None}
+    if said: write_atomic(run.plan, json.dumps(predicted | said))
+    if own['files']: subprocess.run([sys.executable, '-m', 'sciftune.training.bare', 'write', recipe.model, recipe.model_path.partition(':')[2]], check=True, stdout=subprocess.DEVNULL)
     command = [sys.executable, '-m', 'accelerate.commands.launch', *command[2:]]          # of this Python, whatever the PATH says
     if own['loop'] != 'trainer': command = [sys.executable, '-m', 'sciftune.training.bare', str(run.recipe), own['loop']]
     began = time.time(); code = run_command(command, env, run.log, own['timeout']); rows = run.read_metrics(); steps = [r for r in rows if 'step_time' in r]
     row = dict(label=own['label'] or run.path.name, date=time.strftime('%Y-%m-%d'), loop=own['loop']) | {k: getattr(recipe, k) for k in
-               'model strategy precision micro_batch global_batch resolution text_tokens compile gradient_checkpointing'.split()}
-    if own['loop'] == 'plain': row |= dict(precision='bf16', compile=False)
+               'model preset strategy offload precision micro_batch global_batch resolution text_tokens compile gradient_checkpointing device_memory_gib'.split()}
+    if own['loop'] == 'plain': row |= dict(precision='bf16-mixed' if recipe.precision == 'bf16-mixed' else 'bf16', compile=False)
     recomputed = own['recompute'] if recipe.gradient_checkpointing == 'auto' else None
     row |= dict(processes=world_size(recipe), recompute='none' if recipe.gradient_checkpointing == 'none' else 'all' if recomputed is None else recomputed)
     row |= summary(rows, recipe, recomputed)
     if steps: row['first_step_s'] = steps[0]['time']-began
+    if own['resident'] is not None: row['resident_gib'] = own['resident']
+    row |= {k: r['seconds'] for r in rows if (k := r.get('event')) == 'launch'}                # where the time until the first step went
     if predicted.get('run') and 'allocated_gib' in row:
         total = predicted['run'].get('gpu_total_gib'); row |= dict(plan_gib=total, plan_error=total/row['reserved_gib']-1)
     record = json.loads(run.record.read_text()) if run.record.exists() else run_record()
