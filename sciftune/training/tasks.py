@@ -112,14 +112,14 @@ def get_task(
     module, name = TASKS[objective].split(':')
     return getattr(importlib.import_module(module), name)
 
-# %% ../../nbs/training/tasks.ipynb #5d83f97a
+# %% ../../nbs/training/tasks.ipynb #2e278a32
 class FlowTask(Task):
     "One denoiser, cached latents, held-out loss and images."
     objective_class, batches_class = FlowMatching, FlowBatches
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs); r, e = self.recipe, self.engine
         self.data = prepare(r, self.family, e, self.dir, self.say, self.crumb)
-        self.fingerprint, self.rejected, self.keep, self.baseline = self.data.fingerprint, self.data.rejected, self.data.base is not None, None
+        self.fingerprint, self.rejected, self.keep, self.baseline = self.data.fingerprint, self.data.rejected, self.data.base is not None and not r.model_path.startswith('random'), None
         self.objective = self.objective_class(r, self.family)
         self.crumb('loading')
         model = build_denoiser(r, self.family, self.data.base, e, self.plan)
