@@ -47,7 +47,7 @@ def sources(
     if twice := [p for i, (p, _) in enumerate(parts) if not p or p in [q for q, _ in parts[:i]]]: raise ValueError(f"'{twice[0]}' is given twice; add its weights" if twice[0] else 'a weight stands without its collection')
     return tuple(parts)
 
-# %% ../../nbs/core/recipe.ipynb #34a35671
+# %% ../../nbs/core/recipe.ipynb #282ba65f
 class Recipe(BaseModel):
     "Everything that determines a run. Raises `RecipeError` through `resolve`."
     model_config = ConfigDict(frozen=True, extra='forbid', validate_default=True, protected_namespaces=())
@@ -283,6 +283,7 @@ class Recipe(BaseModel):
             raise ValueError(f"{given[0]}: needs lora_rank, for example 16 (0 means full fine-tuning)")
         if self.lora_base != 'bf16' and self.strategy not in ('single','ddp'):
             raise ValueError(f"lora_base: '{self.lora_base}' works with strategies 'single' and 'ddp'; '{self.strategy}' spreads the base over the processes instead")
+        if self.lora_base != 'bf16' and self.precision == 'fp8': raise ValueError(f"lora_base: '{self.lora_base}' with precision 'fp8', which multiplies weights of its own kind; use precision 'bf16-mixed', or lora_base 'bf16'")
         if self.num_machines > 1 and not self.main_process_ip: raise ValueError('main_process_ip: needed with num_machines > 1')
         if self.machine_rank >= self.num_machines: raise ValueError(f'machine_rank: {self.machine_rank} of {self.num_machines} machines; counts from 0')
         return self
