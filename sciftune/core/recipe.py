@@ -388,16 +388,16 @@ UNIFIED = dict(   # what model bagel changes: packed sequences, and a debug run 
     cluster=dict(_large, text_loss_weight=0.25, hybrid_shard=8, timestep_shift='4.0', expected_tokens=32768, max_tokens=36864, max_sample_tokens=16384),
     system_c=dict(_large, adam_epsilon=1e-15, warmup_steps=2000))
 
-# %% ../../nbs/core/recipe.ipynb #be71bc1f
+# %% ../../nbs/core/recipe.ipynb #ac3323fc
 _charts = dict(resolution=128, figures_side=128, text_tokens=64, gradient_checkpointing='none', precision='bf16-mixed', lr_schedule='cosine', plan_check=False)
 SEEN_KINDS = 'line,area,bar,scatter,pie,histogram,heat_map'       # all but barh
 NANO = dict(
     nano_autoencoder=dict(_charts, objective='autoencoder', figures=16000, figures_style='light,dark,hand,chalk', figures_seed=1, steps=4000, micro_batch=32, global_batch=32, learning_rate=2e-3,
                           warmup_steps=100, weight_decay=1e-3, ema_decay=0.999, held_out=64, validation_steps=1000, validation_images=8, checkpoint_steps=0, log_steps=10),
-    nano_denoiser=dict(_charts, figures=30000, figures_kinds=SEEN_KINDS, figures_seed=2, steps=6000, micro_batch=256, global_batch=256, learning_rate=1e-3, warmup_steps=200, ema_decay=0.999, compile=True,
-                       timestep_shift='linear', held_out=128, cache_batch=64, validation_steps=1500, validation_images=16, validation_sample_steps=25, checkpoint_steps=0, log_steps=10),
+    nano_denoiser=dict(_charts, figures=30000, figures_kinds=SEEN_KINDS, figures_seed=2, steps=6000, micro_batch=256, global_batch=256, learning_rate=1e-3, warmup_steps=200, ema_decay=0.999,
+                       timestep_shift='linear', held_out=128, cache_batch=64, validation_steps=1500, validation_images=16, validation_sample_steps=25, validation_guidance=2.5, checkpoint_steps=0, log_steps=10),
     nano_style=dict(_charts, model_path='nano', figures=192, figures_style='chalk', figures_seed=3, steps=150, micro_batch=16, global_batch=16, learning_rate=5e-4, warmup_steps=10, precision='fp32',
-                    timestep_shift='linear', held_out=32, cache_batch=16, validation_steps=75, validation_images=8, validation_sample_steps=20, checkpoint_steps=0))
+                    timestep_shift='linear', held_out=32, cache_batch=16, validation_steps=75, validation_images=8, validation_sample_steps=20, validation_guidance=2.5, checkpoint_steps=0))
 NANO_DEFAULT = ()      # ('qwenimage','klein') once their weights are in the package
 
 # %% ../../nbs/core/recipe.ipynb #387ff669
