@@ -13,6 +13,7 @@ from sciftune.training.tasks import get_task
 BASE = dict(model='sdxl', objective='dmd2', figures=16, gan=True, resolution=128, micro_batch=4, global_batch=4, steps=20, generator_every=4, denoising_steps=2, critic_learning_rate=5e-5,
             adam_epsilon=1e-6, warmup_steps=3, max_grad_norm=1.0, ema_decay=.9, validation_steps=0, checkpoint_steps=10, checkpoints_kept=9, export=False)
 OTHER = dict(BASE, model='sd15', objective='dmd_decoupled', gan=False, resolution=64, gradient_checkpointing='full')
+LORA = dict(OTHER, model='sd15', lora_rank=4, lora_alpha=2, lora_targets='to_q,to_out.0,conv1,time_emb_proj', generator_every=2)
 KEYS = ('generator_total', 'guidance_total', 'loss_fake_mean', 'dm_gradient_norm', 'grad_norm_critic', 'grad_norm_generator')
 
 @pytest.fixture(scope='module')
@@ -22,7 +23,7 @@ def root(tmp_path_factory): return tmp_path_factory.mktemp('distill')
 def alone(root):
     made = {}
     def get(base):
-        key = base['model']
+        key = f"{base['model']}-{base.get('lora_rank', 0)}"
         if key not in made: run = RunDir(root/key); made[key] = train(run, **base), run
         return made[key]
     return get
@@ -39,19 +40,19 @@ def furthest(a, b, step, states=('weight',)):
 
 def same(m, run, reference):
     want, first = reference
-    assert set(losses(m)) == set(range(1, 21)) and set(losses(m, 'generator_total')) == {1, 5, 9, 13, 17}
+    assert set(losses(m)) == set(range(1, 21)) and set(losses(m, 'generator_total')) == set(losses(want, 'generator_total')) >= {1, 5, 9, 13, 17}
     off = lambda keys, floor: max(abs(losses(m, k)[s]-v)/max(abs(v), floor) for k in keys for s,v in losses(want, k).items())
     assert off(KEYS, 0.1) <= 1e-4 and off(KEYS[:3], 1.0) <= 1e-5
     assert furthest(first, run, 20) <= 1e-5
 
 slow = lambda *a: pytest.param(*a, marks=pytest.mark.slow)
 @pytest.mark.parametrize('base,engine,n,more', [
-    (BASE, 'fsdp', 2, {}), slow(BASE, 'ddp', 2, {}), slow(BASE, 'fsdp', 4, {}), slow(BASE, 'fsdp', 2, dict(micro_batch=1)), slow(BASE, 'fsdp', 4, dict(hybrid_shard=2, teacher_placement='sharded')),
+    (BASE, 'fsdp', 2, {}), (LORA, 'fsdp', 2, {}), slow(LORA, 'ddp', 2, {}), slow(BASE, 'ddp', 2, {}), slow(BASE, 'fsdp', 4, {}), slow(BASE, 'fsdp', 2, dict(micro_batch=1)), slow(BASE, 'fsdp', 4, dict(hybrid_shard=2, teacher_placement='sharded')),
     slow(OTHER, 'fsdp', 2, dict(teacher_placement='sharded', live_captions=True)), slow(OTHER, 'fsdp', 4, dict(reshard=False)), slow(OTHER, 'ddp', 4, dict(teacher_placement='offload')),
     slow(OTHER, 'single', 1, dict(micro_batch=1, gradient_checkpointing='none'))])
 def test_equals_single(root, alone, base, engine, n, more):
     "Twenty iterations: losses, gradient norms, and the weights of generator, critic and average."
-    run = RunDir(root/f'{base["model"]}-{engine}-{n}-{"-".join(more)}')
+    run = RunDir(root/f'{base["model"]}-{base.get("lora_rank", 0)}-{engine}-{n}-{"-".join(more)}')
     same(train(run, strategy=engine, num_processes=n, **base | dict(micro_batch=4//n) | more), run, alone(base))
 
 def test_resume_is_exact(root, alone):
@@ -71,18 +72,20 @@ def test_resume_by_another_engine(root, alone, engine, n):
     m = train(run, strategy=engine, num_processes=n, resume=str(first.checkpoints/'step_000010'), **BASE | dict(micro_batch=4//n))
     assert min(losses(m)) == 11 and furthest(first, run, 20) <= 1e-5
 
-def _measure(queue, root):
-    torch.set_num_threads(1); r = resolve(**BASE | dict(precision='bf16-mixed', model='sd15', gan=False, cpu=True, run_root=str(root)))
+def _measure(queue, root, more):
+    torch.set_num_threads(1); r = resolve(**BASE | dict(precision='bf16-mixed', model='sd15', gan=False, cpu=True, run_root=str(root)) | more)
     def live():
         gc.collect(); return sum(dict((p.untyped_storage().data_ptr(), p.untyped_storage().nbytes()) for p in gc.get_objects() if isinstance(p, torch.nn.Parameter)).values())
-    before = live(); t = get_task(r.objective)(r, Engine(r), RunDir(root/'once'), {}, lambda *a, **k: None); n = sum(p.numel() for p in t.teacher.parameters())
-    queue.put(((live()-before)/n, len(t.networks['generator'].optimizer.state), any(p.requires_grad for p in t.teacher.parameters()))); os._exit(0)
+    before = live(); t = get_task(r.objective)(r, Engine(r), RunDir(root/'once'), {}, lambda *a, **k: None); net = t.networks['generator']
+    adapters = 4*sum(p.numel() for p in net.params.values()) if r.lora_rank else 0; frozen = [p for p in (net if r.lora_rank else t.teacher).parameters() if not any(p is q for q in net.params.values())]
+    queue.put(((live()-before-adapters)/sum(p.numel() for p in frozen), len(net.optimizer.state), any(p.requires_grad for p in frozen))); os._exit(0)
 
-def test_teacher_is_held_once(root):
-    "Measured over all live parameters of a process: 4 + 4 bytes for generator and critic, and 2 for the teacher under bf16-mixed."
-    ctx = mp.get_context('fork'); queue = ctx.SimpleQueue(); p = ctx.Process(target=_measure, args=(queue, root)); p.start(); p.join(100); assert not p.exitcode
+@pytest.mark.parametrize('more,bytes_each', [({}, 4+4+2), (dict(lora_rank=4), 2+4)])
+def test_teacher_is_held_once(root, more, bytes_each):
+    "Measured over all live parameters of a process under bf16-mixed: 4 + 4 bytes for generator and critic and 2 for the teacher; with LoRA 2 for generator and teacher and 4 for the critic."
+    ctx = mp.get_context('fork'); queue = ctx.SimpleQueue(); p = ctx.Process(target=_measure, args=(queue, root, more)); p.start(); p.join(100); assert not p.exitcode
     size, states, trained = queue.get()
-    assert abs(size-(4+4+2)) < .01 and not states and not trained
+    assert abs(size-bytes_each) < .01 and not states and not trained
 
 def test_sharded_mixed_precision(root):
     "The critic is first seen frozen; its gradients are reduced in fp32 all the same, and its norms are those of one process."
