@@ -47,7 +47,7 @@ def sources(
     if twice := [p for i, (p, _) in enumerate(parts) if not p or p in [q for q, _ in parts[:i]]]: raise ValueError(f"'{twice[0]}' is given twice; add its weights" if twice[0] else 'a weight stands without its collection')
     return tuple(parts)
 
-# %% ../../nbs/core/recipe.ipynb #282ba65f
+# %% ../../nbs/core/recipe.ipynb #cc42f1c1
 class Recipe(BaseModel):
     "Everything that determines a run. Raises `RecipeError` through `resolve`."
     model_config = ConfigDict(frozen=True, extra='forbid', validate_default=True, protected_namespaces=())
@@ -196,6 +196,7 @@ class Recipe(BaseModel):
     device_memory_gib: float = Field(0.0, ge=0, description='memory per device to plan for and to stay below; 0 = what the machine has')
     host_memory_gib: float = Field(0.0, ge=0, description='host memory to plan for; 0 = what the machine has')
     plan_check: bool = Field(True, description='refuse a run that the plan says cannot fit')
+    profile_block: bool = Field(False, description="time one block of each kind on the GPU for the plan's time per step")
     stall_seconds: int = Field(600, ge=10, description='a rank without progress for so long ends the run with a table of where each rank is')
 
     @field_validator('validation_prompts', mode='before')
