@@ -4,15 +4,16 @@
 
 # %% auto #0
 __all__ = ['NANO_TEXT', 'NANO_SIZES', 'NANO_BUILDERS', 'nano_tokenizer', 'keep_words', 'build_qwenimage', 'build_klein',
-           'save_nano']
+           'save_nano', 'draw_pictures']
 
-# %% ../../nbs/models/nano.ipynb #a45fe3d0
-import importlib.resources
+# %% ../../nbs/models/nano.ipynb #fbccc01a
 from pathlib import Path
 import diffusers, torch
 from torch import nn
+from ..core.randomness import stream
 from ..data.charts import vocabulary
 from . import tiny
+from .family import get_family
 from .flux2 import KLEIN_9B
 from .qwenimage import QWEN_IMAGE, prompt_template
 
@@ -83,3 +84,26 @@ def save_nano(
     "Write a random nano pipeline, from which pretraining starts, once."
     if model not in NANO_BUILDERS: raise ValueError(f"no nano model for {model!r}; there are {', '.join(NANO_BUILDERS)}")
     return tiny.save_stand_in(Path(folder), dict(family=model, seed=seed, size=size, layout=2), lambda: NANO_BUILDERS[model](NANO_SIZES[size][model]))
+
+# %% ../../nbs/models/nano.ipynb #b8affc7a
+@torch.no_grad()
+def draw_pictures(
+    folder:Path,          # Pipeline folder
+    model:str,            # Family name
+    captions:list,        # One per picture
+    side:int=128,         # Pixels
+    steps:int=20,         # Of the sampler
+    guidance:float=2.5,   # Classifier-free
+    seed:int=0,           # Of the noise
+    batch:int=16,         # Pictures at once
+    text_tokens:int=NANO_TEXT,
+    device="cpu",
+)->torch.Tensor:          # (N,3,side,side) in [-1,1]
+    "Sample one picture per caption."
+    f = get_family(model); e = f.load_encoders(folder, device=device); schedule = f.sampling(folder)["schedule"]; rows = f.encode_captions(e, [f.negative_caption, *captions], text_tokens); e.text.clear()
+    denoiser, out = f.load_denoiser(folder, torch.float32, device).eval(), []
+    for a in range(0, len(captions), batch):
+        some = rows[1 + a:1 + a + batch]; noise = torch.stack([torch.randn(f.latent_shape(side, side), generator=stream(seed, "picture", a + j)) for j in range(len(some))]).to(device)
+        x = f.sample(denoiser, noise, f.sigmas(side, side, steps, schedule), f.collate(some), f.collate(rows[:1]*len(some)) if guidance > 1 else None, guidance)
+        out.append(f.decode(e.vae, x).clamp(-1, 1).cpu())
+    return torch.cat(out)
