@@ -133,7 +133,7 @@ class NarrowLinear(nn.Linear):
         y = WidenedProduct.apply(x, self.weight, self.scale)
         return y if self.bias is None else y+self.bias.to(y.dtype)
 
-# %% ../../nbs/strategies/lora.ipynb #2a0e81fe
+# %% ../../nbs/strategies/lora.ipynb #36ca05dc
 def narrow_layers(
     denoiser:nn.Module,
     names:tuple,               # Block classes
@@ -149,6 +149,7 @@ def quantise_base(
     denoiser:nn.Module,        # With real weights
     kind:str,                  # 'fp8' or 'nf4'
     names:tuple,               # Block classes
+    device=None,               # Where each layer goes to be narrowed; None = where it is
     smallest:int=256,          # Smaller sides are left alone
 )->int:                        # Layers
     "Store the large frozen linears of the blocks in fewer bits. Raises RecipeError where there are none, or nf4 lacks torchao."
@@ -158,6 +159,7 @@ def quantise_base(
     found = narrow_layers(denoiser, names, smallest)
     if not found: raise RecipeError(f"lora_base: '{kind}' found no linear layer with both sides at least {smallest} in {', '.join(names)}; use 'bf16'")
     for l in found:
+        if device: l.weight.data = l.weight.data.to(device)
         if kind == 'fp8': l.__class__ = NarrowLinear; l.narrow()
         else: l.weight = nn.Parameter(to_nf4(l.weight.detach(), 64, 256), requires_grad=False)
     frozen = [n for n, p in denoiser.named_parameters() if not p.requires_grad]          # every rank has read the same base; DDP cannot send it in this form

@@ -11,9 +11,9 @@ __all__ = ['CONTRACTIONS', 'FOUR_LEVELS', 'FLASH_STATES', 'SUB_GROUP', 'DEVICES'
            'machine_of', 'row', 'variant', 'command', 'candidates', 'ranked', 'suggestions', 'base_of', 'plan',
            'refusal', 'silenced', 'main']
 
-# %% ../../nbs/strategies/memory.ipynb #618fee49
+# %% ../../nbs/strategies/memory.ipynb #81dc1e69
 import contextlib, json, math, os, shutil, sys, tempfile, weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 import psutil, torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..core.engineconf import BLOCKS, world_size
 from ..core.recipe import Recipe, RecipeError, nano_folder, resolve
 from ..core.rundir import cache_root, gpus, write_atomic
-from .lora import add_lora
+from .lora import NARROW_BYTES, add_lora, narrow_layers
 from .precision import Policy, policy_for
 
 # %% ../../nbs/strategies/memory.ipynb #1894695c
@@ -114,7 +114,7 @@ def block_bytes(
     for p in module.parameters(): p.grad = None
     return size | dict(work=alive.peak, look=look.peak)
 
-# %% ../../nbs/strategies/memory.ipynb #3a483937
+# %% ../../nbs/strategies/memory.ipynb #a7420813
 @dataclass(frozen=True)
 class Block:
     "One sharding, recomputation and compilation unit; bytes as lines in the batch size."
@@ -139,6 +139,7 @@ class Profile:
     tensors:tuple          # Elements of each parameter tensor
     decode:float           # Bytes of the VAE's weights and its working set for one picture
     flops:float            # Of a forward pass, one sample
+    narrow:int = 0         # Weights that `lora_base` keeps in fewer bits
 
     @property
     def root(self)->int: return self.numel-sum(b.numel for b in self.blocks)      # Parameters outside of blocks
@@ -197,7 +198,7 @@ def decode_bytes(
     with torch.no_grad(), Flash(), Alive() as alive: family.decode(vae, torch.empty(1, *family.latent_shape(side, side), device='meta'))
     return alive.peak + sum(s.nbytes() for s in storages(list(vae.parameters())).values())
 
-# %% ../../nbs/strategies/memory.ipynb #be0b91de
+# %% ../../nbs/strategies/memory.ipynb #5e66040e
 def profile(
     recipe:Recipe,
     family:'Family',
@@ -221,6 +222,7 @@ def profile(
             known[key] = {k: Line.through(*(m[k] for m in at)) for k in at[0]}
         sizes = {f'{name}.{n}': p.numel() for n,p in module.named_parameters()}; boundary = Line.through(*(size for *_,size in same))
         blocks.append(Block(name, sum(sizes.values()), sum(v for n,v in sizes.items() if n not in dead), boundary, **known[key]))
+    narrow = sum(l.weight.numel() for l in narrow_layers(denoiser, family.block_classes)) if recipe.lora_base != 'bf16' else 0
     numels = {n: p.numel() for n,p in denoiser.named_parameters()}; outside = Line.through(*(n for _,n in runs)); side = recipe.resolution
     return Profile(tuple(blocks), outside, sum(numels.values()), sum(v for n,v in numels.items() if n not in dead), tuple(numels.values()),
                    decode_bytes(family, base, recipe, dtype) if vae else 0.0, family.flops(config, side, side, recipe.text_tokens))
@@ -261,7 +263,7 @@ class Setting:
         r = self.recipe; hybrid, kept = 0 < r.hybrid_shard < self.world, r.strategy == 'fsdp' and not r.reshard
         return r.strategy + '+hybrid'*hybrid + '+gathered'*kept + (f'+{r.offload}' if r.offload != 'none' else '')
 
-# %% ../../nbs/strategies/memory.ipynb #ebb0da13
+# %% ../../nbs/strategies/memory.ipynb #0313c25c
 def stored(
     p:Profile,
     s:Setting,
@@ -269,7 +271,8 @@ def stored(
     "Parameters, master, optimizer and average between two steps."
     w, n, off = s.policy.weights.itemsize, s.shards, s.recipe.offload
     flash = s.policy.optimizer == 'flashadamw'
-    parts = dict(parameters=w*p.numel/(n if s.zero in (0, 3) else 1), master=p.trained/n*(4 if s.zero else 1 if flash and w == 2 else 0),
+    fewer = p.narrow*(w-NARROW_BYTES[s.recipe.lora_base]) if s.recipe.strategy in ('single','ddp') and s.recipe.lora_base != 'bf16' else 0
+    parts = dict(parameters=w*p.numel/(n if s.zero in (0, 3) else 1)-fewer, master=p.trained/n*(4 if s.zero else 1 if flash and w == 2 else 0),
                  optimizer=p.trained/n*(8 if s.zero else FLASH_STATES if flash else 2*s.trained), ema=4*p.trained/s.world if s.recipe.ema_decay else 0)
     away = dict(none=(), optimizer=('master','optimizer','ema'), params=('parameters','master','optimizer','ema'), nvme=())[off]
     if off == 'nvme': parts = dict.fromkeys(parts, 0.0)
@@ -489,7 +492,7 @@ def machine_of(
     name, memory = found[0]['name'] if found else f'GPU with {recipe.device_memory_gib:g} GiB', recipe.device_memory_gib or min(g['memory_gib'] for g in found)
     return Machine(name, memory, host, len(found), True)
 
-# %% ../../nbs/strategies/memory.ipynb #a728138c
+# %% ../../nbs/strategies/memory.ipynb #f47d14d2
 def row(
     p:Profile,
     s:Setting,
@@ -503,7 +506,7 @@ def row(
     total, copies = sum(gpu.values()), (12+4*bool(r.ema_decay))*p.trained
     w = s.policy.weights.itemsize; train = {k: per*v/2**30 for k,v in host_bytes(p, s).items()}
     host = dict(processes=per*(2.0 if m.cuda else total)) | train | dict(checkpoint=copies/r.num_machines/2**30)
-    loading = 0.0 if not m.cuda else per*w*(p.numel if r.strategy not in ('single','ddp') else max(p.tensors))/2**30
+    loading = 0.0 if not m.cuda else per*w*(p.numel if r.strategy not in ('single','ddp') or r.lora_base != 'bf16' else max(p.tensors))/2**30
     host_total = host['processes']+max(loading, sum(host.values())-host['processes'])
     disk = (copies*(r.checkpoints_kept+1) + 2*p.numel*r.export)/2**30
     speed = device_speed(m.device) if m.cuda else None
@@ -517,7 +520,7 @@ def row(
                 recompute_blocks=again, seconds_per_step=round(step_seconds(p, s, again, speed), 4) if speed else None,
                 fits=bool(fits_gpu and fits_host), why=why)
 
-# %% ../../nbs/strategies/memory.ipynb #7f436952
+# %% ../../nbs/strategies/memory.ipynb #a68c1489
 VARIANTS = [dict(strategy='single'), dict(strategy='ddp'), dict(strategy='fsdp'), dict(strategy='fsdp', reshard=False), dict(strategy='fsdp', hybrid_shard=-1),
             dict(strategy='fsdp', offload='params'), *(dict(strategy=f'zero{n}', offload=o) for n in (1, 2, 3) for o in ('none','optimizer')),
             dict(strategy='zero3', offload='params'), dict(strategy='zero3', offload='nvme')]
@@ -531,6 +534,7 @@ def variant(
     "The recipe under another engine."
     plain = dict(reshard=True, hybrid_shard=0, offload='none', num_machines=recipe.num_machines if world >= recipe.num_machines else 1); change = plain|change
     if change.get('strategy') == 'single': world = 1
+    if change.get('strategy', recipe.strategy) not in ('single','ddp'): change['lora_base'] = 'bf16'
     if recipe.distils and (change.get('strategy', recipe.strategy).startswith('zero') or recipe.teacher_placement == 'sharded' and change.get('strategy', recipe.strategy) != 'fsdp'): return None
     if change['hybrid_shard'] == -1:
         if world < 4 or world % 2: return None
@@ -540,13 +544,13 @@ def variant(
     try: return Setting.of(r, world, cuda)
     except RecipeError: return variant(recipe, world, cuda, **{**change, 'precision': 'bf16-mixed'}) if r.precision == 'fp8' else None
 
-# %% ../../nbs/strategies/memory.ipynb #8b4c678b
+# %% ../../nbs/strategies/memory.ipynb #c4b302ed
 def command(
     s:Setting,
     recipe:Recipe,
 )->str:            # -p name value ...
     "The parameters by which a setting differs from the recipe."
-    r = s.recipe; names = ['strategy','num_processes','offload','reshard','hybrid_shard','precision','gradient_checkpointing','micro_batch']
+    r = s.recipe; names = ['strategy','num_processes','offload','reshard','hybrid_shard','precision','gradient_checkpointing','micro_batch','lora_base']
     return ' '.join(f'-p {n} {getattr(r, n)}' for n in names if getattr(r, n) != getattr(recipe, n))
 
 def candidates(recipe, m, worlds):

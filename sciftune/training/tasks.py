@@ -23,7 +23,7 @@ from .export import export_pipeline
 from .prepare import Prepared, prepare
 from .validation import held_out_loss, sample_images
 
-# %% ../../nbs/training/tasks.ipynb #012ea2fd
+# %% ../../nbs/training/tasks.ipynb #e4c4aa93
 def build_denoiser(
     recipe:Recipe,
     family:Family,
@@ -36,11 +36,12 @@ def build_denoiser(
     if engine.lean:
         model = family.empty_denoiser(base, revision)
         for p in model.parameters(): p.data = p.data.to(dtype)
-    elif base is None: model = family.random_denoiser(None, dtype, engine.device, seed=recipe.seed)
-    else: model = family.load_denoiser(base, dtype, engine.device, revision)
+    else:
+        where = engine.device if recipe.lora_base == 'bf16' else torch.device('cpu')        # a base that fits only when it is narrow goes to the device layer by layer
+        model = family.random_denoiser(None, dtype, where, seed=recipe.seed) if base is None else family.load_denoiser(base, dtype, where, revision)
     if recipe.lora_rank:
         add_lora(model, family, recipe)
-        if recipe.lora_base != 'bf16': quantise_base(model, recipe.lora_base, family.block_classes)
+        if recipe.lora_base != 'bf16': quantise_base(model, recipe.lora_base, family.block_classes, engine.device)
     else:
         dead = set(family.frozen_parameters(model))
         for n, p in model.named_parameters(): p.requires_grad_(n not in dead)
@@ -112,7 +113,7 @@ def get_task(
     module, name = TASKS[objective].split(':')
     return getattr(importlib.import_module(module), name)
 
-# %% ../../nbs/training/tasks.ipynb #2e278a32
+# %% ../../nbs/training/tasks.ipynb #a91bb4d2
 class FlowTask(Task):
     "One denoiser, cached latents, held-out loss and images."
     objective_class, batches_class = FlowMatching, FlowBatches
@@ -132,7 +133,10 @@ class FlowTask(Task):
         r, config = self.recipe, self.family.config(self.data.base); forward = lambda h, w: self.family.flops(config, h, w, r.text_tokens)
         square = forward(r.resolution, r.resolution); sizes = Counter(s for x in self.data.train for s in x.sizes)
         share = sum(n*forward(*s) for s,n in sizes.items())/sizes.total()/square if sizes else 1.0
-        return share*(lora_flops(self.family, config, r) if r.lora_rank else square)
+        unit = lora_flops(self.family, config, r) if r.lora_rank else square; self.forward_share = square/(3*unit)
+        return share*unit
+
+    def row(self, row): return dict(forward_share=self.forward_share) if self.recipe.lora_rank else {}        # what recomputing all blocks adds to a step's FLOPs; 1/3 without adapters
 
     def validate(self, step):
         net = self.networks['denoiser']; began = time.time()
