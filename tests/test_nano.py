@@ -1,0 +1,24 @@
+"""Pretraining and fine-tuning of the nano models, end to end and as small as it goes."""
+import subprocess, sys
+from pathlib import Path
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+def run_notebook(name, out, **parameters):
+    flags = [x for k, v in parameters.items() for x in ('-p', k, str(v))]
+    r = subprocess.run([sys.executable, '-m', 'papermill', str(ROOT/f'nbs/experiments/{name}.ipynb'), str(out), '--no-progress-bar', '--log-level', 'ERROR', '--cwd', str(out.parent), *flags], capture_output=True, text=True, cwd=ROOT)
+    assert r.returncode == 0, r.stderr[-3000:]
+
+@pytest.mark.slow
+def test_from_nothing_to_a_fine_tune(tmp_path):
+    "The two notebooks of the nano models at their smallest scale, the second on what the first has made."
+    run_notebook('nano', tmp_path/'nano.ipynb', run_root=tmp_path/'pretraining', out=tmp_path/'nano')
+    assert sorted(p.name for p in (tmp_path/'nano').iterdir()) == ['README.md', 'klein', 'qwenimage', 'reader']
+    run_notebook('nano_finetune', tmp_path/'finetune.ipynb', model='klein', base=tmp_path/'nano'/'klein', seeds="0", judged=8, smoke=True, run_root=tmp_path/'style')
+
+def test_missing_nano_is_named(monkeypatch):
+    from sciftune.core import recipe
+    with pytest.raises(recipe.RecipeError, match='qwenimage and klein only'): recipe.nano_folder('sdxl')
+    monkeypatch.setattr(recipe, '__file__', '/nowhere/sciftune/core/recipe.py')
+    with pytest.raises(recipe.RecipeError, match="scripts/nano.*model_path='tiny'"): recipe.nano_folder('klein')
