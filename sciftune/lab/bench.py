@@ -61,7 +61,7 @@ def run_command(
                 with contextlib.suppress(psutil.NoSuchProcess): q.kill()
             psutil.wait_procs(family[1:], 20); p.wait()
 
-# %% ../../nbs/lab/bench.ipynb #48fcb0c9
+# %% ../../nbs/lab/bench.ipynb #3d884620
 PHASES = ('data_time','forward_time','backward_time','optimizer_time')
 COUNT = dict(qwenimage=60, klein=32, klein4b=25, flux1=57, bagel=28)            # Blocks
 
@@ -82,7 +82,7 @@ def summary(
     elif recipe.model in COUNT: out['tokens_per_second'] = out['samples_per_second']*((recipe.resolution//16)**2+recipe.text_tokens)
     if of('mfu'):
         blocks = COUNT.get(recipe.model, 0); again = 0 if recipe.gradient_checkpointing == 'none' else 1 if recompute is None else min(recompute/blocks, 1) if blocks else 0
-        out |= dict(mfu=statistics.median(of('mfu')), hfu=statistics.median(of('mfu'))*(3+again)/3)
+        out |= dict(mfu=statistics.median(of('mfu')), hfu=statistics.median(of('mfu'))*(1+again*(of('forward_share') or [1/3])[0]))
     if of('compiled_graphs'): out |= dict(compiled_graphs=steps[-1]['compiled_graphs'], recompilations=late[-1]['compiled_graphs']-steps[min(skip, len(steps))-1]['compiled_graphs'])
     return out
 
@@ -95,7 +95,7 @@ def complaint(
     told = [l for l in lines if 'Error' in l and not any(x in l for x in ('ChildFailedError','CalledProcessError')) and not l.startswith(('File', 'raise'))]
     return (told or lines or ['no output'])[-1][:300]
 
-# %% ../../nbs/lab/bench.ipynb #bce45da7
+# %% ../../nbs/lab/bench.ipynb #14ae2fbf
 def bench(
     run_root,              # Run folders and caches go here
     plan:bool=False,       # Predict the memory, too
@@ -113,9 +113,9 @@ def bench(
     if own['loop'] != 'trainer': command = [sys.executable, '-m', 'sciftune.training.bare', str(run.recipe), own['loop']]
     began = time.time(); code = run_command(command, env, run.log, own['timeout']); rows = run.read_metrics(); steps = [r for r in rows if 'step_time' in r]
     row = dict(label=own['label'] or run.path.name, date=time.strftime('%Y-%m-%d'), loop=own['loop']) | {k: getattr(recipe, k) for k in
-               'model preset strategy offload precision micro_batch global_batch resolution text_tokens compile gradient_checkpointing device_memory_gib'.split()}
+               'model preset strategy offload precision micro_batch global_batch resolution text_tokens compile gradient_checkpointing device_memory_gib lora_rank lora_base'.split()}
     if own['loop'] == 'plain': row |= dict(precision='bf16-mixed' if recipe.precision == 'bf16-mixed' else 'bf16', compile=False)
-    recomputed = own['recompute'] if recipe.gradient_checkpointing == 'auto' else None
+    recomputed = said.get('recompute_blocks', predicted.get('recompute_blocks')) if recipe.gradient_checkpointing == 'auto' else None
     row |= dict(processes=world_size(recipe), recompute='none' if recipe.gradient_checkpointing == 'none' else 'all' if recomputed is None else recomputed)
     row |= summary(rows, recipe, recomputed)
     if steps: row['first_step_s'] = steps[0]['time']-began
