@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LOOK', 'MOST', 'ChartReader', 'drawn_examples', 'varied', 'train_reader', 'save_reader', 'load_reader', 'following',
-           'loaded_pictures']
+           'packaged_reader', 'read_validation', 'loaded_pictures']
 
 # %% ../../nbs/models/reader.ipynb #646bef68
 import json
@@ -102,7 +102,7 @@ def load_reader(
     if about["kinds"] != list(CHART_KINDS): raise ValueError(f"{folder}: this reader knows {', '.join(about['kinds'])}; charts are now {', '.join(CHART_KINDS)}: train it again")
     net = ChartReader(about["width"]); net.load_state_dict(load_file(folder/"reader.safetensors")); return net.eval()
 
-# %% ../../nbs/models/reader.ipynb #51c1a6dd
+# %% ../../nbs/models/reader.ipynb #a8484ca5
 def following(
     reader:ChartReader,
     pictures:Tensor,      # (N,3,H,W) in [-1,1]
@@ -113,6 +113,24 @@ def following(
     if not rows: return dict(n=0)
     share = lambda hit: sum(map(hit, rows))/len(rows)
     return dict(n=len(rows), kind=share(lambda p: p[0]["kind"] == p[1]["kind"]), count=share(lambda p: p[0]["count"] == p[1]["count"]), both=share(lambda p: p[0] == p[1]))
+
+def packaged_reader()->Path|None:
+    "Where the reader of this installation is; None when it has none."
+    folder = Path(__file__).resolve().parent.parent/"assets"/"nano"/"reader"
+    return folder if (folder/"reader.json").is_file() else None
+
+def read_validation(
+    folder:Path,          # validation_images/step_XXXXXX of a run
+    reader:Path=None,     # Folder of a reader; None = the packaged one, if any
+)->dict:                  # follows_kind, follows_count: shares; follows: pictures judged. Empty when nothing can be judged
+    "How many validation images are what their prompts claim, for the rows of a run."
+    reader, folder = reader or packaged_reader(), Path(folder)
+    if reader is None or not (folder/"prompts.json").is_file(): return {}
+    prompts = json.loads((folder/"prompts.json").read_text()); files = [(folder/f"{i:02d}.png", p) for i, p in enumerate(prompts) if claims(p)]
+    files = [(f, p) for f, p in files if f.is_file()]
+    if not files: return {}
+    f = following(load_reader(reader), loaded_pictures([f for f, _ in files]), [p for _, p in files])
+    return dict(follows=f["n"], follows_kind=f["kind"], follows_count=f["count"])
 
 def loaded_pictures(
     files:list, # Picture files of one size

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['TASKS', 'build_denoiser', 'filler', 'Task', 'get_task', 'FlowTask']
 
-# %% ../../nbs/training/tasks.ipynb #61fc290d
+# %% ../../nbs/training/tasks.ipynb #49adf05b
 import importlib, time
 from collections import Counter
 import torch
@@ -15,6 +15,7 @@ from ..core.randomness import stream_seed
 from ..core.rundir import RunDir
 from ..losses.flow import FlowBatches, FlowMatching
 from ..models.family import Family, get_family
+from ..models.reader import read_validation
 from ..strategies.engines import Engine, Network
 from ..strategies.lora import add_lora, base_name, first_values, is_adapter, lora_flops, quantise_base, save_lora
 from ..strategies.speed import prepare_denoiser
@@ -113,7 +114,7 @@ def get_task(
     module, name = TASKS[objective].split(':')
     return getattr(importlib.import_module(module), name)
 
-# %% ../../nbs/training/tasks.ipynb #a91bb4d2
+# %% ../../nbs/training/tasks.ipynb #ef15ccba
 class FlowTask(Task):
     "One denoiser, cached latents, held-out loss and images."
     objective_class, batches_class = FlowMatching, FlowBatches
@@ -143,9 +144,10 @@ class FlowTask(Task):
         loss = held_out_loss(self.recipe, self.objective, net, self.data, self.engine, self.crumb)
         if self.baseline is None: self.baseline = loss           # of the model as it started
         sample_images(self.recipe, self.family, net, self.data, self.engine, self.dir, step, self.crumb)
-        if not loss: return {}
+        self.engine.barrier(); follows = read_validation(self.dir.validation_images/f'step_{step:06d}') if self.engine.main else {}      # prompts that make claims about charts
+        if not loss: return follows
         self.say(f"held-out loss {loss['held_out']:.4f} (start {self.baseline['held_out']:.4f}) at step {step}")
-        return loss | dict(held_out_baseline=self.baseline['held_out'], held_out_baseline_sigma=self.baseline['held_out_sigma'], validation_time=time.time()-began)
+        return loss | follows | dict(held_out_baseline=self.baseline['held_out'], held_out_baseline_sigma=self.baseline['held_out_sigma'], validation_time=time.time()-began)
 
     def state_dict(self): return dict(baseline=self.baseline)
 
