@@ -14,7 +14,7 @@ import torch
 from torch import nn, Tensor
 from ..core.recipe import RecipeError
 
-# %% ../../nbs/strategies/offload.ipynb #3c7a6395
+# %% ../../nbs/strategies/offload.ipynb #46d6d650
 SMALLEST, SLOTS = 2**20, 3         # elements of a streamed parameter; the largest ones that the window holds
 
 def streamed(
@@ -26,9 +26,9 @@ def streamed(
     large = each*sum(n for n in numels if n >= SMALLEST); small = each*sum(numels)-large
     share, credit, out = max(0.0, min(1.0, (resident-small)/large)) if large else 1.0, 0.0, []
     for n in numels:
-        credit += share*(n >= SMALLEST); stays = n < SMALLEST or credit >= 1-1e-9
-        credit -= n >= SMALLEST and stays
-        out.append(not stays)
+        if n < SMALLEST: out.append(False); continue
+        credit += share*n; goes = credit < n*(1-1e-9); credit -= 0 if goes else n
+        out.append(goes)
     return out
 
 # %% ../../nbs/strategies/offload.ipynb #fc1a1309
