@@ -47,7 +47,7 @@ def sources(
     if twice := [p for i, (p, _) in enumerate(parts) if not p or p in [q for q, _ in parts[:i]]]: raise ValueError(f"'{twice[0]}' is given twice; add its weights" if twice[0] else 'a weight stands without its collection')
     return tuple(parts)
 
-# %% ../../nbs/core/recipe.ipynb #cc42f1c1
+# %% ../../nbs/core/recipe.ipynb #034e91b9
 class Recipe(BaseModel):
     "Everything that determines a run. Raises `RecipeError` through `resolve`."
     model_config = ConfigDict(frozen=True, extra='forbid', validate_default=True, protected_namespaces=())
@@ -96,6 +96,8 @@ class Recipe(BaseModel):
     main_process_ip: str = Field('', description='address of machine 0; needed with several machines')
     main_process_port: int = Field(0, ge=0, lt=65536, description='rendezvous port; 0 = a free one')
     reshard: bool = Field(True, description='fsdp: free gathered parameters after the forward pass')
+    prefetch: int = Field(0, ge=0, le=8, description="fsdp: blocks gathered ahead of the one at work, forward and backward; 0 = torch's own order, one ahead in backward")
+    reduce_type: Literal['fp32','bf16'] = Field('fp32', description='fsdp: type in which gradients are summed over processes; bf16 halves the traffic and rounds each sum')
     hybrid_shard: int = Field(0, ge=0, description='fsdp: processes per shard group, replicated over the groups; 0 = shard over all, 1 = replicate all (the frozen base of LoRA)')
     offload: Literal['none','optimizer','params','nvme'] = Field('none', description="what is kept on the CPU (zero, fsdp; 'optimizer' also on a single GPU, streamed) or on NVMe (zero3)")
     nvme_path: str = Field('', description="folder for offload='nvme'")
@@ -182,6 +184,7 @@ class Recipe(BaseModel):
     validation_images: int = Field(4, ge=0, description='images per validation')
     validation_sample_steps: int = Field(0, ge=0, description="denoising steps; 0 = the pipeline's own number")
     validation_guidance: float = Field(-1.0, description="guidance scale; below 0 = the pipeline's own")
+    validation_ema: bool = Field(False, description='validate with the averaged weights; needs ema_decay')
     held_out_sigmas: int = Field(5, ge=1, description='sigma bins of the held-out loss')
     log_steps: int = Field(1, ge=1, description='a metrics line every so many steps')
     trackers: str = Field('', description="'wandb', 'tensorboard' or both, separated by a comma")
@@ -270,7 +273,9 @@ class Recipe(BaseModel):
             raise ValueError("offload: 'optimizer' with strategy 'single' updates during backward: it needs global_batch = micro_batch, gradient_release, and an objective that is no distillation")
         if self.objective == 'unified': self._unified()
         if self.objective == 'autoencoder': self._autoencoder()
-        if self.hybrid_shard and self.strategy != 'fsdp': raise ValueError("hybrid_shard: needs strategy 'fsdp'")
+        for n in ('hybrid_shard','prefetch'):
+            if getattr(self, n) and self.strategy != 'fsdp': raise ValueError(f"{n}: needs strategy 'fsdp'")
+        if self.reduce_type == 'bf16' and (self.strategy != 'fsdp' or self.precision == 'fp32'): raise ValueError("reduce_type: 'bf16' needs strategy 'fsdp' and a precision that computes in bf16")
         if self.varied:
             step = self.bucket_step or max(16, self.resolution//16//16*16); low, high = self.bucket_min or self.resolution//2//step*step, self.bucket_max or 2*self.resolution
             if low % step or high % step or self.resolution % step: raise ValueError(f'bucket_step: {step} must divide resolution {self.resolution}, bucket_min {low} and bucket_max {high}')
@@ -285,6 +290,7 @@ class Recipe(BaseModel):
         if self.lora_base != 'bf16' and self.strategy not in ('single','ddp'):
             raise ValueError(f"lora_base: '{self.lora_base}' works with strategies 'single' and 'ddp'; '{self.strategy}' spreads the base over the processes instead")
         if self.lora_base != 'bf16' and self.precision == 'fp8': raise ValueError(f"lora_base: '{self.lora_base}' with precision 'fp8', which multiplies weights of its own kind; use precision 'bf16-mixed', or lora_base 'bf16'")
+        if self.validation_ema and not self.ema_decay: raise ValueError('validation_ema: needs ema_decay, for example 0.9999')
         if self.num_machines > 1 and not self.main_process_ip: raise ValueError('main_process_ip: needed with num_machines > 1')
         if self.machine_rank >= self.num_machines: raise ValueError(f'machine_rank: {self.machine_rank} of {self.num_machines} machines; counts from 0')
         return self

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from ..strategies.engines import Network, Range
 
-# %% ../../nbs/training/ema.ipynb #96b3d63b
+# %% ../../nbs/training/ema.ipynb #6e38a76a
 class EMA:
     "The moving average of a network's trainable weights."
     def __init__(self,
@@ -19,11 +19,12 @@ class EMA:
         decay:float,           # d
     ):
         self.network, self.decay = network, decay
-        self.values = {r.name: network.read(r, 'weight').clone() for r in network.owned()}
+        self.mine = {r.name: r for r in network.owned()}
+        self.values = {n: network.read(r, 'weight').clone() for n, r in self.mine.items()}
 
     def update(self):
         "After an optimizer step."
-        for r in self.network.owned(): self.values[r.name].lerp_(self.network.read(r, 'weight').to(self.values[r.name].device), 1-self.decay)
+        for r in self.mine.values(): self.values[r.name].lerp_(self.network.read(r, 'weight').to(self.values[r.name].device), 1-self.decay)
 
     def read(self, r:Range)->Tensor: return self.values[r.name]
 
@@ -32,8 +33,7 @@ class EMA:
     def whole(self, r:Range)->Tensor:
         "The whole averaged parameter that `r` is a part of, on every rank."
         full = torch.zeros(r.total, device=self.network.engine.device)
-        mine = next(o for o in self.network.owned() if o.name == r.name)
-        full[mine.start:mine.start+mine.count] = self.values[r.name].to(full.device)
+        mine = self.mine[r.name]; full[mine.start:mine.start+mine.count] = self.values[r.name].to(full.device)
         return self.network.engine.total(full)
 
     @contextlib.contextmanager

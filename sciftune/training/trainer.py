@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Ahead', 'StopWish', 'Run', 'types_in_use', 'train_step', 'train', 'finish', 'main']
 
-# %% ../../nbs/training/trainer.ipynb #ed652a5b
-import json, math, os, signal, sys, time
+# %% ../../nbs/training/trainer.ipynb #5bbda94e
+import contextlib, json, math, os, signal, sys, time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 import torch
@@ -51,7 +51,7 @@ class StopWish:
 
     def _ask(self, *_): self.asked = True
 
-# %% ../../nbs/training/trainer.ipynb #f5e06211
+# %% ../../nbs/training/trainer.ipynb #5aded0d9
 class Run:
     "A training run on this rank."
     def __init__(self, recipe:Recipe, run:RunDir):
@@ -102,7 +102,10 @@ class Run:
     def validate(self, step:int):
         "The task's validation; all ranks."
         self.log(self.late.flush())
-        row = self.task.validate(step)
+        with contextlib.ExitStack() as averaged:
+            if self.recipe.validation_ema:
+                for ema in self.averages.values(): averaged.enter_context(ema.applied())
+            row = self.task.validate(step)
         if self.engine.main and row:
             self.troubles(step, self.lookout.held_out(dict(step=step, **row)))
             self.dir.append_metrics(dict(step=step, **row)); self.engine.accelerator.log({k: v for k,v in row.items() if isinstance(v, float)}, step=step)
