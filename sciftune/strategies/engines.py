@@ -186,21 +186,27 @@ class Network:
             for r in self.held(): self._held.setdefault(r.name, []).append(r)
         return self._held
 
-# %% ../../nbs/strategies/engines.ipynb #d12592f0
+# %% ../../nbs/strategies/engines.ipynb #fa35b71b
 class ShardedNetwork(Network):
     "A module under `fully_shard`."
     def _wrap(self):
         from torch.distributed.fsdp import fully_shard, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
         e, plugin = self.engine, self.engine.accelerator.state.fsdp_plugin
         offload = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
-        mp = MixedPrecisionPolicy(param_dtype=self.policy.compute if self.policy.compute != self.policy.weights else None, reduce_dtype=self.policy.reduce)
+        mp = MixedPrecisionPolicy(param_dtype=self.policy.compute if self.policy.compute != self.policy.weights else None, reduce_dtype=torch.bfloat16 if self.recipe.reduce_type == 'bf16' else self.policy.reduce)
         conf = dict(mesh=e.mesh, mp_policy=mp, offload_policy=CPUOffloadPolicy(pin_memory=e.device.type == 'cuda') if offload else OffloadPolicy())
         units = set(plugin.transformer_cls_names_to_wrap or BLOCKS[self.recipe.model])
-        for m in [m for m in self.raw.modules() if type(m).__name__ in units]: fully_shard(m, reshard_after_forward=bool(plugin.reshard_after_forward), **conf)
-        self.module = fully_shard(self.raw, **conf)
+        blocks = [m for m in self.raw.modules() if type(m).__name__ in units]
+        for m in blocks: fully_shard(m, reshard_after_forward=bool(plugin.reshard_after_forward), **conf)
+        self.module = fully_shard(self.raw, **conf); self._gather_ahead(blocks, self.recipe.prefetch)
         self._materialise('cpu' if offload else e.device)
         self.params = {n: p for n,p in self.raw.named_parameters() if p.requires_grad}
         self._optimizer(self.raw)
+
+    @staticmethod
+    def _gather_ahead(blocks, n):
+        "Ask for the parameters of the next `n` blocks when a block begins, in forward order and against it."
+        for i, m in enumerate(blocks if n else ()): m.set_modules_to_forward_prefetch(blocks[i+1:i+1+n]); m.set_modules_to_backward_prefetch(blocks[max(0, i-n):i][::-1])
 
     def _materialise(self, device):
         "Give meta parameters memory for this rank's rows only, and read just those; buffers, which are small and real, move as they are."
