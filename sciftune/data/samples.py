@@ -138,14 +138,16 @@ def captions_of(
     if not texts: raise DataError("empty caption")
     return texts
 
-# %% ../../nbs/data/samples.ipynb #6117b779
+# %% ../../nbs/data/samples.ipynb #a7170f90
 def inside(
     root:Path, # Data root, already resolved
     name:str,  # Path as written in a row
 )->str:        # The same, relative to `root`, with forward slashes
     "Check that `name` is a file under `root`. Raises DataError for anything else."
     if not isinstance(name, str) or not name.strip(): raise DataError("no image path")
-    if os.path.isabs(name): raise DataError(f"path outside the data root: {name}: expected a path relative to the folder of the collection")
+    if os.path.isabs(name):                                              # lists of other trainers have such paths
+        if not os.path.normpath(name).startswith(os.path.join(root, "")): raise DataError(f"path outside the data root: {name}: expected a path relative to the folder of the collection, or one below it")
+        name = os.path.relpath(name, root)
     try: real = os.path.realpath(os.path.join(root, name))
     except (ValueError, OSError) as e: raise DataError(f"bad image path: {ascii(name)[:80]}: {e}") from None
     if not real.startswith(os.path.join(root, "")): raise DataError(f"path outside the data root: {name}")
