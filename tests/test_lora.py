@@ -1,5 +1,5 @@
 """LoRA on the tiny FLUX.1 in fresh forked processes: one adapter whatever the engine, which a diffusers pipeline draws with as training did."""
-import os, subprocess, sys
+import json, os, subprocess, sys
 from pathlib import Path
 import pytest, torch
 sys.path.insert(0, str(Path(__file__).parent))
@@ -61,6 +61,37 @@ def test_going_on_from_a_lora_and_resuming(root, single):
     codes = wait(start(RunDir(root/'wrong'), resolve(cpu=True, run_root=str(root), name='wrong', **dict(BASE, lora_rank=8, lora_path=str(single[1].model)))))
     assert codes == [2] and 'set lora_rank=4' in log(RunDir(root/'wrong'))
 
+def test_a_replicated_base_under_fsdp_trains_the_same(root, single):
+    m = train(RunDir(root/'replicated'), **dict(BASE, steps=6, export=False, num_processes=2, strategy='fsdp', hybrid_shard=1)); assert deviation(m, single[0]) <= 1e-5
+
+@pytest.fixture(scope='module')
+def wide(root, single):
+    "A base with layers that are large enough to be kept in fewer bits."
+    import shutil
+    folder = root/'wide'; shutil.copytree(root/'cache'/'stand-ins'/'flux1', folder); conf = json.loads((folder/'transformer'/'config.json').read_text()); torch.manual_seed(0)
+    conf |= dict(num_layers=1, num_single_layers=1, num_attention_heads=2, attention_head_dim=128, axes_dims_rope=[16, 56, 56]); shutil.rmtree(folder/'transformer')
+    diffusers.FluxTransformer2DModel.from_config(conf).save_pretrained(folder/'transformer'); return folder
+
+def test_a_base_in_fewer_bits(root, wide):
+    conf = dict(BASE, model_path=str(wide), steps=4, precision='bf16-mixed', learning_rate=1e-3); plain = train(RunDir(root/'wide-bf16'), **conf, export=False)
+    for kind, fields, error in (('fp8', {}, 5e-3), ('nf4', dict(strategy='ddp', num_processes=2), 3e-2)):
+        run = RunDir(root/f'wide-{kind}'); m = train(run, **conf, **fields, lora_base=kind); assert 0 < deviation(m, plain) < error
+        assert set(load_file(run.model/WEIGHTS)) == set(load_file(root/'wide-fp8'/'model'/WEIGHTS))
+    pipe = diffusers.DiffusionPipeline.from_pretrained(wide); pipe.load_lora_weights(run.model)
+    codes = wait(start(RunDir(root/'narrow'), resolve(cpu=True, run_root=str(root), name='narrow', **dict(BASE, lora_base='fp8')))); assert codes == [2] and 'no linear layer with both sides at least 256' in log(RunDir(root/'narrow'))
+
+@pytest.mark.parametrize('model', ['klein', 'qwenimage'])
+def test_other_families(root, model):
+    "Dropout on the adapters' inputs is the same on any engine; what the pipeline loads is what was trained."
+    conf = dict(BASE, model=model, steps=4, lora_dropout=.1, learning_rate=1e-2); run = RunDir(root/model); one = train(run, **conf)
+    assert deviation(train(RunDir(root/f'{model}-2'), num_processes=2, export=False, **conf, **ENGINES['fsdp']), one) <= 1e-5
+    from sciftune.models.family import get_family
+    from sciftune.strategies.lora import add_lora, is_adapter
+    family, base = get_family(model), root/'cache'/'stand-ins'/model; net = family.load_denoiser(base); add_lora(net, family, resolve(**conf, lora_path=str(run.model)))
+    pipe = diffusers.DiffusionPipeline.from_pretrained(base); pipe.load_lora_weights(run.model)
+    made = dict(pipe.transformer.named_parameters()); trained = {n: p for n, p in net.named_parameters() if is_adapter(n)}
+    assert trained and all(torch.equal(p, made[n.replace('.default.', '.default_0.')]) for n, p in trained.items()) and any(p.abs().max() > 0 for n, p in trained.items() if 'lora_B' in n)
+
 @pytest.mark.parametrize('way', ['plain', 'zero2', 'zero3', 'fsdp'])
 def test_a_preset_for_each_command_of_system_d(root, way):
     import yaml
@@ -72,6 +103,4 @@ def test_a_preset_for_each_command_of_system_d(root, way):
         f = conf['fsdp_config']; assert f['fsdp_auto_wrap_policy'] == 'TRANSFORMER_BASED_WRAP' and f['fsdp_state_dict_type'] == 'SHARDED_STATE_DICT' and f['fsdp_reshard_after_forward']
         assert f['fsdp_transformer_layer_cls_to_wrap'] == 'FluxTransformerBlock,FluxSingleTransformerBlock'
     elif way == 'plain': assert conf['distributed_type'] == 'MULTI_GPU'
-    else:
-        import json
-        assert json.loads((run.path/'deepspeed.json').read_text())['zero_optimization']['stage'] == int(way[-1])
+    else: assert json.loads((run.path/'deepspeed.json').read_text())['zero_optimization']['stage'] == int(way[-1])
