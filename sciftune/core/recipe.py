@@ -450,8 +450,8 @@ def presets(
     if sd: made |= {k: {**full, **SD, **v} for k,v in DISTILLATION.items() if only.get(k, (k.split('_')[1],)) == (model,)}
     return {k: dict(v, model=model, preset=k) for k,v in made.items() if model in only.get(k, (model,))}
 
-# %% ../../nbs/core/recipe.ipynb #bbea0ea4
-ALIASES = dict(lr='learning_rate', total_steps='steps', save_every='checkpoint_steps', log_every='log_steps', global_seed='seed', ema='ema_decay', num_shard='hybrid_shard',
+# %% ../../nbs/core/recipe.ipynb #cb56aad9
+ALIASES = dict(lr='learning_rate', total_steps='steps', save_every='checkpoint_steps', log_every='log_steps', global_seed='seed', ema='ema_decay', num_shard='hybrid_shard', beta1='adam_beta1', beta2='adam_beta2', eps='adam_epsilon',
                ce_weight='text_loss_weight', mse_weight='image_loss_weight', expected_num_tokens='expected_tokens', max_num_tokens='max_tokens', max_num_tokens_per_sample='max_sample_tokens')
 ALIASES |= dict(train_data_dir='data', train_data_meta='metadata', image_sample_size='resolution', max_train_steps='steps', checkpointing_steps='checkpoint_steps', checkpoints_total_limit='checkpoints_kept',
                 resume_from_checkpoint='resume', adam_weight_decay='weight_decay', vae_mini_batch='cache_batch', train_batch_size='micro_batch', train_micro_batch_size_per_gpu='micro_batch',
@@ -462,7 +462,7 @@ VALUES = dict(precision=dict(no='fp32', bf16='bf16-mixed'), lr_schedule=dict(con
 WEIGHTING = dict(none=dict(timestep_density='uniform'), logit_normal=dict(timestep_density='logit_normal'), mode=dict(timestep_density='mode'), sigma_sqrt=dict(loss_weighting='sigma_sqrt'), cosmap=dict(loss_weighting='cosmap'))
 SHARDING = dict(FULL_SHARD=dict(strategy='fsdp', reshard=True), SHARD_GRAD_OP=dict(strategy='fsdp', reshard=False), HYBRID_SHARD=dict(strategy='fsdp', reshard=True), NO_SHARD=dict(strategy='ddp'))
 SHARD_KEYS = ('sharding_strategy','fsdp_sharding_strategy')
-SWITCHES = ('resume_from','auto_resume','resume_model_only','finetune_from_ema','cpu_offload','uniform_sampling','weighting_scheme','DS_SKIP_CUDA_CHECK','gradient_accumulation_steps', *SHARD_KEYS)
+SWITCHES = ('resume_from','auto_resume','resume_model_only','finetune_from_ema','cpu_offload','uniform_sampling','weighting_scheme','DS_SKIP_CUDA_CHECK','gradient_accumulation_steps','freeze_vae', *SHARD_KEYS)
 
 def translated(
     given:dict,    # Recipe fields and foreign names
@@ -477,6 +477,7 @@ def translated(
     if source: new |= dict(start_from=source, start_from_ema=on('finetune_from_ema')) if model_only else dict(resume=source)
     if on('auto_resume'): new['resume'] = 'latest'
     if on('cpu_offload'): new['offload'] = 'params'
+    if 'freeze_vae' in old and not on('freeze_vae'): raise RecipeError("freeze_vae: beside another model the autoencoder is never trained (objective 'autoencoder' does that alone); leave freeze_vae out, or give true")
     if 'uniform_sampling' in old: new |= dict(timestep_density='uniform', stratified=True) if on('uniform_sampling') else dict(stratified=False)
     if 'weighting_scheme' in old: new |= WEIGHTING.get(str(old['weighting_scheme']), dict(timestep_density=old['weighting_scheme']))
     new = {k: VALUES.get(k, {}).get(v, v) for k,v in new.items()}
