@@ -198,7 +198,7 @@ def decode_bytes(
     with torch.no_grad(), Flash(), Alive() as alive: family.decode(vae, torch.empty(1, *family.latent_shape(side, side), device='meta'))
     return alive.peak + sum(s.nbytes() for s in storages(list(vae.parameters())).values())
 
-# %% ../../nbs/strategies/memory.ipynb #5e66040e
+# %% ../../nbs/strategies/memory.ipynb #b6f80beb
 def profile(
     recipe:Recipe,
     family:'Family',
@@ -225,7 +225,7 @@ def profile(
     narrow = sum(l.weight.numel() for l in narrow_layers(denoiser, family.block_classes)) if recipe.lora_base != 'bf16' else 0
     numels = {n: p.numel() for n,p in denoiser.named_parameters()}; outside = Line.through(*(n for _,n in runs)); side = recipe.resolution
     return Profile(tuple(blocks), outside, sum(numels.values()), sum(v for n,v in numels.items() if n not in dead), tuple(numels.values()),
-                   decode_bytes(family, base, recipe, dtype) if vae else 0.0, family.flops(config, side, side, recipe.text_tokens))
+                   decode_bytes(family, base, recipe, dtype) if vae else 0.0, family.flops(config, side, side, recipe.text_tokens), narrow)
 
 # %% ../../nbs/strategies/memory.ipynb #d50c2ece
 FLASH_STATES = 2*(1+2/32)
