@@ -4,16 +4,17 @@
 
 # %% auto #0
 __all__ = ['jsonl_files', 'open_groups', 'token_counts', 'Packs', 'build_model', 'Start', 'HeldOut', 'held_out_losses', 'Served',
-           'guidance_for', 'respond_to', 'export_unified', 'export_adapters', 'UnifiedTask']
+           'guidance_for', 'respond_to', 'export_unified', 'write_folder', 'export_adapters', 'merge_adapters',
+           'UnifiedTask']
 
-# %% ../../nbs/training/unify.ipynb #4e159d52
+# %% ../../nbs/training/unify.ipynb #05cc0ae3
 import json, shutil, time, uuid
 from dataclasses import replace
 from pathlib import Path
 import torch, yaml
 from PIL import Image
 from torch import Tensor, nn
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 import torch.distributed.checkpoint as dcp
 from ..core.randomness import stream
 from ..core.recipe import Recipe, RecipeError
@@ -232,7 +233,7 @@ def respond_to(
     noise = torch.randn(config.latent_channels, h//f, w//f, generator=stream(seed, 'validation', example.id))
     return decode_latents(encoders.vae, c.draw(noise, guidance)[None])[0]
 
-# %% ../../nbs/training/unify.ipynb #f7cea541
+# %% ../../nbs/training/unify.ipynb #b97c02b1
 def export_unified(
     checkpoint:Path,           # A complete checkpoint
     family:Bagel,
@@ -245,13 +246,22 @@ def export_unified(
     "Write a folder in the released layout; what was not trained is the base's. Raises ValueError when checkpoint and base do not belong together."
     trained, weights, out = CheckpointTensors(checkpoint, 'denoiser', state), family.denoiser_weights(base), Path(out)
     if extra := sorted(set(trained.keys())-set(weights)): raise ValueError(f'{checkpoint} was trained from another model than {base}: {extra[0]} is not there')
-    folder, aside = family.resolve(base), out.with_name(f'.{out.name}.{uuid.uuid4().hex[:8]}'); aside.mkdir(parents=True)
     shapes, sources = {n: (dtype, tuple(weights.shape(n))) for n in weights}, [trained, *([started.tensors] if started else []), weights]
+    return write_folder(family.resolve(base), out, shapes, lambda n: next(t for t in sources if n in t.keys())[n])
+
+def write_folder(
+    folder:Path,               # Whose other files are kept
+    out:Path,
+    shapes:dict,               # name -> (dtype, shape)
+    value,                     # name -> tensor
+)->int:                        # Tensors written
+    "A folder in the released layout, complete or not there."
+    aside = out.with_name(f'.{out.name}.{uuid.uuid4().hex[:8]}'); aside.mkdir(parents=True)
     try:
         for f in folder.iterdir():
             if f.is_file() and f.name not in ('ema.safetensors','model.safetensors','model.safetensors.index.json'): link_or_copy(f, aside/f.name)
         if (folder/'vae').is_dir(): shutil.copytree(folder/'vae', aside/'vae')
-        stream_safetensors(aside/'ema.safetensors', shapes, lambda n: next(t for t in sources if n in t.keys())[n])
+        stream_safetensors(aside/'ema.safetensors', shapes, value)
         replace_folder(aside, out)
     finally: shutil.rmtree(aside, ignore_errors=True)
     return len(shapes)
@@ -271,6 +281,22 @@ def export_adapters(
     write_atomic(out/'adapter_config.json', json.dumps(dict(peft_type='LORA', r=recipe.lora_rank, lora_alpha=recipe.lora_alpha or recipe.lora_rank, lora_dropout=recipe.lora_dropout,
                                                             target_modules=layers, base_model_name_or_path=str(recipe.start_from or recipe.model_path), bias='none', inference_mode=True), indent=1))
     return len(shapes)
+
+def merge_adapters(
+    base,                      # Folder in the released layout, or a hub id
+    lora,                      # Folder or file written by `export_adapters`
+    out,
+    dtype:torch.dtype=torch.bfloat16,
+    family:Bagel=Bagel(),
+)->int:                        # Layers merged
+    "Write the base with the adapters added to its weights. Raises ValueError when they do not belong together."
+    folder = Path(lora) if Path(lora).is_dir() else Path(lora).parent; weights = family.denoiser_weights(base)
+    conf, tensors = json.loads((folder/'adapter_config.json').read_text()), load_file(folder/'adapter_model.safetensors'); scale = conf['lora_alpha']/conf['r']
+    parts = {n.removeprefix('base_model.model.').replace('.lora_A.weight', '.weight'): (tensors[n.replace('lora_A', 'lora_B')], tensors[n]) for n in tensors if 'lora_A' in n}
+    if wrong := sorted(n for n, (b, a) in parts.items() if n not in weights or tuple(weights.shape(n)) != (b.shape[0], a.shape[1])): raise ValueError(f'{lora} was trained on another model than {base}: {wrong[0]}')
+    value = lambda n: weights[n] if n not in parts else weights[n].float()+scale*parts[n][0].float()@parts[n][1].float()
+    write_folder(family.resolve(base), Path(out), {n: (dtype, tuple(weights.shape(n))) for n in weights}, value)
+    return len(parts)
 
 # %% ../../nbs/training/unify.ipynb #69907a79
 class UnifiedTask(Task):
