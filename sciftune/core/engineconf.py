@@ -96,7 +96,7 @@ def launch_env(
     if not on_cpu(recipe): env['PYTORCH_CUDA_ALLOC_CONF'] = 'expandable_segments:True'
     return env
 
-# %% ../../nbs/core/engineconf.ipynb #a45c5f9b
+# %% ../../nbs/core/engineconf.ipynb #d530ce5e
 def slurm_script(
     recipe:Recipe,
     run:RunDir,
@@ -107,7 +107,7 @@ def slurm_script(
              f'#SBATCH --gpus-per-node={n}', '#SBATCH --signal=B:USR1@120', '#SBATCH --requeue', 'set -e',
              *(f'export {k}={v}' for k,v in launch_env(recipe).items()),
              'export MAIN_IP=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-             f"srun bash -c 'exec accelerate launch --config_file {shlex.quote(str(run.accelerate))} --machine_rank $SLURM_NODEID --main_process_ip $MAIN_IP "
+             f"srun bash -c 'trap \"\" USR1; exec accelerate launch --config_file {shlex.quote(str(run.accelerate))} --machine_rank $SLURM_NODEID --main_process_ip $MAIN_IP "
              f"--main_process_port {recipe.main_process_port or 29500} -m sciftune.training.trainer {shlex.quote(str(run.recipe))}' &",
              'child=$!', "trap 'kill -USR1 $child' USR1", 'wait $child || wait $child']
     return '\n'.join(lines)+'\n'
