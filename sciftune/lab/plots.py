@@ -9,8 +9,8 @@ __all__ = ['COLORS', 'PARTS', 'MODALITIES', 'PHASES', 'as_run', 'train_rows', 'v
            'plot_step_time', 'plot_memory', 'image_steps', 'read_prompts', 'plot_images', 'Table', 'held_out_change',
            'quarantined', 'summary', 'update_rows', 'plot_updates', 'failure_of', 'troubles']
 
-# %% ../../nbs/lab/plots.ipynb #1ec7ef59
-import json, math
+# %% ../../nbs/lab/plots.ipynb #01b80bd9
+import json, math, textwrap
 from pathlib import Path
 import numpy as np
 import matplotlib.pyplot as plt
@@ -142,7 +142,7 @@ def on_cpu(
     run = as_run(run)
     return run.record.exists() and not json.loads(run.record.read_text()).get('gpus') or run.recipe.exists() and Recipe.load(run.recipe).cpu
 
-# %% ../../nbs/lab/plots.ipynb #507fa415
+# %% ../../nbs/lab/plots.ipynb #31d445ca
 def plot_plan(
     run,
 ):                 # Figure
@@ -153,7 +153,8 @@ def plot_plan(
     top = max(sum(r['gpu_gib'].values()) for r in rows)
     if not math.isnan(peak) and peak < 4*top: top = max(top, peak)
     k, unit = (1024, 'MiB') if top < 0.5 else (1, 'GiB')
-    fig, ax = figure('Plan: memory per device, by strategy', f'memory ({unit})', '', height=1.1+.2*len(rows))
+    advice = textwrap.fill(plan.get('advice', ''), 80)
+    fig, ax = figure('Plan: memory per device, by strategy', f'memory ({unit})'+'\n'*bool(advice)+advice, '', height=1.1+.2*len(rows)+.15*len(advice.splitlines()))
     left = np.zeros(len(rows))
     for i, part in enumerate(dict.fromkeys(p for r in rows for p in r['gpu_gib'])):
         w = np.array([k*r['gpu_gib'].get(part, 0) for r in rows])
@@ -164,10 +165,11 @@ def plot_plan(
     ax.grid(axis='y', visible=False); legend(ax)
     return fig
 
-# %% ../../nbs/lab/plots.ipynb #d8fc0a65
+# %% ../../nbs/lab/plots.ipynb #9a48e0de
 def _plan_label(row, chosen, device):
     why = '' if row.get('fits', True) else '  (host too small)' if device and sum(row['gpu_gib'].values()) <= device else '  (does not fit)'
-    return ('this run:  ' if row['strategy'] == chosen else '') + row['strategy'] + why
+    time = f"  {row['seconds_per_step']:.3g} s" if row.get('seconds_per_step') else ''
+    return ('this run:  ' if row['strategy'] == chosen else '') + row['strategy'] + time + why
 
 # %% ../../nbs/lab/plots.ipynb #43b7d047
 def _device_line(ax, device, k, top):
