@@ -82,6 +82,57 @@ def gradient_release_clips_by_the_previous_norm():
         assert m.weight.grad is None and abs(n-true) < .02*true, (n, true)
         assert abs(rel.scale.item()-min(1, 1e-3/(n+1e-6))) < 1e-4 and (i == 0) == (scale == 1), (n, scale)
 
+@check
+def a_step_waits_for_nothing():
+    from sciftune.losses.flow import FlowMatching
+    from sciftune.strategies.engines import Engine
+    from sciftune.strategies.speed import prepare_denoiser
+    from sciftune.training.bare import one_batch
+    from sciftune.training.metrics import LateNumbers, Stopwatch
+    recipe = resolve(model='klein', precision='bf16-master24', compile=True, gradient_checkpointing='full', micro_batch=2, global_batch=2, resolution=64, text_tokens=32, run_root=str(WORK)); family, e = get_family('klein'), Engine(recipe)
+    net = e.network(prepare_denoiser(family.random_denoiser(TINY_KLEIN, torch.bfloat16, 'cuda'), recipe, family)); objective, batch = FlowMatching(recipe, family), one_batch(recipe, family, TINY_KLEIN, e.device); late, watch = LateNumbers(), Stopwatch(e.device); before = 0
+    try:
+        for i in range(6):
+            if i == 3: before = compiled_graphs(); torch.cuda.synchronize(); torch.cuda.set_sync_debug_mode('error')
+            watch.start(); loss, _ = objective.loss(objective.turns(i)[0], dict(denoiser=net), batch); watch.mark('forward'); net.backward(loss, last=True); norm = net.step(); watch.mark('backward'); e.total(torch.stack([loss.detach()]))
+    finally: torch.cuda.set_sync_debug_mode('default')
+    late.push(dict(step=1), dict(loss=loss, norm=norm)); row = late.flush()[0]
+    assert row['loss'] == row['loss'] and compiled_graphs() == before, 'compiled again'
+    return f'{before} graphs, none after the third step'
+
+@check
+def streamed_states_train_as_resident_ones():
+    from sciftune.strategies.offload import HostStates, tensors_of
+    def trained(resident, steps=6):
+        torch.manual_seed(0); m = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8))).cuda().bfloat16(); opt = build_optimizer(list(m.parameters()), resolve(learning_rate=1e-3), 'flashadamw', True); x = torch.randn(64, 2048, device='cuda').bfloat16()
+        def prepare(p): opt._ensure_state_initialized(p, hparams=opt.param_groups[0]); return opt.state[p]
+        before = torch.cuda.memory_allocated(); away = HostStates(opt, list(m.parameters()), prepare, resident); rel = GradientRelease(m, away, 1.0)
+        for _ in range(steps): (m(x).float().square().mean()*rel.scale).backward(); norm = rel.finish(); away.finish()
+        held = (torch.cuda.memory_allocated()-before)/2**20; out = [p.detach().clone() for p in m.parameters()]
+        for p in m.parameters():
+            with away.at_hand(p): out += [t.clone() for t in tensors_of(opt.state[p]).values()]
+        return out, held, len(away.goes)
+    (a, full, _), (b, small, gone), (c, half, some) = trained(1e12), trained(0.0), trained(5e7)
+    assert gone == 8 and 0 < some < 8 and small < .6*full, (gone, some, small, full)
+    assert all(torch.equal(x, y) and torch.equal(x, z) for x, y, z in zip(a, b, c)), [i for i, (x, y) in enumerate(zip(a, b)) if not torch.equal(x, y)]
+    return f'{full:.0f} MiB resident, {half:.0f} and {small:.0f} streamed'
+
+@check
+def the_bus():
+    "Not a check of the program: what streaming can hope for."
+    from sciftune.strategies.offload import host_memory
+    n = 2**30; began = time.time(); a, b = host_memory([n, n], True); locked = time.time()-began; x, y = (torch.empty(n, dtype=torch.uint8, device='cuda') for _ in range(2)); s, t = torch.cuda.Stream(), torch.cuda.Stream()
+    def seconds(into, out):
+        torch.cuda.synchronize(); began = time.perf_counter()
+        for _ in range(6):
+            if into:
+                with torch.cuda.stream(s): x.copy_(a, non_blocking=True)
+            if out:
+                with torch.cuda.stream(t): b.copy_(y, non_blocking=True)
+        host = time.perf_counter()-began; torch.cuda.synchronize(); return (time.perf_counter()-began)/6, host/6
+    seconds(True, True); into, out, both = seconds(True, False), seconds(False, True), seconds(True, True); assert both[1] < .2*both[0], 'copies are not asynchronous'
+    return f'GB/s in {n/into[0]/1e9:.1f}, out {n/out[0]/1e9:.1f}, both ways at once {n/both[0]/1e9:.1f} each; {2*n/locked/1e9:.1f} GB/s to lock'
+
 def trained(run, recipe):
     command = [sys.executable, '-m', 'accelerate.commands.launch', *write_configs(recipe, run)[2:]]
     r = subprocess.run(command, env={**os.environ, **launch_env(recipe), 'DIFFUSERS_ATTN_BACKEND': '_native_math', 'CUBLAS_WORKSPACE_CONFIG': ':4096:8'}, capture_output=True, text=True, timeout=150)

@@ -86,7 +86,7 @@ def put_tensors(state:dict, tensors:dict[str,Tensor]):
         elif getattr(state[name], '_quantized', None) is not None: state[name]._quantized = t
         else: state[name] = t
 
-# %% ../../nbs/strategies/offload.ipynb #4fcb4ee1
+# %% ../../nbs/strategies/offload.ipynb #8c4e866c
 PAGE, THREADS = 4096, 8
 
 def host_memory(
@@ -97,15 +97,15 @@ def host_memory(
     if not sizes: return []
     whole, ends = [-(-n//PAGE)*PAGE for n in sizes], []
     for n in whole: ends.append((ends or [0])[-1]+n)
-    area = torch.frombuffer(mmap.mmap(-1, ends[-1]), dtype=torch.uint8); parts = [area[e-n:e] for n, e in zip(whole, ends)]
+    mapped = mmap.mmap(-1, ends[-1]); area = torch.frombuffer(mapped, dtype=torch.uint8); parts = [area[e-n:e] for n, e in zip(whole, ends)]
     if lock:
         rt = torch.cuda.cudart()
         with ThreadPoolExecutor(THREADS) as pool: codes = list(pool.map(lambda t: int(rt.cudaHostRegister(t.data_ptr(), t.numel(), 0)), parts))
         if any(codes): raise RecipeError(f'offload: {ends[-1]/2**30:.1f} GiB of host memory could not be page-locked (CUDA error {max(codes)}); see ulimit -l and the free memory')
-        weakref.finalize(area, lambda at=[t.data_ptr() for t in parts]: [rt.cudaHostUnregister(a) for a in at])
+        weakref.finalize(mapped, lambda at=[t.data_ptr() for t in parts]: [rt.cudaHostUnregister(a) for a in at])        # it lives as long as any part
     return [t[:n] for t, n in zip(parts, sizes)]
 
-# %% ../../nbs/strategies/offload.ipynb #75d769f1
+# %% ../../nbs/strategies/offload.ipynb #5db66fe3
 class HostStates:
     "An optimizer whose large states wait in host memory; updates one parameter at a time."
     def __init__(self,
@@ -116,10 +116,10 @@ class HostStates:
     ):
         self.optimizer, self.device = optimizer, params[0].device
         cuda = self.device.type == 'cuda'; self.into, self.out = (torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)) if cuda else (None, None)
-        each = sum(t.nbytes for t in tensors_of(prepare(params[0])).values())/params[0].numel()
+        largest = max(params, key=lambda p: p.numel()); each = sum(t.nbytes for t in tensors_of(prepare(largest)).values())/largest.numel()
         self.goes = [p for p, g in zip(params, streamed([p.numel() for p in params], each, resident)) if g]; self.states = [None]*len(self.goes)
         self.number = {id(p): i for i, p in enumerate(self.goes)}; self.layouts = [self._layout(i, prepare) for i in range(len(self.goes))]
-        self.host = host_memory([l[-1][-1] for l in self.layouts], cuda); size = SLOTS*max((h.numel() for h in self.host), default=0)
+        self.host = host_memory([-(-l[-1][-1]//256)*256 for l in self.layouts], cuda); size = SLOTS*max((h.numel() for h in self.host), default=0)
         self.ring, self.window, self.last = Ring(size), torch.empty(size, dtype=torch.uint8, device=self.device), None
         for i, state in enumerate(self.states): put_tensors(state, self._views(i, self.host[i]))
         self.order = list(reversed(range(len(self.goes)))); self.coming, self.ready, self.seen = deque(self.order), {}, []     # the first guess: the last parameter first
