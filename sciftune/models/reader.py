@@ -41,7 +41,7 @@ class ChartReader(nn.Module):
         self.eval(); device = next(self.parameters()).device
         return [dict(kind=CHART_KINDS[k], count=int(n)) for part in x.split(256) for k, n in zip(*(t.argmax(1).tolist() for t in self(part.to(device))))]
 
-# %% ../../nbs/models/reader.ipynb #178963c8
+# %% ../../nbs/models/reader.ipynb #f55c2797
 def drawn_examples(
     count:int,                          # How many
     seed:int=0,                         # Which
@@ -62,7 +62,7 @@ def varied(
 )->Tensor:
     "Pictures with other colours, some blurred, some noised, moved by up to three pixels."
     x = x[:, torch.randperm(3, generator=g).to(x.device)]
-    if torch.rand((), generator=g) < .5: x = -x
+    x = x*(1 - 2*torch.randint(0, 2, (len(x), 1, 1, 1), generator=g)).to(x.device)      # per chart: a batch all dark or all light would unsettle the batch normalisation
     if torch.rand((), generator=g) < .4: x = F.avg_pool2d(F.pad(x, (1, 1, 1, 1), mode="replicate"), 3, 1)
     dx, dy = torch.randint(-3, 4, (2,), generator=g).tolist(); x = torch.roll(x, (dy, dx), (2, 3))
     return x + .08*torch.rand((), generator=g).item()*torch.randn(x.shape, generator=g).to(x.device)
