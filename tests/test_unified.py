@@ -1,11 +1,14 @@
 """Unified training: engines against each other on uneven mixtures, exact resumes, parts that must not change. Fresh forked processes, tiny model, fp32."""
-import json, sys
+import json, shutil, sys
 from pathlib import Path
 import pytest, torch
 sys.path.insert(0, str(Path(__file__).parent))
 from forked import ENGINES, RunDir, deviation, losses, train
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from sciftune.core.recipe import resolve
+from sciftune.models.bagel import Bagel
 from sciftune.training.checkpoints import CheckpointTensors
+from sciftune.training.prepare import weights_path
 
 BASE = dict(model='bagel', figures=16, held_out=6, validation_steps=0, checkpoint_steps=10, steps=20, lr_schedule='constant', learning_rate=1e-3, export=False, checkpoints_kept=9,
             global_batch=2, expected_tokens=320, max_tokens=400, max_sample_tokens=400, text_tokens=8, seed=1)
@@ -53,16 +56,27 @@ LLM, VIT = 'language_model.', 'vit_model.'
 TRAINED = dict(all=lambda n: True, freeze_llm=lambda n: not n.startswith(LLM), freeze_vit=lambda n: not n.startswith(VIT), lora_rank=lambda n: '.lora_' in n,
                freeze_und=lambda n: '_moe_gen' in n or n.split('.')[0] in ('time_embedder', 'vae2llm', 'llm2vae'))
 
+def pretrained(root):
+    "The stand-in with a last projection as after training: while it is zero, as in a new model, no gradient passes it, and adapters beside it would stay."
+    base, out = weights_path(resolve(model='bagel', run_root=str(root)), Bagel()), root/'pretrained'; shutil.copytree(base, out)
+    state = load_file(out/'ema.safetensors'); state['llm2vae.weight'] = torch.randn(state['llm2vae.weight'].shape, generator=torch.Generator().manual_seed(0))*.05
+    save_file(state, out/'ema.safetensors')
+    return out
+
 @pytest.mark.parametrize('mode', TRAINED)
 def test_a_mode_changes_only_what_it_should(root, mode):
     "Tensor by tensor, in what is exported: what is frozen is bitwise the base's, every other tensor moved."
-    from sciftune.models.bagel import Bagel
     conf = BASE | dict(steps=3, checkpoint_steps=0, export=True, max_grad_norm=0.0, adam_epsilon=1e-15)|({} if mode == 'all' else {mode: 2 if mode == 'lora_rank' else True})
+    if mode == 'lora_rank': conf['model_path'] = str(pretrained(root))
     run = RunDir(root/f'mode-{mode}'); train(run, **conf, **(ENGINES['fsdp']|dict(num_processes=2) if mode == 'freeze_llm' else {}))
     base, learns = Bagel().denoiser_weights(root/'cache'/'stand-ins'/'bagel'), TRAINED[mode]
     if mode == 'lora_rank':
         made = load_file(run.model/'adapter_model.safetensors'); assert len(made) == 2*2*2*7 and all(n.startswith('base_model.model.language_model.') for n in made)
         assert set(weights(run, 3)) == {n.removeprefix('base_model.model.').replace('.weight', '.default.weight') for n in made}
+        assert all(t.any() for t in made.values()), 'an adapter did not move'
+        from sciftune.training.unify import merge_adapters
+        merge_adapters(conf['model_path'], run.model, root/'merged', torch.float32); base, new = (Bagel().denoiser_weights(f) for f in (conf['model_path'], root/'merged')); layers = {n.removeprefix('base_model.model.').split('.lora_')[0]+'.weight' for n in made}
+        assert {n for n in base if not torch.equal(base[n], new[n])} == layers
         return
     made, trained = load_file(run.model/'ema.safetensors'), weights(run, 3); assert set(made) == set(base)
     assert set(trained) == {n for n in base if learns(n) and not n.endswith('pos_embed')}
