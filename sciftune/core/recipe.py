@@ -47,7 +47,7 @@ def sources(
     if twice := [p for i, (p, _) in enumerate(parts) if not p or p in [q for q, _ in parts[:i]]]: raise ValueError(f"'{twice[0]}' is given twice; add its weights" if twice[0] else 'a weight stands without its collection')
     return tuple(parts)
 
-# %% ../../nbs/core/recipe.ipynb #034e91b9
+# %% ../../nbs/core/recipe.ipynb #6a35dc11
 class Recipe(BaseModel):
     "Everything that determines a run. Raises `RecipeError` through `resolve`."
     model_config = ConfigDict(frozen=True, extra='forbid', validate_default=True, protected_namespaces=())
@@ -328,6 +328,7 @@ class Recipe(BaseModel):
 
     def _unified(self):
         if self.model != 'bagel': raise ValueError(f"objective: 'unified' needs model 'bagel', got '{self.model}'")
+        if (self.figures_side, self.figures_style, self.figures_kinds, self.figures_seed) != (0, 'light', '', 0): raise ValueError("figures_side, figures_style, figures_kinds, figures_seed: not with objective 'unified', whose figures are dialogues")
         if self.micro_batch != 1: raise ValueError(f'micro_batch: {self.micro_batch}; with objective unified it is 1, a packed sequence: raise expected_tokens and max_tokens instead')
         if self.max_tokens < (least := max(self.expected_tokens, self.max_sample_tokens)): raise ValueError(f'max_tokens: {self.max_tokens} must be at least expected_tokens and max_sample_tokens, {least}')
         if self.timestep_shift in ('linear','empirical'): raise ValueError(f"timestep_shift: '{self.timestep_shift}' with objective unified; use 'none' or a number")
