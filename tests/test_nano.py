@@ -5,9 +5,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-def run_notebook(name, out, **parameters):
+def run_notebook(name, where, **parameters):
     flags = [x for k, v in parameters.items() for x in ('-p', k, str(v))]
-    r = subprocess.run([sys.executable, '-m', 'papermill', str(ROOT/f'nbs/experiments/{name}.ipynb'), str(out), '--no-progress-bar', '--log-level', 'ERROR', '--cwd', str(out.parent), *flags], capture_output=True, text=True, cwd=ROOT)
+    r = subprocess.run([sys.executable, '-m', 'papermill', str(ROOT/f'nbs/experiments/{name}.ipynb'), str(where), '--no-progress-bar', '--log-level', 'ERROR', '--cwd', str(where.parent), *flags], capture_output=True, text=True, cwd=ROOT)
     assert r.returncode == 0, r.stderr[-3000:]
 
 @pytest.mark.slow

@@ -45,9 +45,9 @@ def keep_words(
             for linear in (layer.self_attn.o_proj, layer.mlp.down_proj): linear.weight.mul_(gain)
     return lm
 
-# %% ../../nbs/models/nano.ipynb #9ec79be6
+# %% ../../nbs/models/nano.ipynb #9d911045
 NANO_SIZES = dict(
-    full=dict(qwenimage=dict(vae=dict(base_dim=16, dim_mult=[1, 2, 4, 4]), text=128, denoiser=dict(num_layers=5, attention_head_dim=32, num_attention_heads=6, axes_dims_rope=(8, 12, 12))),
+    full=dict(qwenimage=dict(vae=dict(base_dim=16, dim_mult=[1, 2, 3, 4]), text=128, denoiser=dict(num_layers=5, attention_head_dim=32, num_attention_heads=6, axes_dims_rope=(8, 12, 12))),
               klein=dict(vae=dict(block_out_channels=(16, 32, 64, 96), norm_num_groups=8), text=64, denoiser=dict(num_layers=3, num_single_layers=6, attention_head_dim=32, num_attention_heads=6, axes_dims_rope=(8, 8, 8, 8)))),
     smoke=dict(qwenimage=dict(vae=dict(base_dim=8, dim_mult=[1, 2, 2, 2]), text=32, denoiser=dict(num_layers=2, attention_head_dim=16, num_attention_heads=4, axes_dims_rope=(4, 6, 6))),
                klein=dict(vae=dict(block_out_channels=(8, 8, 16, 16), norm_num_groups=4), text=16, denoiser=dict(num_layers=1, num_single_layers=2, attention_head_dim=16, num_attention_heads=4, axes_dims_rope=(4, 4, 4, 4)))))

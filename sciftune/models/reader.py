@@ -41,7 +41,7 @@ class ChartReader(nn.Module):
         self.eval(); device = next(self.parameters()).device
         return [dict(kind=CHART_KINDS[k], count=int(n)) for part in x.split(256) for k, n in zip(*(t.argmax(1).tolist() for t in self(part.to(device))))]
 
-# %% ../../nbs/models/reader.ipynb #f55c2797
+# %% ../../nbs/models/reader.ipynb #eeb9b899
 def drawn_examples(
     count:int,                          # How many
     seed:int=0,                         # Which
@@ -88,9 +88,9 @@ def train_reader(
     return net.eval()
 
 def save_reader(net:ChartReader, folder:Path, **about):
-    "Keep a reader, with what is to be known of it."
+    "Keep a reader in half precision, with what is to be known of it."
     folder = Path(folder); folder.mkdir(parents=True, exist_ok=True)
-    save_file({k: v.contiguous().cpu() for k, v in net.state_dict().items()}, folder/"reader.safetensors"); (folder/"reader.json").write_text(json.dumps(dict(width=net.width, kinds=list(CHART_KINDS), **about), indent=1))
+    save_file({k: (v.half() if v.is_floating_point() else v).contiguous().cpu() for k, v in net.state_dict().items()}, folder/"reader.safetensors"); (folder/"reader.json").write_text(json.dumps(dict(width=net.width, kinds=list(CHART_KINDS), **about), indent=1))
 
 def load_reader(
     folder:Path, # Where `save_reader` wrote
