@@ -44,9 +44,9 @@ def wait(ps, seconds=300):
         p.join()
     return [p.exitcode for p in ps]
 
-def train(run, **fields):
+def train(run, patience=300, **fields):
     "Train to the end; returns the metrics. Raises with the log when a rank fails."
-    codes = wait(start(run, resolve(**dict(cpu=True, run_root=str(run.path.parent), name=run.path.name, stall_seconds=90) | fields)))
+    codes = wait(start(run, resolve(**dict(cpu=True, run_root=str(run.path.parent), name=run.path.name, stall_seconds=90) | fields)), patience)
     if any(codes): raise RuntimeError(f'{run.path.name}: exit codes {codes}\n'+'\n'.join(p.read_text()[-3000:] for p in sorted(run.path.glob('log_*.txt'))))
     return run.read_metrics()
 
