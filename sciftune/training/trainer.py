@@ -5,7 +5,12 @@
 # %% auto #0
 __all__ = ['Ahead', 'StopWish', 'Run', 'types_in_use', 'train_step', 'train', 'finish', 'main']
 
-# %% ../../nbs/training/trainer.ipynb #5bbda94e
+# %% ../../nbs/training/trainer.ipynb #63d56751
+import os, sys
+from .timeline import Timeline, read_ahead, told
+if __name__ == '__main__' and '__file__' in globals() and len(sys.argv) == 2 and os.environ.get('LOCAL_RANK', '0') == '0': read_ahead(sys.argv[1])      # before torch is imported
+
+# %% ../../nbs/training/trainer.ipynb #83344d92
 import contextlib, json, math, os, signal, sys, time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +24,6 @@ from .checkpoints import Checkpointer, CheckpointError, check_same_run, find_che
 from .ema import EMA
 from .metrics import Breadcrumbs, LateNumbers, Stopwatch, memory_now, peak_flops, progress_line
 from .tasks import get_task
-from .timeline import Timeline, told
 from .updates import UpdateMeter, warning
 from .validation import to_device
 
