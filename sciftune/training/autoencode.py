@@ -24,7 +24,7 @@ from .prepare import data_path, hold_out, weights_path
 from .tasks import Task
 from .validation import to_device
 
-# %% ../../nbs/training/autoencode.ipynb #e7c7e5b3
+# %% ../../nbs/training/autoencode.ipynb #b142e9a6
 def edges(
     x:Tensor, # Pictures (B,3,H,W) in [-1,1]
 )->Tensor:    # (B,1,H,W) in [0,1]
@@ -42,7 +42,7 @@ def reconstruction_loss(
     "Charbonnier error weighted by edges, that of the slopes, and the error of coarser pictures."
     made, target = made.float(), target.float(); d = made - target; w = 1 + edge_weight*edges(target)
     slopes = charbonnier(d.diff(dim=3)).mean() + charbonnier(d.diff(dim=2)).mean()
-    coarse = sum(F.avg_pool2d(d, k).abs().mean() for k in (2, 4))
+    coarse = sum(F.avg_pool2d(d, k).abs().mean() for k in (2, 4, 8))
     return (w*charbonnier(d)).mean()/w.mean() + slopes + .5*coarse
 
 def divergence(
