@@ -364,10 +364,10 @@ def _children(p):
     try: return p.children(recursive=True)
     except psutil.NoSuchProcess: return []
 
-# %% ../../nbs/lab/launch.ipynb #138d6be4
+# %% ../../nbs/lab/launch.ipynb #24620c5f
 def stop(
     run,               # A RunDir or a path to a run folder
-    grace:float=3.0,   # Seconds between asking and killing
+    grace:float=30.0,  # Seconds between asking and killing: for the step in hand and a checkpoint; torchrun gives its ranks as long
 )->int:                # Processes that were running
     "End the job of `run` with all its ranks."
     run = run if isinstance(run, RunDir) else RunDir(run)
@@ -379,7 +379,7 @@ def stop(
         with contextlib.suppress(psutil.NoSuchProcess): p.kill()
     psutil.wait_procs(alive, timeout=grace)
     s = read_status(run)
-    if s and 'exit_code' not in s: write_atomic(run.status, json.dumps({**s, 'ended': int(time.time()), 'exit_code': -signal.SIGKILL}))
+    if s and 'exit_code' not in s: write_atomic(run.status, json.dumps({**s, 'ended': int(time.time()), 'exit_code': -signal.SIGTERM}))
     return len(every)
 
 # %% ../../nbs/lab/launch.ipynb #f616228b
