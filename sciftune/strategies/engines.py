@@ -349,13 +349,14 @@ def _stay_below(gib:float):
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory/2**30
     if gib < total: torch.cuda.set_per_process_memory_fraction(max(.01, (gib-.6)/total))
 
-# %% ../../nbs/strategies/engines.ipynb #13d342fc
+# %% ../../nbs/strategies/engines.ipynb #4fe7597e
 class Engine:
     "Processes, device and precision of a run. Raises RecipeError when the launch does not match the recipe."
     def __init__(self,
         recipe:Recipe,
     ):
         from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+        from accelerate.state import AcceleratorState
         from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
         self.recipe, kind, self.resident_bytes = recipe, recipe.strategy, 0.0       # of offloaded optimizer states; the planner says how many
         cpu = recipe.cpu or not torch.cuda.is_available()
@@ -370,6 +371,7 @@ class Engine:
         if kind.startswith('zero') and not os.environ.get('ACCELERATE_USE_DEEPSPEED'): conf['deepspeed_plugin'] = DeepSpeedPlugin(hf_ds_config=deepspeed_config(recipe), zero3_init_flag=False)
         mixed = 'bf16' if whole.name == 'bf16-mixed' and kind in ('single','ddp') else None if kind != 'fsdp' and kind.startswith('zero') else 'no'
         timeout = datetime.timedelta(seconds=max(1800, 2*recipe.stall_seconds))
+        if not dist.is_initialized(): AcceleratorState._reset_state()      # one notebook may make engines of several precisions
         self.accelerator = Accelerator(cpu=cpu and kind in ('single','ddp'), mixed_precision=mixed, kwargs_handlers=[
             InitProcessGroupKwargs(timeout=timeout), DistributedDataParallelKwargs(gradient_as_bucket_view=True)], **conf)
         if kind == 'zero3': _keep_encoders_whole()
