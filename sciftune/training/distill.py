@@ -253,7 +253,7 @@ def passes(
     turn = 0 if recipe.gan_alone else (2 if recipe.real_guidance > 1 else 1)+(recipe.objective == 'dmd_decoupled')+1
     return 1+simulated+3+((1 if recipe.lora_rank else 2)+turn)/recipe.generator_every
 
-# %% ../../nbs/training/distill.ipynb #9a6ee757
+# %% ../../nbs/training/distill.ipynb #e90b0df2
 class DistillTask(Task):
     "Generator and critic on the engine, teacher beside them."
     averaged = ('generator',)
@@ -282,8 +282,8 @@ class DistillTask(Task):
         name = lambda d: str(d).removeprefix('torch.')
         def row(label, parameters, *kinds):
             types = '+'.join(sorted({name(x.dtype) for x in parameters}))
-            return f'{label:20}{types:20}'+''.join(f'{k:12}' for k in kinds)+f'{sum(x.numel() for x in parameters)/1e6:10.4g} M'
-        lines = [f'{"network":20}{"weights":20}{"compute":12}{"reduce":12}{"optimizer":12}parameters']
+            return f'{label:26}{types:20}'+''.join(f'{k:12}' for k in kinds)+f'{sum(x.numel() for x in parameters)/1e6:10.4g} M'
+        lines = [f'{"network":26}{"weights":20}{"compute":12}{"reduce":12}{"optimizer":12}parameters']
         for k, n in self.networks.items():
             p, own = n.policy, list(n.params.values()); known = set(map(id, own)); rest = [x for x in n.parameters() if id(x) not in known]
             lines.append(row(k+(' adapters' if rest else ''), own, name(p.compute), name(p.reduce), p.optimizer))
