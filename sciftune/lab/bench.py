@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['OWN', 'PHASES', 'COUNT', 'COLUMNS', 'setting', 'measured', 'run_command', 'summary', 'complaint', 'bench', 'table']
 
-# %% ../../nbs/lab/bench.ipynb #f96395e0
+# %% ../../nbs/lab/bench.ipynb #7989e3c0
 import contextlib, json, os, shlex, statistics, subprocess, sys, tempfile, time
 from pathlib import Path
 import psutil
 from ..core.engineconf import launch_env, world_size, write_configs
 from ..core.recipe import Recipe, RecipeError, resolve
-from ..core.rundir import RunDir, gpus, new_run, run_record, write_atomic
+from ..core.rundir import gpus, new_run, run_record, write_atomic
 
 # %% ../../nbs/lab/bench.ipynb #a162bf01
 OWN = dict(loop='trainer', recompute=None, timeout=300, label='', resident=None, files='')
@@ -95,7 +95,7 @@ def complaint(
     told = [l for l in lines if 'Error' in l and not any(x in l for x in ('ChildFailedError','CalledProcessError')) and not l.startswith(('File', 'raise'))]
     return (told or lines or ['no output'])[-1][:300]
 
-# %% ../../nbs/lab/bench.ipynb #14ae2fbf
+# %% ../../nbs/lab/bench.ipynb #ac13cca5
 def bench(
     run_root,              # Run folders and caches go here
     plan:bool=False,       # Predict the memory, too
@@ -122,7 +122,7 @@ def bench(
     if own['resident'] is not None: row['resident_gib'] = own['resident']
     row |= {k: r['seconds'] for r in rows if (k := r.get('event')) == 'launch'}                # where the time until the first step went
     if predicted.get('run') and 'allocated_gib' in row:
-        total = predicted['run'].get('gpu_total_gib'); row |= dict(plan_gib=total, plan_error=total/row['reserved_gib']-1)
+        planned = predicted['run']['allocated_gib']; row |= dict(plan_gib=planned, plan_error=planned/row['allocated_gib']-1)
     record = json.loads(run.record.read_text()) if run.record.exists() else run_record()
     row |= dict(seconds=round(time.time()-began, 1), gpus=sorted({g['name'] for g in gpus()}), packages=record['packages'], commit=record.get('commit'),
                 command=' '.join(f'{k}={shlex.quote(v)}' for k,v in env.items())+' '+shlex.join(['python', *(c.replace(str(run.path), run.path.name) for c in command[1:])]))

@@ -6,9 +6,8 @@
 __all__ = ['LOOK', 'MOST', 'ChartReader', 'drawn_examples', 'varied', 'train_reader', 'save_reader', 'load_reader', 'following',
            'packaged_reader', 'read_validation', 'loaded_pictures']
 
-# %% ../../nbs/models/reader.ipynb #646bef68
+# %% ../../nbs/models/reader.ipynb #8c0990ff
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import numpy as np, torch
 from PIL import Image

@@ -5,16 +5,16 @@
 # %% auto #0
 __all__ = ['STATES', 'FLOAT_TABLES', 'engines_on_cpu', 'Range', 'Network', 'ShardedNetwork', 'ZeroNetwork', 'Engine']
 
-# %% ../../nbs/strategies/engines.ipynb #0f4f35a1
+# %% ../../nbs/strategies/engines.ipynb #920fdbb6
 import contextlib, datetime, os
 from dataclasses import dataclass, replace
 import torch, torch.distributed as dist
 from torch import nn, Tensor
 from ..core.recipe import Recipe, RecipeError
-from ..core.engineconf import BLOCKS, deepspeed_config, world_size
+from ..core.engineconf import BLOCKS, deepspeed_config
 from .precision import Policy, policy_for
 from .offload import HostStates
-from .optimizers import build_optimizer, clip, GradientRelease
+from .optimizers import adam_state, build_optimizer, clip, GradientRelease
 
 # %% ../../nbs/strategies/engines.ipynb #a943e890
 def engines_on_cpu():
@@ -48,7 +48,7 @@ class Range:
 # %% ../../nbs/strategies/engines.ipynb #97bf6b0d
 STATES = ('weight', 'exp_avg', 'exp_avg_sq')
 
-# %% ../../nbs/strategies/engines.ipynb #552892b7
+# %% ../../nbs/strategies/engines.ipynb #e02a13d6
 class Network:
     "A trainable module on the `single` and `ddp` engines; base of the sharded ones."
     def __init__(self, engine, module:nn.Module, name:str, fill=None, recipe=None):
@@ -158,18 +158,12 @@ class Network:
         else: self._adam_state(r.name)[key].reshape(-1).copy_(values)
 
     def _state_of(self, p):
-        if self.policy.optimizer == 'adamw': return self.optimizer.state_of(p)
+        if self.policy.optimizer == 'adamw': return adam_state(self.optimizer, p)
         self.optimizer._ensure_state_initialized(p, hparams=self.optimizer._find_group(p)); return self.optimizer.state[p]
 
-    def _flash_state(self, name):
-        p = self.params[name]; group = self.optimizer._find_group(p)
-        self.optimizer._ensure_state_initialized(p, hparams=group)
-        return self.optimizer.state[p]
+    def _flash_state(self, name): return self._state_of(self.params[name])
 
-    def _adam_state(self, name):
-        p = self.params[name]; s = self.optimizer.state[p]
-        if not s: s |= dict(step=torch.tensor(0.0, device=p.device if self.optimizer.defaults['fused'] else 'cpu'), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-        return {k: v.to_local() if hasattr(v, 'to_local') else v for k,v in s.items()}
+    def _adam_state(self, name): return {k: v.to_local() if hasattr(v, 'to_local') else v for k,v in self._state_of(self.params[name]).items()}
 
     def finish_write(self, steps:int):
         "After writing: the optimizer has taken `steps` steps."

@@ -7,13 +7,12 @@ __all__ = ['NARROW_BYTES', 'adapter_layers', 'chosen_layers', 'Adapter', 'ConvAd
            'lora_config', 'add_lora', 'widened', 'WidenedProduct', 'NarrowLinear', 'narrow_layers', 'quantise_base',
            'save_lora', 'lora_record', 'read_lora', 'lora_flops', 'family_of', 'Merged']
 
-# %% ../../nbs/strategies/lora.ipynb #1717fc34
+# %% ../../nbs/strategies/lora.ipynb #1018a045
 import json, shutil, uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 import diffusers, torch
 from torch import nn, Tensor
-from ..core.engineconf import BLOCKS
 from ..core.randomness import stream
 from ..core.recipe import Recipe, RecipeError, nearest
 from ..models.family import FAMILIES, Family, get_family, pipeline_index, replace_folder, resolve_folder

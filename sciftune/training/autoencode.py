@@ -6,7 +6,7 @@
 __all__ = ['edges', 'charbonnier', 'reconstruction_loss', 'divergence', 'flat_convolution', 'Coder', 'Pictures', 'Reconstruction',
            'write_statistics', 'pipeline_with_vae', 'AutoencoderTask', 'write_pair']
 
-# %% ../../nbs/training/autoencode.ipynb #d3c16d6c
+# %% ../../nbs/training/autoencode.ipynb #fbb379fb
 import json, shutil, types, uuid
 from pathlib import Path
 import diffusers, numpy as np, torch
@@ -22,7 +22,6 @@ from ..models.family import link_or_copy, patchify, replace_folder
 from .checkpoints import CheckpointTensors
 from .prepare import data_path, hold_out, weights_path
 from .tasks import Task
-from .validation import to_device
 
 # %% ../../nbs/training/autoencode.ipynb #b142e9a6
 def edges(

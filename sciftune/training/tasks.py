@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['TASKS', 'build_denoiser', 'filler', 'Task', 'get_task', 'FlowTask']
 
-# %% ../../nbs/training/tasks.ipynb #49adf05b
+# %% ../../nbs/training/tasks.ipynb #abbad2e1
 import importlib, time
 from collections import Counter
 import torch
@@ -21,7 +21,7 @@ from ..strategies.lora import add_lora, base_name, first_values, is_adapter, lor
 from ..strategies.speed import prepare_denoiser
 from .checkpoints import CheckpointTensors
 from .export import export_pipeline
-from .prepare import Prepared, prepare
+from .prepare import prepare
 from .validation import held_out_loss, sample_images
 
 # %% ../../nbs/training/tasks.ipynb #e4c4aa93
