@@ -95,7 +95,7 @@ def complaint(
     told = [l for l in lines if 'Error' in l and not any(x in l for x in ('ChildFailedError','CalledProcessError')) and not l.startswith(('File', 'raise'))]
     return (told or lines or ['no output'])[-1][:300]
 
-# %% ../../nbs/lab/bench.ipynb #ac13cca5
+# %% ../../nbs/lab/bench.ipynb #915e0586
 def bench(
     run_root,              # Run folders and caches go here
     plan:bool=False,       # Predict the memory, too
@@ -121,8 +121,9 @@ def bench(
     if steps: row['first_step_s'] = steps[0]['time']-began
     if own['resident'] is not None: row['resident_gib'] = own['resident']
     row |= {k: r['seconds'] for r in rows if (k := r.get('event')) == 'launch'}                # where the time until the first step went
-    if predicted.get('run') and 'allocated_gib' in row:
-        planned = predicted['run']['allocated_gib']; row |= dict(plan_gib=planned, plan_error=planned/row['allocated_gib']-1)
+    if predicted.get('run'):
+        row |= dict(plan_gib=predicted['run']['allocated_gib'], plan_fits=predicted['run']['fits'])
+        if 'allocated_gib' in row: row['plan_error'] = row['plan_gib']/row['allocated_gib']-1
     record = json.loads(run.record.read_text()) if run.record.exists() else run_record()
     row |= dict(seconds=round(time.time()-began, 1), gpus=sorted({g['name'] for g in gpus()}), packages=record['packages'], commit=record.get('commit'),
                 command=' '.join(f'{k}={shlex.quote(v)}' for k,v in env.items())+' '+shlex.join(['python', *(c.replace(str(run.path), run.path.name) for c in command[1:])]))
