@@ -55,7 +55,7 @@ class StopWish:
 
     def _ask(self, *_): self.asked = True
 
-# %% ../../nbs/training/trainer.ipynb #5aded0d9
+# %% ../../nbs/training/trainer.ipynb #473a4c0a
 class Run:
     "A training run on this rank."
     def __init__(self, recipe:Recipe, run:RunDir):
@@ -99,8 +99,8 @@ class Run:
         return info['step']
 
     def save(self, step:int):
-        "Begin a checkpoint."
-        self.crumbs.leave('checkpoint', step)
+        "Begin a checkpoint. The rows of its steps are written first: resuming from it, no step is missing from the record; and no checkpoint follows a loss that is no number."
+        self.log(self.late.flush()); self.crumbs.leave('checkpoint', step)
         self.checkpointer.save(step, self.networks, dict(recipe=self.recipe.model_dump(mode='json'), data=self.task.fingerprint, task=self.task.state_dict()), self.averages)
 
     def validate(self, step:int):

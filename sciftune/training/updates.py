@@ -58,11 +58,11 @@ class UpdateMeter:
         one = lambda n, c, i, w: dict(changed=c/n if n else 0.0, ratio=(w/i)**.5 if i else 0.0)
         return one(*map(sum, zip(*rows))) | dict(blocks={b: one(*row) for b, row in zip(self.blocks, rows)})
 
-# %% ../../nbs/training/updates.ipynb #26d89766
+# %% ../../nbs/training/updates.ipynb #50f1b3b3
 def warning(
     numbers:dict,      # Of `UpdateMeter.after`
 )->str:                # '' when the updates arrive
     "What is wrong with the updates."
-    if numbers['changed'] > .5 and .9 < numbers['ratio'] < 1.1: return ''     # at the end of a decaying schedule even fp32 has weights that stay
+    if numbers['changed'] > .5 and .9 < numbers['ratio'] < 1.1 or numbers['ratio'] != numbers['ratio']: return ''     # at the end of a decaying schedule even fp32 has weights that stay; NaN: the loss says what is wrong
     return (f"only {numbers['changed']:.0%} of the weights changed in this step and the update is {numbers['ratio']:.2f} of what AdamW asked for: updates are being rounded away. "
             "Use precision 'bf16-mixed' or 'bf16-master24', or a larger learning rate")
