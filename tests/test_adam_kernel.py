@@ -5,26 +5,26 @@ import pytest
 CODE = '''
 import torch
 import torch.nn.functional as F
-from sciftune.strategies.adam import update, programs
+from sciftune.strategies.adam import UNIT, update, programs
 
 def groups(t): return F.pad(t, (0, -len(t) % 32)).view(-1, 32)
 def half(w): return torch.ldexp(torch.ones(len(w)), torch.frexp(w.float())[1]-9).double()      # of the last place
 def encode(m, r):
     "Codes and fp16 scales of both moments."
-    gm, gr = groups(m), groups(r); sm, sr = gm.abs().amax(1).clamp(min=1e-12), gr.amax(1).clamp(min=1e-12)
+    gm, gr = groups(m), groups(r); sm, sr = gm.abs().amax(1).clamp(1e-12, 65504/UNIT), gr.amax(1).clamp(1e-12, 65504/UNIT)
     y = gm/sm[:, None]
-    return (2*y/(1+y.abs())*127).round().view(-1)[:len(m)], sm.half(), (gr/sr[:, None]*255).round().view(-1)[:len(m)], sr.half()
+    return (2*y/(1+y.abs())*127).round().view(-1)[:len(m)], (sm*UNIT).half(), torch.maximum(gr/sr[:, None]*255, (gr > 0).double()).round().view(-1)[:len(m)], (sr*UNIT).half()
 def decode(q, s, k, t):
-    y, wide = q/127, lambda s: s.double().repeat_interleave(32)[:len(q)]
+    y, wide = q/127, lambda s: s.double().repeat_interleave(32)[:len(q)]/UNIT
     return y/(2-y.abs())*wide(s), k/255*wide(t)
 
 torch.manual_seed(0); lr, betas, eps, wd = 1e-3, (.9, .99), 1e-8, .1
-for n in (32, 1000, 2500):
+for n, size in ((32, .01), (1000, .01), (2500, .01), (1000, 1e-7)):
     w = (torch.randn(n)*.02).bfloat16(); c = torch.zeros(n, dtype=torch.int8)
     m, v, ms, vs = torch.zeros(n, dtype=torch.int8), torch.zeros(n, dtype=torch.uint8), torch.zeros(-(-n//32), dtype=torch.float16), torch.zeros(-(-n//32), dtype=torch.float16)
     squares = torch.zeros(programs(n, 1)); exact, em, ev = w.double(), torch.zeros(n).double(), torch.zeros(n).double()
     for step in range(1, 6):
-        g = (torch.randn(n)*.01).bfloat16(); d = g.double(); x = w.double()+c.double()/127*half(w); dm, dr = decode(m.double(), ms, v.double(), vs)
+        g = (torch.randn(n)*size).bfloat16(); d = g.double(); x = w.double()+c.double()/127*half(w); dm, dr = decode(m.double(), ms, v.double(), vs)
         dm, dv = betas[0]*dm+(1-betas[0])*d, betas[1]*dr*dr+(1-betas[1])*d*d
         x = x*(1-lr*wd) - lr*(dm/(1-betas[0]**step))/((dv/(1-betas[1]**step)).sqrt()+eps)
         qm, sm, qv, sv = encode(dm, dv.sqrt())
@@ -37,6 +37,23 @@ for n in (32, 1000, 2500):
         em, ev = betas[0]*em+(1-betas[0])*d, betas[1]*ev+(1-betas[1])*d*d
         exact = exact*(1-lr*wd) - lr*(em/(1-betas[0]**step))/((ev/(1-betas[1]**step)).sqrt()+eps)
     assert (got-exact).abs().mean() < .1*lr and (w.double()-exact).abs().mean() < 5*lr
+
+# gradients of a large model, some weights with a thousandth of their neighbours': the updates stay those of AdamW
+n, lr, betas = 512, 1e-5, (.9, .999); g = torch.Generator().manual_seed(0); w = torch.randn(n, generator=g).bfloat16()*.02; first = w.double(); c = torch.zeros(n, dtype=torch.int8)
+m, v, ms, vs = torch.zeros(n, dtype=torch.int8), torch.zeros(n, dtype=torch.uint8), torch.zeros(n//32, dtype=torch.float16), torch.zeros(n//32, dtype=torch.float16)
+squares, em, ev, moved = torch.zeros(programs(n, 1)), torch.zeros(n).double(), torch.zeros(n).double(), torch.zeros(n).double(); small = torch.arange(n) % 32 == 0; mean = torch.randn(n, generator=g)
+for step in range(1, 41):
+    d = ((torch.randn(n, generator=g)+mean)*torch.where(small, 1e-9, 1e-6)).bfloat16(); update(w, c, m, ms, v, vs, d, squares, step, lr, betas, 1e-12, 0.0)
+    em, ev = .9*em+.1*d.double(), .999*ev+.001*d.double().square(); moved -= lr*em/(1-.9**step)/((ev/(1-.999**step)).sqrt()+1e-12)
+got = w.double()+c.double()/127*half(w)-first
+assert ((got-moved)[~small].norm()/moved[~small].norm()) < .03, (got-moved).norm()/moved.norm()
+assert got[small].abs().max() < 40*lr, 'a small gradient never means a long step'
+
+# too large for the scales: a step of the usual length; no number: seen in the weight
+for value in (1e4, float('nan')):
+    w = torch.full((64,), .5).bfloat16(); c = torch.zeros(64, dtype=torch.int8); m, v, ms, vs = torch.zeros(64, dtype=torch.int8), torch.zeros(64, dtype=torch.uint8), torch.zeros(2, dtype=torch.float16), torch.zeros(2, dtype=torch.float16)
+    for step in (1, 2, 3): update(w, c, m, ms, v, vs, torch.full((64,), value).bfloat16(), squares[:1], step, .01, (.9, .99), 1e-8, 0.0)
+    assert w.isnan().all() if value != value else (w.double()-.5).abs().max() < .05 and (w.double() < .49).all(), (value, w[:4])
 print('fine')
 '''
 

@@ -125,11 +125,15 @@ def test_failures_of_runs(tmp_path):
     def nan(rank, run):
         real = trainer.train_step
         trainer.train_step = lambda run, step, b: real(run, step, b) | dict(loss=torch.tensor(float('nan')))
+    def steep(rank, run):
+        real = trainer.train_step
+        trainer.train_step = lambda run, step, b: real(run, step, b) | dict(grad_norm=torch.tensor(float('nan')))
     def blind(rank, run):
         from sciftune.training import tasks
         def held_out_loss(*a): raise IndexError('no such sigma')
         tasks.held_out_loss = held_out_loss
     assert failed('nan', nan)[0][0] == 'loss is no number'
+    assert failed('steep', steep)[0][0] == 'gradient is no number'
     assert failed('blind', blind, validation_steps=2)[0][0] == 'validation error'
     assert failed('other', resume=str(tmp_path/'nowhere'))[0][0] == 'another run in the checkpoint'
 

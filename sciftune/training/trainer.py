@@ -55,7 +55,7 @@ class StopWish:
 
     def _ask(self, *_): self.asked = True
 
-# %% ../../nbs/training/trainer.ipynb #473a4c0a
+# %% ../../nbs/training/trainer.ipynb #030fb528
 class Run:
     "A training run on this rank."
     def __init__(self, recipe:Recipe, run:RunDir):
@@ -141,12 +141,14 @@ class Run:
             self.say(f'peak memory {used:.1f} GiB, planned {planned:.1f} ({planned/used-1:+.1%})')
 
     def log(self, rows:list[dict])->bool:
-        "Write finished rows; True when all ranks agreed to stop. Raises FloatingPointError for a loss that is no number."
+        "Write finished rows; True when all ranks agreed to stop. Raises FloatingPointError for a loss or gradient that is no number."
         r, e, stop = self.recipe, self.engine, False
         for row in rows:
             stop |= row.pop('stop') > 0
             if not math.isfinite(row['loss']):
                 raise FloatingPointError(f"loss is {row['loss']} at step {row['step']}: lower learning_rate ({r.learning_rate}), check max_grad_norm ({r.max_grad_norm}) and precision ({r.precision})")
+            if not math.isfinite(row['grad_norm']):
+                raise FloatingPointError(f"grad_norm is {row['grad_norm']} at step {row['step']} although the loss is {row['loss']:.4g}: backward went wrong, and this update has spoilt the weights. Go on from an earlier checkpoint; at the first step suspect a GPU kernel: try compile=False, and python tests/gpu_selftest.py")
             times = row.pop('times')(); row |= times | memory_now(e.device)
             t = row['step_time']; self.smooth = t if self.smooth is None else .9*self.smooth+.1*t
             row |= dict(samples_per_second=r.global_batch/t) | self.task.row(row); flops = row.pop('flops', self.flops*r.global_batch)
