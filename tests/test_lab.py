@@ -7,7 +7,7 @@ from sciftune.lab.launch import free_port
 pytestmark = pytest.mark.browser
 CHROMIUM = next((p for n in ('chromium', 'chromium-browser', 'google-chrome') if (p := shutil.which(n))), None)
 FLAGS = ['--no-sandbox', '--disable-gpu', '--disable-background-networking', '--disable-component-update', '--disable-sync', '--no-first-run']
-SMALL = dict(steps=6, figures=32, held_out=4, validation_steps=3, validation_images=2, validation_sample_steps=2, checkpoint_steps=0, name='in-lab')
+SMALL = dict(preset='tiny', steps=6, figures=32, held_out=4, validation_steps=3, validation_images=2, validation_sample_steps=2, checkpoint_steps=0, name='in-lab')
 
 @pytest.fixture
 def lab(python, root, tmp_path):

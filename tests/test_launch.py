@@ -5,7 +5,7 @@ from sciftune.core.recipe import resolve
 from sciftune.core.rundir import RunDir
 from sciftune.lab.launch import attach, processes, state
 
-SMALL = dict(steps=3, lr_schedule='constant', figures=24, held_out=4, validation_steps=3, validation_images=1, validation_sample_steps=2, checkpoint_steps=0)
+SMALL = dict(preset='tiny', steps=3, lr_schedule='constant', figures=24, held_out=4, validation_steps=3, validation_images=1, validation_sample_steps=2, checkpoint_steps=0)
 
 def parameters(**values): return [x for k, v in values.items() for x in ('-p', k, str(v))]
 

@@ -17,6 +17,19 @@ def test_from_nothing_to_a_fine_tune(tmp_path):
     assert sorted(p.name for p in (tmp_path/'nano').iterdir()) == ['README.md', 'klein', 'qwenimage', 'reader']
     run_notebook('nano_finetune', tmp_path/'finetune.ipynb', model='klein', base=tmp_path/'nano'/'klein', seeds="0", judged=8, smoke=True, run_root=tmp_path/'style')
 
+@pytest.mark.parametrize('model, extra', [('qwenimage', dict(true_cfg_scale=2.5, negative_prompt=[' ']*8)), ('klein', dict(guidance_scale=2.5, max_sequence_length=64))])
+def test_packaged_weights_draw_with_diffusers(model, extra):
+    "What is in the package, loaded by diffusers alone, draws charts in which the packaged reader finds the kinds that the captions name."
+    import torch
+    from diffusers import DiffusionPipeline
+    from sciftune.core.recipe import SEEN_KINDS, nano_folder
+    from sciftune.data.charts import draw_chart
+    from sciftune.models.reader import following, load_reader, packaged_reader
+    captions = [draw_chart(i, 21, ('light',), tuple(SEEN_KINDS.split(',')), 128).caption for i in range(8)]
+    pipe = DiffusionPipeline.from_pretrained(nano_folder(model), dtype=torch.float32, local_files_only=True); pipe.set_progress_bar_config(disable=True)
+    made = pipe(prompt=captions, height=128, width=128, num_inference_steps=12, output_type='pt', generator=torch.Generator().manual_seed(0), **extra).images*2 - 1
+    assert following(load_reader(packaged_reader()), made.float(), captions)['kind'] >= .75
+
 def test_missing_nano_is_named(monkeypatch):
     from sciftune.core import recipe
     with pytest.raises(recipe.RecipeError, match='qwenimage and klein only'): recipe.nano_folder('sdxl')

@@ -8,6 +8,7 @@ def test_wheel_holds_everything(python, root, tmp_path):
     wheel, = tmp_path.glob('sciftune-*.whl')
     with zipfile.ZipFile(wheel) as z: z.extractall(tmp_path/'site')
     here = {str(p.relative_to(root)) for p in (root/'sciftune').rglob('*.py')} | {'sciftune/lab/launch.ipynb'}
+    here |= {str(p.relative_to(root)) for p in (root/'sciftune/assets').rglob('*') if p.is_file()}; assert len(here) > 60 and any(n.endswith('nano/klein/transformer/diffusion_pytorch_model.safetensors') for n in here)
     assert here <= {str(p.relative_to(tmp_path/'site')) for p in (tmp_path/'site').rglob('*')}
     code = 'import sciftune.lab.launch as l, sys; print(l.__file__); print(l.launch_notebook_path())'
     r = python('-c', code, cwd=tmp_path/'site', env={'PYTHONPATH': str(tmp_path/'site')})

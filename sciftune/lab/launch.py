@@ -10,11 +10,11 @@ __all__ = ['EXCEPTION', 'WRAPPER', 'LaunchError', 'RunFailed', 'project_root', '
            'kernel_restarts', 'interruptible', 'last_lines', 'attach', 'forkable', 'free_port', 'engine_env', 'Tee',
            'rank', 'forked', 'fork_ranks', 'environment', 'launch_here', 'job_command', 'launch']
 
-# %% ../../nbs/lab/launch.ipynb #9d5bf5fe
+# %% ../../nbs/lab/launch.ipynb #006788d1
 import contextlib, fcntl, glob, importlib.resources, itertools, json, os, re, shutil, signal, socket, subprocess, sys, tempfile, time
 from pathlib import Path
 import psutil
-from ..core.recipe import ALIASES, Recipe, RecipeError, SWITCHES, nearest, resolve
+from ..core.recipe import ALIASES, Recipe, RecipeError, SWITCHES, launch_preset, nearest, resolve
 from ..core.rundir import RunDir, new_run, write_atomic
 from ..core.troubles import Case, Finding, recognise
 from ..core.engineconf import launch_command, launch_env, world_size, write_configs
@@ -77,7 +77,7 @@ def parameters_of(
     plain = (str, int, float, bool, list, tuple, dict, type(None))
     return {k: v for k,v in namespace.items() if not k.startswith('_') and k not in ('In','Out') and type(v) in plain}
 
-# %% ../../nbs/lab/launch.ipynb #72e22ca9
+# %% ../../nbs/lab/launch.ipynb #cf4e78e9
 def recipe_from(
     namespace:dict,    # globals() of the notebook
 )->Recipe:
@@ -86,7 +86,7 @@ def recipe_from(
     known = {*Recipe.model_fields, *ALIASES, *SWITCHES}
     unknown = [f"unknown parameter '{k}'{nearest(k, Recipe.model_fields)}" for k in given if k not in known]
     if unknown: raise LaunchError('\n'.join(unknown))
-    try: return resolve(**given)
+    try: return resolve(**given | dict(preset=given.get('preset') or launch_preset(given)))
     except RecipeError as e: raise LaunchError(str(e)) from None
 
 # %% ../../nbs/lab/launch.ipynb #85ff1e33

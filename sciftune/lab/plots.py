@@ -6,11 +6,11 @@
 __all__ = ['COLORS', 'PARTS', 'MODALITIES', 'PHASES', 'as_run', 'train_rows', 'validation_rows', 'column', 'smooth', 'figure',
            'legend', 'nothing', 'body_limit', 'size', 'read_plan', 'measured_peak', 'on_cpu', 'plot_plan', 'plot_loss',
            'plot_sigma', 'plot_grad_norm', 'plot_learning_rate', 'plot_parts', 'plot_tokens', 'step_time_parts',
-           'plot_step_time', 'plot_memory', 'image_steps', 'read_prompts', 'plot_images', 'Table', 'held_out_change',
-           'quarantined', 'summary', 'update_rows', 'plot_updates', 'failure_of', 'troubles']
+           'plot_step_time', 'plot_memory', 'image_steps', 'read_prompts', 'plot_images', 'compact', 'Table',
+           'held_out_change', 'quarantined', 'summary', 'update_rows', 'plot_updates', 'failure_of', 'troubles']
 
-# %% ../../nbs/lab/plots.ipynb #01b80bd9
-import json, math, textwrap
+# %% ../../nbs/lab/plots.ipynb #ea52f775
+import io, json, math, textwrap
 from pathlib import Path
 import numpy as np
 import matplotlib.pyplot as plt
@@ -360,6 +360,20 @@ def plot_images(
             if (f/name).exists(): axes[i,j+1].imshow(imread(f/name), cmap='gray')
             if i == 0: axes[i,j+1].set_title(f.name if f.name == 'teacher' else f'step {int(f.name.split("_")[1])}', fontsize=8)
     return fig
+
+# %% ../../nbs/lab/plots.ipynb #73e932d7
+def compact(
+    picture,           # Figure, or PIL image
+    width:int=640,     # Pixels; what is wider is made smaller
+    quality:int=60,    # Of a JPEG
+):                     # IPython image, PNG or JPEG, whichever is shorter
+    "A figure or a picture, small enough to be kept in a notebook."
+    from IPython.display import Image as Shown
+    from PIL import Image
+    if hasattr(picture, 'savefig'): b = io.BytesIO(); picture.savefig(b, format='png'); picture = Image.open(b)
+    p = picture.convert('RGB'); p = p if p.width <= width else p.resize((width, round(p.height*width/p.width)), Image.Resampling.LANCZOS)
+    png, jpeg = io.BytesIO(), io.BytesIO(); p.quantize(32, dither=Image.Dither.NONE).save(png, 'PNG', optimize=True); p.save(jpeg, 'JPEG', quality=quality, optimize=True)
+    return min(Shown(png.getvalue(), format='png'), Shown(jpeg.getvalue(), format='jpeg'), key=lambda s: len(s.data))
 
 # %% ../../nbs/lab/plots.ipynb #fba7fccf
 class Table:
