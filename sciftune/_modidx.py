@@ -122,6 +122,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'sciftune.core.troubles.batch_cure': ('core/troubles.html#batch_cure', 'sciftune/core/troubles.py'),
                                         'sciftune.core.troubles.cheaper': ('core/troubles.html#cheaper', 'sciftune/core/troubles.py'),
                                         'sciftune.core.troubles.disk_cure': ('core/troubles.html#disk_cure', 'sciftune/core/troubles.py'),
+                                        'sciftune.core.troubles.extension_locks': ( 'core/troubles.html#extension_locks',
+                                                                                    'sciftune/core/troubles.py'),
                                         'sciftune.core.troubles.gpu_memory_cause': ( 'core/troubles.html#gpu_memory_cause',
                                                                                      'sciftune/core/troubles.py'),
                                         'sciftune.core.troubles.gpu_memory_cure': ( 'core/troubles.html#gpu_memory_cure',

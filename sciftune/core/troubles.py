@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['TROUBLES', 'USUAL', 'SMALL', 'RULES', 'Case', 'Finding', 'cheaper', 'gpu_memory_cause', 'gpu_memory_cure',
            'host_memory_cause', 'host_memory_cure', 'validation_cure', 'precision_cure', 'batch_cure', 'port_cure',
-           'disk_cure', 'stall_cure', 'Entry', 'recognise', 'Lookout', 'listing']
+           'disk_cure', 'extension_locks', 'stall_cure', 'Entry', 'recognise', 'Lookout', 'listing']
 
-# %% ../../nbs/core/troubles.ipynb #f285dd1d
-import re
+# %% ../../nbs/core/troubles.ipynb #6827621b
+import os, re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean, median, pvariance
 from .recipe import Recipe
 
@@ -99,7 +100,7 @@ def host_memory_cure(c:Case)->str:
     if r.cpu or not out: out.append(f'fewer processes (num_processes={r.num_processes or 1} now) or a machine with more memory; host_memory_gib tells the planner what there is')
     return '; '.join(out) + '; resume=latest continues'
 
-# %% ../../nbs/core/troubles.ipynb #c285964f
+# %% ../../nbs/core/troubles.ipynb #3f763b6d
 def validation_cure(c:Case)->str:
     "What to do when validation fails."
     r = c.recipe
@@ -129,9 +130,15 @@ def disk_cure(c:Case)->str:
     plan = f'the plan needs {need:.3g} GiB, {have:.3g} GiB were free; ' if need and have else ''
     return f'{plan}checkpoints_kept={max(1, r.checkpoints_kept-1)} (now {r.checkpoints_kept}), another run_root, or free space; then resume=latest: the last complete checkpoint is untouched'
 
+def extension_locks()->list[Path]:
+    "Locks of the C++ extensions that torch compiles at first use, DeepSpeed's among them. One whose compilation was killed stays, and every later run waits for it."
+    root = Path(os.environ.get('TORCH_EXTENSIONS_DIR') or Path.home()/'.cache/torch_extensions')
+    return sorted([*root.glob('*/lock'), *root.glob('*/*/lock')])
+
 def stall_cure(c:Case)->str:
     "What to do about a rank that hangs."
-    r = c.recipe
+    r, locks = c.recipe, extension_locks()
+    if locks: return f'torch compiles a C++ extension here, or a compilation was killed and left its lock: when no compiler is running, delete {", ".join(map(str, locks))}; while one is, stall_seconds={2*r.stall_seconds} (now {r.stall_seconds})'
     return (f'read the table of ranks: the first to fall silent is the one to look at, its stage says where; if all work and only need longer (first compilation, slow disk), stall_seconds={2*r.stall_seconds} '
             f'(now {r.stall_seconds}); between machines without RDMA nccl_ib_disable=true, between GPUs without peer access nccl_p2p_disable=true')
 
@@ -216,7 +223,7 @@ def recognise(
             if f := e.found(case, text): found[e.name] = f
     return list(found.values())[:most]
 
-# %% ../../nbs/core/troubles.ipynb #0d2c21a1
+# %% ../../nbs/core/troubles.ipynb #4d039c25
 USUAL = dict(qwenimage=(1e-6, 1e-5), klein=(5e-6, 5e-5), klein4b=(5e-6, 5e-5), flux1=(5e-6, 5e-5), bagel=(5e-6, 1e-4), sd15=(1e-6, 1e-4), sdxl=(5e-7, 5e-5))   # full fine-tuning; LoRA ten times
 SMALL = ('tiny','nano')      # models of the package that learn at far higher rates
 
