@@ -727,7 +727,7 @@ def peak(
     "The largest moment."
     return max(moments(p, s, recompute), key=lambda m: sum(m[1].values()))
 
-# %% ../../nbs/strategies/memory.ipynb #76d159ba
+# %% ../../nbs/strategies/memory.ipynb #d2b66474
 def measured_setting(
     row:dict,              # Of docs/bench.jsonl
 )->tuple:                  # (Setting on H200s, blocks recomputed: a number or 'all')
@@ -737,7 +737,8 @@ def measured_setting(
     r = resolve(preset=preset[1] if preset else row.get('preset', 'debug'), model_path='random', num_processes=row['processes'], validation_steps=0, checkpoint_steps=0, export=False, held_out=0,
                 device_memory_gib=139.8, host_memory_gib=500., gradient_checkpointing='none' if row['recompute'] in (0, '0', 'none') else 'full', **more, **{k: row[k] for k in names},
                 **(dict(text_tokens=row['text_tokens']) if not preset else {}))
-    return Setting.of(r, row['processes'], True), row['recompute']
+    s = Setting.of(r, row['processes'], True)
+    return replace(s, room=row['resident_gib']*2**30) if row.get('resident_gib') is not None else s, row['recompute']
 
 def planned_peak(p:Profile, s:Setting, recompute)->float:
     "GiB that the plan expects at so many recomputed blocks, or 'all'."
