@@ -128,11 +128,12 @@ class Run:
         "Numbers of `training.updates` for the networks that were updated; types and memory at the second step."
         for k, m in self.meters.items():
             if self.networks[k].steps == self.turns_before[k]: continue
-            row = m.after(self.task.rate(k, step-1))
+            rate = self.task.rate(k, step-1); row = m.after(rate)
             if not self.engine.main: continue
             if step == self.start+2: row['types'] = types_in_use(self.networks[k])
             self.dir.append_metrics(dict(event='updates', step=step, network=k, **row))
-            words = warning(row) if step > 1 else ''; self.lookout.updates(row, words)
+            words = warning(row) if step > 1 and rate > self.recipe.learning_rate/100 else ''      # at the end of a schedule that goes to zero even fp32 rounds
+            self.lookout.updates(row, words)
             if words and k not in self.warned:
                 self.warned.add(k); self.troubles(step, [Finding('updates rounded away', f'{k}: {words.split(". Use")[0]}', "precision 'bf16-mixed' or 'bf16-master24', or a larger learning rate")])
         if self.engine.main and step == self.start+2 and (planned := self.plan.get('run', {}).get('allocated_gib')) and self.engine.device.type == 'cuda':
