@@ -66,6 +66,24 @@ def test_the_average_is_exact_in_low_precision(root, engine, n, precision):
         moved = (read(4, 'ema')[k].double()-first[k].double()).norm()
         assert (read(4, 'ema')[k].double()-e).norm() <= 1e-3*moved+4*2**-24*e.norm(), k      # the rounding of fp32, of three updates
 
+def aio():
+    "Whether DeepSpeed can compile its asynchronous I/O here: libaio with its header (Debian: libaio-dev) and a compiler."
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+    return AsyncIOBuilder().is_compatible(verbose=False)
+
+@pytest.mark.slow
+def test_states_on_a_disk(root):
+    "Parameters and optimizer states in files (offload='nvme'): the losses of `single`, on one and two processes, and resumed from and by it."
+    pytest.importorskip('deepspeed')
+    if not aio(): pytest.skip('no libaio')
+    (root/'disk').mkdir(); short = dict(BASE, steps=8, checkpoint_steps=4); disk = dict(strategy='zero3', offload='nvme', nvme_path=str(root/'disk'), stall_seconds=600)      # the first use compiles for minutes
+    want = train(RunDir(root/'disk-reference'), **short)
+    for n in (1, 2): assert deviation(train(RunDir(root/f'disk-{n}'), patience=900, num_processes=n, **short, **disk), want) <= 1e-5
+    assert list((root/'disk').rglob('*rank1*')), 'nothing was written there'
+    shutil.rmtree(root/'disk-1'/'checkpoints'/'step_000008'); run = RunDir(root/'disk-1')
+    assert deviation(train(run, resume='latest', **short), want) <= 1e-5
+    shutil.rmtree(root/'disk-1'/'checkpoints'/'step_000008'); assert deviation(train(run, resume='latest', patience=900, num_processes=2, **short, **disk), want) <= 1e-5
+
 @pytest.mark.parametrize('engine,n', [('single', 1), ('zero2', 2)])
 def test_killed_at_random_moments(root, engine, n):
     "Kill one rank or all, again and again (SCIFTUNE_KILLS times), resume each time: nothing is lost but the steps since."
