@@ -6,8 +6,8 @@
 __all__ = ['BLOCKS', 'on_cpu', 'world_size', 'deepspeed_config', 'accelerate_config', 'launch_command', 'launch_env',
            'slurm_script', 'write_configs']
 
-# %% ../../nbs/core/engineconf.ipynb #8a5c5eff
-import json, shlex
+# %% ../../nbs/core/engineconf.ipynb #616ef3c2
+import json, os, shlex
 import yaml
 from .recipe import Recipe, RecipeError
 from .rundir import RunDir, gpus, write_atomic
@@ -83,15 +83,16 @@ def launch_command(
     "The command of a run whose files are written."
     return ['accelerate', 'launch', '--config_file', str(run.accelerate), '-m', 'sciftune.training.trainer', str(run.recipe)]
 
-# %% ../../nbs/core/engineconf.ipynb #528d86c3
+# %% ../../nbs/core/engineconf.ipynb #4fcd737e
 def launch_env(
     recipe:Recipe,
 )->dict[str,str]:  # Variables to add to the environment
-    "NCCL and DeepSpeed switches of the recipe."
+    "NCCL and DeepSpeed switches of the recipe; on a CPU the threads of a process, of which accelerate would allow one, unless OMP_NUM_THREADS is set."
     env = dict(TOKENIZERS_PARALLELISM='false', PYTHONUNBUFFERED='1')
     if recipe.nccl_ib_disable: env['NCCL_IB_DISABLE'] = '1'
     if recipe.nccl_p2p_disable: env['NCCL_P2P_DISABLE'] = '1'
     if recipe.cpu: env['CUDA_VISIBLE_DEVICES'] = ''
+    if on_cpu(recipe) and 'OMP_NUM_THREADS' not in os.environ: env['OMP_NUM_THREADS'] = str(max(1, len(os.sched_getaffinity(0))*recipe.num_machines//world_size(recipe)))
     if recipe.strategy.startswith('zero'): env['DS_SKIP_CUDA_CHECK'] = '1'
     if not on_cpu(recipe): env['PYTORCH_CUDA_ALLOC_CONF'] = 'expandable_segments:True'
     return env

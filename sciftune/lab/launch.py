@@ -511,7 +511,7 @@ def environment(
     try: yield
     finally: os.environ.clear(); os.environ.update(before)
 
-# %% ../../nbs/lab/launch.ipynb #569d032f
+# %% ../../nbs/lab/launch.ipynb #59a33a21
 def launch_here(
     run:RunDir,
 ):
@@ -521,7 +521,7 @@ def launch_here(
     status = dict(pid=os.getpid(), created=psutil.Process().create_time(), host=os.uname().nodename, started=int(time.time()), launcher='notebook',
                   log_offset=run.log.stat().st_size if run.log.exists() else 0)
     write_atomic(run.status, json.dumps(status)); code = 1
-    with environment(**launch_env(recipe), OMP_NUM_THREADS='1'):
+    with environment(**launch_env(recipe) | dict(OMP_NUM_THREADS='1')):
         try:
             with environment(**engine_env(run)): fork_ranks(run, world_size(recipe))
             code = 0
