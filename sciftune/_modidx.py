@@ -82,6 +82,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'sciftune.core.rundir.RunDir.read_metrics': ( 'core/rundir.html#rundir.read_metrics',
                                                                                     'sciftune/core/rundir.py'),
                                       'sciftune.core.rundir.cache_root': ('core/rundir.html#cache_root', 'sciftune/core/rundir.py'),
+                                      'sciftune.core.rundir.cores': ('core/rundir.html#cores', 'sciftune/core/rundir.py'),
                                       'sciftune.core.rundir.gpus': ('core/rundir.html#gpus', 'sciftune/core/rundir.py'),
                                       'sciftune.core.rundir.new_run': ('core/rundir.html#new_run', 'sciftune/core/rundir.py'),
                                       'sciftune.core.rundir.run_record': ('core/rundir.html#run_record', 'sciftune/core/rundir.py'),

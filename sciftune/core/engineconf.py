@@ -6,11 +6,11 @@
 __all__ = ['BLOCKS', 'on_cpu', 'world_size', 'deepspeed_config', 'accelerate_config', 'launch_command', 'launch_env',
            'slurm_script', 'write_configs']
 
-# %% ../../nbs/core/engineconf.ipynb #616ef3c2
+# %% ../../nbs/core/engineconf.ipynb #75b2a2b4
 import json, os, shlex
 import yaml
 from .recipe import Recipe, RecipeError
-from .rundir import RunDir, gpus, write_atomic
+from .rundir import RunDir, cores, gpus, write_atomic
 
 # %% ../../nbs/core/engineconf.ipynb #598c13dd
 BLOCKS = dict(
@@ -83,7 +83,7 @@ def launch_command(
     "The command of a run whose files are written."
     return ['accelerate', 'launch', '--config_file', str(run.accelerate), '-m', 'sciftune.training.trainer', str(run.recipe)]
 
-# %% ../../nbs/core/engineconf.ipynb #4fcd737e
+# %% ../../nbs/core/engineconf.ipynb #87285c5c
 def launch_env(
     recipe:Recipe,
 )->dict[str,str]:  # Variables to add to the environment
@@ -92,7 +92,7 @@ def launch_env(
     if recipe.nccl_ib_disable: env['NCCL_IB_DISABLE'] = '1'
     if recipe.nccl_p2p_disable: env['NCCL_P2P_DISABLE'] = '1'
     if recipe.cpu: env['CUDA_VISIBLE_DEVICES'] = ''
-    if on_cpu(recipe) and 'OMP_NUM_THREADS' not in os.environ: env['OMP_NUM_THREADS'] = str(max(1, len(os.sched_getaffinity(0))*recipe.num_machines//world_size(recipe)))
+    if on_cpu(recipe) and 'OMP_NUM_THREADS' not in os.environ: env['OMP_NUM_THREADS'] = str(max(1, cores()*recipe.num_machines//world_size(recipe)))
     if recipe.strategy.startswith('zero'): env['DS_SKIP_CUDA_CHECK'] = '1'
     if not on_cpu(recipe): env['PYTORCH_CUDA_ALLOC_CONF'] = 'expandable_segments:True'
     return env

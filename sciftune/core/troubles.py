@@ -100,7 +100,7 @@ def host_memory_cure(c:Case)->str:
     if r.cpu or not out: out.append(f'fewer processes (num_processes={r.num_processes or 1} now) or a machine with more memory; host_memory_gib tells the planner what there is')
     return '; '.join(out) + '; resume=latest continues'
 
-# %% ../../nbs/core/troubles.ipynb #3f763b6d
+# %% ../../nbs/core/troubles.ipynb #cf30f8bb
 def validation_cure(c:Case)->str:
     "What to do when validation fails."
     r = c.recipe
@@ -135,6 +135,7 @@ def extension_locks()->list[Path]:
     root = Path(os.environ.get('TORCH_EXTENSIONS_DIR') or Path.home()/'.cache/torch_extensions')
     return sorted([*root.glob('*/lock'), *root.glob('*/*/lock')])
 
+# %% ../../nbs/core/troubles.ipynb #1d47ff15
 def stall_cure(c:Case)->str:
     "What to do about a rank that hangs."
     r, locks = c.recipe, extension_locks()

@@ -83,13 +83,14 @@ def programs(
     "Also the number of partial sums."
     return max(1, min(-(-n//BLOCK), PER_PROCESSOR*processors))
 
-# %% ../../nbs/strategies/adam.ipynb #cb0e913f
+# %% ../../nbs/strategies/adam.ipynb #da429626
 class Moment(_MaybeQuantizedTensor):
     "A moment whose scales are in 1/UNIT."
     def materialize(self): return super().materialize()/(UNIT**2 if self._sqrt else UNIT)
     def set_data(self, data:Tensor): super().set_data(data.float()*(UNIT**2 if self._sqrt else UNIT))
     def state_dict(self, name:str, allow_quantized:bool=False)->dict: return {name: self.materialize()}          # codes would mean something else elsewhere
 
+# %% ../../nbs/strategies/adam.ipynb #e77b67a3
 class LeanAdamW(FlashAdamW):
     "FlashAdamW with this kernel for bf16 weights with 24-bit masters; flashoptim's own everywhere else."
     def _prepare(self, device):
