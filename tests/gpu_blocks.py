@@ -1,6 +1,6 @@
 """Blocks of every family at real width on a GPU, and the kernels they are made of, each in a process of its own: python tests/gpu_blocks.py [--tiny] [CASE...]
 Gradients must be finite and near those of fp32 arithmetic. When one is not: compute-sanitizer python tests/gpu_blocks.py --here CASE names the kernel. --tiny: small, on a CPU."""
-import argparse, itertools, multiprocessing as mp, sys, time, traceback
+import argparse, itertools, subprocess, sys, time, traceback
 import torch, torch.nn.functional as F
 from sciftune.core.recipe import resolve
 from sciftune.losses.flow import FlowMatching
@@ -88,8 +88,8 @@ def child(name):
 if wrong := [c for c in args.cases if c not in CASES]: sys.exit(f'no case {wrong}; known: {", ".join(CASES)}')
 if args.here: child(args.cases[0]); sys.exit()
 failed = []
-for name in args.cases or CASES:
-    p = mp.get_context('fork').Process(target=child, args=(name,)); p.start(); p.join(180)          # a broken CUDA context ends with its process
-    if p.is_alive(): p.kill(); p.join(); print(f'FAIL  {name}: not over after 180 s', flush=True)
-    if p.exitcode: failed.append(name)
+for name in args.cases or CASES:          # a process for each: a broken CUDA context ends with it
+    try: code = subprocess.run([sys.executable, __file__, '--here', name, *['--tiny']*args.tiny], timeout=180).returncode
+    except subprocess.TimeoutExpired: code = 1; print(f'FAIL  {name}: not over after 180 s', flush=True)
+    if code: failed.append(name)
 sys.exit(f'{len(failed)} failed: {", ".join(failed)}' if failed else 0)
