@@ -1,5 +1,5 @@
 """gpu_profile.py OUT [--model qwenimage] [--blocks 6] [--batch 1] [--tiny]: where the time of a step goes, on a few blocks of real width. Times with and without optimizer and recomputation; kernel and gap
-tables (trace_*.md), a picture of one step (trace_*.png) and the trace itself (trace_*.json.gz, for ui.perfetto.dev). --tiny: the stand-in on a CPU, where operators take the place of kernels; it shows that this works."""
+tables (trace_*.md), pictures of the steps (trace_*.png) and of their memory (memory_*.png), and the trace itself (trace_*.json.gz, for ui.perfetto.dev). --tiny: the stand-in on a CPU, where operators take the place of kernels; it shows that this works."""
 import argparse, gzip, json, time
 from collections import Counter
 from pathlib import Path
@@ -57,6 +57,14 @@ def picture(events, file, label):
         for k, c in COLOURS.items(): ax.broken_barh([(a-first, b-a) for a, b, n in events if kind_of(n) == k and b-first > i*span and a-first < (i+1)*span], (0, 1), color=c, lw=0, label=k if i == 0 else None)
         ax.set_xlim(i*span, (i+1)*span); ax.set_yticks([]); ax.tick_params(labelsize=6, length=2)
     axes[0].legend(ncol=5, fontsize=7, frameon=False, loc='lower center', bbox_to_anchor=(.5, 1)); axes[-1].set_xlabel(f'ms; {label}', fontsize=7); fig.tight_layout(h_pad=.1); fig.savefig(file, dpi=130)
+
+def memory_picture(trace, file, label, cuda, start=0):
+    "Allocated memory over the traced steps; `start`: GiB allocated when the trace began."
+    import matplotlib; matplotlib.use('Agg'); import matplotlib.pyplot as plt
+    ev = sorted((e['ts']/1000, e['args']['Bytes']/2**30) for e in trace['traceEvents'] if e.get('name') == '[memory]' and (e['args'].get('Device Type') == 1) == cuda); t0, at, held = ev[0][0], [], start
+    for t, more in ev: held += more; at.append((t-t0, held))
+    fig, ax = plt.subplots(figsize=(9, 2.4)); ax.step(*zip(*at), where='post', lw=.6); ax.set_xlabel(f'ms on the host; {label}', fontsize=7); ax.set_ylabel('GiB allocated', fontsize=7); ax.tick_params(labelsize=6); ax.spines[['top', 'right']].set_visible(False)
+    fig.tight_layout(); fig.savefig(file, dpi=130); return max(g for _, g in at)
 
 ap = argparse.ArgumentParser(description=__doc__); ap.add_argument('out', type=Path); ap.add_argument('--model', default='qwenimage'); ap.add_argument('--blocks', type=int, default=6); ap.add_argument('--batch', type=int, default=1); ap.add_argument('--tiny', action='store_true')
 a = ap.parse_args(); out, name, count, batch, cuda = a.out, a.model, a.blocks, a.batch, not a.tiny; out.mkdir(parents=True, exist_ok=True); device = torch.device('cuda' if cuda else 'cpu')
@@ -117,9 +125,11 @@ opt = build_optimizer(params, recipe, 'flashadamw' if cuda else 'adamw', cuda, r
 def clipped(): (objective.per_sample(model, data).mean()*rel.scale).backward(); rel.finish()
 say('with its optimizer, released and clipped', seconds(clipped))
 STEPS = 2
-with profile(activities=[ProfilerActivity.CPU]+[ProfilerActivity.CUDA]*cuda) as prof:
+before = torch.cuda.memory_allocated()/2**30 if cuda else 0
+with profile(activities=[ProfilerActivity.CPU]+[ProfilerActivity.CUDA]*cuda, profile_memory=True) as prof:
     for _ in range(STEPS): clipped()
     if cuda: torch.cuda.synchronize()
 label = f'{name}, {count} blocks, batch {batch}' if cuda else f'{name}, stand-in on a CPU'; stem = out/f'trace_{name}_{batch}'
 prof.export_chrome_trace(f'{stem}.json'); trace = json.loads(Path(f'{stem}.json').read_text()); Path(f'{stem}.json.gz').write_bytes(gzip.compress(Path(f'{stem}.json').read_bytes())); Path(f'{stem}.json').unlink()
 events = events_of(trace, cuda); text = report(events, STEPS, label); Path(f'{stem}.md').write_text(text); picture(events, f'{stem}.png', label); print(text)
+print(f"peak {memory_picture(trace, str(stem).replace('trace_', 'memory_')+'.png', label, cuda, before):.2f} GiB")
