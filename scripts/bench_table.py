@@ -1,4 +1,4 @@
-"""bench_table.py: docs/bench.md from docs/bench.jsonl, with the planner's memory and time beside what was measured."""
+"""bench_table.py: docs/bench.md and docs/bench.png from docs/bench.jsonl, with the planner's memory and time beside what was measured."""
 import json
 from pathlib import Path
 from sciftune.models.family import get_family
@@ -21,9 +21,25 @@ def line(r):
     made = predicted(r); f = lambda k, n=3: f'{r[k]:.{n}f}' if r.get(k) is not None else ''
     memory = (f'{made[0]:.1f}', f'{made[0]/r["allocated_gib"]-1:+.1%}') if made else ('', '')
     time = (f'{made[1]:.3f}', f'{made[1]/r["step_time"]-1:+.0%}') if made else ('', '')
-    kind = (made[2] if made else measured_setting(r)[0].recipe); kind = kind.objective+' + GAN'*kind.gan
+    kind = (made[2] if made else measured_setting(r)[0].recipe); kind = kind.objective+' + GAN'*kind.gan+f', LoRA {kind.lora_rank}'*bool(kind.lora_rank)
     return ' | '.join(['', r['model'], kind, f"{r['resolution']}", r['strategy']+(f", {r['offload']} offloaded, {r['device_memory_gib']:g} GiB" if r.get('offload', 'none') != 'none' else ''), f"{r['processes']}", r['precision'], f"{r['micro_batch']}", f"{r['recompute']}", r['loop'],
                        f"{f('step_time')} ± {f('step_time_spread')}", *time, f('allocated_gib', 1), *memory, f('mfu'), f('hfu'), f('tokens_per_second', 0), r['date'], '']).strip()
+
+def pictures():
+    "MFU by batch, and where the time of a step goes: docs/bench.png."
+    import matplotlib; matplotlib.use('Agg'); import matplotlib.pyplot as plt
+    good = [r for r in rows if r.get('step_time') and not r.get('error') and r['loop'] == 'trainer' and r['model'] in ('qwenimage', 'klein', 'flux1') and r['strategy'] == 'single' and r.get('offload', 'none') == 'none']
+    fig, (left, right) = plt.subplots(1, 2, figsize=(11, 4), width_ratios=(1, 1.3)); kind = lambda r: f"{r['model']}, {'LoRA' if r.get('lora_rank') else r['precision'].removeprefix('bf16-')}"
+    for c, k in zip('C0 C1 C2 C3 C4'.split(), sorted({kind(r) for r in good})):
+        best = {b: max(r['mfu'] for r in good if kind(r) == k and r['micro_batch'] == b) for b in sorted({r['micro_batch'] for r in good if kind(r) == k})}
+        left.plot(list(best), list(best.values()), 'o-', color=c, label=k)
+    left.set_xlabel('batch per GPU'); left.set_ylabel('MFU, best setting'); left.set_xticks([1, 2, 3, 4]); left.set_ylim(.25, .8); left.legend(fontsize=8, frameon=False)
+    bars = [r for r in good if r.get('backward_time')]; names = [f"{kind(r)}, batch {r['micro_batch']}, {r['recompute']} recomputed" for r in bars]; from_ = [0.0]*len(bars)
+    for part, c in dict(forward='C0', backward='C1', optimizer='C2').items():
+        width = [r.get(f'{part}_time', 0)/r['step_time'] for r in bars]; right.barh(range(len(bars)), width, left=from_, color=c, label=part); from_ = [a+b for a, b in zip(from_, width)]
+    right.barh(range(len(bars)), [max(0, 1-a) for a in from_], left=from_, color='.85', label='rest'); right.set_yticks(range(len(bars)), names, fontsize=7); right.invert_yaxis(); right.set_xlim(0, 1); right.set_xlabel('share of a step (updates run inside backward where gradients are released)', fontsize=8); right.legend(ncol=4, fontsize=7, frameon=False, loc='lower center', bbox_to_anchor=(.5, 1))
+    for ax in (left, right): ax.spines[['top', 'right']].set_visible(False)
+    fig.tight_layout(); fig.savefig(ROOT/'docs/bench.png', dpi=110)
 
 head = ['model', 'objective', 'pixels', 'strategy', 'GPUs', 'precision', 'batch per GPU', 'blocks recomputed', 'loop', 's/step', 'planned s', 'error', 'peak GiB', 'planned GiB', 'error', 'MFU', 'HFU', 'tokens/s', 'date']
 lines = ['| '+' | '.join(head)+' |', '|'+'---|'*len(head), *(line(r) for r in rows if not r.get('error') and r.get('step_time'))]
@@ -36,11 +52,14 @@ Full fine-tuning (512 text tokens) and DMD2 distillation (three UNets, generator
 model and optimizer (bare), or as a plain diffusers-style loop would do it (plain). Hardware: {rows[0]['gpus'][0]}, 139.8 GiB each. Versions: {versions}.
 MFU counts 3 forward passes of useful work over 989 TFLOP/s; HFU counts recomputation, too. `peak` is allocated memory; `planned` is what `sciftune.strategies.memory` predicts for it, and for the
 median step, without a GPU. A distillation's median step is one of the critic alone. ZeRO-3 with compiled blocks takes 5.9 GiB that the planner cannot explain.
-Offloaded rows have the optimizer's states in host memory, but for as many as fit the given budget, and were held to it by the allocator. All rows were measured before the optimizer's moments got their present units (`strategies.adam`), which adds a few instructions per weight.
-FLUX.1 is missing: on torch 2.11 with CUDA 13.0 its double blocks gave gradients that are no numbers, at full training and with adapters, which is not explained yet (`tests/gpu_blocks.py` is there to find it); the trainer stops such a run at its first step. What it needs of memory does not depend on that.
+Offloaded rows have the optimizer's states in host memory, but for as many as fit the given budget, and were held to it by the allocator. Rows before 2026-11-22 were measured before the optimizer's moments got their present units (`strategies.adam`), which adds a few instructions per weight.
+FLUX.1: with adapters (rank 16, on the default layers) where the precision is bf16-mixed, full where it is bf16-master24. On torch 2.11 its gradients were no numbers until its single blocks handed cuDNN contiguous ones (`strategies.speed`); `tests/gpu_blocks.py` now finds two blocks
+of each kind within 1.1 % of fp32 (full: eager and compiled; adapters: eager). Rows of 2026-11-22 have the digits that were printed; what else a row holds was lost with the machine.
 
 Command of a row: `python scripts/gpu_bench.py OUT model=...,micro_batch=...,recompute=...,num_processes=...`; each row of `docs/bench.jsonl` holds its own.
 Rebuild this page with `python scripts/bench_table.py`.
+
+![MFU by batch on one H200, and the parts of a step](bench.png)
 
 """ + '\n'.join(lines) + f"""
 
@@ -49,4 +68,4 @@ What the planner says does not fit a card of 139.8 GiB, started with `plan_check
 
 {chr(10).join(tried)}
 """)
-print('\n'.join(lines+tried))
+pictures(); print('\n'.join(lines+tried))

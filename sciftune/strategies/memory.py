@@ -66,7 +66,7 @@ class Alive(TorchDispatchMode):
 
     def drop(self, n:int): self.now -= n
 
-# %% ../../nbs/strategies/memory.ipynb #50e27b1c
+# %% ../../nbs/strategies/memory.ipynb #b0cd4b46
 CONTRACTIONS = {'mm','addmm','bmm','baddbmm','convolution','_scaled_dot_product_flash_attention'}
 
 class Recorder(TorchDispatchMode):
@@ -81,10 +81,18 @@ class Recorder(TorchDispatchMode):
         if name in CONTRACTIONS: self.written |= outs.keys()|(ins.keys() if 'attention' in name else set()); self.read |= ins.keys()
         return out
 
-    def sources(self, key:int, fixed:set)->set:
-        "The storages of `fixed`, or without ancestors, from which `key` can be recomputed."
-        if key in fixed or not self.parents.get(key): return {key}
-        return set().union(*(self.sources(p, fixed) for p in self.parents[key]))
+    def smallest(self, wanted:set, fixed:set, free:set)->set:
+        "The storages, smallest in total, from which `wanted` can be computed without computing one of `fixed`; those of `free` cost nothing and are left out."
+        import networkx
+        graph, seen, todo = networkx.DiGraph(), set(), [k for k in wanted if k not in free]; graph.add_nodes_from('st')
+        for k in todo: graph.add_edge((k, 'kept'), 't')
+        while todo:
+            if (k := todo.pop()) in seen: continue
+            seen.add(k); graph.add_edge((k, 'made'), (k, 'kept'), capacity=0 if k in free else self.size[k]); before = () if k in fixed else self.parents.get(k, ()); todo += before
+            if not before: graph.add_edge('s', (k, 'made'))
+            for p in before: graph.add_edge((p, 'kept'), (k, 'made'))
+        below = networkx.minimum_cut(graph, 's', 't')[1][0]
+        return {k for k in seen if (k, 'made') in below and (k, 'kept') not in below} - free
 
 # %% ../../nbs/strategies/memory.ipynb #f5d70c6c
 @dataclass(frozen=True)
@@ -101,7 +109,7 @@ class Line:
     @classmethod
     def through(cls, one:float, two:float, four:float)->'Line': return cls(one, 2*two-four, (four-two)/2)
 
-# %% ../../nbs/strategies/memory.ipynb #233f0cfe
+# %% ../../nbs/strategies/memory.ipynb #68ad85b0
 def block_bytes(
     module:nn.Module,  # On meta
     args:tuple,        # Its inputs, on meta
@@ -114,7 +122,7 @@ def block_bytes(
     with Flash(), Recorder() as rec, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t): out = module(*args, **kwargs)
     kept = {k: s for k,s in kept.items() if k in rec.made or k in ins}                        # tables that all blocks share are not a block's
     rec.size |= {k: s.nbytes() for k,s in (kept|ins).items()}; fixed = rec.read | rec.written | ins.keys()
-    lean = set().union(*(rec.sources(k, fixed) for k in kept if k not in weights)) - weights.keys()
+    lean = rec.smallest(kept.keys(), fixed, weights.keys())
     small = {k for k in lean if k in rec.read and k not in rec.written and k not in ins}       # read by matrix products alone: fp8 keeps one byte
     total = lambda keys: sum(rec.size[k] for k in keys)
     size = dict(eager=total(kept.keys()-weights.keys()), compiled=total(lean), fp8=total(lean)-total(small)/2, out=total(storages(out)), operations=rec.operations)
