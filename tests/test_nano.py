@@ -17,6 +17,12 @@ def test_from_nothing_to_a_fine_tune(tmp_path):
     assert sorted(p.name for p in (tmp_path/'nano').iterdir()) == ['README.md', 'klein', 'qwenimage', 'reader']
     run_notebook('nano_finetune', tmp_path/'finetune.ipynb', model='klein', base=tmp_path/'nano'/'klein', seeds="0", judged=8, smoke=True, run_root=tmp_path/'style')
 
+@pytest.mark.slow
+@pytest.mark.parametrize('model', ['qwenimage', 'klein'])
+def test_adapter_and_average(tmp_path, model):
+    "The notebook with both, at its smallest: strength 0 is the base to the bit, merged draws as beside."
+    run_notebook('nano_adapter', tmp_path/'adapter.ipynb', model=model, smoke=True, run_root=tmp_path/'runs')
+
 @pytest.mark.parametrize('model, extra', [('qwenimage', dict(true_cfg_scale=2.5, negative_prompt=[' ']*8)), ('klein', dict(guidance_scale=2.5, max_sequence_length=64))])
 def test_packaged_weights_draw_with_diffusers(model, extra):
     "What is in the package, loaded by diffusers alone, draws charts in which the packaged reader finds the kinds that the captions name."

@@ -396,7 +396,7 @@ UNIFIED = dict(   # what model bagel changes: packed sequences, and a debug run 
     cluster=dict(_large, text_loss_weight=0.25, hybrid_shard=8, timestep_shift='4.0', expected_tokens=32768, max_tokens=36864, max_sample_tokens=16384),
     system_c=dict(_large, adam_epsilon=1e-15, warmup_steps=2000))
 
-# %% ../../nbs/core/recipe.ipynb #f9ee52cd
+# %% ../../nbs/core/recipe.ipynb #5bc8c785
 _charts = dict(resolution=128, figures_side=128, text_tokens=64, gradient_checkpointing='none', precision='bf16-mixed', lr_schedule='cosine', plan_check=False)
 SEEN_KINDS = 'line,area,bar,scatter,pie,histogram,heat_map'       # all but barh
 NANO = dict(
@@ -405,7 +405,7 @@ NANO = dict(
     nano_denoiser=dict(_charts, figures=30000, figures_kinds=SEEN_KINDS, figures_seed=2, steps=6000, micro_batch=256, global_batch=256, learning_rate=1e-3, warmup_steps=200, ema_decay=0.999,
                        timestep_shift='linear', held_out=128, cache_batch=64, validation_steps=1500, validation_images=16, validation_sample_steps=25, validation_guidance=2.5, checkpoint_steps=0, log_steps=10),
     nano_style=dict(_charts, model_path='nano', figures=512, figures_style='chalk', figures_seed=3, steps=1000, micro_batch=8, global_batch=8, learning_rate=1.5e-3, warmup_steps=10, precision='fp32', ema_decay=0.99,
-                    timestep_shift='linear', held_out=32, cache_batch=16, validation_steps=500, validation_images=8, validation_sample_steps=20, validation_guidance=2.5, checkpoint_steps=0))
+                    timestep_shift='3.0', held_out=32, cache_batch=16, validation_steps=500, validation_images=8, validation_sample_steps=20, validation_guidance=2.5, checkpoint_steps=0))
 NANO_MODELS = ('qwenimage','klein')      # whose trained nano models are in the package
 
 # %% ../../nbs/core/recipe.ipynb #0eaf603e
@@ -435,7 +435,7 @@ DISTILLATION = dict(
                   generator_every=5, denoising_steps=4, normaliser='separate', dm_min_step=0.0, dm_max_step=1.0))
 TINY_DISTILLATION = dict(steps=100, figures=64, learning_rate=1e-4, lr_schedule='constant', max_grad_norm=10.0, generator_every=5, caption_dropout=0.0, held_out=0, validation_steps=50)
 
-# %% ../../nbs/core/recipe.ipynb #55a4fc4f
+# %% ../../nbs/core/recipe.ipynb #14f67bb8
 def presets(
     model:str,     # Family name
 )->dict:           # preset name -> values that differ from the field defaults
@@ -446,7 +446,7 @@ def presets(
     sd = {} if model not in ('sd15','sdxl') else SD | (dict(resolution=512) if model == 'sd15' else {})
     made = {k: {**({} if k == 'tiny' else full), **v, **{f: x for f,x in sd.items() if f != 'resolution' or k != 'tiny'}} for k,v in PRESETS.items()}
     if model in NANO_MODELS: made |= {k: dict(v) for k,v in NANO.items()}
-    if model == 'klein': made['nano_style'] |= dict(steps=550, validation_steps=275)     # a step takes twice as long
+    if model == 'klein': made['nano_style'] |= dict(micro_batch=4, global_batch=4, learning_rate=6e-4)     # a picture takes twice as long
     if model == 'bagel': made = {k: v | UNIFIED.get(k, {}) for k,v in made.items()}
     if sd: made |= {k: {**full, **SD, **v} for k,v in DISTILLATION.items() if only.get(k, (k.split('_')[1],)) == (model,)}
     return {k: dict(v, model=model, preset=k) for k,v in made.items() if model in only.get(k, (model,))}
