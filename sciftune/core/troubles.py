@@ -162,7 +162,7 @@ class Entry:
         say = lambda x: x(c) if callable(x) else x
         return Finding(self.name, say(self.cause), say(self.cure))
 
-# %% ../../nbs/core/troubles.ipynb #e467df05
+# %% ../../nbs/core/troubles.ipynb #ff416e36
 TROUBLES = (
     Entry('GPU out of memory', 'A B C E', r'CUDA out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation|CUDA error: out of memory', gpu_memory_cause, gpu_memory_cure),
     Entry('host out of memory', 'B C', r"DefaultCPUAllocator: can't allocate memory|Cannot allocate memory|\bMemoryError\b|Signal 9 \(SIGKILL\)|died with <Signals\.SIGKILL|exitcode\s*:\s*-9\b|unable to mmap \d+ bytes",
@@ -186,7 +186,7 @@ TROUBLES = (
           "some trainable parameters never get a gradient (the last block's text branch of Qwen-Image is such a case) and DDP waits for them",
           'the families freeze theirs (frozen_parameters); for a model of your own freeze the parameters that the message numbers'),
     Entry('gradient is no number', 'E', r'grad_norm is (?:nan|inf)', 'the loss is finite and its gradient is not: a kernel of the backward pass, or an overflow in half precision',
-          lambda c: f"resume=latest starts from before it; if it happens again, compile=False, and precision='{'fp32' if c.recipe.precision != 'fp32' else 'bf16-mixed'}' for one step to compare; python tests/gpu_selftest.py looks at the kernels"),
+          lambda c: f"resume=latest starts from before it; if it happens again, compile=False, and precision='{'fp32' if c.recipe.precision != 'fp32' else 'bf16-mixed'}' for one step to compare; python tests/gpu_selftest.py looks at the kernels, tests/gpu_blocks.py at the blocks of each model"),
     Entry('loss is no number', 'E', r'FloatingPointError|loss is (?:nan|inf)', 'the forward pass or an update overflowed: too large a rate, half-precision activations, or an autoencoder in fp16',
           lambda c: f'learning_rate below {c.recipe.learning_rate:g}, warmup_steps={max(100, 2*c.recipe.warmup_steps)}, max_grad_norm={c.recipe.max_grad_norm or 1.0:g}, precision='
                     f"{'fp32' if c.recipe.precision != 'bf16-mixed' else 'bf16-mixed with fp32 for one step to compare'}; resume=latest starts from before it"),
