@@ -69,7 +69,7 @@ LAUNCH = '''
 import sys
 from sciftune.core.recipe import resolve
 from sciftune.lab.launch import launch, prepare
-launch(prepare(resolve(run_root=sys.argv[1], steps=2000, figures=24, held_out=4, validation_steps=0, checkpoint_steps=0)))
+launch(prepare(resolve(run_root=sys.argv[1], steps=100000, figures=24, held_out=4, validation_steps=0, checkpoint_steps=0)))
 '''
 
 def test_a_job_outlives_its_kernel_and_ends_with_an_interrupt(tmp_path, runs):
