@@ -66,7 +66,8 @@ def test_failed_training_fails_the_notebook(papermill, tmp_path, runs):
     assert state(RunDir(runs/'bad')) == 'failed' and not (runs/'bad'/'model').exists()
 
 LAUNCH = '''
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)          # ignored where a script runs the tests in the background
 from sciftune.core.recipe import resolve
 from sciftune.lab.launch import launch, prepare
 launch(prepare(resolve(run_root=sys.argv[1], steps=100000, figures=24, held_out=4, validation_steps=0, checkpoint_steps=0)))
