@@ -1,5 +1,7 @@
 """bench_table.py: docs/bench.md and docs/bench.png from docs/bench.jsonl, with the planner's memory and time beside what was measured."""
 import json
+import matplotlib; matplotlib.use('Agg')
+import matplotlib.pyplot as plt
 from pathlib import Path
 from sciftune.models.family import get_family
 from sciftune.strategies.memory import device_speed, measured_setting, planned_peak, profile, step_seconds
@@ -27,13 +29,12 @@ def line(r):
 
 def pictures():
     "MFU by batch, and where the time of a step goes: docs/bench.png."
-    import matplotlib; matplotlib.use('Agg'); import matplotlib.pyplot as plt
     good = [r for r in rows if r.get('step_time') and not r.get('error') and r['loop'] == 'trainer' and r['model'] in ('qwenimage', 'klein', 'flux1') and r['strategy'] == 'single' and r.get('offload', 'none') == 'none']
     fig, (left, right) = plt.subplots(1, 2, figsize=(11, 4), width_ratios=(1, 1.3)); kind = lambda r: f"{r['model']}, {'LoRA' if r.get('lora_rank') else r['precision'].removeprefix('bf16-')}"
-    for c, k in zip('C0 C1 C2 C3 C4'.split(), sorted({kind(r) for r in good})):
+    for k in sorted({kind(r) for r in good}):
         best = {b: max(r['mfu'] for r in good if kind(r) == k and r['micro_batch'] == b) for b in sorted({r['micro_batch'] for r in good if kind(r) == k})}
-        left.plot(list(best), list(best.values()), 'o-', color=c, label=k)
-    left.set_xlabel('batch per GPU'); left.set_ylabel('MFU, best setting'); left.set_xticks([1, 2, 3, 4]); left.set_ylim(.25, .8); left.legend(fontsize=8, frameon=False)
+        left.plot(list(best), list(best.values()), 'o-', label=k)
+    left.set_xlabel('batch per GPU'); left.set_ylabel('MFU, best setting'); left.set_xticks(sorted({r['micro_batch'] for r in good})); left.set_ylim(bottom=0); left.legend(fontsize=8, frameon=False)
     bars = [r for r in good if r.get('backward_time')]; names = [f"{kind(r)}, batch {r['micro_batch']}, {r['recompute']} recomputed" for r in bars]; from_ = [0.0]*len(bars)
     for part, c in dict(forward='C0', backward='C1', optimizer='C2').items():
         width = [r.get(f'{part}_time', 0)/r['step_time'] for r in bars]; right.barh(range(len(bars)), width, left=from_, color=c, label=part); from_ = [a+b for a, b in zip(from_, width)]
@@ -54,12 +55,14 @@ MFU counts 3 forward passes of useful work over 989 TFLOP/s; HFU counts recomput
 median step, without a GPU. A distillation's median step is one of the critic alone. ZeRO-3 with compiled blocks takes 5.9 GiB that the planner cannot explain.
 Offloaded rows have the optimizer's states in host memory, but for as many as fit the given budget, and were held to it by the allocator. Rows before 2026-11-22 were measured before the optimizer's moments got their present units (`strategies.adam`), which adds a few instructions per weight.
 FLUX.1: with adapters (rank 16, on the default layers) where the precision is bf16-mixed, full where it is bf16-master24. On torch 2.11 its gradients were no numbers until its single blocks handed cuDNN contiguous ones (`strategies.speed`); `tests/gpu_blocks.py` now finds two blocks
-of each kind within 1.1 % of fp32 (full: eager and compiled; adapters: eager). Rows of 2026-11-22 have the digits that were printed; what else a row holds was lost with the machine.
+of each kind within 1.1 % of fp32 (full: eager and compiled; adapters: eager). Rows of 2026-11-22 have the digits that were printed; what else a row holds was lost with the machine, and its versions are those that were installed.
 
 Command of a row: `python scripts/gpu_bench.py OUT model=...,micro_batch=...,recompute=...,num_processes=...`; each row of `docs/bench.jsonl` holds its own.
 Rebuild this page with `python scripts/bench_table.py`.
 
 ![MFU by batch on one H200, and the parts of a step](bench.png)
+
+What the GPU does in a step, kernel by kernel: [profile.md](profile.md).
 
 """ + '\n'.join(lines) + f"""
 

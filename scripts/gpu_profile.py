@@ -3,7 +3,8 @@ tables (trace_*.md), pictures of the steps (trace_*.png) and of their memory (me
 import argparse, gzip, json, time
 from collections import Counter
 from pathlib import Path
-import torch, torch.nn.functional as F
+import matplotlib; matplotlib.use('Agg')
+import matplotlib.pyplot as plt, torch, torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 from sciftune.core.engineconf import BLOCKS
 from sciftune.core.recipe import resolve
@@ -51,7 +52,6 @@ def report(events, steps, label):
 
 def picture(events, file, label):
     "The time in five strips: what ran, by kind; white is idle."
-    import matplotlib; matplotlib.use('Agg'); import matplotlib.pyplot as plt
     first = events[0][0]; span = (max(e[1] for e in events)-first)/5; fig, axes = plt.subplots(5, 1, figsize=(9, 3.4))
     for i, ax in enumerate(axes):
         for k, c in COLOURS.items(): ax.broken_barh([(a-first, b-a) for a, b, n in events if kind_of(n) == k and b-first > i*span and a-first < (i+1)*span], (0, 1), color=c, lw=0, label=k if i == 0 else None)
@@ -60,7 +60,6 @@ def picture(events, file, label):
 
 def memory_picture(trace, file, label, cuda, start=0):
     "Allocated memory over the traced steps; `start`: GiB allocated when the trace began."
-    import matplotlib; matplotlib.use('Agg'); import matplotlib.pyplot as plt
     ev = sorted((e['ts']/1000, e['args']['Bytes']/2**30) for e in trace['traceEvents'] if e.get('name') == '[memory]' and (e['args'].get('Device Type') == 1) == cuda); t0, at, held = ev[0][0], [], start
     for t, more in ev: held += more; at.append((t-t0, held))
     fig, ax = plt.subplots(figsize=(9, 2.4)); ax.step(*zip(*at), where='post', lw=.6); ax.set_xlabel(f'ms on the host; {label}', fontsize=7); ax.set_ylabel('GiB allocated', fontsize=7); ax.tick_params(labelsize=6); ax.spines[['top', 'right']].set_visible(False)
