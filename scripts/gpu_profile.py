@@ -11,7 +11,7 @@ from sciftune.core.recipe import resolve
 from sciftune.losses.flow import FlowMatching
 from sciftune.models.family import get_family
 from sciftune.strategies.optimizers import GradientRelease, build_optimizer
-from sciftune.strategies.speed import prepare_denoiser
+from sciftune.strategies.speed import blocks_of, prepare_denoiser
 from sciftune.training.bare import one_batch
 
 # a trace
@@ -113,14 +113,16 @@ def optimizers():
     from flashoptim import FlashAdamW
     import sciftune.strategies.adam as lean
     hyper = dict(lr=1e-5, weight_decay=.01, master_weight_bits=24); grads = [torch.randn_like(p) for p in params]
-    def updates(label, opt):
+    place = {id(p): i for i, p in enumerate(params)}; blocks = [[place[id(p)] for p in b.parameters() if id(p) in place] for b in blocks_of(model, BLOCKS[name])]; outside = sorted(set(range(len(params)))-{i for b in blocks for i in b})
+    def updates(label, opt, blocks=(), alone=range(len(params))):
         def f():
-            for p, gr in zip(params, grads): p.grad = gr; opt.step_param(p, opt.param_groups[0])
+            for b in blocks: opt.step_params([params[i] for i in b], [grads[i] for i in b], opt.param_groups[0])
+            for i in alone: params[i].grad = grads[i]; opt.step_param(params[i], opt.param_groups[0])
         t = seconds(f, 3, 2); say(label, t, f'{total/t[0]/1e9:.1f} G parameters/s')
         for p in params: p.grad = None
-    updates('updates by flashoptim', FlashAdamW(params, **hyper)); updates('updates by LeanAdamW', lean.LeanAdamW(params, **hyper))
+    updates('updates by flashoptim', FlashAdamW(params, **hyper)); updates('updates by LeanAdamW', lean.LeanAdamW(params, **hyper)); updates('updates by LeanAdamW, a launch per block', lean.LeanAdamW(params, **hyper), blocks, outside)
 if cuda: optimizers(); torch.cuda.empty_cache()
-opt = build_optimizer(params, recipe, 'flashadamw' if cuda else 'adamw', cuda, release=True); rel = GradientRelease(model, opt, 1.0)
+opt = build_optimizer(params, recipe, 'flashadamw' if cuda else 'adamw', cuda, release=True); rel = GradientRelease(model, opt, 1.0, blocks_of(model, BLOCKS[name]))
 def clipped(): (objective.per_sample(model, data).mean()*rel.scale).backward(); rel.finish()
 say('with its optimizer, released and clipped', seconds(clipped))
 STEPS = 2

@@ -86,6 +86,37 @@ def gradient_release_clips_by_the_previous_norm():
         assert abs(rel.scale.item()-min(1, 1e-3/(n+1e-6))) < 1e-4 and (i == 0) == (scale == 1), (n, scale)
 
 @check
+def one_launch_updates_a_block():
+    "Bit by bit what one launch per parameter does, and what either costs the host."
+    class Block(nn.Module):
+        def __init__(self): super().__init__(); self.a, self.b, self.few = nn.Linear(512, 256), nn.Linear(256, 512), nn.Parameter(torch.ones(7))
+        def forward(self, x): return x+self.b(self.a(x).relu())*self.few.mean()
+    def trained(blocks, steps=5):
+        torch.manual_seed(0); m = nn.Module(); m.outer, m.blocks = nn.Linear(512, 512), nn.ModuleList([Block() for _ in range(3)]); m.cuda().bfloat16(); x = torch.randn(64, 512, device='cuda').bfloat16()
+        opt = build_optimizer(list(m.parameters()), resolve(learning_rate=1e-3), 'flashadamw', True); rel, norms = GradientRelease(m, opt, .5, blocks), []
+        for _ in range(steps):
+            y = m.outer(x)
+            for b in m.blocks: y = b(y)
+            (y.float().square().mean()*rel.scale).backward(); norms.append(rel.finish()); assert all(p.grad is None for p in m.parameters())
+        assert len(opt.plans) == (3 if blocks is None else 0) and all(len(p.fits) == 4 for p in opt.plans.values())
+        return [p.detach() for p in m.parameters()]+[t for s in map(opt.state.get, m.parameters()) for t in (s['error_bits'], s['exp_avg']._quantized, s['exp_avg_sq']._quantized, s['exp_avg']._scales, s['exp_avg_sq']._scales, s['step'])]+norms
+    a, b = trained(None), trained([]); assert all(torch.equal(x, y) for x, y in zip(a, b)), [i for i, (x, y) in enumerate(zip(a, b)) if not torch.equal(x, y)]
+    ps = [[nn.Parameter(torch.zeros(256, 512, device='cuda').bfloat16()) for _ in range(8)] for _ in range(60)]; gs = [[torch.randn_like(p) for p in b] for b in ps]; opt = build_optimizer([p for b in ps for p in b], resolve(learning_rate=1e-3), 'flashadamw', True); group = opt.param_groups[0]
+    def alone():
+        for b, h in zip(ps, gs):
+            for p, g in zip(b, h): p.grad = g; opt.step_param(p, group); p.grad = None
+    def together():
+        for b, h in zip(ps, gs): opt.step_params(b, h, group)
+    def moved():
+        for h in gs: h.reverse()
+        together()
+    def host(f):
+        f(); f(); took = []
+        for _ in range(3): torch.cuda.synchronize(); began = time.perf_counter(); f(); took.append(time.perf_counter()-began)
+        return min(took)/480*1e6
+    return f'host microseconds per parameter: {host(alone):.1f} alone, {host(together):.1f} by blocks of 8, {host(moved):.1f} when every gradient has moved'
+
+@check
 def a_step_waits_for_nothing():
     from sciftune.losses.flow import FlowMatching
     from sciftune.strategies.engines import Engine

@@ -57,7 +57,76 @@ for value in (1e4, float('nan')):
 print('fine')
 '''
 
-def test_kernel_equals_its_definition():
+TOGETHER = '''
+import torch
+from torch import nn
+from sciftune.strategies.adam import LeanAdamW, Moment
+from sciftune.strategies.optimizers import GradientRelease
+
+def optimizer(params):
+    "It asks for a GPU; the interpreter needs none."
+    there = torch.cuda.is_available; torch.cuda.is_available = lambda: True
+    try: return LeanAdamW(params, lr=1e-3, weight_decay=.1, master_weight_bits=24)
+    finally: torch.cuda.is_available = there
+def tensors(opt, p): s = opt.state[p]; return [p.detach(), s['error_bits'], *(t for k in ('exp_avg', 'exp_avg_sq') for t in (s[k]._quantized, s[k]._scales)), s['step']]
+def same(opts, params): return all(torch.equal(x, y) for p, q in zip(*params) for x, y in zip(tensors(opts[0], p), tensors(opts[1], q)))
+def parameters(sizes): torch.manual_seed(0); return [nn.Parameter((torch.randn(n)*.02).bfloat16()) for n in sizes]
+def plan(): return next(iter(one.plans.values()))
+def step(gs):
+    "Together and one by one."
+    one.step_params(a, gs, one.param_groups[0])
+    for q, q.grad in zip(b, gs): two.step_param(q, two.param_groups[0])
+    assert same((one, two), (a, b)) and torch.equal(one.partial, two.partial) and torch.equal(one.take_squares(), two.take_squares()) and all(p.grad is None for p in a)
+
+# the numbers of the kernel for one tensor, bit by bit: several blocks, more than there are programs, a part of a block; sizes that go alone; nothing at all, as of an empty shard
+sizes = (32, 1024, 2500, 40960, 7, 1040, 0, 16); a, b = parameters(sizes), parameters(sizes); one, two = optimizer(a), optimizer(b)
+grads = [(torch.randn(n)*.01).bfloat16() for n in sizes]; step(grads)
+assert plan().fits == [0, 1, 3, 5, 7] and len(plan().rows) == 1+1+8+2+1 and int(one.state[a[0]]['step']) == 1
+
+# the table is sent again when something has moved, the plan made again when a state is another one
+first, table = plan(), plan().table; step(grads); assert plan() is first and plan().table is table
+grads[3] = grads[3].clone(); step(grads); assert plan() is first and plan().table is not table; table = plan().table; step(grads); assert plan().table is table
+for o, ps in ((one, a), (two, b)):
+    s = o.state[ps[1]]; s['error_bits'] = s['error_bits']+1; s['exp_avg']._scales = s['exp_avg']._scales*2; ps[0].data = ps[0].data*2
+step(grads); assert plan() is first and plan().table is not table
+for o, ps in ((one, a), (two, b)):
+    for p in ps: o.state[p]['step'] = torch.full_like(o.state[p]['step'], 9)                 # what reading a checkpoint does
+step(grads); assert plan() is not first and int(one.state[a[0]]['step']) == 10
+m = one.state[a[0]]['exp_avg']; new = one.state[a[0]]['exp_avg'] = Moment(None); new._quantized, new._scales = m._quantized.clone(), m._scales.clone(); step(grads)
+whole = torch.zeros(40976).bfloat16(); off = whole[8:40968]; off.copy_(grads[3]); grads[3] = whole[1:40961].copy_(off.clone()); step(grads); assert 3 not in plan().fits, 'an address that 16 does not divide'
+
+# gradients in fp32, only those that the kernel takes
+one.step_params([a[3], a[1]], [grads[3].float(), grads[1].float()], one.param_groups[0])
+for i in (3, 1): b[i].grad = grads[i].clone(); two.step_param(b[i], two.param_groups[0])
+assert same((one, two), (a, b)) and len(one.plans) == 2; one.take_squares(); two.take_squares()
+for o, ps in ((one, a), (two, b)):
+    for p in ps: o.state[p]['step'] = torch.full_like(o.state[p]['step'], 9)
+
+# one of them has taken more steps: one by one
+for o, ps in ((one, a), (two, b)): o.state[ps[0]]['step'] += 1
+step(grads); assert (int(one.state[a[0]]['step']), int(one.state[a[1]]['step'])) == (int(one.state[a[1]]['step'])+1, int(two.state[b[1]]['step']))
+
+# a module: two blocks, and a layer outside of them
+def module():
+    torch.manual_seed(0); m = nn.Module(); m.outer, m.blocks = nn.Linear(32, 32), nn.ModuleList([nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32), nn.LayerNorm(32), nn.Linear(32, 32)) for _ in range(2)]); return m.bfloat16()
+def run(blocks, steps=3):
+    m = module(); opt = optimizer(list(m.parameters())); rel = GradientRelease(m, opt, .1, blocks); x, norms, calls = torch.randn(4, 32, generator=torch.Generator().manual_seed(1)).bfloat16(), [], []
+    known = opt.step_params; opt.step_params = lambda ps, gs, g: (calls.append(len(ps)), known(ps, gs, g))
+    for _ in range(steps):
+        y = m.outer(x)
+        for block in m.blocks: y = block(y) if block is m.blocks[0] else block[1](block[0](y))          # the last two layers of the second get no gradient
+        (y.float().square().mean()*rel.scale).backward(); norms.append(rel.finish()); assert all(p.grad is None for p in m.parameters())
+    return opt, list(m.parameters()), torch.stack(norms), calls
+(one, a, n1, calls), (two, b, n2, alone) = run(None), run([])
+assert same((one, two), ([p for p in a if one.state[p]], [p for p in b if two.state[p]])) and torch.equal(n1, n2) and (n1 > 0).all() and calls == [8, 4, 4, 8, 4, 8] and not alone, (n1, n2, calls)
+print('fine')
+'''
+
+def run(code):
     pytest.importorskip('triton'); pytest.importorskip('flashoptim')
-    r = subprocess.run([sys.executable, '-c', CODE], capture_output=True, text=True, env={**os.environ, 'TRITON_INTERPRET': '1', 'OMP_NUM_THREADS': '1'})
+    r = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, env={**os.environ, 'TRITON_INTERPRET': '1', 'OMP_NUM_THREADS': '1'})
     assert r.returncode == 0 and 'fine' in r.stdout, r.stderr[-3000:]
+
+def test_kernel_equals_its_definition(): run(CODE)
+
+def test_one_launch_is_the_updates_one_by_one(): run(TOGETHER)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['STATES', 'FLOAT_TABLES', 'engines_on_cpu', 'Range', 'Network', 'ShardedNetwork', 'ZeroNetwork', 'Engine']
 
-# %% ../../nbs/strategies/engines.ipynb #920fdbb6
+# %% ../../nbs/strategies/engines.ipynb #7b1640d9
 import contextlib, datetime, os
 from dataclasses import dataclass, replace
 import torch, torch.distributed as dist
@@ -15,6 +15,7 @@ from ..core.engineconf import BLOCKS, deepspeed_config
 from .precision import Policy, policy_for
 from .offload import HostStates
 from .optimizers import adam_state, build_optimizer, clip, GradientRelease
+from .speed import blocks_of
 
 # %% ../../nbs/strategies/engines.ipynb #a943e890
 def engines_on_cpu():
@@ -48,7 +49,7 @@ class Range:
 # %% ../../nbs/strategies/engines.ipynb #97bf6b0d
 STATES = ('weight', 'exp_avg', 'exp_avg_sq')
 
-# %% ../../nbs/strategies/engines.ipynb #e02a13d6
+# %% ../../nbs/strategies/engines.ipynb #6d7046fe
 class Network:
     "A trainable module on the `single` and `ddp` engines; base of the sharded ones."
     def __init__(self, engine, module:nn.Module, name:str, fill=None, recipe=None):
@@ -71,7 +72,7 @@ class Network:
             self.away = HostStates(self.optimizer, params, self._state_of, self.engine.resident_bytes)
             self.release = GradientRelease(module, self.away, self.recipe.max_grad_norm); return
         if self.policy.optimizer == 'flashadamw' and self.recipe.gradient_release and self.engine.accumulation == 1 and self.recipe.strategy != 'ddp':
-            self.release = GradientRelease(module, self.optimizer, self.recipe.max_grad_norm)
+            self.release = GradientRelease(module, self.optimizer, self.recipe.max_grad_norm, blocks_of(module, BLOCKS[self.recipe.model]))
 
     def __call__(self, *args, **kwargs): return self.module(*args, **kwargs)
 
