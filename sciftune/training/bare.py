@@ -5,19 +5,20 @@
 # %% auto #0
 __all__ = ['LOOPS', 'one_batch', 'bare_step', 'plain_step', 'run_loop', 'write_random', 'forget_cached', 'main']
 
-# %% ../../nbs/training/bare.ipynb #8c306ca9
+# %% ../../nbs/training/bare.ipynb #3528adbe
 import json, os, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import torch
 from safetensors.torch import save_file
+from ..core.engineconf import BLOCKS
 from ..core.recipe import Recipe, RecipeError
 from ..core.rundir import RunDir, write_atomic
 from ..losses.flow import FlowMatching
 from ..models.family import Family, get_family
-from ..strategies.optimizers import build_optimizer
+from ..strategies.optimizers import GradientRelease, build_optimizer
 from ..strategies.precision import policy_for
-from ..strategies.speed import compiled_graphs, prepare_denoiser
+from ..strategies.speed import blocks_of, compiled_graphs, prepare_denoiser
 from .metrics import memory_now, peak_flops
 from .prepare import weights_path
 
@@ -34,7 +35,7 @@ def one_batch(
     rows = [{k: draw(*s) for k,s in family.caption_shapes(config, recipe.text_tokens).items()} for _ in range(b)]
     return dict(x0=draw(b, *shape), noise=draw(b, *shape), sigma=torch.linspace(.1, .9, b, device=device), weight=torch.ones(b, device=device), conditioning=family.collate(rows))
 
-# %% ../../nbs/training/bare.ipynb #0d80b40a
+# %% ../../nbs/training/bare.ipynb #1d7e56cf
 def bare_step(
     recipe:Recipe,
     family:Family,
@@ -51,14 +52,13 @@ def bare_step(
     params = [p for p in model.parameters() if p.requires_grad]; opt = build_optimizer(params, recipe, policy.optimizer, device.type == 'cuda')
     released = policy.optimizer == 'flashadamw' and recipe.gradient_release
     if recipe.offload != 'none': raise RecipeError("offload: the bare loop keeps everything on the device; use the trainer")
-    if released:
-        from flashoptim import enable_gradient_release
-        enable_gradient_release(model, opt)
+    release = GradientRelease(model, opt, 0.0, blocks_of(model, BLOCKS[recipe.model])) if released else None
     objective, batch = FlowMatching(recipe, family), one_batch(recipe, family, dict(model.config), device)
     def step():
         with torch.autocast(device.type, torch.bfloat16, enabled=policy.name == 'bf16-mixed'): loss = objective.per_sample(model, batch).mean()
         loss.backward()
-        if not released: opt.step(); opt.zero_grad(set_to_none=True)
+        if release: release.finish()
+        else: opt.step(); opt.zero_grad(set_to_none=True)
         return loss
     return step
 
