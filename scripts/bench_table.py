@@ -1,4 +1,4 @@
-"""bench_table.py: docs/bench.md and docs/bench.png from docs/bench.jsonl, with the planner's memory and time beside what was measured."""
+"""bench_table.py: docs/bench.md, docs/bench.png and the table of docs/bagel.md from docs/bench.jsonl, with the planner's memory and time beside what was measured."""
 import json
 import matplotlib; matplotlib.use('Agg')
 import matplotlib.pyplot as plt
@@ -43,19 +43,44 @@ def pictures():
     fig.tight_layout(); fig.savefig(ROOT/'docs/bench.png', dpi=110)
 
 head = ['model', 'objective', 'pixels', 'strategy', 'GPUs', 'precision', 'batch per GPU', 'blocks recomputed', 'loop', 's/step', 'planned s', 'error', 'peak GiB', 'planned GiB', 'error', 'MFU', 'HFU', 'tokens/s', 'date']
-lines = ['| '+' | '.join(head)+' |', '|'+'---|'*len(head), *(line(r) for r in rows if not r.get('error') and r.get('step_time'))]
-refused = [(r, made) for r in rows if 'out of memory' in r.get('error', '') and (made := predicted(r))[0] > 139.8]
+flow = [r for r in rows if r['model'] != 'bagel']; good = [r for r in flow if not r.get('error') and r.get('step_time')]
+lines = ['| '+' | '.join(head)+' |', '|'+'---|'*len(head), *map(line, good)]
+refused = [(r, made) for r in flow if 'out of memory' in r.get('error', '') and (made := predicted(r)) and made[0] > 139.8]
 tried = ['| model | precision | batch per GPU | blocks recomputed | planned GiB | outcome | date |', '|'+'---|'*7, *(f"| {r['model']} | {r['precision']} | {r['micro_batch']} | {r['recompute']} | {made[0]:.1f} | {r['error'].split('. Including')[0].partition(': ')[2]} | {r['date']} |" for r, made in refused)]
+
+def beside():
+    "What one would do otherwise, and the fastest run of the same model on as many cards."
+    speed = lambda r: r['global_batch']/r['step_time']; ours = lambda r: max((o for o in good if o['loop'] == 'trainer' and (o.get('preset') or 'debug') == 'debug' and not o.get('lora_rank') and o['precision'] == 'bf16-master24' and (o['model'], o['processes']) == (r['model'], r['processes'])), key=speed)
+    say = lambda r: f"{speed(r):.2f} samples/s ({r['global_batch']} in {r['step_time']:.3f} s), {r['allocated_gib']:.1f} GiB, MFU {r['mfu']:.3f}"
+    name = lambda r: 'a script in the manner of the diffusers examples: accelerate, AdamW, bf16, everything recomputed' if r['loop'] == 'plain' else f"preset `{r['preset']}`: {r['strategy'].upper()}, fp32 masters, not compiled, everything recomputed"
+    for r in flow:
+        if r['loop'] == 'plain' or r.get('preset', '').startswith('system'):
+            o = ours(r); out = say(r) if r.get('step_time') else 'out of memory: weights, gradients and both moments alone take 152 GiB' if 'out of memory' in r['error'] else r['error']
+            yield f"| {r['model']} | {r['processes']} | {name(r)} | {out} | {say(o)} | {f'{speed(o)/speed(r):.1f} times' if r.get('step_time') else ''} |"
+
+def started(r):
+    "Where the time until the first step went."
+    parts = ', '.join(f'{k} {v:.0f}' for k, v in r['launch'].items() if v > .5)
+    return f"{r['first_step_s']:.0f} s on {r['processes']} GPU{'s'*(r['processes'] > 1)}{' with the kernels of an earlier run' if 'warm' in r['label'] else ''} ({parts})"
+
+def bagel():
+    "The table of docs/bagel.md."
+    yield '| | GPUs | attention | tokens per pack | blocks recomputed | s/step | tokens/s | MFU | peak GiB | planned GiB | error |'; yield '|'+'---|'*11
+    for r in rows:
+        if r['model'] == 'bagel':
+            what = ('LoRA, rank '+str(r['lora_rank']) if r['lora_rank'] else 'full')+f", {r['precision']}, {r['strategy']}"
+            yield f"| {what} | {r['processes']} | {'flex' if r['attention'] == 'auto' else r['attention']} | about {round(r['pack_tokens'], -3)//1000}k | {r['recompute']} | {r['step_time']:.3f} ± {r['step_time_spread']:.3f} | {r['tokens_per_second']:.0f} | {r['mfu']:.3f} | {r['allocated_gib']:.1f} | {r['plan_gib']:.1f} | {r['plan_error']:+.1%} |"
+
 versions = ', '.join(f'{k} {v}' for k, v in rows[0]['packages'].items() if v)
 (ROOT/'docs/bench.md').write_text(f"""# Measured on GPUs
 
 Full fine-tuning (512 text tokens) and DMD2 distillation (three UNets, generator turn every 10th or 5th step), random weights of the published size, through the trainer (`loop` trainer), through a bare loop with the same
 model and optimizer (bare), or as a plain diffusers-style loop would do it (plain). Hardware: {rows[0]['gpus'][0]}, 139.8 GiB each. Versions: {versions}.
 MFU counts 3 forward passes of useful work over 989 TFLOP/s; HFU counts recomputation, too. `peak` is allocated memory; `planned` is what `sciftune.strategies.memory` predicts for it, and for the
-median step, without a GPU. A distillation's median step is one of the critic alone. ZeRO-3 with compiled blocks takes 5.9 GiB that the planner cannot explain.
-Offloaded rows have the optimizer's states in host memory, but for as many as fit the given budget, and were held to it by the allocator. Rows before 2026-11-22 were measured before the optimizer's moments got their present units (`strategies.adam`), which adds a few instructions per weight.
+median step, without a GPU. A distillation's median step is one of the critic alone. ZeRO-3 takes 5.9 GiB that the planner cannot explain, compiled or not.
+Offloaded rows have the optimizer's states in host memory, but for as many as fit the given budget, and were held to it by the allocator. Rows of 2026-11-21 were measured before the optimizer's moments got their present units and before the weights of a block were updated in one launch (`strategies.adam`).
 FLUX.1: with adapters (rank 16, on the default layers) where the precision is bf16-mixed, full where it is bf16-master24. On torch 2.11 its gradients were no numbers until its single blocks handed cuDNN contiguous ones (`strategies.speed`); `tests/gpu_blocks.py` now finds two blocks
-of each kind within 1.1 % of fp32 (full: eager and compiled; adapters: eager). Rows of 2026-11-22 have the digits that were printed; what else a row holds was lost with the machine, and its versions are those that were installed.
+of each kind within 1.1 % of fp32 (full: eager and compiled; adapters: eager). Its rows, and that of the plain loop of klein, have the digits that were printed; what else they held was lost with the machine, and their versions are those that were installed.
 
 Command of a row: `python scripts/gpu_bench.py OUT model=...,micro_batch=...,recompute=...,num_processes=...`; each row of `docs/bench.jsonl` holds its own.
 Rebuild this page with `python scripts/bench_table.py`.
@@ -66,9 +91,19 @@ What the GPU does in a step, kernel by kernel: [profile.md](profile.md).
 
 """ + '\n'.join(lines) + f"""
 
+## Beside what one would do otherwise
+Same cards, random weights; ours is the fastest row above with the precision `bf16-master24` on as many cards. System B's recipe (ZeRO-3 with the optimizer on the host) has not been run by this trainer on these cards.
+
+| model | GPUs | otherwise | measured | ours | ours is faster by |
+|---|---|---|---|---|---|
+{chr(10).join(beside())}
+
+From the start of the command to the first finished step of Qwen-Image, compiled, weights read from local safetensors: {'; '.join(started(r) for r in flow if r['label'].startswith('launch-'))}.
+
 ## Refused, and tried all the same
 What the planner says does not fit a card of 139.8 GiB, started with `plan_check=False`.
 
 {chr(10).join(tried)}
 """)
+page = ROOT/'docs/bagel.md'; text = page.read_text(); first, rest = text.split('<!-- table -->\n', 1); page.write_text(first+'<!-- table -->\n'+'\n'.join(bagel())+'\n<!-- end -->'+rest.split('<!-- end -->', 1)[1])
 pictures(); print('\n'.join(lines+tried))

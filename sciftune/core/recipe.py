@@ -371,7 +371,7 @@ HUB = dict(qwenimage='Qwen/Qwen-Image-2512', klein='black-forest-labs/FLUX.2-kle
            bagel='ByteDance-Seed/BAGEL-7B-MoT')
 RATES = dict(qwenimage=5e-6, bagel=2e-5)   # full fine-tuning; every other model 1e-5
 
-# %% ../../nbs/core/recipe.ipynb #c30b5e0c
+# %% ../../nbs/core/recipe.ipynb #e3cd0aef
 _full = dict(resolution=1024, precision='bf16-master24', compile=True, gradient_checkpointing='auto', micro_batch=1, global_batch=8,
              warmup_steps=100, checkpoint_steps=500, validation_steps=100, timestep_shift='linear', held_out=64)
 PRESETS = dict(
@@ -388,13 +388,13 @@ PRESETS = dict(
     system_c=dict(_full, steps=5000, strategy='fsdp', num_processes=8, hybrid_shard=8, precision='bf16-mixed', checkpoint_steps=2000, ema_decay=0.9999),
 )
 _small = dict(objective='unified', micro_batch=1, global_batch=4, figures=64, resolution=64, vit_resolution=112, expected_tokens=512, max_tokens=768, max_sample_tokens=512)
-_large = dict(objective='unified', compile=False, gradient_checkpointing='full', timestep_shift='none', adam_beta2=0.95, weight_decay=0.0)
+_large = dict(objective='unified', compile=False, timestep_shift='none', adam_beta2=0.95, weight_decay=0.0)
 UNIFIED = dict(   # what model bagel changes: packed sequences, and a debug run of its stand-in
     tiny=dict(_small, steps=200, validation_images=2),
     debug=dict(_small, model_path='tiny', precision='fp32', compile=False, gradient_checkpointing='full', timestep_shift='none', learning_rate=3e-3, held_out=16, validation_images=2, validation_sample_steps=8),
     local=dict(_large, text_loss_weight=0.25),
     cluster=dict(_large, text_loss_weight=0.25, hybrid_shard=8, timestep_shift='4.0', expected_tokens=32768, max_tokens=36864, max_sample_tokens=16384),
-    system_c=dict(_large, adam_epsilon=1e-15, warmup_steps=2000))
+    system_c=dict(_large, gradient_checkpointing='full', adam_epsilon=1e-15, warmup_steps=2000))
 
 # %% ../../nbs/core/recipe.ipynb #5bc8c785
 _charts = dict(resolution=128, figures_side=128, text_tokens=64, gradient_checkpointing='none', precision='bf16-mixed', lr_schedule='cosine', plan_check=False)

@@ -49,7 +49,7 @@ class Range:
 # %% ../../nbs/strategies/engines.ipynb #97bf6b0d
 STATES = ('weight', 'exp_avg', 'exp_avg_sq')
 
-# %% ../../nbs/strategies/engines.ipynb #6d7046fe
+# %% ../../nbs/strategies/engines.ipynb #8f21a4e3
 class Network:
     "A trainable module on the `single` and `ddp` engines; base of the sharded ones."
     def __init__(self, engine, module:nn.Module, name:str, fill=None, recipe=None):
@@ -169,6 +169,7 @@ class Network:
     def finish_write(self, steps:int):
         "After writing: the optimizer has taken `steps` steps."
         self.steps = steps
+        if self.release: self.release.forget()
         for n, p in self.params.items():
             s = self.optimizer.state.get(p)
             if s and 'step' in s: s['step'] = torch.full_like(s['step'], float(steps)) if torch.is_tensor(s['step']) else steps

@@ -53,7 +53,7 @@ def clip(
     if max_norm: torch.nn.utils.clip_grads_with_norm_([p for p in params if p.grad is not None], max_norm, norm, foreach=False)
     return norm.full_tensor() if hasattr(norm, 'full_tensor') else norm
 
-# %% ../../nbs/strategies/optimizers.ipynb #75636f5d
+# %% ../../nbs/strategies/optimizers.ipynb #d8eff5c5
 def block_list(
     module:nn.Module,
 )->list[nn.Module]:        # Its transformer blocks, as far as it lists them itself
@@ -104,6 +104,10 @@ class GradientRelease:
         unit.held[id(param)] = param.grad; unit.came += 1
         if unit.came == unit.due: unit.update(self.optimizer)
         return False
+
+    def forget(self):
+        "Drop what waits from a backward pass that did not end: the weights become those of a checkpoint."
+        for u in self.units: u.held, u.came = {}, 0
 
     def _update_waiting(self):
         for u in self.units: u.update(self.optimizer); u.came = 0
