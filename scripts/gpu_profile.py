@@ -1,6 +1,6 @@
 """gpu_profile.py OUT [--model qwenimage] [--blocks 6] [--batch 1] [--tiny]: where the time of a step goes, on a few blocks of real width. Times with and without optimizer and recomputation; kernel and gap
 tables (trace_*.md), pictures of the steps (trace_*.png) and of their memory (memory_*.png), and the trace itself (trace_*.json.gz, for ui.perfetto.dev). --tiny: the stand-in on a CPU, where operators take the place of kernels; it shows that this works."""
-import argparse, gzip, json, time
+import argparse, gzip, json, statistics, time
 from collections import Counter
 from pathlib import Path
 import matplotlib; matplotlib.use('Agg')
@@ -77,10 +77,10 @@ def seconds(f, n=8, warm=3):
         began = time.perf_counter()
         for _ in range(n): f()
         return ((time.perf_counter()-began)/n,)*2
-    torch.cuda.synchronize(); a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True); began = time.perf_counter(); a.record()
-    for _ in range(n): f()
-    host = (time.perf_counter()-began)/n; b.record(); torch.cuda.synchronize()
-    return a.elapsed_time(b)/1000/n, host
+    torch.cuda.synchronize(); marks = [torch.cuda.Event(enable_timing=True) for _ in range(n+1)]; hosts = [time.perf_counter()]; marks[0].record()
+    for m in marks[1:]: f(); m.record(); hosts.append(time.perf_counter())
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in zip(marks, marks[1:]))/1000, statistics.median(b-a for a, b in zip(hosts, hosts[1:]))
 
 def say(label, t, note=''): print(f'{label:52} {t[0]*1000:9.2f} ms, host {t[1]*1000:8.2f} ms  {note}', flush=True)
 
