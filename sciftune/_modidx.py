@@ -1887,6 +1887,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                     'sciftune/strategies/optimizers.py'),
                                                 'sciftune.strategies.optimizers.GradientRelease.finish': ( 'strategies/optimizers.html#gradientrelease.finish',
                                                                                                            'sciftune/strategies/optimizers.py'),
+                                                'sciftune.strategies.optimizers.GradientRelease.forget': ( 'strategies/optimizers.html#gradientrelease.forget',
+                                                                                                           'sciftune/strategies/optimizers.py'),
                                                 'sciftune.strategies.optimizers.ReleasedAdamW': ( 'strategies/optimizers.html#releasedadamw',
                                                                                                   'sciftune/strategies/optimizers.py'),
                                                 'sciftune.strategies.optimizers.ReleasedAdamW.step_param': ( 'strategies/optimizers.html#releasedadamw.step_param',
