@@ -47,7 +47,7 @@ def sources(
     if twice := [p for i, (p, _) in enumerate(parts) if not p or p in [q for q, _ in parts[:i]]]: raise ValueError(f"'{twice[0]}' is given twice; add its weights" if twice[0] else 'a weight stands without its collection')
     return tuple(parts)
 
-# %% ../../nbs/core/recipe.ipynb #6a35dc11
+# %% ../../nbs/core/recipe.ipynb #3ac3d66b
 class Recipe(BaseModel):
     "Everything that determines a run. Raises `RecipeError` through `resolve`."
     model_config = ConfigDict(frozen=True, extra='forbid', validate_default=True, protected_namespaces=())
@@ -86,6 +86,7 @@ class Recipe(BaseModel):
     # how long, how much
     steps: int = Field(100, ge=1, description='optimizer steps')
     micro_batch: int = Field(1, ge=1, description='samples per process and forward pass')
+    data_workers: int = Field(0, ge=0, le=64, description='flow, epsilon: processes of each rank that make batches; 0 = a thread, enough unless a step is shorter than making its batch')
     global_batch: int = Field(8, ge=1, description='samples per optimizer step over all processes')
     seed: int = Field(0, ge=0, lt=2**31, description='everything random follows from it')
     # engine
@@ -282,6 +283,7 @@ class Recipe(BaseModel):
             if not 0 < low <= self.resolution <= high: raise ValueError(f'bucket_min: {low} <= resolution {self.resolution} <= bucket_max {high} must hold')
         elif given := [n for n in ('bucket_min','bucket_max','bucket_step','bucket_sides') if getattr(self, n)]: raise ValueError(f'{given[0]}: needs enable_bucket or random_hw_adapt')
         if self.varied and self.objective not in ('flow','epsilon'): raise ValueError(f"enable_bucket, random_hw_adapt: not with objective '{self.objective}'")
+        if self.data_workers and self.objective not in ('flow','epsilon'): raise ValueError(f"data_workers: only batches of objectives 'flow' and 'epsilon' are made in processes of their own, not those of '{self.objective}'; leave it at 0")
         if (len(self.sources) > 1 or self.shuffle_window) and self.objective not in ('flow','epsilon'): raise ValueError(f"data, shuffle_window: several collections, or a few shards at a time, not with objective '{self.objective}'")
         if len(self.sources) > 1 and self.metadata: raise ValueError('metadata: belongs to one collection; put the list of each of several into its folder, as metadata.json, .jsonl or .csv')
         if self.bucket_sides and not self.enable_bucket: raise ValueError('bucket_sides: needs enable_bucket')
@@ -396,13 +398,13 @@ UNIFIED = dict(   # what model bagel changes: packed sequences, and a debug run 
     cluster=dict(_large, text_loss_weight=0.25, hybrid_shard=8, timestep_shift='4.0', expected_tokens=32768, max_tokens=36864, max_sample_tokens=16384),
     system_c=dict(_large, gradient_checkpointing='full', adam_epsilon=1e-15, warmup_steps=2000))
 
-# %% ../../nbs/core/recipe.ipynb #5bc8c785
-_charts = dict(resolution=128, figures_side=128, text_tokens=64, gradient_checkpointing='none', precision='bf16-mixed', lr_schedule='cosine', plan_check=False)
+# %% ../../nbs/core/recipe.ipynb #71493827
+_charts = dict(resolution=128, figures_side=128, text_tokens=48, gradient_checkpointing='none', precision='bf16-mixed', lr_schedule='cosine', plan_check=False)
 SEEN_KINDS = 'line,area,bar,scatter,pie,histogram,heat_map'       # all but barh
 NANO = dict(
     nano_autoencoder=dict(_charts, objective='autoencoder', figures=16000, figures_style='light,dark,hand,chalk', figures_seed=1, steps=4000, micro_batch=32, global_batch=32, learning_rate=2e-3,
                           warmup_steps=100, weight_decay=1e-3, ema_decay=0.999, held_out=64, validation_steps=1000, validation_images=8, checkpoint_steps=0, log_steps=10),
-    nano_denoiser=dict(_charts, figures=30000, figures_kinds=SEEN_KINDS, figures_seed=2, steps=6000, micro_batch=256, global_batch=256, learning_rate=1e-3, warmup_steps=200, ema_decay=0.999,
+    nano_denoiser=dict(_charts, figures=30000, figures_kinds=SEEN_KINDS, figures_seed=2, steps=6000, micro_batch=256, global_batch=256, data_workers=2, learning_rate=1e-3, warmup_steps=200, ema_decay=0.999,
                        timestep_shift='linear', held_out=128, cache_batch=64, validation_steps=1500, validation_images=16, validation_sample_steps=25, validation_guidance=2.5, checkpoint_steps=0, log_steps=10),
     nano_style=dict(_charts, model_path='nano', figures=512, figures_style='chalk', figures_seed=3, steps=1000, micro_batch=8, global_batch=8, learning_rate=1.5e-3, warmup_steps=10, precision='fp32', ema_decay=0.99,
                     timestep_shift='3.0', held_out=32, cache_batch=16, validation_steps=500, validation_images=8, validation_sample_steps=20, validation_guidance=2.5, checkpoint_steps=0))

@@ -224,7 +224,7 @@ def recognise(
             if f := e.found(case, text): found[e.name] = f
     return list(found.values())[:most]
 
-# %% ../../nbs/core/troubles.ipynb #4d039c25
+# %% ../../nbs/core/troubles.ipynb #c7614cf4
 USUAL = dict(qwenimage=(1e-6, 1e-5), klein=(5e-6, 5e-5), klein4b=(5e-6, 5e-5), flux1=(5e-6, 5e-5), bagel=(5e-6, 1e-4), sd15=(1e-6, 1e-4), sdxl=(5e-7, 5e-5))   # full fine-tuning; LoRA ten times
 SMALL = ('tiny','nano')      # models of the package that learn at far higher rates
 
@@ -304,7 +304,7 @@ class Lookout:
         r, rows = self.recipe, self.rows[-n:]; mid = lambda k: median(x[k] for x in rows)
         t, wait, opt = mid('step_time'), mid('data_wait'), mid('optimizer_time'); graphs = rows[-1]['compiled_graphs']-rows[0]['compiled_graphs']; out = []
         if t <= 0: return []
-        if wait > .3*t and wait > .1: out += self._say('slow step: data', f'{wait:.2g} s of {t:.2g} s per step are spent waiting for data', 'put run_root (its cache) on a local disk; with live_captions the text encoder is part of it: false caches the captions')
+        if wait > .3*t and wait > .1: out += self._say('slow step: data', f'{wait:.2g} s of {t:.2g} s per step are spent waiting for data', ('' if r.data_workers or r.objective not in ('flow','epsilon') else 'data_workers=2 makes batches in processes of their own; ')+'put run_root (its cache) on a local disk; with live_captions the text encoder is part of it: false caches the captions')
         if graphs >= 3: out += self._say('slow step: compilation', f'{graphs:g} graphs were compiled in the last {n} steps: each new size is compiled again',
                                          'fewer sizes: '+(f'bucket_step={2*(r.bucket_step or max(16, r.resolution//16))}, random_hw_draws=1, ' if r.varied else '')+'or compile=false')
         if r.offload != 'none' and opt > .5*t: out += self._say('slow step: offload', f"the optimizer takes {opt:.2g} of {t:.2g} s per step: offload='{r.offload}' runs it on the host",
