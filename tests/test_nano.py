@@ -2,6 +2,7 @@
 import subprocess, sys
 from pathlib import Path
 import pytest
+from sciftune.models.nano import NANO_TEXT
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -23,7 +24,7 @@ def test_adapter_and_average(tmp_path, model):
     "The notebook with both, at its smallest: strength 0 is the base to the bit, merged draws as beside."
     run_notebook('nano_adapter', tmp_path/'adapter.ipynb', model=model, smoke=True, run_root=tmp_path/'runs')
 
-@pytest.mark.parametrize('model, extra', [('qwenimage', dict(true_cfg_scale=2.5, negative_prompt=[' ']*8)), ('klein', dict(guidance_scale=2.5, max_sequence_length=64))])
+@pytest.mark.parametrize('model, extra', [('qwenimage', dict(true_cfg_scale=2.5, negative_prompt=[' ']*8)), ('klein', dict(guidance_scale=2.5, max_sequence_length=NANO_TEXT))])
 def test_packaged_weights_draw_with_diffusers(model, extra):
     "What is in the package, loaded by diffusers alone, draws charts in which the packaged reader finds the kinds that the captions name."
     import torch
