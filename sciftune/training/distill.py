@@ -225,24 +225,24 @@ def start_from(
             elif not x.name.startswith('head.'): raise RecipeError(f'start_from: {path} holds no {name}/{x.name} of {x.total} elements; it belongs to another model or objective')
         net.finish_write(0)
 
-# %% ../../nbs/training/distill.ipynb #a0debcfc
+# %% ../../nbs/training/distill.ipynb #142778a2
 def student_sampler(
     recipe:Recipe,
     family:Family,
     generator,             # Network
-):                         # (prompt's number, noise, conditioning) -> latents
+):                         # ([number of a prompt], noise, conditioning) -> latents
     "How a few-step generator draws."
     steps = denoising_steps(recipe.denoising_steps) if recipe.denoising_steps > 1 else [recipe.conditioning_timestep]
-    def draw(i, noise, condition):
-        fresh = lambda j: torch.randn(noise.shape, generator=stream(recipe.seed, 'validation renoise', i, j)).to(noise.device)
+    def draw(numbers, noise, condition):
+        fresh = lambda j: torch.stack([torch.randn(noise.shape[1:], generator=stream(recipe.seed, 'validation renoise', i, j)) for i in numbers]).to(noise.device)
         return simulate(lambda x, t: family.epsilon(generator, x, t, condition), noise, steps, len(steps), fresh, alphas_cumprod().to(noise.device))
     return draw
 
-# %% ../../nbs/training/distill.ipynb #4b0ee8af
+# %% ../../nbs/training/distill.ipynb #8957ea83
 def teacher_sampler(recipe:Recipe, family:Family, teacher, base, unconditional:dict):
     "How the teacher draws; arguments and result of `student_sampler`'s."
     side = recipe.resolution; sigmas = family.sigmas(side, side, recipe.validation_sample_steps or family.sampling(base)['steps'])
-    return lambda i, noise, condition: family.sample(teacher, noise, sigmas, condition, unconditional if recipe.real_guidance > 1 else None, recipe.real_guidance)
+    return lambda numbers, noise, condition: family.sample(teacher, noise, sigmas, condition, unconditional if recipe.real_guidance > 1 else None, recipe.real_guidance)
 
 # %% ../../nbs/training/distill.ipynb #f17e00cc
 def passes(

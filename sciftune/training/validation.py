@@ -66,7 +66,7 @@ def held_out_batch(recipe:Recipe, family:Family, data:Prepared, numbers:list[int
         sigma.append((i % recipe.held_out_sigmas+uniform(recipe.seed, 'held sigma', s.id))/recipe.held_out_sigmas)
     return dict(x0=torch.stack(x0), noise=torch.stack(noise), sigma=torch.tensor(sigma), conditioning=family.collate(text))
 
-# %% ../../nbs/training/validation.ipynb #cbbbdd64
+# %% ../../nbs/training/validation.ipynb #54ad62d5
 @torch.no_grad()
 def sample_prompts(
     recipe:Recipe,
@@ -74,20 +74,22 @@ def sample_prompts(
     data:Prepared,
     engine:Engine,
     folder:Path,               # Where the images go
-    draw,                      # (number of the prompt, noise (1,C,h,w), conditioning) -> latents (1,C,h,w)
+    draw,                      # (numbers of the prompts, noise (B,C,h,w), conditioning) -> latents (B,C,h,w)
     crumb=lambda *a: None,
+    at_once:int=1,             # Most prompts in a batch
 ):
-    "One image per validation prompt. Ranks draw different ones, and equally many."
-    folder.mkdir(parents=True, exist_ok=True); side = recipe.resolution; made = []
-    for n in range(-(-len(data.prompts)//engine.world)):
-        number = n*engine.world+engine.rank; i = number % len(data.prompts); crumb('sampling', -1, f'prompt {i}')
-        noise = torch.randn(1, *family.latent_shape(side, side), generator=stream(recipe.seed, 'validation', i)).to(engine.device)
-        x = draw(i, noise, to_device(family.collate([data.tensors[data.prompts[i][1]]]), engine.device))
-        if number < len(data.prompts): made.append((i, x))
+    "One image per validation prompt. Ranks draw different ones, in equally many batches of one size."
+    folder.mkdir(parents=True, exist_ok=True); side = recipe.resolution; made = []; count = len(data.prompts)
+    size = min(at_once, -(-count//engine.world))
+    for n in range(-(-count//(size*engine.world))):
+        numbers = [(n*engine.world+engine.rank)*size+j for j in range(size)]; chosen = [i % count for i in numbers]; crumb('sampling', -1, f"prompt{'s'*(size > 1)} {str(chosen)[1:-1]}")
+        noise = torch.stack([torch.randn(family.latent_shape(side, side), generator=stream(recipe.seed, 'validation', i)) for i in chosen]).to(engine.device)
+        x = draw(chosen, noise, to_device(family.collate([data.tensors[data.prompts[i][1]] for i in chosen]), engine.device))
+        made += [(i, x[j:j+1]) for j, i in enumerate(numbers) if i < count]
     if made: write_images(family, data, engine, folder, made)
     if engine.main: write_atomic(folder/'prompts.json', json.dumps([p for p,_ in data.prompts], ensure_ascii=False))
 
-# %% ../../nbs/training/validation.ipynb #8c6f4cb9
+# %% ../../nbs/training/validation.ipynb #5b88b15c
 @torch.no_grad()
 def sample_images(
     recipe:Recipe,
@@ -103,10 +105,10 @@ def sample_images(
     if not data.prompts: return
     own = family.sampling(data.base); steps = recipe.validation_sample_steps or own['steps']; side = recipe.resolution
     scale = recipe.validation_guidance if recipe.validation_guidance >= 0 else own['guidance']
-    sigmas = family.sigmas(side, side, steps); negative = to_device(family.collate([data.tensors[data.negative_key]]), engine.device)
+    sigmas = family.sigmas(side, side, steps); negative = lambda n: to_device(family.collate([data.tensors[data.negative_key]]*n), engine.device) if scale > 1 else None
     denoiser.train(False)
     sample_prompts(recipe, family, data, engine, run.validation_images/f'step_{step:06d}',
-                   lambda i, noise, condition: family.sample(denoiser, noise, sigmas, condition, negative if scale > 1 else None, scale), crumb)
+                   lambda numbers, noise, condition: family.sample(denoiser, noise, sigmas, condition, negative(len(numbers)), scale), crumb, recipe.micro_batch)
     denoiser.train(True); denoiser.after_eval()
 
 # %% ../../nbs/training/validation.ipynb #93e0b559
