@@ -398,8 +398,8 @@ UNIFIED = dict(   # what model bagel changes: packed sequences, and a debug run 
     cluster=dict(_large, text_loss_weight=0.25, hybrid_shard=8, timestep_shift='4.0', expected_tokens=32768, max_tokens=36864, max_sample_tokens=16384),
     system_c=dict(_large, gradient_checkpointing='full', adam_epsilon=1e-15, warmup_steps=2000))
 
-# %% ../../nbs/core/recipe.ipynb #71493827
-_charts = dict(resolution=128, figures_side=128, text_tokens=48, gradient_checkpointing='none', precision='bf16-mixed', lr_schedule='cosine', plan_check=False)
+# %% ../../nbs/core/recipe.ipynb #2ff7e4c1
+_charts = dict(resolution=128, figures_side=128, text_tokens=64, gradient_checkpointing='none', precision='bf16-mixed', lr_schedule='cosine', plan_check=False)
 SEEN_KINDS = 'line,area,bar,scatter,pie,histogram,heat_map'       # all but barh
 NANO = dict(
     nano_autoencoder=dict(_charts, objective='autoencoder', figures=16000, figures_style='light,dark,hand,chalk', figures_seed=1, steps=4000, micro_batch=32, global_batch=32, learning_rate=2e-3,

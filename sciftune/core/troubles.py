@@ -162,7 +162,7 @@ class Entry:
         say = lambda x: x(c) if callable(x) else x
         return Finding(self.name, say(self.cause), say(self.cure))
 
-# %% ../../nbs/core/troubles.ipynb #ff416e36
+# %% ../../nbs/core/troubles.ipynb #77473a72
 TROUBLES = (
     Entry('GPU out of memory', 'A B C E', r'CUDA out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation|CUDA error: out of memory', gpu_memory_cause, gpu_memory_cure),
     Entry('host out of memory', 'B C', r"DefaultCPUAllocator: can't allocate memory|Cannot allocate memory|\bMemoryError\b|Signal 9 \(SIGKILL\)|died with <Signals\.SIGKILL|exitcode\s*:\s*-9\b|unable to mmap \d+ bytes",
@@ -204,6 +204,8 @@ TROUBLES = (
     Entry('model cannot be had', 'A B D', r'neither a folder here nor a hub model|GatedRepoError|Cannot access gated repo|LocalEntryNotFoundError|couldn\'t connect to .{0,30}huggingface', 'the weights are not here, and the hub cannot be reached or refuses them',
           lambda c: f'download once where there is a network (huggingface-cli download {c.recipe.model_path}) and give the folder as model_path; HF_TOKEN for gated models'),
     Entry('validation error', 'A B', r'File "[^"]*(?:validation\.py|nbs/training/validation)|in (?:sample_images|held_out_loss|validate)\b', 'the failure happened while validating, not while training', validation_cure),
+    Entry('data worker lost', 'B', r'DataLoader worker \(pid[^)]*\) (?:is killed by signal|exited unexpectedly)', 'a process that makes batches was ended from outside: nearly always the host ran out of memory',
+          lambda c: f'fewer of them: data_workers={c.recipe.data_workers//2} (now {c.recipe.data_workers} for each rank; 0 makes batches in a thread)'),
     Entry('peer lost', '–', r'Connection (?:closed|reset) by peer|Broken pipe|remote process exited|Application timeout caused pair closure|NCCL.*aborted', 'this rank noticed that another one had died; the cause is in the output of that rank', 'look for the first traceback, or for a process killed without one'),
     Entry('accelerate upcasts parameters', 'E', r'Upcasted low precision parameters', 'accelerate makes fp32 master weights of every trainable low-precision parameter when mixed precision is on; it is no error and names no layers that need it',
           "nothing to do; precision='bf16-master24' keeps 24 bits per weight instead of 32", harmless=True),

@@ -17,8 +17,8 @@ from .family import get_family
 from .flux2 import KLEIN_9B
 from .qwenimage import QWEN_IMAGE, prompt_template
 
-# %% ../../nbs/models/nano.ipynb #a4d1a79b
-NANO_TEXT = 48    # Tokens of a klein caption, template included
+# %% ../../nbs/models/nano.ipynb #b58b5b09
+NANO_TEXT = 64    # Tokens of a klein caption, template included
 
 def _known(template): return " ".join([template.replace("{}", " "), *vocabulary()]) + " " + "\n".join(vocabulary())
 
