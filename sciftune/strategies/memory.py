@@ -735,13 +735,13 @@ def peak(
     "The largest moment."
     return max(moments(p, s, recompute), key=lambda m: sum(m[1].values()))
 
-# %% ../../nbs/strategies/memory.ipynb #d2b66474
+# %% ../../nbs/strategies/memory.ipynb #6edba1ac
 def measured_setting(
     row:dict,              # Of docs/bench.jsonl
 )->tuple:                  # (Setting on H200s, blocks recomputed: a number or 'all')
     "What a row measured."
     names = 'model strategy precision micro_batch global_batch resolution compile'.split(); preset = re.search(r'-(dmd2_\w+?)-(?:single|ddp|fsdp|zero\d)-', row.get('command', ''))
-    more = {k: row[k] for k in ('offload','objective','lora_rank') if row.get(k)}
+    more = {k: row[k] for k in ('offload','objective','lora_rank','reduce_type','reshard') if row.get(k) is not None}
     r = resolve(preset=preset[1] if preset else row.get('preset', 'debug'), model_path='random', num_processes=row['processes'], validation_steps=0, checkpoint_steps=0, export=False, held_out=0,
                 device_memory_gib=139.8, host_memory_gib=500., gradient_checkpointing='none' if row['recompute'] in (0, '0', 'none') else 'full', **more, **{k: row[k] for k in names},
                 **(dict(text_tokens=row['text_tokens']) if not preset else {}))

@@ -28,7 +28,7 @@ from .tasks import get_task
 from .updates import UpdateMeter, warning
 from .validation import to_device
 
-# %% ../../nbs/training/trainer.ipynb #d25d363b
+# %% ../../nbs/training/trainer.ipynb #bddf4e30
 class Steps(Dataset):
     "Micro-batches by step, for `DataLoader`."
     def __init__(self, source): self.source = source
@@ -38,6 +38,7 @@ def _deaf(_):
     "A worker leaves it to the trainer to end when a scheduler asks all processes to."
     for s in (signal.SIGTERM, signal.SIGUSR1): signal.signal(s, signal.SIG_IGN)
 
+# %% ../../nbs/training/trainer.ipynb #20334e7d
 class Ahead:
     "Micro-batches of consecutive steps, made ahead of them."
     def __init__(self,
@@ -224,7 +225,7 @@ def train_step(
     if 'grad_norm' not in norms: norms['grad_norm'] = torch.stack([n.float().to(e.device) for n in norms.values()]).norm()
     return dict(zip(means, total[1:]/e.world)) | dict(stop=total[0]) | norms
 
-# %% ../../nbs/training/trainer.ipynb #937487f1
+# %% ../../nbs/training/trainer.ipynb #4b2229f4
 def train(
     recipe:Recipe,
     dir:RunDir,
@@ -237,6 +238,7 @@ def train(
     with contextlib.closing(Ahead(task.batches, e.device, r.data_workers)) as ahead: end = train_steps(run, ahead)
     finish(run, *end)
 
+# %% ../../nbs/training/trainer.ipynb #82cb4c7b
 def train_steps(
     run:Run,
     ahead,                 # step -> micro-batches
