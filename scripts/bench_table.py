@@ -43,7 +43,7 @@ def pictures():
     fig.tight_layout(); fig.savefig(ROOT/'docs/bench.png', dpi=110)
 
 head = ['model', 'objective', 'pixels', 'strategy', 'GPUs', 'precision', 'batch per GPU', 'blocks recomputed', 'loop', 's/step', 'planned s', 'error', 'peak GiB', 'planned GiB', 'error', 'MFU', 'HFU', 'tokens/s', 'date']
-flow = [r for r in rows if r['model'] != 'bagel']; good = [r for r in flow if not r.get('error') and r.get('step_time')]
+flow = [r for r in rows if r['model'] != 'bagel']; good = [r for r in flow if not r.get('error') and r.get('step_time') and (r.get('steps_measured') or 3) >= 3]      # a median of fewer says nothing
 lines = ['| '+' | '.join(head)+' |', '|'+'---|'*len(head), *map(line, good)]
 refused = [(r, made) for r in flow if 'out of memory' in r.get('error', '') and (made := predicted(r)) and made[0] > 139.8]
 tried = ['| model | precision | batch per GPU | blocks recomputed | planned GiB | outcome | date |', '|'+'---|'*7, *(f"| {r['model']} | {r['precision']} | {r['micro_batch']} | {r['recompute']} | {made[0]:.1f} | {r['error'].split('. Including')[0].partition(': ')[2]} | {r['date']} |" for r, made in refused)]
@@ -85,7 +85,7 @@ MFU counts 3 forward passes of useful work over 989 TFLOP/s; HFU counts recomput
 median step, without a GPU. A distillation's median step is one of the critic alone. ZeRO-3 takes 5.9 GiB that the planner cannot explain, compiled or not.
 Offloaded rows have the optimizer's states in host memory, but for as many as fit the given budget, and were held to it by the allocator. Rows of 2026-11-21 were measured before the optimizer's moments got their present units and before the weights of a block were updated in one launch (`strategies.adam`).
 FLUX.1: with adapters (rank 16, on the default layers) where the precision is bf16-mixed, full where it is bf16-master24. On torch 2.11 its gradients were no numbers until its single blocks handed cuDNN contiguous ones (`strategies.speed`); `tests/gpu_blocks.py` now finds two blocks
-of each kind within 1.1 % of fp32 (full: eager and compiled; adapters: eager; klein's and Qwen-Image's adapters compiled, and Qwen-Image's blocks in full, too: 0.8, 4.4 and 2.5 %). Its rows, and that of the plain loop of klein, have the digits that were printed; what else they held was lost with the machine, and their versions are those that were installed.
+of each kind within 1.1 % of fp32 (full: eager and compiled; adapters: eager), klein's compiled adapters within 0.8 %, Qwen-Image's blocks within 2.5 % (eager and compiled) and its compiled adapters within 4.4 % (all gradients together). FLUX.1's rows, and that of the plain loop of klein, have the digits that were printed; what else they held was lost with the machine, and their versions are those that were installed.
 
 Command of a row: `python scripts/gpu_bench.py OUT model=...,micro_batch=...,recompute=...,num_processes=...`; each row of `docs/bench.jsonl` holds its own.
 Rebuild this page with `python scripts/bench_table.py`.
@@ -104,7 +104,7 @@ Same cards, random weights; ours is the fastest row above with the precision `bf
 {chr(10).join(beside())}
 
 klein on four GPUs (FSDP2), samples per second and GPU against those of one GPU at its best batch, 4 in {[r for r in flow if r['label'] == 'klein-bs4'][-1]['step_time']:.3f} s, all on one machine: {'; '.join(scaling())}. The aim of 95 % is missed by 1 to 2 %. Half as many
-bytes of gradients win less than 1 %, and so does a larger batch; `reshard=False`, which gathers the weights once instead of twice, has not been measured, nor has what the rest goes to.
+bytes of gradients win less than 1 %, and so does a larger batch; `reshard=False`, which gathers the weights once instead of twice, has not been measured, nor has what the rest goes to. (2026-11-22)
 
 From the start of the command to the first finished step of Qwen-Image, compiled, weights read from local safetensors: {'; '.join(started(r) for r in flow if r['label'].startswith('launch-'))}.
 
