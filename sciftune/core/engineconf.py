@@ -54,7 +54,7 @@ def deepspeed_config(
                 zero_optimization=zero, bf16=dict(enabled=recipe.precision != 'fp32'), zero_allow_untested_optimizer=True,
                 zero_force_ds_cpu_optimizer=False, steps_per_print=10**9, wall_clock_breakdown=False)
 
-# %% ../../nbs/core/engineconf.ipynb #5bd06980
+# %% ../../nbs/core/engineconf.ipynb #60a12414
 def accelerate_config(
     recipe:Recipe,
     run:RunDir=None,   # Where deepspeed.json is; needed for ZeRO
@@ -67,7 +67,7 @@ def accelerate_config(
                 main_process_port=recipe.main_process_port, rdzv_backend='static', same_network=True, use_cpu=False, debug=False)
     if kind == 'fsdp':
         conf['fsdp_config'] = dict(fsdp_version=2, fsdp_auto_wrap_policy='TRANSFORMER_BASED_WRAP', fsdp_transformer_layer_cls_to_wrap=','.join(BLOCKS[recipe.model]),
-                                   fsdp_reshard_after_forward=recipe.reshard, fsdp_offload_params=recipe.offload == 'params',
+                                   fsdp_reshard_after_forward=bool(recipe.reshard), fsdp_offload_params=recipe.offload == 'params',
                                    fsdp_cpu_ram_efficient_loading=False, fsdp_state_dict_type='SHARDED_STATE_DICT', fsdp_activation_checkpointing=False)
         if recipe.hybrid_shard: conf['parallelism_config'] = dict(parallelism_config_dp_replicate_size=n//recipe.hybrid_shard, parallelism_config_dp_shard_size=recipe.hybrid_shard)
     if not kind.startswith('zero'): conf['mixed_precision'] = 'no' if recipe.precision == 'fp32' else 'bf16'     # beside a deepspeed.json accelerate refuses it

@@ -47,7 +47,7 @@ def sources(
     if twice := [p for i, (p, _) in enumerate(parts) if not p or p in [q for q, _ in parts[:i]]]: raise ValueError(f"'{twice[0]}' is given twice; add its weights" if twice[0] else 'a weight stands without its collection')
     return tuple(parts)
 
-# %% ../../nbs/core/recipe.ipynb #3ac3d66b
+# %% ../../nbs/core/recipe.ipynb #3d59a3bf
 class Recipe(BaseModel):
     "Everything that determines a run. Raises `RecipeError` through `resolve`."
     model_config = ConfigDict(frozen=True, extra='forbid', validate_default=True, protected_namespaces=())
@@ -96,7 +96,7 @@ class Recipe(BaseModel):
     machine_rank: int = Field(0, ge=0, description='rank of this machine')
     main_process_ip: str = Field('', description='address of machine 0; needed with several machines')
     main_process_port: int = Field(0, ge=0, lt=65536, description='rendezvous port; 0 = a free one')
-    reshard: bool = Field(True, description='fsdp: free gathered parameters after the forward pass')
+    reshard: bool | Literal['auto'] = Field('auto', description="fsdp: free gathered parameters after the forward pass and gather them again; 'auto' = keep them where the GPU has room and no more blocks are recomputed for it")
     prefetch: int = Field(0, ge=0, le=8, description="fsdp: blocks gathered ahead of the one at work, forward and backward; 0 = torch's own order, one ahead in backward")
     reduce_type: Literal['fp32','bf16'] = Field('fp32', description='fsdp: type in which gradients are summed over processes; bf16 halves the traffic and rounds each sum')
     hybrid_shard: int = Field(0, ge=0, description='fsdp: processes per shard group, replicated over the groups; 0 = shard over all, 1 = replicate all (the frozen base of LoRA)')
@@ -107,7 +107,8 @@ class Recipe(BaseModel):
     cpu: bool = Field(False, description='train on the CPU even where there is a GPU')
     gradient_checkpointing: Literal['none','full','auto'] = Field('full', description="recompute blocks in backward; 'auto' = as few as fit")
     compile: bool = Field(False, description='compile each repeated block')
-    # adapters
+    # what is trained
+    trained_layers: str = Field('', description="full fine-tuning of a part: blocks, modules or parameters by name, ranges as in transformer_blocks.30-59, separated by commas; empty = all")
     lora_rank: int = Field(0, ge=0, le=1024, description='rank of LoRA adapters on a frozen base; 0 = full fine-tuning')
     lora_alpha: float = Field(0.0, ge=0, description='adapters are scaled by lora_alpha/lora_rank; 0 = equal to lora_rank')
     lora_dropout: float = Field(0.0, ge=0, lt=1, description="on the adapters' inputs")
@@ -289,6 +290,8 @@ class Recipe(BaseModel):
         if self.bucket_sides and not self.enable_bucket: raise ValueError('bucket_sides: needs enable_bucket')
         if not self.lora_rank and (given := [n for n in ('lora_alpha','lora_dropout','lora_targets','lora_path') if getattr(self, n)]+['lora_base']*(self.lora_base != 'bf16')):
             raise ValueError(f"{given[0]}: needs lora_rank, for example 16 (0 means full fine-tuning)")
+        if self.trained_layers and self.lora_rank: raise ValueError('trained_layers: with lora_rank adapters are what is trained; name their layers in lora_targets')
+        if self.trained_layers and self.objective not in ('flow','epsilon'): raise ValueError(f"trained_layers: for objectives 'flow' and 'epsilon', not '{self.objective}'" + (', which has freeze_llm, freeze_vit and freeze_und' if self.objective == 'unified' else ''))
         if self.lora_base != 'bf16' and self.strategy not in ('single','ddp'):
             raise ValueError(f"lora_base: '{self.lora_base}' works with strategies 'single' and 'ddp'; '{self.strategy}' spreads the base over the processes instead")
         if self.lora_base != 'bf16' and self.precision == 'fp8': raise ValueError(f"lora_base: '{self.lora_base}' with precision 'fp8', which multiplies weights of its own kind; use precision 'bf16-mixed', or lora_base 'bf16'")
@@ -437,7 +440,7 @@ DISTILLATION = dict(
                   generator_every=5, denoising_steps=4, normaliser='separate', dm_min_step=0.0, dm_max_step=1.0))
 TINY_DISTILLATION = dict(steps=100, figures=64, learning_rate=1e-4, lr_schedule='constant', max_grad_norm=10.0, generator_every=5, caption_dropout=0.0, held_out=0, validation_steps=50)
 
-# %% ../../nbs/core/recipe.ipynb #14f67bb8
+# %% ../../nbs/core/recipe.ipynb #9e4eb171
 def presets(
     model:str,     # Family name
 )->dict:           # preset name -> values that differ from the field defaults
@@ -448,7 +451,7 @@ def presets(
     sd = {} if model not in ('sd15','sdxl') else SD | (dict(resolution=512) if model == 'sd15' else {})
     made = {k: {**({} if k == 'tiny' else full), **v, **{f: x for f,x in sd.items() if f != 'resolution' or k != 'tiny'}} for k,v in PRESETS.items()}
     if model in NANO_MODELS: made |= {k: dict(v) for k,v in NANO.items()}
-    if model == 'klein': made['nano_style'] |= dict(micro_batch=4, global_batch=4, learning_rate=6e-4)     # a picture takes twice as long
+    if model == 'klein': made['nano_style'] |= dict(micro_batch=4, global_batch=4, learning_rate=2e-3, steps=1700, validation_steps=850, trained_layers='single_transformer_blocks.3-5,norm_out,proj_out')     # a picture takes twice as long
     if model == 'bagel': made = {k: v | UNIFIED.get(k, {}) for k,v in made.items()}
     if sd: made |= {k: {**full, **SD, **v} for k,v in DISTILLATION.items() if only.get(k, (k.split('_')[1],)) == (model,)}
     return {k: dict(v, model=model, preset=k) for k,v in made.items() if model in only.get(k, (model,))}
@@ -500,7 +503,7 @@ def translated(
     if len(out) < len(given): warnings.warn(f"{', '.join(sorted(set(given)-set(out)))}: read as {', '.join(f'{k}={v!r}' for k,v in new.items()) or 'nothing to change'}", stacklevel=3)
     return out | new
 
-# %% ../../nbs/core/recipe.ipynb #bdf6411a
+# %% ../../nbs/core/recipe.ipynb #89176338
 def resolve(
     **params,      # Recipe fields; None = the preset's value
 )->Recipe:
@@ -511,7 +514,8 @@ def resolve(
     known = presets(model)
     if preset not in known: raise RecipeError(f"preset: unknown '{preset}' for model '{model}'{nearest(str(preset), known)}")
     distils = preset == 'tiny' and str(given.get('objective', '')).startswith('dmd')
-    return checked({**known[preset], **(TINY_DISTILLATION if distils else {}), **given})
+    whole = dict(known[preset]) if not given.get("lora_rank") and given.get("objective", known[preset].get("objective", "flow")) in ("flow","epsilon") else {k: v for k,v in known[preset].items() if k != "trained_layers"}
+    return checked({**whole, **(TINY_DISTILLATION if distils else {}), **given})
 
 # %% ../../nbs/core/recipe.ipynb #0f540754
 def launch_preset(
@@ -534,10 +538,10 @@ def learning_rate_at(
     f = dict(constant=1.0, cosine=0.5*(1+math.cos(math.pi*p)), linear=1-p)[recipe.lr_schedule]
     return recipe.learning_rate*warm*f
 
-# %% ../../nbs/core/recipe.ipynb #c4072157
+# %% ../../nbs/core/recipe.ipynb #697ba55a
 IDENTITY = ('model model_path revision objective data figures figures_side figures_style figures_kinds figures_seed edge_weight kl_weight resolution caption_dropout text_tokens held_out global_batch seed precision optimizer '
             'learning_rate lr_schedule warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm ema_decay timestep_density '
-            'timestep_shift loss_weighting stratified lora_rank lora_alpha lora_dropout lora_targets lora_path lora_base '
+            'timestep_shift loss_weighting stratified trained_layers lora_rank lora_alpha lora_dropout lora_targets lora_path lora_base '
             'metadata caption_prefix caption_template enable_bucket random_hw_adapt random_hw_draws bucket_min bucket_max bucket_step bucket_sides shuffle_window snr_gamma '
             'prompts start_from generator_every denoising_steps conditioning_timestep backward_simulation '
             'real_guidance fake_guidance dm_min_step dm_max_step dm_weight ca_weight normaliser gan gan_alone gan_weight critic_gan_weight diffusion_gan '

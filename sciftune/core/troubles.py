@@ -40,7 +40,7 @@ class Finding:
     cure:str
     def __str__(self): return f'{self.name}\n  cause: {self.cause}\n  cure:  {self.cure}'
 
-# %% ../../nbs/core/troubles.ipynb #7154aa81
+# %% ../../nbs/core/troubles.ipynb #d86ae849
 def cheaper(
     r:Recipe,
 )->list[str]:      # 'field=value', cheapest first
@@ -51,7 +51,7 @@ def cheaper(
     if r.objective == 'unified' and r.max_tokens > 2048: out.append(f'expected_tokens={r.expected_tokens//2}, max_tokens={r.max_tokens//2}')
     if r.strategy in ('single','ddp') and not r.lora_rank: out.append("strategy='fsdp' on several GPUs")
     if r.strategy in ('zero1','zero2'): out.append("strategy='zero3'")
-    if r.strategy == 'fsdp' and not r.reshard: out.append('reshard=True')
+    if r.strategy == 'fsdp' and r.reshard is not True: out.append('reshard=True')
     if r.teacher_placement == 'replicated' and r.distils: out.append("teacher_placement='offload'")
     if not zero and r.precision in ('fp32','bf16-mixed'): out.append("precision='bf16-master24'")
     if zero and r.offload == 'none': out.append("offload='optimizer'")

@@ -95,7 +95,7 @@ def complaint(
     told = [l for l in lines if 'Error' in l and not any(x in l for x in ('ChildFailedError','CalledProcessError')) and not l.startswith(('File', 'raise'))]
     return (told or lines or ['no output'])[-1][:300]
 
-# %% ../../nbs/lab/bench.ipynb #a397cabb
+# %% ../../nbs/lab/bench.ipynb #8acd0e62
 def bench(
     run_root,              # Run folders and caches go here
     plan:bool=False,       # Predict the memory, too
@@ -114,6 +114,7 @@ def bench(
     began = time.time(); code = run_command(command, env, run.log, own['timeout']); rows = run.read_metrics(); steps = [r for r in rows if 'step_time' in r]
     row = dict(label=own['label'] or run.path.name, date=time.strftime('%Y-%m-%d'), loop=own['loop']) | {k: getattr(recipe, k) for k in
                'model preset strategy offload precision micro_batch global_batch resolution text_tokens compile gradient_checkpointing device_memory_gib lora_rank lora_base reshard reduce_type'.split()}
+    if recipe.reshard == 'auto': row['reshard'] = predicted.get('reshard', True)
     if own['loop'] == 'plain': row |= dict(precision='bf16-mixed' if recipe.precision == 'bf16-mixed' else 'bf16', compile=False)
     recomputed = said.get('recompute_blocks', predicted.get('recompute_blocks')) if recipe.gradient_checkpointing == 'auto' else None
     row |= dict(processes=world_size(recipe), recompute='none' if recipe.gradient_checkpointing == 'none' else 'all' if recomputed is None else recomputed)

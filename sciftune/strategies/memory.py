@@ -8,15 +8,15 @@ __all__ = ['CONTRACTIONS', 'FOUR_LEVELS', 'PAIR', 'FLASH_STATES', 'SUB_GROUP', '
            'COMMUNICATION', 'PROCESS', 'VARIANTS', 'Flash', 'storages', 'Alive', 'Recorder', 'Line', 'block_bytes',
            'Block', 'Root', 'Judge', 'Profile', 'reference_pack', 'forward_of', 'remembered', 'trace', 'encoder_bytes',
            'empty_vae', 'weight_bytes', 'decode_bytes', 'encode_bytes', 'WordLoss', 'loss_bytes', 'mask_bytes',
-           'judge_of', 'measured_blocks', 'frozen_names', 'profile', 'pack_bytes', 'Setting', 'base_bytes', 'critic_of',
-           'stored', 'pinned', 'host_bytes', 'spread', 'activations', 'gathered', 'casts', 'update_bytes',
-           'gradient_bytes', 'Pass', 'root_gradients', 'backward', 'moments', 'distillation', 'peak',
+           'judge_of', 'measured_blocks', 'frozen_names', 'trained_share', 'profile', 'pack_bytes', 'Setting',
+           'base_bytes', 'critic_of', 'stored', 'pinned', 'host_bytes', 'spread', 'activations', 'gathered', 'casts',
+           'update_bytes', 'gradient_bytes', 'Pass', 'root_gradients', 'backward', 'moments', 'distillation', 'peak',
            'measured_setting', 'planned_peak', 'recompute_blocks', 'device_speed', 'passes', 'sent_bytes', 'step_parts',
            'step_seconds', 'Timed', 'clock', 'time_block', 'time_blocks', 'Machine', 'machine_of', 'row', 'variant',
-           'command', 'candidates', 'ranked', 'suggestions', 'adapters_instead', 'base_of', 'plan', 'refusal',
-           'silenced', 'main']
+           'command', 'candidates', 'ranked', 'suggestions', 'adapters_instead', 'base_of', 'settled', 'plan',
+           'refusal', 'silenced', 'main']
 
-# %% ../../nbs/strategies/memory.ipynb #8d514229
+# %% ../../nbs/strategies/memory.ipynb #9c16a978
 import contextlib, copy, json, math, os, re, shutil, sys, tempfile, time, weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -34,6 +34,7 @@ from ..core.rundir import cache_root, gpus, write_atomic
 from .lora import NARROW_BYTES, add_lora, narrow_layers
 from .offload import offloaded_bytes
 from .precision import Policy, policy_for
+from .trained import choose_trained
 
 # %% ../../nbs/strategies/memory.ipynb #1894695c
 class Flash(TorchFunctionMode):
@@ -109,7 +110,7 @@ class Line:
     @classmethod
     def through(cls, one:float, two:float, four:float)->'Line': return cls(one, 2*two-four, (four-two)/2)
 
-# %% ../../nbs/strategies/memory.ipynb #68ad85b0
+# %% ../../nbs/strategies/memory.ipynb #26799d78
 def block_bytes(
     module:nn.Module,  # On meta
     args:tuple,        # Its inputs, on meta
@@ -130,11 +131,11 @@ def block_bytes(
     with torch.no_grad(), Flash(), Alive() as look: module(*args, **kwargs)
     with Flash(), Alive() as alive:
         out = [t for t in tree_leaves(module(*args, **kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
-        torch.autograd.backward(out, [torch.empty_like(t) for t in out])
+        if out: torch.autograd.backward(out, [torch.empty_like(t) for t in out])
     for p in module.parameters(): p.grad = None
     return size | dict(work=alive.peak, look=look.peak)
 
-# %% ../../nbs/strategies/memory.ipynb #b1a9eb4d
+# %% ../../nbs/strategies/memory.ipynb #8f576ea1
 @dataclass(frozen=True)
 class Block:
     "One sharding, recomputation and compilation unit; bytes as lines in the batch size."
@@ -185,7 +186,10 @@ class Profile:
     judge:Judge=None       # Distillation with a GAN
     critic:'Profile'=None  # Distillation with a LoRA generator: the critic, which is trained whole
     timed:'Timed'=None     # Blocks as measured on this machine's GPU
+    behind:float=1.0       # Work of backward, of what it is with all weights trained
 
+    @property
+    def live(self)->float: return sum(b.eager.one > 0 for b in self.blocks)/max(1, len(self.blocks))      # Share of the blocks that backward passes
     @property
     def root(self)->int: return self.numel-sum(b.numel for b in self.blocks)      # Parameters outside of blocks
 
@@ -379,7 +383,7 @@ def judge_of(
     runs = [trace(denoiser, forward_of(family, denoiser, config, recipe, dtype, b, judged=True), names) for b in (1, 2)]
     return Judge(len(runs[0][0]), Line.two(*(n for _,n,_ in runs)), stages*(16*wide**2+3*wide)+wide+1, dtype.itemsize*3.0*wide*sum(s*s for s in sides))
 
-# %% ../../nbs/strategies/memory.ipynb #aca1d5a5
+# %% ../../nbs/strategies/memory.ipynb #73faacea
 def measured_blocks(
     runs:list,             # Of `trace`, at batches 1, 2 and 4
     dead:set,              # Names of frozen parameters
@@ -389,12 +393,12 @@ def measured_blocks(
     known, blocks, operations = {}, [], 0
     for same in zip(*(calls for calls, *_ in runs)):
         name, module, args, kwargs, _ = same[0]; frozen = tuple(f'{name}.{n}' in dead for n,_ in module.named_parameters())
-        key = (type(module), shapes(list(module.parameters())), shapes((args, kwargs)), frozen)
+        key = (type(module), shapes(list(module.parameters())), shapes((args, kwargs)), frozen, tuple(t.requires_grad for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)))
         if key not in known:
             at = [block_bytes(module, a, k) for _,_,a,k,_ in same]
             known[key] = {k: Line.through(*(m[k] for m in at)) for k in at[0]}
         lines = dict(known[key]); operations += lines.pop('operations').one
-        sizes = {f'{name}.{n}': p.numel() for n,p in module.named_parameters()}; boundary = Line.through(*(size for *_,size in same))
+        sizes = {f'{name}.{n}': p.numel() for n,p in module.named_parameters()}; boundary = Line.through(*(size for *_,size in same)) if lines['eager'].one else Line(0, 0, 0)      # where backward does not come, nothing waits for it
         blocks.append(Block(name, sum(sizes.values()), sum(v for n,v in sizes.items() if n not in dead), boundary, **lines))
     return tuple(blocks), int(operations)
 
@@ -404,14 +408,31 @@ def frozen_names(
     recipe:Recipe,
 )->set:
     "Freeze what the recipe does not train, put adapters in; the names of what got no gradient."
-    for n in family.frozen_parameters(denoiser): denoiser.get_parameter(n).requires_grad_(False)
+    choose_trained(denoiser, family, recipe)
     if recipe.objective == 'unified' and (recipe.freeze_llm or recipe.freeze_vit or recipe.freeze_und):
         from sciftune.models.bagel import freeze_parts
         freeze_parts(denoiser, llm=recipe.freeze_llm, vit=recipe.freeze_vit, und=recipe.freeze_und)
     if recipe.lora_rank: add_lora(denoiser, family, recipe)
     return {n for n,p in denoiser.named_parameters() if not p.requires_grad}
 
-# %% ../../nbs/strategies/memory.ipynb #caf35e0e
+# %% ../../nbs/strategies/memory.ipynb #728e7c91
+def trained_share(
+    recipe:Recipe,
+    family:'Family',
+    base=None,             # Pipeline folder or hub id; None = published size
+)->float:                  # In (0, 1]; 1/3 would be a forward pass alone
+    "FLOPs of a training step with the recipe's `trained_layers`, of those of a step that trains all weights."
+    from torch.utils.flop_counter import FlopCounterMode
+    revision = recipe.revision or None; config, denoiser = family.config(base, revision), nn.Module.to(family.empty_denoiser(base, revision), 'meta', torch.bfloat16)
+    def operations(layers):
+        choose_trained(denoiser, family, recipe.model_copy(update=dict(trained_layers=layers)))
+        with FlopCounterMode(display=False) as count, Flash():
+            out = forward_of(family, denoiser, config, recipe, torch.bfloat16, 1)(); torch.autograd.backward([out], [torch.empty_like(out)])
+        for p in denoiser.parameters(): p.grad = None
+        return count.get_total_flops()
+    return operations(recipe.trained_layers)/operations('')
+
+# %% ../../nbs/strategies/memory.ipynb #27b49ba6
 def profile(
     recipe:Recipe,
     family:'Family',
@@ -430,6 +451,7 @@ def profile(
     for n, m in denoiser.named_modules():
         mine = {f'{n}.{k}' if n else k: p.numel() for k,p in m._parameters.items() if p is not None}
         if mine and not any(n == b or n.startswith(b+'.') for b in own): roots.append(Root(runs[0][2].get(n, 0), sum(mine.values()), sum(v for k,v in mine.items() if k not in dead)))
+    if recipe.trained_layers: more['behind'] = (3*trained_share(recipe, family, base)-1)/2
     if recipe.distils:
         by, units = {b.name: b for b in blocks}, [(n, m) for n,m in denoiser.named_modules() if n in own]
         def look(b):
@@ -782,7 +804,7 @@ def device_speed(
     "Rates of a GPU."
     return next((v for k,v in DEVICES.items() if k in name.upper()), None)
 
-# %% ../../nbs/strategies/memory.ipynb #608ead09
+# %% ../../nbs/strategies/memory.ipynb #e90ee783
 def passes(
     p:Profile,
     s:Setting,
@@ -791,14 +813,14 @@ def passes(
     generator:bool=True,   # Count the generator's turns
 )->float:                  # Forward passes of a micro-batch
     "The mean work of a micro-batch."
-    r = s.recipe; whole = 1+share+backward
+    r = s.recipe; share, backward = share*p.live, backward*p.behind; whole = 1+share+backward
     if not r.distils: return whole if not r.lora_rank or backward < 2 else 1+share+1.2         # the frozen base has no weight gradients
     looks = 1+((r.denoising_steps-1)/2 if r.backward_simulation else 0); judge = p.judge.blocks/len(p.blocks) if p.judge and r.gan else 0.0
     ask = 0 if r.gan_alone else (2 if r.real_guidance > 1 else 1)+(r.objective == 'dmd_decoupled')+1
     turn = ask+judge*(1+share+backward/2)+(whole if not r.lora_rank else 1+share+.6*backward)-1
     return looks+whole+2*judge*whole+turn/r.generator_every*generator
 
-# %% ../../nbs/strategies/memory.ipynb #17336814
+# %% ../../nbs/strategies/memory.ipynb #24170c46
 def sent_bytes(
     p:Profile,
     s:Setting,
@@ -810,8 +832,8 @@ def sent_bytes(
     if s.world == 1: return 0.0, 0.0
     part = lambda k: (k-1)/k
     if r.strategy == 'ddp': total, k = 2*its.trained*trained, s.world
-    elif r.strategy == 'fsdp': total, k = a*((2 if r.reshard else 1)*c*whole+g*trained)+(a*c*p.numel if r.distils else 0), n
-    elif s.zero == 3: total, k = a*((2+(share > 0))*c*whole+c*trained), n
+    elif r.strategy == 'fsdp': total, k = a*((1+p.live if r.reshard else 1)*c*whole+g*trained)+(a*c*p.numel if r.distils else 0), n
+    elif s.zero == 3: total, k = a*((1+p.live*(1+(share > 0)))*c*whole+c*trained), n
     else: total, k = (a if s.zero == 2 else 1)*c*trained+c*whole, n
     near = total*part(k); far = 2*g*trained/n*part(s.world//n) if n < s.world and r.strategy == 'fsdp' else 0.0      # replicas of hybrid sharding
     return (near, far) if r.num_machines == 1 or k <= s.world//r.num_machines else (0.0, near+far)
@@ -844,7 +866,7 @@ def step_seconds(p:Profile, s:Setting, recompute:int, speed:tuple, generator:boo
     t = step_parts(p, s, recompute, speed, generator); busy = max(t['compute'], t['host'])
     return busy + max(t['exchange']/2, t['exchange']-busy) + t['update'] + t['offload']
 
-# %% ../../nbs/strategies/memory.ipynb #f0751cf2
+# %% ../../nbs/strategies/memory.ipynb #7a86dcd2
 @dataclass(frozen=True)
 class Timed:
     "Seconds of all blocks per sample."
@@ -868,7 +890,7 @@ def time_block(
     out = []
     for i in range(repeats+2):                                       # two to warm up: compilation, choice of kernels
         begun = clock(device); y = [t for t in tree_leaves(module(*args, **kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
-        half = clock(device); torch.autograd.backward(y, [torch.ones_like(t) for t in y]); end = clock(device); module.zero_grad(set_to_none=True)
+        half = clock(device); y and torch.autograd.backward(y, [torch.ones_like(t) for t in y]); end = clock(device); module.zero_grad(set_to_none=True)
         if i > 1: out.append((half-begun, end-half))
     return tuple(sorted(x)[len(x)//2] for x in zip(*out))
 
@@ -886,7 +908,7 @@ def time_blocks(
     sizes = lambda tree: tuple(tuple(t.shape) for t in tree_leaves(tree) if isinstance(t, torch.Tensor)); known, total = {}, [0.0, 0.0]
     real = lambda t: (torch.randn(t.shape, dtype=t.dtype, device=device) if t.is_floating_point() or t.is_complex() else torch.zeros(t.shape, dtype=t.dtype, device=device)).requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t
     for _, module, args, kwargs, _ in calls:
-        key = type(module), sizes(list(module.parameters())), sizes((args, kwargs))
+        key = type(module), sizes(list(module.parameters())), sizes((args, kwargs)), tuple(t.requires_grad for t in [*module.parameters(), *tree_leaves((args, kwargs))] if isinstance(t, torch.Tensor))
         if key not in known:
             block = copy.deepcopy(module).to_empty(device=device)
             with torch.no_grad():
@@ -953,7 +975,7 @@ def row(
                 resident_bytes=round(held), seconds_parts=near({k: v for k,v in step_parts(p, s, again, speed).items() if v}, 4) if speed else {},
                 fits=bool(fits_gpu and fits_host), why=why)
 
-# %% ../../nbs/strategies/memory.ipynb #326e7e62
+# %% ../../nbs/strategies/memory.ipynb #c15a82d9
 VARIANTS = [dict(strategy='single'), dict(strategy='single', offload='optimizer'), dict(strategy='ddp'), dict(strategy='fsdp'), dict(strategy='fsdp', reshard=False), dict(strategy='fsdp', hybrid_shard=-1),
             dict(strategy='fsdp', offload='params'), *(dict(strategy=f'zero{n}', offload=o) for n in (1, 2, 3) for o in ('none','optimizer')),
             dict(strategy='zero3', offload='params'), dict(strategy='zero3', offload='nvme')]
@@ -965,7 +987,7 @@ def variant(
     **change,          # Fields to replace
 )->Setting|None:       # None: impossible
     "The recipe under another engine."
-    plain = dict(reshard=True, hybrid_shard=0, offload='none', num_machines=recipe.num_machines if world >= recipe.num_machines else 1); change = plain|change
+    plain = dict(reshard=recipe.reshard or 'auto', hybrid_shard=0, offload='none', num_machines=recipe.num_machines if world >= recipe.num_machines else 1); change = plain|change
     if change.get('strategy') == 'single': world = 1
     if recipe.distils and (change.get('strategy', recipe.strategy).startswith('zero') or recipe.teacher_placement == 'sharded' and change.get('strategy', recipe.strategy) != 'fsdp'): return None
     if change.get('strategy', recipe.strategy) not in ('single','ddp'): change['lora_base'] = 'bf16'
@@ -1065,7 +1087,20 @@ def base_of(
     if recipe.model_path == 'nano': return nano_folder(recipe.model)
     return recipe.model_path
 
-# %% ../../nbs/strategies/memory.ipynb #bd511e5a
+# %% ../../nbs/strategies/memory.ipynb #d200f6b4
+def settled(
+    p:Profile,
+    s:Setting,
+    m:Machine,
+)->Setting:
+    "The setting with `reshard` decided."
+    r = s.recipe
+    if r.strategy != 'fsdp' or r.reshard != 'auto': return s
+    free, keep = (replace(s, recipe=r.model_copy(update=dict(reshard=x))) for x in (True, False))
+    if not m.cuda or s.shards == 1 or r.distils or r.lora_rank or r.offload != 'none': return free
+    kept = row(p, keep, m); return keep if kept['fits'] and kept['recompute_blocks'] <= row(p, free, m)['recompute_blocks'] else free
+
+# %% ../../nbs/strategies/memory.ipynb #29ee496e
 def plan(
     recipe:Recipe,
     world:int=None,        # Processes; None = as the recipe and the machine say
@@ -1075,7 +1110,7 @@ def plan(
     from sciftune.models.family import get_family        # here: diffusers takes seconds to import, and talks meanwhile
     family, pictures = get_family(recipe.model), recipe.validation_steps > 0 and recipe.validation_images > 0
     p = profile(recipe, family, base_of(recipe, family), s.policy.compute, vae=pictures)
-    notes = list(s.policy.notes)
+    s, notes = settled(p, s, m), list(s.policy.notes)
     if recipe.profile_block and m.cuda and torch.cuda.is_available():
         try: p = replace(p, timed=time_blocks(recipe, family, base_of(recipe, family), s.policy.compute, 'cuda'))
         except Exception as e: notes.append(f'profile_block: {type(e).__name__}: {" ".join(str(e).split())[:200]}; times are the estimate')
@@ -1093,7 +1128,7 @@ def plan(
     if need > free: notes.append(f'disk: checkpoints and export need {need:.4g} GiB, {free:.4g} GiB are free in {root}; lower checkpoints_kept or change run_root')
     source = None if not mine['seconds_per_step'] else f'one block of each kind, measured on {p.timed.device}' if p.timed else 'an estimate: published peak of the device, efficiencies measured on H200s'
     advice = f"cheapest setting that fits: {words[0]}" if words else f'{s.label} is the fastest setting that fits' if mine['fits'] and m.cuda else ''
-    return dict(chosen=s.label, run=mine, rows=rows, suggestions=words, advice=advice, recompute_blocks=mine['recompute_blocks'], blocks=len(p.blocks), notes=notes,
+    return dict(chosen=s.label, run=mine, rows=rows, suggestions=words, advice=advice, recompute_blocks=mine['recompute_blocks'], reshard=bool(s.recipe.reshard), blocks=len(p.blocks), notes=notes,
                 resident_bytes=mine['resident_bytes'], step_time=mine['seconds_per_step'], time_from=source, processes=world, parameters=p.numel, trained=p.trained, device=m.device,
                 device_memory_gib=round(m.memory if m.cuda else m.memory/world, 2), host_memory_gib=round(m.host, 2), disk_free_gib=round(free, 1))
 

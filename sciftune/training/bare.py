@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LOOPS', 'one_batch', 'bare_step', 'plain_step', 'run_loop', 'write_random', 'forget_cached', 'main']
 
-# %% ../../nbs/training/bare.ipynb #3528adbe
+# %% ../../nbs/training/bare.ipynb #4e1204a2
 import json, os, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +19,7 @@ from ..models.family import Family, get_family
 from ..strategies.optimizers import GradientRelease, build_optimizer
 from ..strategies.precision import policy_for
 from ..strategies.speed import blocks_of, compiled_graphs, prepare_denoiser
+from ..strategies.trained import choose_trained
 from .metrics import memory_now, peak_flops
 from .prepare import weights_path
 
@@ -35,7 +36,7 @@ def one_batch(
     rows = [{k: draw(*s) for k,s in family.caption_shapes(config, recipe.text_tokens).items()} for _ in range(b)]
     return dict(x0=draw(b, *shape), noise=draw(b, *shape), sigma=torch.linspace(.1, .9, b, device=device), weight=torch.ones(b, device=device), conditioning=family.collate(rows))
 
-# %% ../../nbs/training/bare.ipynb #1d7e56cf
+# %% ../../nbs/training/bare.ipynb #c289e059
 def bare_step(
     recipe:Recipe,
     family:Family,
@@ -46,9 +47,7 @@ def bare_step(
     "Forward, backward, update; nothing else."
     policy = policy_for(recipe, device.type == 'cuda')
     model = family.random_denoiser(None, policy.weights, device) if base is None else family.load_denoiser(base, policy.weights, device)
-    dead = set(family.frozen_parameters(model))
-    for n, p in model.named_parameters(): p.requires_grad_(n not in dead)
-    prepare_denoiser(model, recipe, family, plan, policy.fp8)
+    prepare_denoiser(choose_trained(model, family, recipe), recipe, family, plan, policy.fp8)
     params = [p for p in model.parameters() if p.requires_grad]; opt = build_optimizer(params, recipe, policy.optimizer, device.type == 'cuda')
     released = policy.optimizer == 'flashadamw' and recipe.gradient_release
     if recipe.offload != 'none': raise RecipeError("offload: the bare loop keeps everything on the device; use the trainer")

@@ -87,7 +87,7 @@ class StopWish:
 
     def _ask(self, *_): self.asked = True
 
-# %% ../../nbs/training/trainer.ipynb #2b8228a5
+# %% ../../nbs/training/trainer.ipynb #fc67c46e
 class Run:
     "A training run on this rank."
     def __init__(self, recipe:Recipe, run:RunDir):
@@ -98,7 +98,7 @@ class Run:
                  f'global batch {recipe.global_batch} = {recipe.micro_batch} x {e.world} x {e.accumulation}')
         for note in e.policy.notes: self.say('note: '+note)
         plan = self.plan = json.loads(run.plan.read_text()) if run.plan.exists() else {}
-        e.resident_bytes = plan.get('resident_bytes', 0.0); self.timeline.enter('data')
+        e.resident_bytes, e.reshard = plan.get('resident_bytes', 0.0), plan.get('reshard', True); self.timeline.enter('data')
         self.task = get_task(recipe.objective)(recipe, e, run, plan, self.say, self.stage)
         self.networks = self.task.networks
         self.averages = {k: EMA(self.networks[k], recipe.ema_decay) for k in self.task.averaged or self.networks} if recipe.ema_decay else {}
