@@ -24,7 +24,7 @@ def line(r):
     memory = (f'{made[0]:.1f}', f'{made[0]/r["allocated_gib"]-1:+.1%}') if made else ('', '')
     time = (f'{made[1]:.3f}', f'{made[1]/r["step_time"]-1:+.0%}') if made else ('', '')
     kind = (made[2] if made else measured_setting(r)[0].recipe); kind = kind.objective+' + GAN'*kind.gan+f', LoRA {kind.lora_rank}'*bool(kind.lora_rank)
-    return ' | '.join(['', r['model'], kind, f"{r['resolution']}", r['strategy']+', bf16 sums'*(r.get('reduce_type') == 'bf16')+(f", {r['offload']} offloaded, {r['device_memory_gib']:g} GiB" if r.get('offload', 'none') != 'none' else ''), f"{r['processes']}", r['precision'], f"{r['micro_batch']}", f"{r['recompute']}", r['loop'],
+    return ' | '.join(['', r['model'], kind, f"{r['resolution']}", r['strategy']+', kept gathered'*(r.get('reshard') is False)+', bf16 sums'*(r.get('reduce_type') == 'bf16')+(f", {r['offload']} offloaded, {r['device_memory_gib']:g} GiB" if r.get('offload', 'none') != 'none' else ''), f"{r['processes']}", r['precision'], f"{r['micro_batch']}", f"{r['recompute']}", r['loop'],
                        f"{f('step_time')} ± {f('step_time_spread')}", *time, f('allocated_gib', 1), *memory, f('mfu'), f('hfu'), f('tokens_per_second', 0), r['date'], '']).strip()
 
 def pictures():
@@ -52,16 +52,18 @@ def beside():
     "What one would do otherwise, and the fastest run of the same model on as many cards."
     speed = lambda r: r['global_batch']/r['step_time']; ours = lambda r: max((o for o in good if o['loop'] == 'trainer' and (o.get('preset') or 'debug') == 'debug' and not o.get('lora_rank') and o.get('reduce_type', 'fp32') == 'fp32' and o['precision'] == 'bf16-master24' and (o['model'], o['processes']) == (r['model'], r['processes'])), key=speed)
     say = lambda r: f"{speed(r):.2f} samples/s ({r['global_batch']} in {r['step_time']:.3f} s), {r['allocated_gib']:.1f} GiB, MFU {r['mfu']:.3f}"
-    name = lambda r: 'a script in the manner of the diffusers examples: accelerate, AdamW, bf16, everything recomputed' if r['loop'] == 'plain' else f"preset `{r['preset']}`: {r['strategy'].upper()}, fp32 masters, not compiled, everything recomputed"
+    name = lambda r: 'a script in the manner of the diffusers examples: accelerate, AdamW, bf16, everything recomputed' if r['loop'] == 'plain' else f"preset `{r['preset']}`: {r['strategy'].upper()}, fp32 masters{', optimizer on the host'*(r['offload'] == 'optimizer')}, not compiled, everything recomputed"
     for r in flow:
         if r['loop'] == 'plain' or r.get('preset', '').startswith('system'):
             o = ours(r); out = say(r) if r.get('step_time') else 'out of memory: weights, gradients and both moments alone take 152 GiB' if 'out of memory' in r['error'] else r['error']
             yield f"| {r['model']} | {r['processes']} | {name(r)} | {out} | {say(o)} | {f'{speed(o)/speed(r):.1f} times' if r.get('step_time') else ''} |"
 
-def scaling():
-    "Four cards against one of them, measured on the same machine: samples per second and card."
+def scaling(gpus, names):
+    "Several cards against one of them, measured on the same machine: samples per second and card."
     last = {r['label']: r for r in flow}; rate = lambda r: r['global_batch']/r['step_time']/r['processes']; base = last['klein-bs4']
-    for n in ('klein-fsdp4', 'klein-fsdp4-bf16-reduce', 'klein-fsdp4-bs5'): yield f"batch {last[n]['micro_batch']}{', gradients summed in bf16' if last[n].get('reduce_type') == 'bf16' else ''} {rate(last[n])/rate(base):.1%} ({last[n]['step_time']:.3f} s)"
+    return f'{gpus} GPUs: '+', '.join(f"{what} {rate(r)/rate(base):.1%} ({r['step_time']:.3f} s)" for n, what in names.items() for r in [last[f'klein-fsdp{gpus}{n}']])
+
+WAYS = {'': 'gathered twice, fp32 sums', '-gathered': '`reshard=False`', '-gathered-bf16': '`reshard=False` and gradients summed in bf16'}
 
 def started(r):
     "Where the time until the first step went."
@@ -85,7 +87,7 @@ MFU counts 3 forward passes of useful work over 989 TFLOP/s; HFU counts recomput
 median step, without a GPU. A distillation's median step is one of the critic alone. ZeRO-3 takes 5.9 GiB that the planner cannot explain, compiled or not.
 Offloaded rows have the optimizer's states in host memory, but for as many as fit the given budget, and were held to it by the allocator. Rows of 2026-11-21 were measured before the optimizer's moments got their present units and before the weights of a block were updated in one launch (`strategies.adam`).
 FLUX.1: with adapters (rank 16, on the default layers) where the precision is bf16-mixed, full where it is bf16-master24. On torch 2.11 its gradients were no numbers until its single blocks handed cuDNN contiguous ones (`strategies.speed`); `tests/gpu_blocks.py` now finds two blocks
-of each kind within 1.1 % of fp32 (full: eager and compiled; adapters: eager), klein's compiled adapters within 0.8 %, Qwen-Image's blocks within 2.5 % (eager and compiled) and its compiled adapters within 4.4 % (all gradients together). FLUX.1's rows, and that of the plain loop of klein, have the digits that were printed; what else they held was lost with the machine, and their versions are those that were installed.
+of each kind within 1.1 % of fp32 (full and adapters, eager and compiled), klein's compiled adapters within 0.8 %, Qwen-Image's blocks within 2.5 % (eager and compiled) and its compiled adapters within 4.4 % (all gradients together). FLUX.1's rows, and that of the plain loop of klein, have the digits that were printed; what else they held was lost with the machine, and their versions are those that were installed.
 
 Command of a row: `python scripts/gpu_bench.py OUT model=...,micro_batch=...,recompute=...,num_processes=...`; each row of `docs/bench.jsonl` holds its own.
 Rebuild this page with `python scripts/bench_table.py`.
@@ -97,14 +99,20 @@ What the GPU does in a step, kernel by kernel: [profile.md](profile.md).
 """ + '\n'.join(lines) + f"""
 
 ## Beside what one would do otherwise
-Same cards, random weights; ours is the fastest row above with the precision `bf16-master24` on as many cards. System B's recipe (ZeRO-3 with the optimizer on the host) has not been run by this trainer on these cards.
+Same cards, random weights; ours is the fastest row above with the precision `bf16-master24` on as many cards. Of system B's recipe one step was measured after the first two (steps 3 and 4 of 4 took 23.9 and 24.7 s;
+11.2 s of it the update on the host, with four threads per process), and the command was ended while it shut down; a bare DeepSpeed loop of the same recipe took 14.4 s on such cards.
 
 | model | GPUs | otherwise | measured | ours | ours is faster by |
 |---|---|---|---|---|---|
 {chr(10).join(beside())}
 
-klein on four GPUs (FSDP2), samples per second and GPU against those of one GPU at its best batch, 4 in {[r for r in flow if r['label'] == 'klein-bs4'][-1]['step_time']:.3f} s, all on one machine: {'; '.join(scaling())}. The aim of 95 % is missed by 1 to 2 %. Half as many
-bytes of gradients win less than 1 %, and so does a larger batch; `reshard=False`, which gathers the weights once instead of twice, has not been measured, nor has what the rest goes to. (2026-11-22)
+klein with FSDP2, batch 4, samples per second and GPU against those of one GPU at its best batch, 4 in {[r for r in flow if r['label'] == 'klein-bs4'][-1]['step_time']:.3f} s, all on one machine:
+
+- {scaling(4, WAYS | {'-bf16-reduce': 'gathered twice, bf16 sums'})}
+- {scaling(2, WAYS | {'-bf16': 'gathered twice, bf16 sums'})}
+
+Parameters that stay gathered from forward to backward cost as much memory as the blocks have and save a gathering; `reshard='auto'`, the default, keeps them where the plan has room. How many channels NCCL uses makes little
+difference: two GPUs, gathered twice, took 1.731 s as they come, 1.730 s with at least 32 (`NCCL_MIN_CTAS`), 1.746 s with at most 8 and 1.753 s with at most 4. (2026-11-22)
 
 From the start of the command to the first finished step of Qwen-Image, compiled, weights read from local safetensors: {'; '.join(started(r) for r in flow if r['label'].startswith('launch-'))}.
 

@@ -83,16 +83,16 @@ def launch_command(
     "The command of a run whose files are written."
     return ['accelerate', 'launch', '--config_file', str(run.accelerate), '-m', 'sciftune.training.trainer', str(run.recipe)]
 
-# %% ../../nbs/core/engineconf.ipynb #87285c5c
+# %% ../../nbs/core/engineconf.ipynb #32f66809
 def launch_env(
     recipe:Recipe,
 )->dict[str,str]:  # Variables to add to the environment
-    "NCCL and DeepSpeed switches of the recipe; on a CPU the threads of a process, of which accelerate would allow one, unless OMP_NUM_THREADS is set."
+    "NCCL and DeepSpeed switches of the recipe; where the CPU computes (all of it, or the update of an offloaded optimizer) the threads of a process, of which the launcher would allow one, unless OMP_NUM_THREADS is set."
     env = dict(TOKENIZERS_PARALLELISM='false', PYTHONUNBUFFERED='1')
     if recipe.nccl_ib_disable: env['NCCL_IB_DISABLE'] = '1'
     if recipe.nccl_p2p_disable: env['NCCL_P2P_DISABLE'] = '1'
     if recipe.cpu: env['CUDA_VISIBLE_DEVICES'] = ''
-    if on_cpu(recipe) and 'OMP_NUM_THREADS' not in os.environ: env['OMP_NUM_THREADS'] = str(max(1, cores()*recipe.num_machines//world_size(recipe)))
+    if (on_cpu(recipe) or recipe.offload != 'none') and 'OMP_NUM_THREADS' not in os.environ: env['OMP_NUM_THREADS'] = str(max(1, cores()*recipe.num_machines//world_size(recipe)))
     if recipe.strategy.startswith('zero'): env['DS_SKIP_CUDA_CHECK'] = '1'
     if not on_cpu(recipe): env['PYTORCH_CUDA_ALLOC_CONF'] = 'expandable_segments:True'
     return env

@@ -47,7 +47,7 @@ def sources(
     if twice := [p for i, (p, _) in enumerate(parts) if not p or p in [q for q, _ in parts[:i]]]: raise ValueError(f"'{twice[0]}' is given twice; add its weights" if twice[0] else 'a weight stands without its collection')
     return tuple(parts)
 
-# %% ../../nbs/core/recipe.ipynb #3d59a3bf
+# %% ../../nbs/core/recipe.ipynb #735cc5b4
 class Recipe(BaseModel):
     "Everything that determines a run. Raises `RecipeError` through `resolve`."
     model_config = ConfigDict(frozen=True, extra='forbid', validate_default=True, protected_namespaces=())
@@ -96,7 +96,7 @@ class Recipe(BaseModel):
     machine_rank: int = Field(0, ge=0, description='rank of this machine')
     main_process_ip: str = Field('', description='address of machine 0; needed with several machines')
     main_process_port: int = Field(0, ge=0, lt=65536, description='rendezvous port; 0 = a free one')
-    reshard: bool | Literal['auto'] = Field('auto', description="fsdp: free gathered parameters after the forward pass and gather them again; 'auto' = keep them where the GPU has room and no more blocks are recomputed for it")
+    reshard: Literal['auto', True, False] = Field('auto', description="fsdp: free gathered parameters after the forward pass and gather them again; 'auto' = keep them where the GPU has room and no more blocks are recomputed for it")
     prefetch: int = Field(0, ge=0, le=8, description="fsdp: blocks gathered ahead of the one at work, forward and backward; 0 = torch's own order, one ahead in backward")
     reduce_type: Literal['fp32','bf16'] = Field('fp32', description='fsdp: type in which gradients are summed over processes; bf16 halves the traffic and rounds each sum')
     hybrid_shard: int = Field(0, ge=0, description='fsdp: processes per shard group, replicated over the groups; 0 = shard over all, 1 = replicate all (the frozen base of LoRA)')
