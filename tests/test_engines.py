@@ -1,5 +1,5 @@
 """Engines against each other, resumes across them, and runs that die: in fresh forked processes, tiny models, fp32."""
-import os, random, shutil, signal, sys, time
+import json, os, random, shutil, signal, sys, time
 from pathlib import Path
 import psutil, pytest, torch
 sys.path.insert(0, str(Path(__file__).parent))
@@ -179,3 +179,17 @@ def test_another_recipe_does_not_resume(root, ran):
     _, source = ran('ddp', 2); run = RunDir(root/'other')
     codes = wait(start(run, resolve(cpu=True, run_root=str(root), name='other', resume=str(source/'checkpoints'/'step_000010'), **dict(BASE, seed=5))))
     assert codes == [2] and 'seed: 0 in the checkpoint, 5 now' in log(run)
+
+@pytest.mark.parametrize('planned,given,used', [(False, 'auto', False), (False, True, True)])
+def test_the_plan_decides_whether_parameters_stay_gathered(root, reference, planned, given, used):
+    def look(rank, run):
+        import torch.distributed.fsdp as fsdp
+        real = fsdp.fully_shard
+        def shard(m, **k):
+            if 'reshard_after_forward' in k: (run.path/f'reshard_{rank}').write_text(str(k['reshard_after_forward']))
+            return real(m, **k)
+        fsdp.fully_shard = shard
+    run = RunDir(root/f'gathered-{planned}-{given}'); run.path.mkdir(); recipe = resolve(cpu=True, run_root=str(root), name=run.path.name, num_processes=2, strategy='fsdp', reshard=given, **dict(BASE, steps=5, checkpoint_steps=0))
+    run.plan.write_text(json.dumps(dict(reshard=planned)))
+    assert wait(start(run, recipe, look)) == [0, 0], log(run)
+    assert {(run.path/f'reshard_{r}').read_text() for r in (0, 1)} == {str(used)} and deviation(run.read_metrics(), reference) <= 1e-5
