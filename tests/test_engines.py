@@ -192,4 +192,4 @@ def test_the_plan_decides_whether_parameters_stay_gathered(root, reference, plan
     run = RunDir(root/f'gathered-{planned}-{given}'); run.path.mkdir(); recipe = resolve(cpu=True, run_root=str(root), name=run.path.name, num_processes=2, strategy='fsdp', reshard=given, **dict(BASE, steps=5, checkpoint_steps=0))
     run.plan.write_text(json.dumps(dict(reshard=planned)))
     assert wait(start(run, recipe, look)) == [0, 0], log(run)
-    assert {(run.path/f'reshard_{r}').read_text() for r in (0, 1)} == {str(used)} and deviation(run.read_metrics(), reference) <= 1e-5
+    assert f'fsdp_reshard_after_forward: {str(used).lower()}' in run.accelerate.read_text() and {(run.path/f'reshard_{r}').read_text() for r in (0, 1)} == {str(used)} and deviation(run.read_metrics(), reference) <= 1e-5

@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['OWN', 'PHASES', 'COUNT', 'COLUMNS', 'setting', 'measured', 'run_command', 'summary', 'complaint', 'bench', 'table']
 
-# %% ../../nbs/lab/bench.ipynb #7989e3c0
+# %% ../../nbs/lab/bench.ipynb #abbf2d81
 import contextlib, json, os, shlex, statistics, subprocess, sys, tempfile, time
 from pathlib import Path
 import psutil
-from ..core.engineconf import launch_env, world_size, write_configs
+from ..core.engineconf import frees_gathered, launch_env, world_size, write_configs
 from ..core.recipe import Recipe, RecipeError, resolve
 from ..core.rundir import gpus, new_run, run_record, write_atomic
 
@@ -95,7 +95,7 @@ def complaint(
     told = [l for l in lines if 'Error' in l and not any(x in l for x in ('ChildFailedError','CalledProcessError')) and not l.startswith(('File', 'raise'))]
     return (told or lines or ['no output'])[-1][:300]
 
-# %% ../../nbs/lab/bench.ipynb #8acd0e62
+# %% ../../nbs/lab/bench.ipynb #31fff15c
 def bench(
     run_root,              # Run folders and caches go here
     plan:bool=False,       # Predict the memory, too
@@ -103,18 +103,17 @@ def bench(
     **given,               # See `measured`
 )->dict:                   # The row
     "Measure one setting."
-    recipe, own = measured(run_root, **given); run = new_run(recipe); command = write_configs(recipe, run); env = launch_env(recipe)
-    predicted = {}
+    recipe, own = measured(run_root, **given); run = new_run(recipe); recipe.save(run.recipe); env, predicted = launch_env(recipe), {}
     if plan and subprocess.run([sys.executable, '-m', 'sciftune.strategies.memory', str(run.recipe), str(run.plan)], capture_output=True).returncode in (0, 3): predicted = json.loads(run.plan.read_text())
     said = {k: v for k,v in dict(recompute_blocks=own['recompute'], resident_bytes=own['resident'] and own['resident']*2**30).items() if v is not None}
     if said: write_atomic(run.plan, json.dumps(predicted | said))
     if own['files']: subprocess.run([sys.executable, '-m', 'sciftune.training.bare', 'write', recipe.model, recipe.model_path.partition(':')[2]], check=True, stdout=subprocess.DEVNULL)
-    command = [sys.executable, '-m', 'accelerate.commands.launch', *command[2:]]          # of this Python, whatever the PATH says
+    command = [sys.executable, '-m', 'accelerate.commands.launch', *write_configs(recipe, run)[2:]]          # of this Python, whatever the PATH says
     if own['loop'] != 'trainer': command = [sys.executable, '-m', 'sciftune.training.bare', str(run.recipe), own['loop']]
     began = time.time(); code = run_command(command, env, run.log, own['timeout']); rows = run.read_metrics(); steps = [r for r in rows if 'step_time' in r]
     row = dict(label=own['label'] or run.path.name, date=time.strftime('%Y-%m-%d'), loop=own['loop']) | {k: getattr(recipe, k) for k in
                'model preset strategy offload precision micro_batch global_batch resolution text_tokens compile gradient_checkpointing device_memory_gib lora_rank lora_base reshard reduce_type'.split()}
-    if recipe.reshard == 'auto': row['reshard'] = predicted.get('reshard', True)
+    row['reshard'] = frees_gathered(recipe, run)
     if own['loop'] == 'plain': row |= dict(precision='bf16-mixed' if recipe.precision == 'bf16-mixed' else 'bf16', compile=False)
     recomputed = said.get('recompute_blocks', predicted.get('recompute_blocks')) if recipe.gradient_checkpointing == 'auto' else None
     row |= dict(processes=world_size(recipe), recompute='none' if recipe.gradient_checkpointing == 'none' else 'all' if recomputed is None else recomputed)

@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['STATES', 'FLOAT_TABLES', 'engines_on_cpu', 'Range', 'Network', 'ShardedNetwork', 'ZeroNetwork', 'Engine']
 
-# %% ../../nbs/strategies/engines.ipynb #7b1640d9
+# %% ../../nbs/strategies/engines.ipynb #8c28648b
 import contextlib, datetime, os
 from dataclasses import dataclass, replace
 import torch, torch.distributed as dist
 from torch import nn, Tensor
 from ..core.recipe import Recipe, RecipeError
-from ..core.engineconf import BLOCKS, deepspeed_config
+from ..core.engineconf import BLOCKS, deepspeed_config, frees_gathered
 from .precision import Policy, policy_for
 from .offload import HostStates
 from .optimizers import adam_state, build_optimizer, clip, GradientRelease
@@ -185,7 +185,7 @@ class Network:
 # %% ../../nbs/strategies/engines.ipynb #b5970947
 FLOAT_TABLES = ('klein','klein4b','flux1')
 
-# %% ../../nbs/strategies/engines.ipynb #bd6d0725
+# %% ../../nbs/strategies/engines.ipynb #c25a780e
 class ShardedNetwork(Network):
     "A module under `fully_shard`."
     def _wrap(self):
@@ -197,7 +197,7 @@ class ShardedNetwork(Network):
         units = set(plugin.transformer_cls_names_to_wrap or BLOCKS[self.recipe.model])
         blocks = [m for m in self.raw.modules() if type(m).__name__ in units]
         inside = conf | dict(mp_policy=replace(mp, cast_forward_inputs=False)) if self.recipe.model in FLOAT_TABLES else conf
-        for m in blocks: fully_shard(m, reshard_after_forward=bool(plugin.reshard_after_forward) if self.recipe.reshard != 'auto' else e.reshard, **inside)
+        for m in blocks: fully_shard(m, reshard_after_forward=bool(plugin.reshard_after_forward), **inside)
         self.module = fully_shard(self.raw, **conf); self._gather_ahead(blocks, self.recipe.prefetch)
         self._materialise('cpu' if offload else e.device)
         self.params = {n: p for n,p in self.raw.named_parameters() if p.requires_grad}
@@ -345,7 +345,7 @@ def _stay_below(gib:float):
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory/2**30
     if gib < total: torch.cuda.set_per_process_memory_fraction(max(.01, (gib-.6)/total))
 
-# %% ../../nbs/strategies/engines.ipynb #3b018a12
+# %% ../../nbs/strategies/engines.ipynb #044d3bb1
 class Engine:
     "Processes, device and precision of a run. Raises RecipeError when the launch does not match the recipe."
     def __init__(self,
@@ -354,7 +354,7 @@ class Engine:
         from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
         from accelerate.state import AcceleratorState
         from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
-        self.recipe, kind, self.resident_bytes, self.reshard = recipe, recipe.strategy, 0.0, True       # of offloaded optimizer states; whether gathered parameters are freed where the recipe leaves that open: the planner says
+        self.recipe, kind, self.resident_bytes = recipe, recipe.strategy, 0.0       # of offloaded optimizer states; the planner says how many
         cpu = recipe.cpu or not torch.cuda.is_available()
         if recipe.device_memory_gib and not cpu: _stay_below(recipe.device_memory_gib)
         self.cuda = not cpu; self.policy = policy_for(recipe, self.cuda)
@@ -362,7 +362,7 @@ class Engine:
         if cpu and kind not in ('single', 'ddp'): engines_on_cpu()
         conf = {}
         if kind == 'fsdp' and not os.environ.get('ACCELERATE_USE_FSDP'):
-            conf['fsdp_plugin'] = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=bool(recipe.reshard), cpu_offload=recipe.offload == 'params',
+            conf['fsdp_plugin'] = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=frees_gathered(recipe), cpu_offload=recipe.offload == 'params',
                 auto_wrap_policy='transformer_based_wrap', transformer_cls_names_to_wrap=list(BLOCKS[recipe.model]), cpu_ram_efficient_loading=False)
         if kind.startswith('zero') and not os.environ.get('ACCELERATE_USE_DEEPSPEED'): conf['deepspeed_plugin'] = DeepSpeedPlugin(hf_ds_config=deepspeed_config(recipe), zero3_init_flag=False)
         mixed = 'bf16' if whole.name == 'bf16-mixed' and kind in ('single','ddp') else None if kind != 'fsdp' and kind.startswith('zero') else 'no'

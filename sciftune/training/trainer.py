@@ -10,12 +10,13 @@ import os, sys
 from .timeline import Timeline, read_ahead, told
 if __name__ == '__main__' and '__file__' in globals() and len(sys.argv) == 2 and os.environ.get('LOCAL_RANK', '0') == '0': read_ahead(sys.argv[1])      # before torch is imported
 
-# %% ../../nbs/training/trainer.ipynb #c37dcc92
+# %% ../../nbs/training/trainer.ipynb #7cebadc1
 import contextlib, itertools, json, math, os, signal, sys, time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch.utils.data import DataLoader, Dataset
+from ..core.engineconf import frees_gathered
 from ..core.recipe import Recipe, RecipeError
 from ..core.rundir import RunDir, run_record, write_atomic
 from ..core.troubles import Finding, Lookout
@@ -87,10 +88,11 @@ class StopWish:
 
     def _ask(self, *_): self.asked = True
 
-# %% ../../nbs/training/trainer.ipynb #fc67c46e
+# %% ../../nbs/training/trainer.ipynb #92da96c1
 class Run:
     "A training run on this rank."
     def __init__(self, recipe:Recipe, run:RunDir):
+        recipe = recipe.model_copy(update=dict(reshard=frees_gathered(recipe, run)))
         self.recipe, self.dir, self.timeline = recipe, run, Timeline(); self.timeline.enter('engine')
         self.engine = Engine(recipe); e = self.engine
         self.crumbs = Breadcrumbs(run.breadcrumbs, e.rank, recipe.stall_seconds)
@@ -98,7 +100,7 @@ class Run:
                  f'global batch {recipe.global_batch} = {recipe.micro_batch} x {e.world} x {e.accumulation}')
         for note in e.policy.notes: self.say('note: '+note)
         plan = self.plan = json.loads(run.plan.read_text()) if run.plan.exists() else {}
-        e.resident_bytes, e.reshard = plan.get('resident_bytes', 0.0), plan.get('reshard', True); self.timeline.enter('data')
+        e.resident_bytes = plan.get('resident_bytes', 0.0); self.timeline.enter('data')
         self.task = get_task(recipe.objective)(recipe, e, run, plan, self.say, self.stage)
         self.networks = self.task.networks
         self.averages = {k: EMA(self.networks[k], recipe.ema_decay) for k in self.task.averaged or self.networks} if recipe.ema_decay else {}
