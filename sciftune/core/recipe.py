@@ -47,7 +47,7 @@ def sources(
     if twice := [p for i, (p, _) in enumerate(parts) if not p or p in [q for q, _ in parts[:i]]]: raise ValueError(f"'{twice[0]}' is given twice; add its weights" if twice[0] else 'a weight stands without its collection')
     return tuple(parts)
 
-# %% ../../nbs/core/recipe.ipynb #735cc5b4
+# %% ../../nbs/core/recipe.ipynb #2bb2fb11
 class Recipe(BaseModel):
     "Everything that determines a run. Raises `RecipeError` through `resolve`."
     model_config = ConfigDict(frozen=True, extra='forbid', validate_default=True, protected_namespaces=())
@@ -288,6 +288,13 @@ class Recipe(BaseModel):
         if (len(self.sources) > 1 or self.shuffle_window) and self.objective not in ('flow','epsilon'): raise ValueError(f"data, shuffle_window: several collections, or a few shards at a time, not with objective '{self.objective}'")
         if len(self.sources) > 1 and self.metadata: raise ValueError('metadata: belongs to one collection; put the list of each of several into its folder, as metadata.json, .jsonl or .csv')
         if self.bucket_sides and not self.enable_bucket: raise ValueError('bucket_sides: needs enable_bucket')
+        self._trained()
+        if self.validation_ema and not self.ema_decay: raise ValueError('validation_ema: needs ema_decay, for example 0.9999')
+        if self.num_machines > 1 and not self.main_process_ip: raise ValueError('main_process_ip: needed with num_machines > 1')
+        if self.machine_rank >= self.num_machines: raise ValueError(f'machine_rank: {self.machine_rank} of {self.num_machines} machines; counts from 0')
+        return self
+
+    def _trained(self):
         if not self.lora_rank and (given := [n for n in ('lora_alpha','lora_dropout','lora_targets','lora_path') if getattr(self, n)]+['lora_base']*(self.lora_base != 'bf16')):
             raise ValueError(f"{given[0]}: needs lora_rank, for example 16 (0 means full fine-tuning)")
         if self.trained_layers and self.lora_rank: raise ValueError('trained_layers: with lora_rank adapters are what is trained; name their layers in lora_targets')
@@ -295,10 +302,6 @@ class Recipe(BaseModel):
         if self.lora_base != 'bf16' and self.strategy not in ('single','ddp'):
             raise ValueError(f"lora_base: '{self.lora_base}' works with strategies 'single' and 'ddp'; '{self.strategy}' spreads the base over the processes instead")
         if self.lora_base != 'bf16' and self.precision == 'fp8': raise ValueError(f"lora_base: '{self.lora_base}' with precision 'fp8', which multiplies weights of its own kind; use precision 'bf16-mixed', or lora_base 'bf16'")
-        if self.validation_ema and not self.ema_decay: raise ValueError('validation_ema: needs ema_decay, for example 0.9999')
-        if self.num_machines > 1 and not self.main_process_ip: raise ValueError('main_process_ip: needed with num_machines > 1')
-        if self.machine_rank >= self.num_machines: raise ValueError(f'machine_rank: {self.machine_rank} of {self.num_machines} machines; counts from 0')
-        return self
 
     @property
     def sources(self)->tuple:
@@ -503,7 +506,7 @@ def translated(
     if len(out) < len(given): warnings.warn(f"{', '.join(sorted(set(given)-set(out)))}: read as {', '.join(f'{k}={v!r}' for k,v in new.items()) or 'nothing to change'}", stacklevel=3)
     return out | new
 
-# %% ../../nbs/core/recipe.ipynb #89176338
+# %% ../../nbs/core/recipe.ipynb #b975a5ab
 def resolve(
     **params,      # Recipe fields; None = the preset's value
 )->Recipe:
@@ -514,8 +517,8 @@ def resolve(
     known = presets(model)
     if preset not in known: raise RecipeError(f"preset: unknown '{preset}' for model '{model}'{nearest(str(preset), known)}")
     distils = preset == 'tiny' and str(given.get('objective', '')).startswith('dmd')
-    whole = dict(known[preset]) if not given.get("lora_rank") and given.get("objective", known[preset].get("objective", "flow")) in ("flow","epsilon") else {k: v for k,v in known[preset].items() if k != "trained_layers"}
-    return checked({**whole, **(TINY_DISTILLATION if distils else {}), **given})
+    starts = {k: v for k,v in known[preset].items() if not (k == 'trained_layers' and given.get('lora_rank'))}       # adapters are asked for instead
+    return checked({**starts, **(TINY_DISTILLATION if distils else {}), **given})
 
 # %% ../../nbs/core/recipe.ipynb #0f540754
 def launch_preset(

@@ -135,7 +135,7 @@ def block_bytes(
     for p in module.parameters(): p.grad = None
     return size | dict(work=alive.peak, look=look.peak)
 
-# %% ../../nbs/strategies/memory.ipynb #8f576ea1
+# %% ../../nbs/strategies/memory.ipynb #f065aa7e
 @dataclass(frozen=True)
 class Block:
     "One sharding, recomputation and compilation unit; bytes as lines in the batch size."
@@ -186,7 +186,7 @@ class Profile:
     judge:Judge=None       # Distillation with a GAN
     critic:'Profile'=None  # Distillation with a LoRA generator: the critic, which is trained whole
     timed:'Timed'=None     # Blocks as measured on this machine's GPU
-    behind:float=1.0       # Work of backward, of what it is with all weights trained
+    backward_share:float=1.0       # Work of backward, of what it is with all weights trained
 
     @property
     def live(self)->float: return sum(b.eager.one > 0 for b in self.blocks)/max(1, len(self.blocks))      # Share of the blocks that backward passes
@@ -432,7 +432,7 @@ def trained_share(
         return count.get_total_flops()
     return operations(recipe.trained_layers)/operations('')
 
-# %% ../../nbs/strategies/memory.ipynb #27b49ba6
+# %% ../../nbs/strategies/memory.ipynb #3e16547b
 def profile(
     recipe:Recipe,
     family:'Family',
@@ -451,7 +451,7 @@ def profile(
     for n, m in denoiser.named_modules():
         mine = {f'{n}.{k}' if n else k: p.numel() for k,p in m._parameters.items() if p is not None}
         if mine and not any(n == b or n.startswith(b+'.') for b in own): roots.append(Root(runs[0][2].get(n, 0), sum(mine.values()), sum(v for k,v in mine.items() if k not in dead)))
-    if recipe.trained_layers: more['behind'] = (3*trained_share(recipe, family, base)-1)/2
+    if recipe.trained_layers: more['backward_share'] = (3*trained_share(recipe, family, base)-1)/2
     if recipe.distils:
         by, units = {b.name: b for b in blocks}, [(n, m) for n,m in denoiser.named_modules() if n in own]
         def look(b):
@@ -804,7 +804,7 @@ def device_speed(
     "Rates of a GPU."
     return next((v for k,v in DEVICES.items() if k in name.upper()), None)
 
-# %% ../../nbs/strategies/memory.ipynb #e90ee783
+# %% ../../nbs/strategies/memory.ipynb #833e0a03
 def passes(
     p:Profile,
     s:Setting,
@@ -813,7 +813,7 @@ def passes(
     generator:bool=True,   # Count the generator's turns
 )->float:                  # Forward passes of a micro-batch
     "The mean work of a micro-batch."
-    r = s.recipe; share, backward = share*p.live, backward*p.behind; whole = 1+share+backward
+    r = s.recipe; share, backward = share*p.live, backward*p.backward_share; whole = 1+share+backward
     if not r.distils: return whole if not r.lora_rank or backward < 2 else 1+share+1.2         # the frozen base has no weight gradients
     looks = 1+((r.denoising_steps-1)/2 if r.backward_simulation else 0); judge = p.judge.blocks/len(p.blocks) if p.judge and r.gan else 0.0
     ask = 0 if r.gan_alone else (2 if r.real_guidance > 1 else 1)+(r.objective == 'dmd_decoupled')+1
@@ -866,7 +866,7 @@ def step_seconds(p:Profile, s:Setting, recompute:int, speed:tuple, generator:boo
     t = step_parts(p, s, recompute, speed, generator); busy = max(t['compute'], t['host'])
     return busy + max(t['exchange']/2, t['exchange']-busy) + t['update'] + t['offload']
 
-# %% ../../nbs/strategies/memory.ipynb #7a86dcd2
+# %% ../../nbs/strategies/memory.ipynb #433a47bf
 @dataclass(frozen=True)
 class Timed:
     "Seconds of all blocks per sample."
@@ -890,7 +890,9 @@ def time_block(
     out = []
     for i in range(repeats+2):                                       # two to warm up: compilation, choice of kernels
         begun = clock(device); y = [t for t in tree_leaves(module(*args, **kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
-        half = clock(device); y and torch.autograd.backward(y, [torch.ones_like(t) for t in y]); end = clock(device); module.zero_grad(set_to_none=True)
+        half = clock(device)
+        if y: torch.autograd.backward(y, [torch.ones_like(t) for t in y])
+        end = clock(device); module.zero_grad(set_to_none=True)
         if i > 1: out.append((half-begun, end-half))
     return tuple(sorted(x)[len(x)//2] for x in zip(*out))
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['TASKS', 'build_denoiser', 'filler', 'Task', 'get_task', 'FlowTask']
 
-# %% ../../nbs/training/tasks.ipynb #06c5b029
+# %% ../../nbs/training/tasks.ipynb #8baf6d0f
 import importlib, time
 from collections import Counter
 import torch
@@ -18,6 +18,7 @@ from ..models.family import Family, get_family
 from ..models.reader import read_validation
 from ..strategies.engines import Engine, Network
 from ..strategies.lora import add_lora, base_name, first_values, is_adapter, lora_flops, quantise_base, save_lora
+from ..strategies.memory import trained_share
 from ..strategies.speed import prepare_denoiser
 from ..strategies.trained import choose_trained
 from .checkpoints import CheckpointTensors
@@ -114,7 +115,7 @@ def get_task(
     module, name = TASKS[objective].split(':')
     return getattr(importlib.import_module(module), name)
 
-# %% ../../nbs/training/tasks.ipynb #eb7cf746
+# %% ../../nbs/training/tasks.ipynb #43feac34
 class FlowTask(Task):
     "One denoiser, cached latents, held-out loss and images."
     objective_class, batches_class = FlowMatching, FlowBatches
@@ -135,7 +136,7 @@ class FlowTask(Task):
         square = forward(r.resolution, r.resolution); sizes = Counter(s for x in self.data.train for s in x.sizes)
         share = sum(n*forward(*s) for s,n in sizes.items())/sizes.total()/square if sizes else 1.0
         unit = lora_flops(self.family, config, r) if r.lora_rank else square; self.forward_share = square/(3*unit)
-        if r.trained_layers: from sciftune.strategies.memory import trained_share; unit *= trained_share(r, self.family, self.data.base)
+        if r.trained_layers: unit *= trained_share(r, self.family, self.data.base)
         return share*unit
 
     def row(self, row): return dict(forward_share=self.forward_share) if self.recipe.lora_rank else {}        # what recomputing all blocks adds to a step's FLOPs; 1/3 without adapters
