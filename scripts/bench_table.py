@@ -35,7 +35,7 @@ def pictures():
         best = {b: max(r['mfu'] for r in good if kind(r) == k and r['micro_batch'] == b) for b in sorted({r['micro_batch'] for r in good if kind(r) == k})}
         left.plot(list(best), list(best.values()), 'o-', label=k)
     left.set_xlabel('batch per GPU'); left.set_ylabel('MFU, best setting'); left.set_xticks(sorted({r['micro_batch'] for r in good})); left.set_ylim(bottom=0); left.legend(fontsize=8, frameon=False)
-    bars = [r for r in good if r.get('backward_time')]; names = [f"{kind(r)}, batch {r['micro_batch']}, {r['recompute']} recomputed" for r in bars]; from_ = [0.0]*len(bars)
+    last = {f"{kind(r)}, batch {r['micro_batch']}, {r['recompute']} recomputed": r for r in good if r.get('backward_time')}; names, bars = list(last), list(last.values()); from_ = [0.0]*len(bars)
     for part, c in dict(forward='C0', backward='C1', optimizer='C2').items():
         width = [r.get(f'{part}_time', 0)/r['step_time'] for r in bars]; right.barh(range(len(bars)), width, left=from_, color=c, label=part); from_ = [a+b for a, b in zip(from_, width)]
     right.barh(range(len(bars)), [max(0, 1-a) for a in from_], left=from_, color='.85', label='rest'); right.set_yticks(range(len(bars)), names, fontsize=7); right.invert_yaxis(); right.set_xlim(0, 1); right.set_xlabel('share of a step (updates run inside backward where gradients are released)', fontsize=8); right.legend(ncol=4, fontsize=7, frameon=False, loc='lower center', bbox_to_anchor=(.5, 1))
@@ -112,7 +112,7 @@ klein with FSDP2, batch 4, samples per second and GPU against those of one GPU a
 - {scaling(2, WAYS | {'-bf16': 'gathered twice, bf16 sums'})}
 
 Parameters that stay gathered from forward to backward cost as much memory as the blocks have and save a gathering; `reshard='auto'`, the default, keeps them where the plan has room. How many channels NCCL uses makes little
-difference: two GPUs, gathered twice, took 1.731 s as they come, 1.730 s with at least 32 (`NCCL_MIN_CTAS`), 1.746 s with at most 8 and 1.753 s with at most 4. (2026-11-22)
+difference: two GPUs, gathered twice, took 1.731 s as they come, 1.730 s with at least 32 (`NCCL_MIN_CTAS=32` before the command of that row), 1.746 s with at most 8 and 1.753 s with at most 4 (`NCCL_MAX_CTAS`; same machine, 2026-11-22).
 
 From the start of the command to the first finished step of Qwen-Image, compiled, weights read from local safetensors: {'; '.join(started(r) for r in flow if r['label'].startswith('launch-'))}.
 
