@@ -1,0 +1,486 @@
+"""What only a GPU can show, at tiny size, without nbdev: python tests/gpu/selftest.py [WORK_FOLDER]. One line per check; exit code 1 when one fails."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from sciftune.core.recipe import resolve
+from sciftune.core.registry import find_record
+from sciftune.core.rundir import RunDir, new_run
+from sciftune.models.family import get_family
+from sciftune.models.flux2 import TINY_KLEIN
+from sciftune.models.qwenimage import TINY_QWEN_IMAGE
+from sciftune.strategies.compilation import (
+    checkpoint_blocks,
+    compile_blocks,
+    compiled_graphs,
+    float8_linears,
+    real_rotary,
+)
+from sciftune.strategies.gradient_release import GradientRelease
+from sciftune.strategies.launch_files import write_configs
+from sciftune.strategies.optimizers import build_optimizer
+
+WORK, FAILED = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp()), []
+
+
+def check(f):
+    began = time.time()
+    try:
+        note = f() or ""
+        print(f"ok    {f.__name__} ({time.time() - began:.0f} s) {note}", flush=True)
+    except Exception:
+        FAILED.append(f.__name__)
+        print(
+            f"FAIL  {f.__name__} ({time.time() - began:.0f} s)\n{traceback.format_exc()[-3000:]}",
+            flush=True,
+        )
+
+
+def step(name, config, change=lambda d: None, dtype=torch.float32):
+    family = get_family(name)
+    d = family.random_denoiser(config, dtype, "cuda")
+    change(d)
+    g = torch.Generator("cuda").manual_seed(0)
+
+    def r(*s):
+        return torch.randn(s, device="cuda", generator=g)
+
+    given = {
+        k: r(2, *((48, s[1]) if len(s) == 2 else s))
+        for k, s in family.caption_shapes(dict(d.config), 48).items()
+    }
+    if name == "qwenimage":
+        given["mask"] = None
+    out = family.predict(
+        d, r(2, *family.latent_shape(128, 128)), torch.tensor([0.3, 0.8], device="cuda"), given
+    )
+    out.square().mean().backward()
+    return out.detach(), {n: p.grad for n, p in d.named_parameters() if p.grad is not None}
+
+
+def worst(a, b):
+    return max(
+        [(a[0] - b[0]).abs().max().item()]
+        + [((a[1][k] - b[1][k]).abs().max() / (a[1][k].abs().max() + 1e-12)).item() for k in a[1]]
+    )
+
+
+@check
+def real_rotary_and_compiler_change_nothing():
+    torch.backends.cuda.matmul.allow_tf32 = False
+    notes = []
+    for name, config in (("qwenimage", TINY_QWEN_IMAGE), ("klein", TINY_KLEIN)):
+        plain = step(name, config)
+        real = worst(plain, step(name, config, real_rotary))
+        comp = worst(
+            plain,
+            step(
+                name,
+                config,
+                lambda d: (
+                    checkpoint_blocks(d, find_record("models", name).block_classes, 1),
+                    compile_blocks(
+                        real_rotary(d), find_record("models", name).block_classes, fullgraph=True
+                    ),
+                ),
+            ),
+        )
+        notes.append(f"{name}: real {real:.1e}, compiled {comp:.1e}")
+        assert real < 1e-4 and comp < 1e-3, notes
+    return "; ".join(notes)
+
+
+@check
+def float8_trains():
+    config = TINY_KLEIN | dict(
+        attention_head_dim=64, axes_dims_rope=(16,) * 4, num_attention_heads=4
+    )
+    a, b = (
+        step("klein", config, dtype=torch.bfloat16),
+        step(
+            "klein",
+            config,
+            lambda d: float8_linears(d, find_record("models", "klein").block_classes, smallest=256),
+            torch.bfloat16,
+        ),
+    )
+    far = ((a[0] - b[0]).norm() / a[0].norm()).item()
+    assert 0 < far < 0.1, far
+    return f"relative difference to bf16 {far:.3f}"
+
+
+@check
+def the_lean_kernel_is_adamw():
+    "Beside flashoptim's own, both against AdamW in double precision, with ordinary gradients and with those of a large model."
+    from flashoptim import FlashAdamW, reconstruct_fp32_param
+
+    from sciftune.strategies.adam import LeanAdamW
+
+    notes = []
+    for shape, size in (
+        ((1000, 129), 1e-2),
+        ((4096, 4096), 1e-2),
+        ((4096, 4096), 1e-6),
+        ((7,), 1e-2),
+        ((3072,), 1e-6),
+    ):
+        torch.manual_seed(0)
+        start = torch.randn(shape, device="cuda").bfloat16() * 0.02
+        moved = []
+        for kind in (torch.optim.AdamW, FlashAdamW, LeanAdamW):
+            exact = kind is torch.optim.AdamW
+            p = nn.Parameter(start.double() if exact else start.clone())
+            gen = torch.Generator("cuda").manual_seed(1)
+            opt = kind(
+                [p], lr=1e-4, weight_decay=0.01, **({} if exact else dict(master_weight_bits=24))
+            )
+            for _i in range(20):
+                p.grad = (
+                    (torch.randn(p.shape, device="cuda", generator=gen) * size)
+                    .bfloat16()
+                    .to(p.dtype)
+                )
+                norm = p.grad.float().norm()
+                opt.step()
+            s = opt.state[p]
+            moved.append(
+                (
+                    p.detach() if exact else reconstruct_fp32_param(p.detach(), s["error_bits"])
+                ).double()
+                - start.double()
+            )
+        flash, lean = (((m - moved[0]).norm() / moved[0].norm()).item() for m in moved[1:])
+        total = opt.take_squares().sqrt()
+        notes.append(f"{lean:.4f} (flashoptim {flash:.4f})")
+        assert lean < 0.05 and lean < 1.5 * flash and abs(total / norm - 1) < 1e-4, (
+            shape,
+            size,
+            notes,
+            total,
+            norm,
+        )
+        v, s = s["exp_avg_sq"].materialize(), s["exp_avg_sq"]
+        s.set_data(v)
+        assert (s.materialize() - v).abs().max() <= 0.01 * v.max()  # what a checkpoint does
+        p.grad = torch.ones_like(p) * 0.01
+        opt.step()
+        first = opt.take_squares()
+        p.grad = torch.ones_like(p) * 0.01
+        opt.step()
+        assert torch.equal(first, opt.take_squares())
+        p.grad = torch.full_like(p, float("nan"))
+        opt.step()
+        assert p.isnan().all()
+    return "relative distance of the update from AdamW " + ", ".join(notes)
+
+
+@check
+def gradient_release_clips_by_the_previous_norm():
+    torch.manual_seed(0)
+    m = nn.Linear(64, 64, bias=False).cuda().bfloat16()
+    x = torch.randn(8, 64, device="cuda").bfloat16()
+    rel = GradientRelease(
+        m,
+        build_optimizer(list(m.parameters()), resolve(learning_rate=1e-3), "flashadamw", True),
+        1e-3,
+    )
+    ref = nn.Linear(64, 64, bias=False).cuda().bfloat16()
+    ref.load_state_dict(m.state_dict())
+    for i in range(3):
+        ref.load_state_dict(m.state_dict())
+        ref.zero_grad()
+        ref(x).float().pow(2).mean().backward()
+        true = ref.weight.grad.float().norm().item()
+        scale = rel.scale.item()
+        (m(x).float().pow(2).mean() * rel.scale).backward()
+        n = rel.finish().item()
+        assert m.weight.grad is None and abs(n - true) < 0.02 * true, (n, true)
+        assert abs(rel.scale.item() - min(1, 1e-3 / (n + 1e-6))) < 1e-4 and (i == 0) == (
+            scale == 1
+        ), (n, scale)
+
+
+@check
+def one_launch_updates_a_block():
+    "Bit by bit what one launch per parameter does, and what either costs the host."
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.few = (
+                nn.Linear(512, 256),
+                nn.Linear(256, 512),
+                nn.Parameter(torch.ones(7)),
+            )
+
+        def forward(self, x):
+            return x + self.b(self.a(x).relu()) * self.few.mean()
+
+    def trained(blocks, steps=5):
+        torch.manual_seed(0)
+        m = nn.Module()
+        m.outer, m.blocks = nn.Linear(512, 512), nn.ModuleList([Block() for _ in range(3)])
+        m.cuda().bfloat16()
+        x = torch.randn(64, 512, device="cuda").bfloat16()
+        opt = build_optimizer(list(m.parameters()), resolve(learning_rate=1e-3), "flashadamw", True)
+        rel, norms = GradientRelease(m, opt, 0.5, blocks), []
+        for _ in range(steps):
+            y = m.outer(x)
+            for b in m.blocks:
+                y = b(y)
+            (y.float().square().mean() * rel.scale).backward()
+            norms.append(rel.finish())
+            assert all(p.grad is None for p in m.parameters())
+        assert len(opt.launches) == (3 if blocks is None else 0) and all(
+            len(p.fits) == 4 for p in opt.launches.values()
+        )
+        return (
+            [p.detach() for p in m.parameters()]
+            + [
+                t
+                for s in map(opt.state.get, m.parameters())
+                for t in (
+                    s["error_bits"],
+                    s["exp_avg"]._quantized,
+                    s["exp_avg_sq"]._quantized,
+                    s["exp_avg"]._scales,
+                    s["exp_avg_sq"]._scales,
+                    s["step"],
+                )
+            ]
+            + norms
+        )
+
+    a, b = trained(None), trained([])
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=False)), [
+        i for i, (x, y) in enumerate(zip(a, b, strict=False)) if not torch.equal(x, y)
+    ]
+    ps = [
+        [nn.Parameter(torch.zeros(256, 512, device="cuda").bfloat16()) for _ in range(8)]
+        for _ in range(60)
+    ]
+    gs = [[torch.randn_like(p) for p in b] for b in ps]
+    opt = build_optimizer(
+        [p for b in ps for p in b], resolve(learning_rate=1e-3), "flashadamw", True
+    )
+    group = opt.param_groups[0]
+
+    def alone():
+        for b, h in zip(ps, gs, strict=False):
+            for p, g in zip(b, h, strict=False):
+                p.grad = g
+                opt.step_param(p, group)
+                p.grad = None
+
+    def together():
+        for b, h in zip(ps, gs, strict=False):
+            opt.step_params(b, h, group)
+
+    def moved():
+        for h in gs:
+            h.reverse()
+        together()
+
+    def host(f):
+        f()
+        f()
+        took = []
+        for _ in range(3):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            f()
+            took.append(time.perf_counter() - began)
+        return min(took) / 480 * 1e6
+
+    return f"host microseconds per parameter: {host(alone):.1f} alone, {host(together):.1f} by blocks of 8, {host(moved):.1f} when every gradient has moved"
+
+
+@check
+def a_step_waits_for_nothing():
+    from sciftune.lab.baseline import one_batch
+    from sciftune.objectives.flow.loss import FlowMatching
+    from sciftune.strategies.compilation import prepare_denoiser
+    from sciftune.strategies.engine import Engine
+    from sciftune.training.metrics import DeferredMetrics, Stopwatch
+
+    recipe = resolve(
+        model="klein",
+        precision="bf16-master24",
+        compile=True,
+        gradient_checkpointing="full",
+        micro_batch=2,
+        global_batch=2,
+        resolution=64,
+        text_tokens=32,
+        run_root=str(WORK),
+    )
+    family, e = get_family("klein"), Engine(recipe)
+    net = e.network(
+        prepare_denoiser(family.random_denoiser(TINY_KLEIN, torch.bfloat16, "cuda"), recipe)
+    )
+    objective, batch = FlowMatching(recipe, family), one_batch(recipe, family, TINY_KLEIN, e.device)
+    late, watch = DeferredMetrics(), Stopwatch(e.device)
+    before = 0
+    try:
+        for i in range(6):
+            if i == 3:
+                before = compiled_graphs()
+                torch.cuda.synchronize()
+                torch.cuda.set_sync_debug_mode("error")
+            watch.start()
+            loss, _ = objective.loss(objective.turns(i)[0], dict(denoiser=net), batch)
+            watch.mark("forward")
+            net.backward(loss, last=True)
+            norm = net.step()
+            watch.mark("backward")
+            e.total(torch.stack([loss.detach()]))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    late.push(dict(step=1), dict(loss=loss, norm=norm))
+    row = late.flush()[0]
+    assert row["loss"] == row["loss"] and compiled_graphs() == before, "compiled again"
+    return f"{before} graphs, none after the third step"
+
+
+@check
+def streamed_states_train_as_resident_ones():
+    from sciftune.strategies.offload import HostStates, tensors_of
+
+    def trained(resident, steps=6):
+        torch.manual_seed(0)
+        m = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8))).cuda().bfloat16()
+        opt = build_optimizer(list(m.parameters()), resolve(learning_rate=1e-3), "flashadamw", True)
+        x = torch.randn(64, 2048, device="cuda").bfloat16()
+
+        def prepare(p):
+            opt._ensure_state_initialized(p, hparams=opt.param_groups[0])
+            return opt.state[p]
+
+        before = torch.cuda.memory_allocated()
+        away = HostStates(opt, list(m.parameters()), prepare, resident)
+        rel = GradientRelease(m, away, 1.0)
+        for _ in range(steps):
+            (m(x).float().square().mean() * rel.scale).backward()
+            rel.finish()
+            away.finish()
+        held = (torch.cuda.memory_allocated() - before) / 2**20
+        out = [p.detach().clone() for p in m.parameters()]
+        for p in m.parameters():
+            with away.at_hand(p):
+                out += [t.clone() for t in tensors_of(opt.state[p]).values()]
+        return out, held, len(away.goes)
+
+    (a, full, _), (b, small, gone), (c, half, some) = trained(1e12), trained(0.0), trained(5e7)
+    assert gone == 8 and 0 < some < 8 and small < 0.6 * full, (gone, some, small, full)
+    assert all(torch.equal(x, y) and torch.equal(x, z) for x, y, z in zip(a, b, c, strict=False)), [
+        i for i, (x, y) in enumerate(zip(a, b, strict=False)) if not torch.equal(x, y)
+    ]
+    return f"{full:.0f} MiB resident, {half:.0f} and {small:.0f} streamed"
+
+
+@check
+def the_bus():
+    "Not a check of the program: what streaming can hope for."
+    from sciftune.strategies.offload import host_memory
+
+    n = 2**30
+    began = time.time()
+    a, b = host_memory([n, n], True)
+    locked = time.time() - began
+    x, y = (torch.empty(n, dtype=torch.uint8, device="cuda") for _ in range(2))
+    s, t = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def seconds(into, out):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(6):
+            if into:
+                with torch.cuda.stream(s):
+                    x.copy_(a, non_blocking=True)
+            if out:
+                with torch.cuda.stream(t):
+                    b.copy_(y, non_blocking=True)
+        host = time.perf_counter() - began
+        torch.cuda.synchronize()
+        return (time.perf_counter() - began) / 6, host / 6
+
+    seconds(True, True)
+    into, out, both = seconds(True, False), seconds(False, True), seconds(True, True)
+    assert both[1] < 0.2 * both[0], "copies are not asynchronous"
+    return f"GB/s in {n / into[0] / 1e9:.1f}, out {n / out[0] / 1e9:.1f}, both ways at once {n / both[0] / 1e9:.1f} each; {2 * n / locked / 1e9:.1f} GB/s to lock"
+
+
+def trained(run, recipe):
+    command = [sys.executable, "-m", "accelerate.commands.launch", *write_configs(recipe, run)[2:]]
+    r = subprocess.run(
+        command,
+        env={
+            **os.environ,
+            **json.loads((run.path / "launch.json").read_text())["environment"],
+            "DIFFUSERS_ATTN_BACKEND": "_native_math",
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        },
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert r.returncode == 0, (r.stdout + r.stderr)[-2500:]
+    return {
+        row["step"]: (row["loss"], row["grad_norm"])
+        for row in run.read_metrics()
+        if "step_time" in row
+    }
+
+
+@check
+def a_resumed_run_is_the_uninterrupted_one():
+    recipe = resolve(
+        model="qwenimage",
+        run_root=str(WORK),
+        name="whole",
+        steps=6,
+        micro_batch=2,
+        global_batch=2,
+        precision="bf16-master24",
+        compile=False,
+        validation_steps=6,
+        validation_sample_steps=2,
+        validation_images=1,
+        held_out_sigmas=1,
+        checkpoint_steps=3,
+        checkpoints_kept=3,
+        figures=16,
+        held_out=2,
+        cache_batch=16,
+        max_grad_norm=0.05,
+        learning_rate=1e-3,
+        num_processes=1,
+    )
+    whole = new_run(recipe)
+    full = trained(whole, recipe)
+    part = RunDir(WORK / "part")
+    first = sorted(whole.checkpoints.glob("step_*"))[0]
+    shutil.copytree(first, part.checkpoints / first.name)
+    again = trained(part, recipe.model_copy(update=dict(name="part", resume="latest")))
+    assert sorted(again) == [4, 5, 6], sorted(again)
+    assert all(again[s] == full[s] for s in again), {s: (full[s], again[s]) for s in again}
+    pngs = list(part.validation_images.rglob("*.png"))
+    assert pngs, "no validation images"
+    return f"losses {[round(full[s][0], 5) for s in full]}, {len(list(part.model.rglob('*.safetensors')))} exported files"
+
+
+print(
+    f"torch {torch.__version__}, {torch.cuda.get_device_name()}: {len(FAILED)} of the checks failed {FAILED or ''}",
+    flush=True,
+)
+sys.exit(bool(FAILED))

@@ -1,0 +1,1 @@
+"""An objective and a strategy for sciftune that are no part of its package."""

@@ -1,0 +1,184 @@
+"""Whole images in buckets through the trainer: the same on any number of processes, and across a resume in the middle of an epoch."""
+
+import io
+import json
+import tarfile
+import warnings
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from forked import ENGINES, deviation, log, losses, train
+from PIL import Image
+
+from sciftune.core.rundir import RunDir
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    "A folder and its metadata.json, in the layout and with the names of the FLUX.1 LoRA scripts."
+    root = tmp_path_factory.mktemp("buckets")
+    rng = np.random.default_rng(0)
+    rows = []
+    (root / "images").mkdir()
+    for i in range(26):
+        w, h = (int(v) for v in rng.integers(40, 200, 2))
+        Image.fromarray(rng.integers(0, 256, (h, w, 3), dtype=np.uint8)).save(
+            root / "images" / f"{i}.png"
+        )
+        rows.append(dict(file_path=f"{i}.png", text=f"figure {i}", type="image"))
+    (root / "metadata.json").write_text(json.dumps(rows))
+    return root
+
+
+BASE = dict(
+    model="flux1",
+    image_sample_size=64,
+    bucket_step=16,
+    enable_bucket=True,
+    random_hw_adapt=True,
+    random_hw_draws=2,
+    text_tokens=32,
+    held_out=4,
+    max_train_steps=10,
+    micro_batch=2,
+    global_batch=8,
+    validation_steps=0,
+    checkpointing_steps=0,
+    lr_scheduler="constant",
+    adam_weight_decay=3e-2,
+    max_grad_norm=0.05,
+    vae_mini_batch=3,
+    lora_rank=4,
+    export=False,
+)
+
+
+def go(data, name, **kw):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return train(
+            RunDir(data / name),
+            **dict(
+                BASE,
+                train_data_dir=str(data / "images"),
+                train_data_meta=str(data / "metadata.json"),
+            )
+            | kw,
+        )
+
+
+def test_buckets_are_the_same_on_any_engine(data):
+    one = go(data, "one", checkpointing_steps=4, checkpoints_kept=9)
+    assert "sizes around 64" in log(RunDir(data / "one")) and set(losses(one)) == set(range(1, 11))
+    for engine, n in (("ddp", 2), ("fsdp", 2), ("zero3", 4)):
+        assert deviation(go(data, engine, num_processes=n, **ENGINES[engine]), one) <= 1e-5
+    rest = go(
+        data,
+        "rest",
+        resume_from_checkpoint=str(data / "one" / "checkpoints" / "step_000004"),
+        num_processes=2,
+        **ENGINES["zero2"],
+    )
+    assert min(losses(rest)) == 5 and deviation(rest, one) <= 1e-5
+
+
+def test_pictures_are_validated_at_the_resolution(data):
+    m = go(
+        data,
+        "look",
+        validation_steps=2,
+        max_train_steps=2,
+        validation_images=1,
+        validation_sample_steps=2,
+    )
+    assert [r["step"] for r in m if "held_out" in r] == [0, 2] and Image.open(
+        data / "look" / "validation_images" / "step_000002" / "00.png"
+    ).size == (64, 64)
+
+
+def tar(data, path, numbers, broken=()):
+    with tarfile.open(path, "w") as t:
+        for i in numbers:
+            image = (data / "images" / f"{i}.png").read_bytes()[: 30 if i in broken else None]
+            for name, raw in ((f"{i}.png", image), (f"{i}.txt", f"figure {i}".encode())):
+                info = tarfile.TarInfo(name)
+                info.size = len(raw)
+                t.addfile(info, io.BytesIO(raw))
+
+
+def test_training_from_tars_with_a_broken_member(data):
+    tar(data, data / "shard-0.tar", range(20), broken=[3])
+    run = RunDir(data / "tar")
+    m = train(
+        run,
+        **{k: v for k, v in BASE.items() if k != "max_train_steps"},
+        steps=2,
+        data=str(data / "shard-*.tar"),
+    )
+    assert (
+        set(losses(m)) == {1, 2}
+        and "shard-0.tar:3" in run.quarantine.read_text()
+        and "1 rows set aside" in log(run)
+    )
+
+
+@pytest.mark.parametrize("bucket", [False, True])
+def test_a_mixture_of_shards_on_any_engine_and_across_a_resume(data, bucket):
+    "Three parquet shards behind a URL and two tars, two shards at a time, three to one: the losses of every step are those of one process."
+    (data / "mix" / "tars").mkdir(parents=True, exist_ok=True)
+
+    def image(i):
+        return (data / "images" / f"{i}.png").read_bytes()
+
+    for n in range(3):
+        pq.write_table(
+            pa.table(
+                dict(
+                    image=[image(i) for i in range(5 * n, 5 * n + 5)],
+                    text=[f"figure {i}" for i in range(5 * n, 5 * n + 5)],
+                )
+            ),
+            data / "mix" / f"{n}.parquet",
+            row_group_size=2,
+        )
+    for n in range(2):
+        tar(data, data / "mix" / "tars" / f"{n}.tar", range(15 + 4 * n, 19 + 4 * n))
+    conf = dict(
+        model="flux1",
+        data=f"file://{data}/mix/*.parquet:3,{data}/mix/tars:1",
+        shuffle_window=2,
+        text_tokens=32,
+        held_out=4,
+        steps=6,
+        micro_batch=2,
+        global_batch=12,
+        validation_steps=0,
+        checkpoint_steps=3,
+        checkpoints_kept=9,
+        export=False,
+        **(dict(enable_bucket=True, bucket_step=16) if bucket else {}),
+    )
+    name = f"mix{bucket}"
+    one = train(RunDir(data / name), **conf)
+    assert (
+        deviation(
+            train(
+                RunDir(data / f"{name}-3"),
+                num_processes=3,
+                **conf | dict(checkpoint_steps=0),
+                **ENGINES["ddp"],
+            ),
+            one,
+        )
+        <= 1e-5
+    )
+    rest = train(
+        RunDir(data / f"{name}-rest"),
+        num_processes=2,
+        resume=str(data / name / "checkpoints" / "step_000003"),
+        **conf | dict(checkpoint_steps=0),
+        **ENGINES["fsdp"],
+    )
+    assert min(losses(rest)) == 4 and deviation(rest, one) <= 1e-5

@@ -1,0 +1,458 @@
+"""Engines against each other, resumes across them, and runs that die: in fresh forked processes, tiny models, fp32."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+
+import psutil
+import pytest
+import torch
+from forked import ENGINES, deviation, log, losses, start, train, wait
+
+from sciftune.core.recipe import resolve
+from sciftune.core.rundir import RunDir
+from sciftune.models.weights import Weights
+from sciftune.training import checkpoints as ck
+from sciftune.training import trainer
+from sciftune.training.checkpoints import CheckpointTensors
+
+BASE = dict(
+    model="qwenimage",
+    figures=48,
+    held_out=8,
+    micro_batch=2,
+    validation_steps=0,
+    checkpoint_steps=5,
+    steps=20,
+    lr_schedule="constant",
+    export=False,
+)
+TWO = [(e, 2) for e in ("ddp", "fsdp", "zero1", "zero2", "zero3")]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("engines")
+
+
+@pytest.fixture(scope="module")
+def reference(root):
+    return train(RunDir(root / "reference"), **BASE, checkpoints_kept=9)
+
+
+@pytest.fixture(scope="module")
+def ran(root, reference):
+    made = {}
+
+    def get(engine, n):
+        if (engine, n) not in made:
+            made[engine, n] = (
+                train(
+                    RunDir(root / f"{engine}-{n}"),
+                    num_processes=n,
+                    checkpoints_kept=9,
+                    **BASE,
+                    **ENGINES[engine],
+                ),
+                root / f"{engine}-{n}",
+            )
+        return made[engine, n]
+
+    return get
+
+
+@pytest.mark.parametrize("engine,n", TWO)
+def test_first_20_losses_equal_single(ran, reference, engine, n):
+    m, _ = ran(engine, n)
+    assert set(losses(m)) == set(range(1, 21))
+    assert deviation(m, reference) <= 1e-5 and deviation(m, reference, "grad_norm") <= 1e-4
+
+
+@pytest.mark.parametrize(
+    "a,b",
+    [
+        (("ddp", 2), ("zero3", 2)),
+        (("zero2", 2), ("fsdp", 2)),
+        (("zero3", 2), ("single", 1)),
+        (("fsdp", 2), ("ddp", 2)),
+    ],
+)
+def test_resume_by_another_engine(root, ran, reference, a, b):
+    _, source = ran(*a)
+    m = train(
+        RunDir(root / f"{a[0]}-to-{b[0]}"),
+        num_processes=b[1],
+        resume=str(source / "checkpoints" / "step_000010"),
+        **BASE,
+        **ENGINES[b[0]],
+    )
+    assert min(losses(m)) == 11 and deviation(m, reference) <= 1e-5
+
+
+def test_validation_images_and_export_while_sharded(root, reference):
+    "ZeRO-3 samples with the trained weights, here the averaged ones: another engine's pictures are the same, training goes on as if nobody had looked, and the export holds the average."
+    import numpy as np
+    from PIL import Image
+
+    conf = BASE | dict(
+        steps=6,
+        validation_steps=3,
+        validation_images=3,
+        validation_sample_steps=2,
+        export=True,
+        ema_decay=0.5,
+        validation_ema=True,
+    )
+    made = {}
+    for e, n in (("single", 1), ("zero3", 2), ("fsdp", 2)):
+        run = RunDir(root / f"images-{e}")
+        m = train(run, num_processes=n, **conf, **ENGINES[e])
+        made[e] = [
+            np.asarray(Image.open(run.validation_images / "step_000006" / f"{i:02d}.png")).astype(
+                int
+            )
+            for i in range(3)
+        ]
+        assert [r["step"] for r in m if "held_out" in r] == [0, 3, 6] and (
+            run.model / "model_index.json"
+        ).exists()
+        assert deviation(m, reference) <= 1e-5
+        average, made_of = (
+            CheckpointTensors(run.checkpoints / "step_000006", "denoiser", "ema"),
+            Weights(run.model / "transformer"),
+        )
+        assert (
+            all(torch.equal(average[k].bfloat16(), made_of[k].reshape(-1)) for k in average)
+            and len(average.keys()) > 50
+        )
+    for e in ("zero3", "fsdp"):
+        assert max(abs(a - b).max() for a, b in zip(made[e], made["single"], strict=False)) <= 2
+
+
+@pytest.mark.parametrize(
+    "engine,n,precision",
+    [("single", 1, "bf16"), ("fsdp", 2, "bf16-mixed"), ("zero3", 2, "bf16-mixed")],
+)
+def test_the_average_is_exact_in_low_precision(root, engine, n, precision):
+    "From the weights of each step, in float64; a part on each rank, together the whole."
+    run = RunDir(root / f"ema-{engine}")
+    conf = dict(
+        BASE,
+        steps=4,
+        checkpoint_steps=1,
+        checkpoints_kept=9,
+        ema_decay=0.9,
+        learning_rate=1e-4,
+        precision=precision,
+    )
+    train(run, num_processes=n, **conf, **ENGINES[engine])
+
+    def read(step, state):
+        return CheckpointTensors(run.checkpoints / ck.checkpoint_name(step), "denoiser", state)
+
+    for k in (first := read(1, "ema")):
+        e = first[k].double()
+        for step in (2, 3, 4):
+            e = 0.9 * e + 0.1 * read(step, "weight")[k].double()
+        moved = (read(4, "ema")[k].double() - first[k].double()).norm()
+        assert (read(4, "ema")[k].double() - e).norm() <= 1e-3 * moved + 4 * 2**-24 * e.norm(), (
+            k
+        )  # the rounding of fp32, of three updates
+
+
+def aio():
+    "Whether DeepSpeed can compile its asynchronous I/O here: libaio with its header (Debian: libaio-dev) and a compiler."
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    return AsyncIOBuilder().is_compatible(verbose=False)
+
+
+@pytest.mark.slow
+def test_states_on_a_disk(root):
+    "Parameters and optimizer states in files (offload='nvme'): the losses of `single`, on one and two processes, and resumed from and by it."
+    pytest.importorskip("deepspeed")
+    if not aio():
+        pytest.skip("no libaio")
+    (root / "disk").mkdir()
+    short = dict(BASE, steps=8, checkpoint_steps=4)
+    disk = dict(
+        strategy="zero3", offload="nvme", nvme_path=str(root / "disk"), stall_seconds=600
+    )  # the first use compiles for minutes
+    want = train(RunDir(root / "disk-reference"), **short)
+    for n in (1, 2):
+        assert (
+            deviation(
+                train(RunDir(root / f"disk-{n}"), patience=900, num_processes=n, **short, **disk),
+                want,
+            )
+            <= 1e-5
+        )
+    assert list((root / "disk").rglob("*rank1*")), "nothing was written there"
+    shutil.rmtree(root / "disk-1" / "checkpoints" / "step_000008")
+    run = RunDir(root / "disk-1")
+    assert deviation(train(run, resume="latest", **short), want) <= 1e-5
+    shutil.rmtree(root / "disk-1" / "checkpoints" / "step_000008")
+    assert (
+        deviation(train(run, resume="latest", patience=900, num_processes=2, **short, **disk), want)
+        <= 1e-5
+    )
+
+
+@pytest.mark.parametrize("engine,n", [("single", 1), ("zero2", 2)])
+def test_killed_at_random_moments(root, engine, n):
+    "Kill one rank or all, again and again (SCIFTUNE_KILLS times), resume each time: nothing is lost but the steps since."
+    kills, rng = int(os.environ.get("SCIFTUNE_KILLS", 2)), random.Random(engine)
+    total = 20 * min(kills, 5) + 10 * max(0, kills - 5)
+    conf = dict(BASE, steps=total, checkpoint_steps=2, num_processes=n, **ENGINES[engine])
+    reference = train(RunDir(root / f"unkilled-{engine}"), patience=300 + 20 * kills, **conf)
+    run = RunDir(root / f"killed-{engine}")
+    deaths = inside = 0
+    for attempt in range(10 * kills):  # noqa: B007
+        ps = start(
+            run,
+            resolve(
+                cpu=True,
+                run_root=str(root),
+                name=run.path.name,
+                resume="latest",
+                stall_seconds=90,
+                **conf,
+            ),
+        )
+        if deaths < kills:
+            seen = len(losses(run.read_metrics()))
+            end = time.time() + 120
+            while (
+                len(losses(run.read_metrics())) < seen + 3
+                and time.time() < end
+                and all(p.is_alive() for p in ps)
+            ):
+                time.sleep(0.01)
+            time.sleep(rng.random() * 0.2)
+            victims = ps if rng.random() < 0.5 else [rng.choice(ps)]
+            for p in victims:
+                if p.is_alive():
+                    os.kill(p.pid, signal.SIGKILL)
+            deaths += 1
+            inside += (half := bool(list(run.checkpoints.glob(".step_*"))))
+            print(
+                f"{engine}: kill {deaths} of {len(victims)} of {n} ranks, step {seen + 3}+{', inside a save' if half else ''}",
+                flush=True,
+            )
+        if not any(wait(ps, 300 + 20 * kills)):
+            break
+        if run.checkpoints.exists() and list(run.checkpoints.glob("step_*")):
+            assert ck.find_checkpoint(run, "latest"), "no good checkpoint left"
+    m = run.read_metrics()
+    print(f"{deaths} kills, {inside} inside a save, {attempt + 1} starts")
+    assert set(losses(m)) == set(range(1, total + 1)) and deviation(m, reference) <= 1e-5, log(run)[
+        -2000:
+    ]
+
+
+def test_sigterm_saves_and_stops(root, reference):
+    "A scheduler asks a rank and the processes that make its batches: all ranks save and end, and so do those."
+    run = RunDir(root / "sigterm")
+    conf = dict(BASE, checkpoint_steps=0, num_processes=2, data_workers=1, **ENGINES["ddp"])
+    ps = start(run, resolve(cpu=True, run_root=str(root), name="sigterm", **conf))
+    while len(losses(run.read_metrics())) < 4:
+        time.sleep(0.02)
+        assert all(p.is_alive() for p in ps), log(run)
+    makers = [c for p in ps for c in psutil.Process(p.pid).children()]
+    assert len(makers) == 2
+    for p in (*(m for m in makers if m.ppid() == ps[1].pid), psutil.Process(ps[1].pid)):
+        p.terminate()  # one rank only: all must agree
+    assert wait(ps) == [0, 0] and not any(m.is_running() for m in makers), log(run)
+    stopped = [r["step"] for r in run.read_metrics() if r.get("event") == "stopped"][0]
+    assert ck.complete_checkpoints(run)[-1].name == ck.checkpoint_name(
+        stopped
+    ) and "stopped on request" in log(run)
+    m = train(run, **dict(conf, resume="latest"))
+    assert set(losses(m)) == set(range(1, 21)) and deviation(m, reference) <= 1e-5
+
+
+def test_usr1_saves_and_an_impatient_launcher_leaves_no_half(root, reference):
+    "SIGUSR1 as Slurm sends it, then SIGTERMs while the checkpoint is written: it is completed. Killed while writing, because the grace was over: the one before stands."
+
+    def slow(rank, run):
+        real = ck.dcp.save
+
+        def save(*a, **k):
+            real(*a, **k)
+            time.sleep(1.5)
+
+        ck.dcp.save = save
+
+    run = RunDir(root / "usr1")
+    conf = dict(BASE, checkpoint_steps=0)
+
+    def asked(sign, then):
+        seen = len(losses(run.read_metrics()))
+        ps = start(
+            run, resolve(cpu=True, run_root=str(root), name="usr1", resume="latest", **conf), slow
+        )
+
+        def until(what):
+            end = time.time() + 120
+            while not what():
+                time.sleep(0.02)
+                assert time.time() < end and ps[0].is_alive(), log(run)
+
+        until(lambda: len(losses(run.read_metrics())) >= seen + 3)
+        os.kill(ps[0].pid, sign)
+        until(lambda: any(run.checkpoints.glob(".step_*")))
+        for s in then:
+            os.kill(ps[0].pid, s)
+            time.sleep(0.1)
+        return wait(ps)
+
+    assert asked(signal.SIGUSR1, [signal.SIGTERM, signal.SIGTERM]) == [0], log(run)
+    good = [p.name for p in ck.complete_checkpoints(run)]
+    assert len(good) == 1 and "stopped on request" in log(run)
+    assert asked(signal.SIGTERM, [signal.SIGKILL]) == [-signal.SIGKILL]
+    assert [p.name for p in run.checkpoints.glob("step_*")] == good and not ck.checkpoint_fault(
+        run.checkpoints / good[0]
+    )
+    m = train(run, **dict(conf, resume="latest"))
+    assert set(losses(m)) == set(range(1, 21)) and deviation(m, reference) <= 1e-5
+
+
+def test_a_stalled_rank_is_named(root):
+    def sleepy(rank, run):
+        if rank == 1:
+            real = trainer.train_step
+            trainer.train_step = lambda run, step, b: (
+                time.sleep(3600) if step == 4 else real(run, step, b)
+            )
+
+    run = RunDir(root / "stalled")
+    ps = start(
+        run,
+        resolve(
+            cpu=True,
+            run_root=str(root),
+            name="stalled",
+            stall_seconds=10,
+            num_processes=2,
+            **BASE,
+            **ENGINES["ddp"],
+        ),
+        sleepy,
+    )
+    codes = wait(ps, 120)
+    text = log(run)
+    assert 17 in codes and "Where each rank is" in text and "first to fall silent" in text, text[
+        -2000:
+    ]
+
+
+def test_a_failing_rank_ends_all_with_its_traceback(root):
+    def broken(rank, run):
+        if rank == 1:
+            real = trainer.train_step
+
+            def step(run, s, b):
+                if s == 3:
+                    raise ZeroDivisionError("rank one broke here")
+                return real(run, s, b)
+
+            trainer.train_step = step
+
+    run = RunDir(root / "broken")
+    codes = wait(
+        start(
+            run,
+            resolve(
+                cpu=True,
+                run_root=str(root),
+                name="broken",
+                num_processes=2,
+                **BASE,
+                **ENGINES["fsdp"],
+            ),
+            broken,
+        ),
+        120,
+    )
+    assert (
+        codes[1] == 1
+        and codes[0] != 0
+        and "rank one broke here" in (run.path / "log_1.txt").read_text()
+    )
+
+
+def test_a_disk_that_fills_keeps_the_last_checkpoint(root, reference):
+    def full(rank, run):
+        real = ck.dcp.save
+        calls = []
+
+        def save(*a, **k):
+            calls.append(1)
+            if len(calls) == 2:
+                k["storage_writer"].path.joinpath("__0_0.distcp").write_bytes(b"half")
+                raise OSError(28, "No space left on device")
+            return real(*a, **k)
+
+        ck.dcp.save = save
+
+    run = RunDir(root / "full")
+    codes = wait(start(run, resolve(cpu=True, run_root=str(root), name="full", **BASE), full), 120)
+    assert codes == [2] and "No space left on device" in log(run) and "untouched" in log(run)
+    assert [p.name for p in run.checkpoints.iterdir()] == ["step_000005"]
+    m = train(run, **dict(BASE, resume="latest"))
+    assert deviation(m, reference) <= 1e-5
+
+
+def test_another_recipe_does_not_resume(root, ran):
+    _, source = ran("ddp", 2)
+    run = RunDir(root / "other")
+    codes = wait(
+        start(
+            run,
+            resolve(
+                cpu=True,
+                run_root=str(root),
+                name="other",
+                resume=str(source / "checkpoints" / "step_000010"),
+                **dict(BASE, seed=5),
+            ),
+        )
+    )
+    assert codes == [2] and "seed: 0 in the checkpoint, 5 now" in log(run)
+
+
+@pytest.mark.parametrize("planned,given,used", [(False, "auto", False), (False, True, True)])
+def test_the_plan_decides_whether_parameters_stay_gathered(root, reference, planned, given, used):
+    def look(rank, run):
+        import torch.distributed.fsdp as fsdp
+
+        real = fsdp.fully_shard
+
+        def shard(m, **k):
+            if "reshard_after_forward" in k:
+                (run.path / f"reshard_{rank}").write_text(str(k["reshard_after_forward"]))
+            return real(m, **k)
+
+        fsdp.fully_shard = shard
+
+    run = RunDir(root / f"gathered-{planned}-{given}")
+    run.path.mkdir()
+    recipe = resolve(
+        cpu=True,
+        run_root=str(root),
+        name=run.path.name,
+        num_processes=2,
+        strategy="fsdp",
+        reshard=given,
+        **dict(BASE, steps=5, checkpoint_steps=0),
+    )
+    run.plan.write_text(json.dumps(dict(reshard=planned)))
+    assert wait(start(run, recipe, look)) == [0, 0], log(run)
+    assert (
+        f"fsdp_reshard_after_forward: {str(used).lower()}" in run.accelerate.read_text()
+        and {(run.path / f"reshard_{r}").read_text() for r in (0, 1)} == {str(used)}
+        and deviation(run.read_metrics(), reference) <= 1e-5
+    )

@@ -1,0 +1,243 @@
+"""The launch notebook under papermill, and what must hold in a fresh process."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import nbformat
+import pytest
+
+from sciftune.core.rundir import RunDir
+from sciftune.lab.launch import processes, state
+
+SMALL = dict(
+    preset="tiny",
+    steps=3,
+    lr_schedule="constant",
+    figures=24,
+    held_out=4,
+    validation_steps=3,
+    validation_images=1,
+    validation_sample_steps=2,
+    checkpoint_steps=0,
+)
+
+
+def parameters(**values):
+    return [x for k, v in values.items() for x in ("-p", k, str(v))]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return (
+        tmp_path_factory.mktemp("launch") / "runs"
+    )  # shared, so that figures and embeddings are made once
+
+
+@pytest.fixture
+def papermill(python, root, tmp_path, runs):
+    "Run nbs/launch.ipynb with parameters, from an empty folder."
+
+    def call(*options, **values):
+        return python(
+            "-m",
+            "papermill",
+            root / "nbs/launch.ipynb",
+            tmp_path / "out.ipynb",
+            "--no-progress-bar",
+            *options,
+            *parameters(run_root=runs, **values),
+            cwd=tmp_path,
+        )
+
+    return call
+
+
+def losses(run):
+    return [r["loss"] for r in run.read_metrics() if "loss" in r]
+
+
+def test_launching_imports_no_torch(python):
+    r = python(
+        "-c",
+        "import sys, sciftune.lab.launch, sciftune.lab.plots, sciftune.lab.report; print(sorted(m for m in ('torch','accelerate','diffusers','transformers') if m in sys.modules))",
+    )
+    assert r.stdout.strip() == "[]", r.stdout + r.stderr
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (dict(modle="x"), "unknown parameter 'modle' (did you mean 'model'?)"),
+        (dict(steps="abc"), "steps: Input should be a valid integer"),
+        (dict(data="/nowhere"), "data: no such file or folder: /nowhere"),
+    ],
+)
+def test_wrong_parameters_end_the_run(papermill, runs, given, message):
+    r = papermill(**given)
+    assert r.returncode == 1 and message in r.stderr, r.stderr
+    assert not runs.exists() or not list(runs.iterdir())
+
+
+def test_print_writes_the_files_only(papermill, runs):
+    r = papermill(**SMALL, launcher="print", name="paper", caption_dropout=0.2)
+    assert r.returncode == 0, r.stderr
+    run = RunDir(runs / "paper")
+    assert {p.name for p in run.path.iterdir()} == {
+        "recipe.yaml",
+        "plan.json",
+        "accelerate.yaml",
+        "command.txt",
+        "launch.json",
+    }
+    assert (
+        "caption_dropout: 0.2" in run.recipe.read_text()
+        and str(run.recipe) in run.command.read_text()
+    )
+    plan = json.loads(run.plan.read_text())
+    assert (
+        plan["chosen"] == "single"
+        and plan["device_memory_gib"] > 0
+        and any(r["strategy"] == "single" and r["fits"] for r in plan["rows"])
+    )
+    assert state(run) == "prepared"
+
+
+def test_run_from_inside_nbs(papermill, tmp_path, root, runs):
+    r = papermill("--cwd", root / "nbs", **SMALL, name="inside")
+    assert r.returncode == 0, r.stderr
+    run = RunDir(runs / "inside")
+    rows = [r for r in run.read_metrics() if "loss" in r]
+    assert [r["step"] for r in rows] == [1, 2, 3] and all(
+        {"lr", "grad_norm", "step_time"} <= r.keys() for r in rows
+    )
+    assert (
+        state(run) == "finished"
+        and (run.path / "report.html").read_text().count("<img") >= 6
+        and (run.model / "model_index.json").exists()
+    )
+    out = nbformat.read(tmp_path / "out.ipynb", 4)
+    last = [
+        o.text
+        for c in out.cells
+        if c.cell_type == "code"
+        for o in c.outputs
+        if o.output_type == "stream" and o.name == "stdout"
+    ][-1]
+    assert last.strip() == f"report: {run.path}/report.html"
+    r = papermill(**SMALL, name="inside")
+    assert (
+        r.returncode == 1
+        and "has been trained already; choose another name, or resume=latest" in r.stderr
+    )
+    r = papermill(**(SMALL | dict(steps=5)), name="inside", resume="latest")
+    assert r.returncode == 0, r.stderr
+    assert [r["step"] for r in run.read_metrics() if "loss" in r] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ] and "resumed from step_000003" in run.log.read_text()
+
+
+def test_failed_training_fails_the_notebook(papermill, tmp_path, runs):
+    bad = tmp_path / "data"
+    bad.mkdir()
+    (bad / "a.png").write_bytes(b"no picture")
+    (bad / "a.txt").write_text("a caption")
+    r = papermill(**SMALL, name="bad", data=bad)
+    assert (
+        r.returncode == 1
+        and "RunFailedError: the run failed with exit code" in r.stderr
+        and "DataError" in r.stderr
+    ), r.stderr[-3000:]
+    assert state(RunDir(runs / "bad")) == "failed" and not (runs / "bad" / "model").exists()
+
+
+LAUNCH = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)          # ignored where a script runs the tests in the background
+from sciftune.core.recipe import resolve
+from sciftune.lab.launch import launch, prepare_run
+launch(prepare_run(resolve(run_root=sys.argv[1], steps=100000, figures=24, held_out=4, validation_steps=0, checkpoint_steps=0)))
+"""
+
+
+def test_a_job_outlives_its_kernel_and_ends_with_an_interrupt(tmp_path, runs):
+    def start():
+        return subprocess.Popen(
+            [sys.executable, "-c", LAUNCH, str(runs)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=tmp_path,
+        )
+
+    run = RunDir(runs / "qwenimage-tiny-single-1")
+    first = start()
+    try:
+        wait(lambda: run.metrics.exists() or first.poll() is not None, 240)
+        first.kill()
+        first.wait()
+        assert state(run) == "running"
+        second = start()  # the same recipe: attaches, and makes no second run
+        line = next((l for l in second.stdout if l.startswith("attached")), "")
+        assert str(run.path) in line and not (runs / "qwenimage-tiny-single-2").exists()
+        second.send_signal(signal.SIGINT)
+        assert "interrupted: the job and its" in second.stdout.read() and second.wait() != 0
+        assert state(run) == "failed" and not processes(run)
+    finally:
+        for p in processes(run):
+            p.kill()
+
+
+def wait(ready, seconds):
+    end = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.2)
+
+
+def test_recipe_goes_round_through_the_command_line(papermill, runs):
+    r = papermill(
+        "-y",
+        "{validation_prompts: [a plot, a map], learning_rate: 2.0e-4}",
+        **SMALL,
+        launcher="print",
+        name="one",
+    )
+    assert r.returncode == 0, r.stderr
+    r = papermill(
+        "-f", runs / "one/recipe.yaml", name="two"
+    )  # a kept recipe is a valid parameter file
+    assert r.returncode == 0, r.stderr
+    one, two = ((runs / n / "recipe.yaml").read_text() for n in ("one", "two"))
+    assert (
+        "learning_rate: 0.0002" in one
+        and "- a map" in one
+        and two == one.replace("name: one", "name: two")
+    )
+
+
+@pytest.mark.parametrize("strategy, count", [("single", 1), ("ddp", 2)])
+def test_launcher_notebook_trains_the_same(papermill, runs, strategy, count):
+    "The ranks forked from the kernel take the same steps as the job of `test_run_from_inside_nbs`, on one process or two."
+    job = losses(RunDir(runs / "inside"))
+    r = papermill(
+        **(SMALL | dict(validation_steps=0, export=False)),
+        launcher="notebook",
+        name=f"forks-{count}",
+        strategy=strategy,
+        num_processes=count,
+    )
+    assert r.returncode == 0, r.stderr
+    run = RunDir(runs / f"forks-{count}")
+    assert (
+        len(job) == 5
+        and losses(run) == pytest.approx(job[:3], rel=1e-5)
+        and "step 3/3" in run.log.read_text()
+        and state(run) == "finished"
+    )

@@ -1,0 +1,295 @@
+"""LoRA on the tiny FLUX.1 in fresh forked processes: one adapter whatever the engine, which a diffusers pipeline draws with as training did."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from forked import ENGINES, deviation, log, losses, start, train, wait
+from safetensors.torch import load_file
+
+from sciftune.core.recipe import resolve
+from sciftune.core.rundir import RunDir
+
+BASE = dict(
+    model="flux1",
+    figures=32,
+    held_out=8,
+    micro_batch=2,
+    global_batch=8,
+    steps=30,
+    validation_steps=0,
+    checkpoint_steps=0,
+    lr_schedule="constant",
+    lora_rank=4,
+    lora_alpha=8,
+    text_tokens=32,
+)
+WEIGHTS = "pytorch_lora_weights.safetensors"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("lora")
+
+
+@pytest.fixture(scope="module")
+def single(root):
+    run = RunDir(root / "single")
+    return train(
+        run, **dict(BASE, validation_steps=30, validation_sample_steps=4, validation_images=1)
+    ), run
+
+
+@pytest.mark.parametrize("engine", ["zero2", "zero3", "fsdp"])
+def test_every_engine_makes_the_same_adapter(root, single, engine):
+    run = RunDir(root / engine)
+    m = train(run, num_processes=2, **BASE, **ENGINES[engine])
+    a, b = (load_file(r.model / WEIGHTS) for r in (run, single[1]))
+    assert a.keys() == b.keys() and deviation(m, single[0]) <= 1e-5
+    assert max((a[k] - b[k]).abs().max().item() for k in a) <= 1e-4 and any(
+        b[k].abs().max() > 1e-2 for k in b if "lora_B" in k
+    )
+
+
+def pipeline(root):
+    pipe = diffusers.DiffusionPipeline.from_pretrained(root / "cache" / "stand-ins" / "flux1")
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def draw(pipe, prompt="a bar chart"):
+    return pipe(
+        prompt,
+        num_inference_steps=4,
+        height=64,
+        width=64,
+        generator=torch.Generator().manual_seed(0),
+        max_sequence_length=32,
+        output_type="pt",
+    ).images
+
+
+def test_the_pipeline_draws_what_training_did(root, single):
+    "Same velocities to the bit: the trained network, and the pipeline with the adapter."
+    from sciftune.models.family import get_family
+    from sciftune.strategies.lora import add_lora, is_adapter
+    from sciftune.training.checkpoints import CheckpointTensors, find_checkpoint
+
+    run, family = single[1], get_family("flux1")
+    recipe = resolve(**BASE)
+    trained = family.load_denoiser(root / "cache" / "stand-ins" / "flux1")
+    add_lora(trained, family, recipe)
+    values = CheckpointTensors(find_checkpoint(run, "latest"))
+    for n, p in trained.named_parameters():
+        if is_adapter(n):
+            p.data.copy_(values[n].reshape(p.shape))
+    pipe = pipeline(root)
+    plain = draw(pipe)
+    pipe.load_lora_weights(run.model)
+    drawn = draw(pipe)
+    assert (drawn - plain).abs().max() > 0.02
+    args = (
+        torch.randn(2, 16, 8, 8),
+        torch.tensor([0.3, 0.9]),
+        dict(text=torch.randn(2, 32, 32), pooled=torch.randn(2, 32)),
+    )
+    with torch.no_grad():
+        assert torch.equal(
+            family.predict(trained.eval(), *args), family.predict(pipe.transformer.eval(), *args)
+        )
+    pipe.transformer = trained.eval()
+    assert torch.equal(draw(pipe), drawn)
+
+
+def test_merged_and_adapter_agree(root, single):
+    out = root / "merged"
+    script = Path(__file__).parents[2] / "scripts" / "merge_lora"
+    p = subprocess.run(
+        [
+            script,
+            root / "cache" / "stand-ins" / "flux1",
+            single[1].model,
+            out,
+            "--dtype",
+            "float32",
+        ],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "SCIFTUNE_PYTHON": sys.executable},
+    )
+    assert p.returncode == 0, p.stderr
+    adapter = pipeline(root)
+    adapter.load_lora_weights(single[1].model)
+    merged = diffusers.DiffusionPipeline.from_pretrained(out)
+    merged.set_progress_bar_config(disable=True)
+    assert (draw(adapter) - draw(merged)).abs().max() <= 2 / 255
+
+
+def test_going_on_from_a_lora_and_resuming(root, single):
+    more = train(
+        RunDir(root / "more"),
+        **dict(BASE, steps=2, export=False, lora_path=str(single[1].model), num_processes=2),
+        **ENGINES["fsdp"],
+    )
+    assert abs(losses(more)[1] - losses(single[0])[1]) > 1e-6
+    half = RunDir(root / "half")
+    train(half, **dict(BASE, steps=8, export=False, num_processes=2), **ENGINES["zero3"])
+    m = train(
+        RunDir(root / "rest"),
+        **dict(BASE, steps=12, export=False, resume=str(half.checkpoints / "step_000008")),
+    )
+    assert min(losses(m)) == 9 and deviation(m, single[0]) <= 1e-5
+    codes = wait(
+        start(
+            RunDir(root / "wrong"),
+            resolve(
+                cpu=True,
+                run_root=str(root),
+                name="wrong",
+                **dict(BASE, lora_rank=8, lora_path=str(single[1].model)),
+            ),
+        )
+    )
+    assert codes == [2] and "set lora_rank=4" in log(RunDir(root / "wrong"))
+
+
+def test_a_replicated_base_under_fsdp_trains_the_same(root, single):
+    m = train(
+        RunDir(root / "replicated"),
+        **dict(BASE, steps=6, export=False, num_processes=2, strategy="fsdp", hybrid_shard=1),
+    )
+    assert deviation(m, single[0]) <= 1e-5
+
+
+@pytest.fixture(scope="module")
+def wide(root, single):
+    "A base with layers that are large enough to be kept in fewer bits."
+    import shutil
+
+    folder = root / "wide"
+    shutil.copytree(root / "cache" / "stand-ins" / "flux1", folder)
+    conf = json.loads((folder / "transformer" / "config.json").read_text())
+    torch.manual_seed(0)
+    conf |= dict(
+        num_layers=1,
+        num_single_layers=1,
+        num_attention_heads=2,
+        attention_head_dim=128,
+        axes_dims_rope=[16, 56, 56],
+    )
+    shutil.rmtree(folder / "transformer")
+    diffusers.FluxTransformer2DModel.from_config(conf).save_pretrained(folder / "transformer")
+    return folder
+
+
+def test_a_base_in_fewer_bits(root, wide):
+    conf = dict(BASE, model_path=str(wide), steps=4, precision="bf16-mixed", learning_rate=1e-3)
+    plain = train(RunDir(root / "wide-bf16"), **conf, export=False)
+    for kind, fields, error in (
+        ("fp8", {}, 5e-3),
+        ("nf4", dict(strategy="ddp", num_processes=2), 3e-2),
+    ):
+        run = RunDir(root / f"wide-{kind}")
+        m = train(run, **conf, **fields, lora_base=kind)
+        assert 0 < deviation(m, plain) < error
+        assert set(load_file(run.model / WEIGHTS)) == set(
+            load_file(root / "wide-fp8" / "model" / WEIGHTS)
+        )
+    pipe = diffusers.DiffusionPipeline.from_pretrained(wide)
+    pipe.load_lora_weights(run.model)
+    codes = wait(
+        start(
+            RunDir(root / "narrow"),
+            resolve(cpu=True, run_root=str(root), name="narrow", **dict(BASE, lora_base="fp8")),
+        )
+    )
+    assert codes == [2] and "no linear layer with both sides at least 256" in log(
+        RunDir(root / "narrow")
+    )
+
+
+@pytest.mark.parametrize("model", ["klein", "qwenimage"])
+def test_other_families(root, model):
+    "Dropout on the adapters' inputs is the same on any engine; what the pipeline loads is what was trained."
+    conf = dict(BASE, model=model, steps=4, lora_dropout=0.1, learning_rate=1e-2)
+    run = RunDir(root / model)
+    one = train(run, **conf)
+    assert (
+        deviation(
+            train(
+                RunDir(root / f"{model}-2"),
+                num_processes=2,
+                export=False,
+                **conf,
+                **ENGINES["fsdp"],
+            ),
+            one,
+        )
+        <= 1e-5
+    )
+    from sciftune.models.family import get_family
+    from sciftune.strategies.lora import add_lora, is_adapter
+
+    family, base = get_family(model), root / "cache" / "stand-ins" / model
+    net = family.load_denoiser(base)
+    add_lora(net, family, resolve(**conf, lora_path=str(run.model)))
+    pipe = diffusers.DiffusionPipeline.from_pretrained(base)
+    pipe.load_lora_weights(run.model)
+    made = dict(pipe.transformer.named_parameters())
+    trained = {n: p for n, p in net.named_parameters() if is_adapter(n)}
+    assert (
+        trained
+        and all(
+            torch.equal(p, made[n.replace(".default.", ".default_0.")]) for n, p in trained.items()
+        )
+        and any(p.abs().max() > 0 for n, p in trained.items() if "lora_B" in n)
+    )
+
+
+@pytest.mark.parametrize("way", ["plain", "zero2", "zero3", "fsdp"])
+def test_a_preset_for_each_command_of_system_d(root, way):
+    import yaml
+
+    from sciftune.strategies.launch_files import write_configs
+
+    r = resolve(
+        model="flux1",
+        preset=f"system_d_{way}",
+        num_processes=2,
+        cpu=True,
+        name=way,
+        run_root=str(root / "d"),
+    )
+    run = RunDir(root / "d" / way)
+    run.path.mkdir(parents=True)
+    assert write_configs(r, run)[:2] == ["accelerate", "launch"]
+    conf = yaml.safe_load(run.accelerate.read_text())
+    assert (
+        (r.learning_rate, r.weight_decay, r.adam_epsilon, r.max_grad_norm, r.timestep_density)
+        == (1e-4, 3e-2, 1e-10, 0.05, "uniform")
+        and r.enable_bucket
+        and r.random_hw_adapt
+        and r.bucket_min == 512
+    )
+    if way == "fsdp":
+        f = conf["fsdp_config"]
+        assert (
+            f["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
+            and f["fsdp_state_dict_type"] == "SHARDED_STATE_DICT"
+            and f["fsdp_reshard_after_forward"]
+        )
+        assert (
+            f["fsdp_transformer_layer_cls_to_wrap"]
+            == "FluxTransformerBlock,FluxSingleTransformerBlock"
+        )
+    elif way == "plain":
+        assert conf["distributed_type"] == "MULTI_GPU"
+    else:
+        assert json.loads((run.path / "deepspeed.json").read_text())["zero_optimization"][
+            "stage"
+        ] == int(way[-1])

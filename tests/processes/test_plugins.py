@@ -1,0 +1,98 @@
+"""An objective and a strategy from another package are found, trained, planned and launched.
+
+`tests/plugin` is a package as somebody would install it: a folder with entry points on the path.
+"""
+
+import json
+import os
+
+import pytest
+
+TRAIN = """
+import json, sys
+from pathlib import Path
+from forked import losses, train
+from sciftune.core.rundir import RunDir
+
+fields = json.loads(sys.argv[2])
+print(json.dumps(losses(train(RunDir(Path(sys.argv[1])), **fields))))
+"""
+TINY = {
+    "model": "qwenimage",
+    "steps": 3,
+    "figures": 16,
+    "held_out": 4,
+    "micro_batch": 2,
+    "global_batch": 4,
+    "resolution": 64,
+    "text_tokens": 32,
+    "validation_steps": 0,
+    "checkpoint_steps": 0,
+    "export": False,
+}
+
+
+@pytest.fixture
+def environment(root):
+    """Variables of a process that has the plug-in installed."""
+    places = [root, root / "tests/plugin", root / "tests/tools"]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(map(str, places))}
+
+
+@pytest.fixture
+def trained(python, environment, tmp_path):
+    """Train in a process that has the plug-in installed; step -> loss."""
+
+    def run(name, **fields):
+        done = python(
+            "-c", TRAIN, tmp_path / name, json.dumps(TINY | fields), env=environment, timeout=600
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run
+
+
+def test_an_objective_from_outside(trained):
+    flow = trained("flow")
+    near = trained("near", objective="huber", huber_delta=1000.0)
+    far = trained("far", objective="huber", huber_delta=0.1)
+    assert flow.keys() == near.keys() == {"1", "2", "3"}
+    assert all(abs(near[step] / flow[step] - 1) < 1e-5 for step in flow)
+    assert all(far[step] < 0.5 * flow[step] for step in flow)
+
+
+def test_a_strategy_from_outside(trained):
+    ddp = trained("ddp", strategy="ddp", num_processes=2)
+    outside = trained("outside", strategy="ddp_small_buckets", num_processes=2)
+    assert all(abs(outside[step] / ddp[step] - 1) < 1e-5 for step in ddp)
+
+
+def test_its_fields_are_checked(python, environment):
+    code = "import sys; from sciftune.core.recipe import resolve; resolve(**eval(sys.argv[1]))"
+
+    def error(fields):
+        return python("-c", code, fields, env=environment).stderr.splitlines()[-1]
+
+    assert "huber_delta" in error({"model": "qwenimage", "huber_delta": 2.0})
+    assert "does not suit sd15" in error({"model": "sd15", "objective": "huber"})
+
+
+def test_it_is_planned(python, environment, tmp_path):
+    code = """
+import sys
+from pathlib import Path
+from sciftune.core.recipe import resolve
+from sciftune.core.rundir import new_run
+from sciftune.lab.launch import plan_run
+
+recipe = resolve(
+    model="qwenimage", objective="huber", strategy="ddp_small_buckets", num_processes=2, cpu=True,
+    run_root=sys.argv[1],
+)
+run = new_run(recipe)
+print(plan_run(recipe.save(run.recipe), run.plan).chosen)
+assert "torch" not in sys.modules
+"""
+    done = python("-c", code, tmp_path, env=environment)
+    assert done.stdout.strip().endswith("ddp_small_buckets"), done.stderr[-3000:]

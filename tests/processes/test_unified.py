@@ -1,0 +1,278 @@
+"""Unified training: engines against each other on uneven mixtures, exact resumes, parts that must not change. Fresh forked processes, tiny model, fp32."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from forked import ENGINES, deviation, losses, train
+from safetensors.torch import load_file, save_file
+
+from sciftune.core.recipe import resolve
+from sciftune.core.rundir import RunDir
+from sciftune.models.bagel import Bagel
+from sciftune.training.checkpoints import CheckpointTensors
+from sciftune.training.encoding import weights_path
+
+BASE = dict(
+    model="bagel",
+    figures=16,
+    held_out=6,
+    validation_steps=0,
+    checkpoint_steps=10,
+    steps=20,
+    lr_schedule="constant",
+    learning_rate=1e-3,
+    export=False,
+    checkpoints_kept=9,
+    global_batch=2,
+    expected_tokens=320,
+    max_tokens=400,
+    max_sample_tokens=400,
+    text_tokens=8,
+    seed=1,
+)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("unified")
+
+
+@pytest.fixture(scope="module")
+def references(root):
+    "Single-process runs by global batch, made when asked for."
+    made = {}
+
+    def get(batch):
+        if batch not in made:
+            made[batch] = train(
+                RunDir(root / f"reference-{batch}"),
+                **BASE | dict(global_batch=batch),
+                ema_decay=0.9,
+            )
+        return made[batch]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def reference(references):
+    return references(2)
+
+
+def weights(run, step, state="weight"):
+    t = CheckpointTensors(run.checkpoints / f"step_{step:06d}", state=state)
+    return {n: t[n] for n in t}
+
+
+def same_weights(a, b, tolerance):
+    return a.keys() == b.keys() and max(float((a[n] - b[n]).abs().max()) for n in a) <= tolerance
+
+
+FAST = [("fsdp", 2), ("ddp", 2), ("zero3", 2)]
+
+
+@pytest.mark.parametrize(
+    "engine,n",
+    [
+        *FAST,
+        *(
+            pytest.param(e, n, marks=pytest.mark.slow)
+            for e, n in (
+                ("fsdp", 4),
+                ("fsdp-hybrid", 4),
+                ("fsdp-offload", 2),
+                ("zero2", 2),
+                ("zero3-params", 2),
+                ("ddp", 4),
+                ("zero3", 4),
+            )
+        ),
+    ],
+)
+def test_20_steps_equal_single(root, references, engine, n):
+    batch = 2 if (engine, n) in FAST else 4
+    reference, one = references(batch), RunDir(root / f"reference-{batch}")
+    run = RunDir(root / f"{engine}-{n}")
+    m = train(
+        run, num_processes=n, **BASE | dict(global_batch=batch), **ENGINES[engine], ema_decay=0.9
+    )
+    assert (
+        set(losses(m)) == set(range(1, 21))
+        and deviation(m, reference) <= 1e-5
+        and deviation(m, reference, "grad_norm") <= 1e-4
+    )
+    for k in ("ce", "mse"):
+        assert (
+            max(abs(losses(m, k)[s] - want) for s, want in losses(reference, k).items()) <= 3e-5
+        ), k  # 0 where a step has no text, or no image
+    counts = [r for r in reference if "ce" in r]
+    assert (
+        len({(r["total_ce_tokens"], r["total_mse_tokens"]) for r in counts}) > 10
+    )  # the mixtures are uneven
+    assert same_weights(weights(run, 20, "ema"), weights(one, 20, "ema"), 2e-4)
+
+
+@pytest.mark.parametrize(
+    "engine,n", [("fsdp", 2), pytest.param("single", 1, marks=pytest.mark.slow)]
+)
+def test_resume_is_exact_including_the_packer(root, reference, engine, n):
+    source = RunDir(root / "reference-2")
+    info = json.loads((source.checkpoints / "step_000010" / "info.json").read_text())
+    stream = info["task"]["stream"]
+    assert (
+        stream["step"] == 10
+        and stream["sequences"]["packs"] == 20
+        and stream["sequences"]["waiting"]
+    )  # not the batch made ahead; samples wait
+    run = RunDir(root / f"resumed-{engine}")
+    m = train(
+        run,
+        num_processes=n,
+        resume=str(source.checkpoints / "step_000010"),
+        **BASE,
+        **ENGINES[engine],
+        ema_decay=0.9,
+    )
+    assert (
+        min(losses(m)) == 11
+        and deviation(m, reference) <= 1e-5
+        and deviation(m, reference, "total_samples") == 0
+        and deviation(m, reference, "tokens") == 0
+    )
+
+
+LLM, VIT = "language_model.", "vit_model."
+TRAINED = dict(
+    all=lambda n: True,
+    freeze_llm=lambda n: not n.startswith(LLM),
+    freeze_vit=lambda n: not n.startswith(VIT),
+    lora_rank=lambda n: ".lora_" in n,
+    freeze_und=lambda n: (
+        "_moe_gen" in n or n.split(".")[0] in ("time_embedder", "vae2llm", "llm2vae")
+    ),
+)
+
+
+def pretrained(root):
+    "The stand-in with a last projection as after training: while it is zero, as in a new model, no gradient passes it, and adapters beside it would stay."
+    base, out = (
+        weights_path(resolve(model="bagel", run_root=str(root)), Bagel()),
+        root / "pretrained",
+    )
+    shutil.copytree(base, out)
+    state = load_file(out / "ema.safetensors")
+    state["llm2vae.weight"] = (
+        torch.randn(state["llm2vae.weight"].shape, generator=torch.Generator().manual_seed(0))
+        * 0.05
+    )
+    save_file(state, out / "ema.safetensors")
+    return out
+
+
+@pytest.mark.parametrize("mode", TRAINED)
+def test_a_mode_changes_only_what_it_should(root, mode):
+    "Tensor by tensor, in what is exported: what is frozen is bitwise the base's, every other tensor moved."
+    conf = (
+        BASE
+        | dict(steps=3, checkpoint_steps=0, export=True, max_grad_norm=0.0, adam_epsilon=1e-15)
+        | ({} if mode == "all" else {mode: 2 if mode == "lora_rank" else True})
+    )
+    if mode == "lora_rank":
+        conf["model_path"] = str(pretrained(root))
+    run = RunDir(root / f"mode-{mode}")
+    train(run, **conf, **(ENGINES["fsdp"] | dict(num_processes=2) if mode == "freeze_llm" else {}))
+    base, learns = Bagel().denoiser_weights(root / "cache" / "stand-ins" / "bagel"), TRAINED[mode]
+    if mode == "lora_rank":
+        made = load_file(run.model / "adapter_model.safetensors")
+        assert len(made) == 2 * 2 * 2 * 7 and all(
+            n.startswith("base_model.model.language_model.") for n in made
+        )
+        assert set(weights(run, 3)) == {
+            n.removeprefix("base_model.model.").replace(".weight", ".default.weight") for n in made
+        }
+        assert all(t.any() for t in made.values()), "an adapter did not move"
+        from sciftune.training.export import merge_lora
+
+        merge_lora(conf["model_path"], run.model, root / "merged", torch.float32)
+        base, new = (Bagel().denoiser_weights(f) for f in (conf["model_path"], root / "merged"))
+        layers = {n.removeprefix("base_model.model.").split(".lora_")[0] + ".weight" for n in made}
+        assert {n for n in base if not torch.equal(base[n], new[n])} == layers
+        return
+    made, trained = load_file(run.model / "ema.safetensors"), weights(run, 3)
+    assert set(made) == set(base)
+    assert set(trained) == {n for n in base if learns(n) and not n.endswith("pos_embed")}
+    for n, t in made.items():
+        if n in trained:
+            assert torch.equal(t.flatten(), trained[n].bfloat16()) and not torch.equal(
+                trained[n], base[n].flatten()
+            ), f"{n} did not move"
+        else:
+            assert torch.equal(t, base[n].bfloat16()), f"{n} moved"
+
+
+def test_validation_writes_texts_and_images_while_sharded(root):
+    runs = {}
+    for e, n in (("single", 1), ("fsdp", 2)):
+        run = runs[e] = RunDir(root / f"look-{e}")
+        m = train(
+            run,
+            num_processes=n,
+            **(
+                BASE
+                | dict(
+                    steps=1,
+                    checkpoint_steps=0,
+                    validation_steps=1,
+                    validation_images=1,
+                    validation_sample_steps=3,
+                )
+            ),
+            **ENGINES[e],
+        )
+        assert [r["step"] for r in m if "held_out_ce" in r] == [0, 1] and (
+            run.validation_images / "step_000001" / "00.png"
+        ).exists()
+    a, b = (
+        {r["step"]: r for r in run.read_metrics() if "held_out_ce" in r} for run in runs.values()
+    )
+    assert all(abs(a[s][k] - b[s][k]) <= 1e-5 for s in a for k in ("held_out_ce", "held_out_mse"))
+    said = [
+        json.loads((run.validation_images / "step_000001" / "texts.json").read_text())
+        for run in runs.values()
+    ]
+    assert said[0] == said[1] and said[0][0]["expected"]
+
+
+def test_starts_from_an_earlier_run(root, reference):
+    "finetune_from_ema under its own name: the averaged weights, a new optimizer, new data; what is frozen now is the earlier run's, not the base's."
+    run, earlier = RunDir(root / "started"), weights(RunDir(root / "reference-2"), 20, "ema")
+    with pytest.warns(UserWarning, match="finetune_from_ema"):
+        m = train(
+            run,
+            **(
+                BASE
+                | dict(
+                    steps=1,
+                    checkpoint_steps=0,
+                    seed=9,
+                    learning_rate=1e-9,
+                    freeze_llm=True,
+                    export=True,
+                    num_processes=2,
+                )
+            ),
+            **ENGINES["fsdp"],
+            resume_from=str(root / "reference-2" / "checkpoints" / "step_000020"),
+            finetune_from_ema=True,
+        )
+    assert min(losses(m)) == 1
+    new, made = weights(run, 1), load_file(run.model / "ema.safetensors")
+    assert (
+        set(new) == {n for n in earlier if not n.startswith(LLM)}
+        and max(float((new[n] - earlier[n]).abs().max()) for n in new) <= 1e-6
+    )
+    assert all(
+        torch.equal(made[n].flatten(), earlier[n].bfloat16()) for n in earlier if n.startswith(LLM)
+    )

@@ -1,0 +1,126 @@
+"""Train in forked gloo processes: everything is imported once, so that a case costs seconds."""
+
+import logging
+import os
+import socket
+import sys
+import time
+import warnings
+
+import torch
+import torch._dynamo
+import torch.distributed.checkpoint
+import torch.distributed.fsdp
+import torch.multiprocessing as mp
+
+from sciftune.core.recipe import resolve
+from sciftune.strategies.launch_files import write_configs
+from sciftune.training import trainer
+
+ENGINES = {
+    "single": dict(strategy="single"),
+    "ddp": dict(strategy="ddp"),
+    "fsdp": dict(strategy="fsdp"),
+    "fsdp-noreshard": dict(strategy="fsdp", reshard=False),
+    "fsdp-hybrid": dict(strategy="fsdp", hybrid_shard=2),
+    "fsdp-offload": dict(strategy="fsdp", offload="params"),
+    "zero1": dict(strategy="zero1"),
+    "zero2": dict(strategy="zero2"),
+    "zero3": dict(strategy="zero3"),
+    "zero1-offload": dict(strategy="zero1", offload="optimizer"),
+    "zero2-offload": dict(strategy="zero2", offload="optimizer"),
+    "zero3-offload": dict(strategy="zero3", offload="optimizer"),
+    "zero3-params": dict(strategy="zero3", offload="params"),
+}
+
+
+def _rank(rank, world, port, recipe, run, sabotage):
+    if world > 1 or recipe.strategy not in ("single", "ddp"):
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(world),
+            LOCAL_WORLD_SIZE=str(world),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    log = os.open(run.path / f"log_{rank}.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout = sys.stderr = os.fdopen(
+        os.dup(log), "w", buffering=1
+    )  # pytest has put its own in their place
+    if sabotage:
+        sabotage(rank, run)
+    trainer.run_rank([str(run.recipe)])
+
+
+def start(run, recipe, sabotage=None):
+    "Write the run's files and fork its ranks; returns the processes."
+    run.path.mkdir(parents=True, exist_ok=True)
+    write_configs(recipe, run)
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    ctx = mp.get_context("fork")
+    world = max(recipe.num_processes, 1)
+    ps = [
+        ctx.Process(target=_rank, args=(r, world, port, recipe, run, sabotage))
+        for r in range(world)
+    ]
+    for p in ps:
+        p.start()
+    return ps
+
+
+def log(run):
+    return "\n".join(p.read_text() for p in sorted(run.path.glob("log_*.txt")))
+
+
+def wait(ps, seconds=300):
+    "Exit codes; as a launcher would, ends all when one fails."
+    end = time.time() + seconds
+    while any(p.is_alive() for p in ps) and time.time() < end and not any(p.exitcode for p in ps):
+        time.sleep(0.05)
+    for p in ps:
+        if any(q.exitcode for q in ps) or time.time() >= end:
+            p.kill()
+        p.join()
+    return [p.exitcode for p in ps]
+
+
+def train(run, patience=300, **fields):
+    "Train to the end; returns the metrics. Raises with the log when a rank fails."
+    codes = wait(
+        start(
+            run,
+            resolve(
+                **dict(
+                    cpu=True, run_root=str(run.path.parent), name=run.path.name, stall_seconds=90
+                )
+                | fields
+            ),
+        ),
+        patience,
+    )
+    if any(codes):
+        raise RuntimeError(
+            f"{run.path.name}: exit codes {codes}\n"
+            + "\n".join(p.read_text()[-3000:] for p in sorted(run.path.glob("log_*.txt")))
+        )
+    return run.read_metrics()
+
+
+def losses(metrics, key="loss"):
+    return {m["step"]: m[key] for m in metrics if key in m}
+
+
+def deviation(a, b, key="loss"):
+    "Largest relative deviation over the steps that both have."
+    a, b = losses(a, key), losses(b, key)
+    common = a.keys() & b.keys()
+    assert common, "no common step"
+    return max(abs(a[s] - b[s]) / abs(b[s]) for s in common)

@@ -1,0 +1,436 @@
+"""What must hold before any test runs, and what is generated from the notebooks.
+
+    python tests/tools/gate.py sync     bring modules, README.md and the packaged notebook into step
+    python tests/tools/gate.py tidy     only format the modules that nbdev has written
+    python tests/tools/gate.py check    say what is wrong, one line per problem
+
+Each check is a generator of problems: one line that names the file and says what would be right.
+"""
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "sciftune"
+FLOORS = [
+    "core",
+    "data",
+    "toys",
+    "models",
+    "strategies",
+    "planner",
+    "training",
+    "objectives",
+    "lab",
+]
+TORCH_FREE = [  # imported by the kernel that launches, whose forks torch could hang
+    "core.*",
+    "data.sources",
+    "data.streams",
+    "data.buckets",
+    "data.captions",
+    "toys.figures",
+    "objectives.*.section",
+    "lab.plots",
+    "lab.report",
+    "lab.launch",
+    "lab.bench",
+    "lab.distillation",
+]
+FORMATTED = ["nbs", "tests", "scripts"]
+LARGEST_NOTEBOOK = 300_000  # bytes
+NODES_PER_LINE = 9.0  # syntax nodes a line of code: nbdev has 9.0, fastcore 9.7
+LONGEST_FUNCTION = 50  # lines
+MEDIAN_FUNCTION = 10  # lines
+LONGEST_LINE = 100  # characters
+EXAMPLES = 0.85  # asserting cells per cell that exports a definition, over all notebooks
+EXAMPLES_OF_ONE = 0.6  # the same for a notebook with at least `MANY_EXPORTS` such cells
+MANY_EXPORTS = 4
+SHARED_NAMES = {"RECORDS"}  # every plug-in has its own; the registry reads it
+
+
+def run_python(*arguments: str, cwd: Path) -> None:
+    """Run this Python, quietly; raises CalledProcessError when it fails."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *arguments]
+    subprocess.run(command, cwd=cwd, check=True, env=environment, stdout=subprocess.DEVNULL)
+
+
+def ruff(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+    """Run ruff with its output kept."""
+    command = [sys.executable, "-m", "ruff", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+
+
+# What is generated
+
+
+def output_text(output: dict) -> str:
+    """An output of a cell as markdown."""
+    data = output.get("data", {})
+    if "text/markdown" in data:
+        return "".join(data["text/markdown"])
+    text = "".join(output.get("text", data.get("text/plain", "")))
+    return f"```\n{text.rstrip()}\n```"
+
+
+def write_readme(root: Path) -> None:
+    """README.md from index.ipynb: prose, fenced examples, and the text of their outputs."""
+    parts = ["<!-- Generated from nbs/index.ipynb by scripts/readme. -->"]
+    for cell in json.loads((root / "nbs/index.ipynb").read_text())["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(links_from_root(source))
+        elif cell["cell_type"] == "code":
+            if not source.startswith("#| hide"):
+                parts.append(f"```python\n{source}\n```")
+            parts += [links_from_root(output_text(output)) for output in cell["outputs"]]
+    (root / "README.md").write_text("\n\n".join(part.strip() for part in parts) + "\n")
+
+
+def links_from_root(text: str) -> str:
+    """`text` of nbs/index.ipynb with its relative links as seen from the folder above."""
+
+    def moved(match: re.Match) -> str:
+        target = match[1]
+        if target.startswith(("http", "#", "/")):
+            return match[0]
+        return f"]({os.path.normpath(os.path.join('nbs', target))})"
+
+    return re.sub(r"\]\(([^)\s]+)\)", moved, text)
+
+
+def tidy_modules(root: Path) -> None:
+    """Format the generated modules: nbdev writes long lists of names and long first lines."""
+    for path in (root / "sciftune").rglob("*.py"):
+        if path.name in ("__init__.py", "_modidx.py"):
+            continue
+        text = path.read_text()
+        head, newline, rest = text.partition("\n")
+        if len(head) > LONGEST_LINE:
+            path.write_text(textwrap.fill(head, LONGEST_LINE - 3) + newline + rest)
+    style = ["--isolated", "--line-length", str(LONGEST_LINE), "--target-version", "py311"]
+    ruff("format", "--quiet", *style, "--exclude", "_modidx.py", "sciftune", cwd=root)
+
+
+def sync(root: Path) -> None:
+    """Write everything that is generated from the notebooks of `root`."""
+    ruff("format", "--quiet", *FORMATTED, cwd=root)
+    execute = ["nbconvert", "--log-level", "ERROR", "--to", "notebook", "--execute", "--inplace"]
+    run_python("-m", *execute, "nbs/index.ipynb", cwd=root)
+    run_python("-c", "from nbdev.clean import nbdev_clean; nbdev_clean()", cwd=root)
+    run_python("-c", "from nbdev.doclinks import nbdev_export; nbdev_export()", cwd=root)
+    tidy_modules(root)
+    write_readme(root)
+    shutil.copy(root / "nbs/launch.ipynb", root / "sciftune/lab/launch.ipynb")
+
+
+def known_files(root: Path) -> list[str]:
+    """Files of the work tree that git knows or would take."""
+    command = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
+    listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+    return sorted(name for name in listed.split("\0") if name and (root / name).is_file())
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    """Path -> bytes of every file below `root` but compiled modules."""
+    files = (path for path in root.rglob("*") if path.is_file())
+    return {
+        str(path.relative_to(root)): path.read_bytes()
+        for path in files
+        if "__pycache__" not in path.parts and ".ruff_cache" not in path.parts
+    }
+
+
+def out_of_step() -> Iterator[str]:
+    """Files that `sync` would change, tried on a copy."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "copy"
+        for name in known_files(ROOT):
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, copy / name)
+        before = contents(copy)
+        sync(copy)
+        after = contents(copy)
+    for name in sorted(before.keys() | after.keys()):
+        if before.get(name) != after.get(name):
+            yield f"{name} is out of step with its notebook: run scripts/readme and commit"
+
+
+# Modules
+
+
+@dataclass
+class Module:
+    """A generated module: its path below the package, and its syntax."""
+
+    path: Path
+
+    def __post_init__(self):
+        self.name = str(self.path.relative_to(PACKAGE))
+        self.floor = self.path.relative_to(PACKAGE).parts[0]
+        self.text = self.path.read_text()
+        self.tree = ast.parse(self.text)
+
+    def exported(self) -> list[str]:
+        """The names of `__all__`."""
+        for node in self.tree.body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                return ast.literal_eval(node.value)
+        return []
+
+    def functions(self) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+        """Every function and method."""
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+        return [node for node in ast.walk(self.tree) if isinstance(node, kinds)]
+
+    def lines(self) -> list[str]:
+        """Lines of code: neither blank nor a comment alone."""
+        code = (line for line in self.text.splitlines() if line.strip())
+        return [line for line in code if not line.lstrip().startswith("#")]
+
+    def imported_names(self) -> Iterator[str]:
+        """Absolute names of what it imports, at any depth of its code."""
+        package = ["sciftune", *self.path.relative_to(PACKAGE).parts[:-1]]
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                above = package[: len(package) + 1 - node.level] if node.level else []
+                base = ".".join([*above, *([node.module] if node.module else [])])
+                yield from (f"{base}.{alias.name}" for alias in node.names)
+
+    def imported_floors(self) -> set[str]:
+        """Rooms of the package that it imports from."""
+        own = (name for name in self.imported_names() if name.startswith("sciftune."))
+        return {name.split(".")[1] for name in own} & set(FLOORS)
+
+
+def modules() -> list[Module]:
+    """All modules that are generated from notebooks."""
+    left_out = ("__init__.py", "_modidx.py")
+    paths = (path for path in PACKAGE.rglob("*.py") if path.name not in left_out)
+    return [Module(path) for path in sorted(paths)]
+
+
+def wrong_floors() -> Iterator[str]:
+    """Imports that do not go down the house."""
+    for module in modules():
+        for other in sorted(module.imported_floors() - {module.floor}):
+            if FLOORS.index(other) >= FLOORS.index(module.floor):
+                said = f"sciftune/{module.name} imports from the floor {other}"
+                yield f"{said}, which is not below {module.floor}"
+
+
+def orphans() -> Iterator[str]:
+    """Modules that no notebook makes."""
+    for module in modules():
+        source = re.search(r"File to edit: (\S+?)\.$", module.text, re.M)
+        if not source:
+            yield f"sciftune/{module.name} is not generated from a notebook"
+        elif not (module.path.parent / source[1]).resolve().exists():
+            gone = f"its notebook {source[1]} is gone"
+            yield f"sciftune/{module.name}: {gone}; delete the module"
+
+
+def ambiguous_names() -> Iterator[str]:
+    """Exported names that mean two things."""
+    places = defaultdict(list)
+    for module in modules():
+        for name in module.exported():
+            places[name].append(module.name)
+    for name, found in sorted(places.items()):
+        if len(found) > 1 and name not in SHARED_NAMES:
+            yield f"the name {name} is exported by {' and '.join(found)}: one name, one meaning"
+
+
+def dense() -> Iterator[str]:
+    """Code that is too dense or functions that are too long."""
+    nodes = lines = 0
+    lengths = []
+    for module in modules():
+        nodes += sum(1 for _ in ast.walk(module.tree))
+        lines += len(module.lines())
+        for number, line in enumerate(module.text.splitlines(), 1):
+            if len(line) > LONGEST_LINE:
+                yield f"sciftune/{module.name}:{number} has {len(line)} characters"
+        for function in module.functions():
+            lengths.append(function.end_lineno - function.lineno + 1)
+            if lengths[-1] > LONGEST_FUNCTION:
+                yield f"sciftune/{module.name}: {function.name} has {lengths[-1]} lines"
+    median = sorted(lengths)[len(lengths) // 2]
+    if median > MEDIAN_FUNCTION:
+        yield f"the median function has {median} lines, more than {MEDIAN_FUNCTION}"
+    if nodes / lines > NODES_PER_LINE:
+        yield f"{nodes / lines:.2f} syntax nodes a line, more than {NODES_PER_LINE}"
+
+
+def heavy() -> Iterator[str]:
+    """Modules that must not import torch, and do."""
+    code = """
+import importlib, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+    if "torch" in sys.modules:
+        sys.exit(f"{name} imports torch")
+"""
+    names = [
+        "sciftune." + module.name.removesuffix(".py").replace("/", ".")
+        for module in modules()
+        if any(module.path.match("sciftune/" + p.replace(".", "/") + ".py") for p in TORCH_FREE)
+    ]
+    command = [sys.executable, "-c", code, *names]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        yield done.stderr.strip().splitlines()[-1]
+
+
+# Notebooks
+
+
+def notebooks() -> list[Path]:
+    """All notebooks."""
+    paths = (ROOT / "nbs").rglob("*.ipynb")
+    return sorted(path for path in paths if ".ipynb_checkpoints" not in path.parts)
+
+
+def code_cells(notebook: dict) -> list[dict]:
+    """Its code cells."""
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def bad_notebooks() -> Iterator[str]:
+    """Notebooks that would grow the repository, differ from run to run, or not run."""
+    for path in notebooks():
+        name = path.relative_to(ROOT)
+        notebook = json.loads(path.read_text())
+        outputs = json.dumps([cell["outputs"] for cell in code_cells(notebook)])
+        if path.stat().st_size > LARGEST_NOTEBOOK:
+            yield f"{name} has {path.stat().st_size} bytes, more than {LARGEST_NOTEBOOK}"
+        if "name" not in notebook["metadata"].get("kernelspec", {}):
+            yield f"{name} has lost its kernelspec; papermill needs it"
+        if "image/svg+xml" in outputs:
+            yield f"{name} has an SVG output, which differs from run to run"
+        if found := re.search(r"/(?:tmp|home|root)/\w+", outputs):
+            yield f"{name} has a path of one machine in an output: {found[0]}"
+
+
+def launch_notebook() -> Iterator[str]:
+    """The notebook that papermill gives its parameters to."""
+    cells = json.loads((ROOT / "nbs/launch.ipynb").read_text())["cells"]
+    if sum("parameters" in cell["metadata"].get("tags", []) for cell in cells) != 1:
+        yield "nbs/launch.ipynb needs exactly one cell tagged parameters"
+    if any(cell.get("outputs") for cell in cells):
+        yield "nbs/launch.ipynb is kept without outputs"
+
+
+def count_examples(path: Path) -> tuple[int, int]:
+    """(cells that export a definition, cells that assert) of a notebook."""
+    asserts = re.compile(r"\bassert\b|\btest_|with_raises|raises\(|ExceptionExpected")
+    exports = re.compile(r"^#\| export", re.M)
+    sources = ["".join(cell["source"]) for cell in code_cells(json.loads(path.read_text()))]
+    exported = [source for source in sources if exports.search(source)]
+    defined = [
+        source for source in exported if re.search(r"^(?:async )?(?:def|class) ", source, re.M)
+    ]
+    shown = [s for s in sources if not exports.search(s) and asserts.search(s)]
+    return len(defined), len(shown)
+
+
+def few_examples() -> Iterator[str]:
+    """Notebooks that define much and show little."""
+    exported = shown = 0
+    for path in notebooks():
+        defines, asserts = count_examples(path)
+        if not defines:
+            continue
+        exported += defines
+        shown += asserts
+        if defines >= MANY_EXPORTS and asserts < EXAMPLES_OF_ONE * defines:
+            said = f"{asserts} asserting cells for {defines} that export a definition"
+            yield f"{path.relative_to(ROOT)} has {said}; at least {EXAMPLES_OF_ONE} for each"
+    if shown < EXAMPLES * exported:
+        yield f"{shown} asserting cells for {exported} that export, fewer than {EXAMPLES} for each"
+
+
+def broken_links() -> Iterator[str]:
+    """Links of notebooks and pages to files that are not there."""
+    pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
+    texts = {page: page.read_text() for page in pages}
+    for path in notebooks():
+        cells = json.loads(path.read_text())["cells"]
+        prose = [cell["source"] for cell in cells if cell["cell_type"] == "markdown"]
+        texts[path] = "\n".join("".join(source) for source in prose)
+    for path, text in texts.items():
+        for target in re.findall(r"\]\(([^)\s#]+)(?:#[^)]*)?\)", text):
+            there = target.startswith(("http", "mailto:")) or (path.parent / target).exists()
+            if not there and re.search(r"\.(?:ipynb|md|png|py|yaml)$", target):
+                yield f"{path.relative_to(ROOT)} links to {target}, which is not there"
+
+
+# Formatter and linter
+
+
+def unformatted() -> Iterator[str]:
+    """Files that the formatter would change."""
+    for line in ruff("format", "--check", *FORMATTED).stdout.splitlines():
+        if line.startswith("Would reformat: "):
+            yield f"{line.removeprefix('Would reformat: ')} is not formatted: ruff format"
+
+
+def linted() -> Iterator[str]:
+    """What the linter finds."""
+    done = ruff("check", "--output-format", "concise", *FORMATTED)
+    yield from (line for line in done.stdout.splitlines() if re.match(r"\S+:\d", line))
+    if done.returncode > 1:
+        yield f"ruff: {done.stderr.strip()}"
+
+
+CHECKS = [
+    orphans,
+    wrong_floors,
+    bad_notebooks,
+    launch_notebook,
+    heavy,
+    unformatted,
+    linted,
+    dense,
+    few_examples,
+    ambiguous_names,
+    broken_links,
+    out_of_step,
+]
+
+
+def check() -> int:
+    """Print every problem; 1 when there is one."""
+    problems = [problem for one in CHECKS for problem in one()]
+    for problem in problems:
+        print(f"gate: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+def main(arguments: list[str]) -> int | str:
+    """The exit code, or a line that says how this is called."""
+    if arguments == ["check"]:
+        return check()
+    if arguments == ["sync"]:
+        return sync(ROOT)
+    if arguments == ["tidy"]:
+        return tidy_modules(ROOT)
+    return "usage: gate.py sync | tidy | check"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,127 @@
+"""Run notebooks as tests, each in a process of its own, and say at any time which ones run.
+
+    python tests/tools/notebooks.py [--workers 2] [--flags "slow cuda"] [FOLDER_OR_NOTEBOOK ...]
+
+There is no time limit, since a slower machine is no error: every minute a line names the notebooks
+that are still running and for how long, so that one that hangs is told by its name. Processes are
+forked from one that has imported torch and the trainer, which saves each some seconds.
+"""
+
+import argparse
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SPEAK_EVERY = 60.0  # seconds between two lines about what is still running
+
+
+def run(notebook: Path, flags: str, log: str) -> None:
+    """Execute `notebook` as nbdev_test does, with its output in `log`; exits with 1 on failure."""
+    from nbdev.config import get_config
+    from nbdev.test import test_nb
+
+    output = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(ROOT / "nbs")
+    passed, _ = test_nb(
+        notebook,
+        skip_flags=get_config().tst_flags.split(),
+        force_flags=flags.split(),
+        basepath=ROOT,
+    )
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0 if passed else 1)
+
+
+@dataclass
+class Running:
+    """A notebook under way."""
+
+    notebook: Path
+    log: str
+    process: multiprocessing.Process
+    began: float = field(default_factory=time.time)
+
+    @property
+    def name(self) -> str:
+        """Its path from the root of the repository."""
+        return str(self.notebook.relative_to(ROOT))
+
+    @property
+    def seconds(self) -> float:
+        """How long it has been running."""
+        return time.time() - self.began
+
+    def report(self) -> bool:
+        """Print how it ended; whether it passed."""
+        self.process.join()
+        passed = self.process.exitcode == 0
+        print(f"{'ok    ' if passed else 'FAILED'} {self.name} {self.seconds:.0f} s", flush=True)
+        if not passed:
+            print(Path(self.log).read_text(errors="replace")[-6000:], flush=True)
+        return passed
+
+
+def start(notebook: Path, flags: str, folder: str) -> Running:
+    """Fork a process that runs `notebook`."""
+    log = os.path.join(folder, notebook.relative_to(ROOT).as_posix().replace("/", "-"))
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=run, args=(notebook, flags, log))
+    process.start()
+    return Running(notebook, log, process)
+
+
+def run_all(notebooks: list[Path], flags: str, workers: int) -> list[str]:
+    """Run `notebooks`, `workers` at a time; the names of those that failed."""
+    waiting, running, failed = list(notebooks), [], []
+    spoke = time.time()
+    with tempfile.TemporaryDirectory() as folder:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                running.append(start(waiting.pop(0), flags, folder))
+            time.sleep(0.05)
+            ended = [one for one in running if not one.process.is_alive()]
+            running = [one for one in running if one not in ended]
+            failed += [one.name for one in ended if not one.report()]
+            if time.time() - spoke > SPEAK_EVERY:
+                spoke = time.time()
+                told = ", ".join(f"{one.name} for {one.seconds:.0f} s" for one in running)
+                print(f"...    still running: {told}; {len(waiting)} wait", flush=True)
+    return failed
+
+
+def chosen(places: list[str]) -> list[Path]:
+    """The notebooks at `places`, which are notebooks or folders."""
+    found = []
+    for place in places:
+        path = (ROOT / place).resolve()
+        found += sorted(path.rglob("*.ipynb")) if path.is_dir() else [path]
+    return [path for path in found if ".ipynb_checkpoints" not in path.parts]
+
+
+def main() -> int:
+    """1 when a notebook failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("places", nargs="*", default=["nbs"])
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--flags", default="")
+    arguments = parser.parse_args()
+    sys.path.insert(0, str(ROOT))  # as nbdev_test does: the notebooks test this tree
+    import sciftune.training.trainer  # noqa: F401  (once, before the processes are forked)
+
+    notebooks = chosen(arguments.places)
+    began = time.time()
+    failed = run_all(notebooks, arguments.flags, arguments.workers)
+    print(f"{len(notebooks)} notebooks in {time.time() - began:.0f} s; failed: {failed or 'none'}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
