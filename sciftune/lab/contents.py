@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from urllib.parse import quote
 
 
 # %% ../../nbs/9_lab/09_contents.ipynb #a43ec7e5
@@ -51,14 +52,18 @@ class Room:
         return found[1] if found else ""
 
     @cached_property
-    def definitions(self) -> set[str]:
-        """Names of exported classes, functions, and methods as `Class.method`."""
-        names = set()
-        for source in self.sources("code"):
-            if re.search(r"^#\| export", source, re.M):
-                for node in ast.parse(source).body:
-                    names |= set(names_of(node))
-        return names
+    def definitions(self) -> dict[str, str]:
+        """Exported names (methods as `Class.method`) -> the nearest heading above them."""
+        found = {}
+        heading = self.title
+        for cell in self.cells:
+            source = "".join(cell["source"])
+            if cell["cell_type"] == "markdown":
+                heading = (re.findall(r"^#+ (.+)$", source, re.M) or [heading])[-1]
+            elif re.search(r"^#\| export", source, re.M):
+                names = [name for node in ast.parse(source).body for name in names_of(node)]
+                found |= dict.fromkeys(names, heading)
+        return found
 
 
 def names_of(
@@ -106,12 +111,17 @@ class House:
         name: str = "",  # A definition of it: 'train', 'Klein.predict'
         text: str = "",  # Of the link; '' = the definition or the notebook's title
     ) -> str:
-        """A markdown link from nbs/index.ipynb. Raises KeyError for what is not there."""
+        """A markdown link from nbs/index.ipynb, to the heading under which `name` is defined.
+
+        Raises KeyError for what is not there.
+        """
         room = self.rooms[module]
         if name and name not in room.definitions:
             raise KeyError(f"{module} exports no {name}; it has {sorted(room.definitions)}")
-        text = text or (f"`{name}`" if name else room.title)
-        return f"[{text}]({room.path.relative_to(self.root / 'nbs')})"
+        place = str(room.path.relative_to(self.root / "nbs"))
+        if name and room.definitions[name] != room.title:
+            place += "#" + quote(room.definitions[name].replace("`", "").replace(" ", "-"))
+        return f"[{text or (f'`{name}`' if name else room.title)}]({place})"
 
     def linked(
         self,

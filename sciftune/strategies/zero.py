@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = [
     "RECORDS",
+    "BUCKET",
     "SUB_GROUP",
     "TENSOR_SECONDS",
-    "BUCKET",
     "ZeroNetwork",
     "Zero3Network",
     "zero_policy",
@@ -346,6 +346,7 @@ def zero_policy(
 
 
 # %% ../../nbs/5_strategies/14_zero.ipynb #0e0de6d7
+BUCKET = 200_000_000  # elements that are reduced, or gathered ahead, at once
 SUB_GROUP = 10**9  # DeepSpeed's sub_group_size, elements of a rank's partition
 TENSOR_SECONDS = 1.5e-3  # of the host, for a parameter of ZeRO-3
 
@@ -509,10 +510,6 @@ class Zero3Costs(Zero2Costs):
     ) -> float:
         """Each parameter costs the host time, once per micro-batch."""
         return self.strategy.accumulation * TENSOR_SECONDS * len(self.model.tensors)
-
-
-# %% ../../nbs/5_strategies/14_zero.ipynb #20284dc0
-BUCKET = 200_000_000  # elements that are reduced, or gathered ahead, at once
 
 
 # %% ../../nbs/5_strategies/14_zero.ipynb #d8bf65f4
