@@ -1,4 +1,7 @@
-"""What people have in their folders: odd and broken images, lines, columns and shards, each through the collection that training opens."""
+"""What people have in their folders: odd and broken images, lines, columns and shards.
+
+Each through the collection that training opens.
+"""
 
 import io
 import json

@@ -1,4 +1,7 @@
-"""Whole images in buckets through the trainer: the same on any number of processes, and across a resume in the middle of an epoch."""
+"""Whole images in buckets through the trainer.
+
+The same on any number of processes, and across a resume in the middle of an epoch.
+"""
 
 import io
 import json
@@ -124,30 +127,30 @@ def test_training_from_tars_with_a_broken_member(data):
     )
 
 
-@pytest.mark.parametrize("bucket", [False, True])
-def test_a_mixture_of_shards_on_any_engine_and_across_a_resume(data, bucket):
-    "Three parquet shards behind a URL and two tars, two shards at a time, three to one: the losses of every step are those of one process."
-    (data / "mix" / "tars").mkdir(parents=True, exist_ok=True)
+def parquet(data, path, numbers):
+    images = [(data / "images" / f"{i}.png").read_bytes() for i in numbers]
+    table = pa.table(dict(image=images, text=[f"figure {i}" for i in numbers]))
+    pq.write_table(table, path, row_group_size=2)
 
-    def image(i):
-        return (data / "images" / f"{i}.png").read_bytes()
 
+@pytest.fixture(scope="module")
+def mixture(data):
+    "Three parquet shards behind a URL and two tars, three to one."
+    folder = data / "mix"
+    (folder / "tars").mkdir(parents=True)
     for n in range(3):
-        pq.write_table(
-            pa.table(
-                dict(
-                    image=[image(i) for i in range(5 * n, 5 * n + 5)],
-                    text=[f"figure {i}" for i in range(5 * n, 5 * n + 5)],
-                )
-            ),
-            data / "mix" / f"{n}.parquet",
-            row_group_size=2,
-        )
+        parquet(data, folder / f"{n}.parquet", range(5 * n, 5 * n + 5))
     for n in range(2):
-        tar(data, data / "mix" / "tars" / f"{n}.tar", range(15 + 4 * n, 19 + 4 * n))
+        tar(data, folder / "tars" / f"{n}.tar", range(15 + 4 * n, 19 + 4 * n))
+    return f"file://{folder}/*.parquet:3,{folder}/tars:1"
+
+
+@pytest.mark.parametrize("bucket", [False, True])
+def test_a_mixture_of_shards_on_any_engine_and_across_a_resume(data, mixture, bucket):
+    "Two shards at a time: the losses of every step are those of one process."
     conf = dict(
         model="flux1",
-        data=f"file://{data}/mix/*.parquet:3,{data}/mix/tars:1",
+        data=mixture,
         shuffle_window=2,
         text_tokens=32,
         held_out=4,
@@ -160,25 +163,11 @@ def test_a_mixture_of_shards_on_any_engine_and_across_a_resume(data, bucket):
         export=False,
         **(dict(enable_bucket=True, bucket_step=16) if bucket else {}),
     )
-    name = f"mix{bucket}"
+    whole, name = conf | dict(checkpoint_steps=0), f"mix{bucket}"
     one = train(RunDir(data / name), **conf)
-    assert (
-        deviation(
-            train(
-                RunDir(data / f"{name}-3"),
-                num_processes=3,
-                **conf | dict(checkpoint_steps=0),
-                **ENGINES["ddp"],
-            ),
-            one,
-        )
-        <= 1e-5
-    )
-    rest = train(
-        RunDir(data / f"{name}-rest"),
-        num_processes=2,
-        resume=str(data / name / "checkpoints" / "step_000003"),
-        **conf | dict(checkpoint_steps=0),
-        **ENGINES["fsdp"],
-    )
+    three = train(RunDir(data / f"{name}-3"), num_processes=3, **whole, **ENGINES["ddp"])
+    assert deviation(three, one) <= 1e-5
+    half = str(data / name / "checkpoints" / "step_000003")
+    run = RunDir(data / f"{name}-rest")
+    rest = train(run, num_processes=2, resume=half, **whole, **ENGINES["fsdp"])
     assert min(losses(rest)) == 4 and deviation(rest, one) <= 1e-5

@@ -1,4 +1,7 @@
-"Distillation through the trainer: engines against one process, exact resume, one copy of the teacher. Four processes and the rarer settings: pytest -m slow tests/processes/test_distill.py"
+"""Distillation through the trainer: engines against one process, exact resume, one teacher.
+
+Four processes and the rarer settings: pytest -m slow tests/processes/test_distill.py
+"""
 
 import gc
 import json
@@ -7,7 +10,7 @@ import os
 import pytest
 import torch
 import torch.multiprocessing as mp
-from forked import losses, train
+from forked import losses, train, wait
 
 from sciftune.core.plan import Plan
 from sciftune.core.recipe import RecipeError, resolve, restored
@@ -147,7 +150,7 @@ def test_equals_single(root, alone, base, engine, n, more):
 
 
 def test_resume_is_exact(root, alone):
-    "Both networks, both optimizers and the average continue to the last bit; other fields are refused."
+    "Networks, optimizers and the average continue to the last bit; other fields are refused."
     m, first = alone(BASE)
     run = RunDir(root / "resumed")
     path = str(first.checkpoints / "step_000010")
@@ -218,19 +221,25 @@ def _measure(queue, root, more):
 
 @pytest.mark.parametrize("more,bytes_each", [({}, 4 + 4 + 2), (dict(lora_rank=4), 2 + 4)])
 def test_teacher_is_held_once(root, more, bytes_each):
-    "Measured over all live parameters of a process under bf16-mixed: 4 + 4 bytes for generator and critic and 2 for the teacher; with LoRA 2 for generator and teacher and 4 for the critic."
+    """Measured over all live parameters of a process under bf16-mixed.
+
+    4 + 4 bytes for generator and critic and 2 for the teacher; with LoRA 2 for generator and
+    teacher and 4 for the critic.
+    """
     ctx = mp.get_context("fork")
     queue = ctx.SimpleQueue()
     p = ctx.Process(target=_measure, args=(queue, root, more))
     p.start()
-    p.join(100)
-    assert not p.exitcode
+    assert wait([p]) == [0]
     size, states, trained = queue.get()
     assert abs(size - bytes_each) < 0.01 and not states and not trained
 
 
 def test_sharded_mixed_precision(root):
-    "The critic is first seen frozen; its gradients are reduced in fp32 all the same, and its norms are those of one process."
+    """The critic is first seen frozen; its gradients are reduced in fp32 all the same.
+
+    Its norms are those of one process.
+    """
     conf = OTHER | dict(precision="bf16-mixed", steps=4, generator_every=2, checkpoint_steps=0)
     a = train(RunDir(root / "mixed-1"), **conf)
     b = train(

@@ -1,6 +1,10 @@
-"The three networks of DMD2 under DDP and FSDP2: the same numbers as in one process. In processes of their own, because they need a process group."
+"""The three networks of DMD2 under DDP and FSDP2: the same numbers as in one process.
+
+In processes of their own, because they need a process group.
+"""
 
 import os
+import queue
 import socket
 import sys
 
@@ -9,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from forked import wait
 from torch.distributed.fsdp import fully_shard
 
 from sciftune.models.family import get_family
@@ -50,73 +55,101 @@ def wrap(net, engine, recompute):
     return net
 
 
-def run(engine, rank=0, world=1, recompute=False, steps=1, gan=True):
-    "Losses and gradient norms of all turns, and the gathered images of the last generator."
-    torch.set_num_threads(1)
-    critic = Critic(
-        unet(2), SD.epsilon, *((discriminator_head(16, 8, groups=4), SD.features) if gan else ())
+def networks(engine, recompute, gan):
+    discriminator = (discriminator_head(16, 8, groups=4), SD.features) if gan else ()
+    plain = dict(
+        critic=Critic(unet(2), SD.epsilon, *discriminator),
+        generator=unet(1),
+        teacher=unet(0).requires_grad_(False),
     )
-    nets = {
-        k: wrap(n, engine, recompute)
-        for k, n in dict(
-            generator=unet(1), teacher=unet(0).requires_grad_(False), critic=critic
-        ).items()
-    }
+    return {name: wrap(net, engine, recompute) for name, net in plain.items()}
+
+
+def batches(mine):
+    "The samples numbered `mine` of each step."
+    g = torch.Generator().manual_seed(0)
+    text = torch.randn(STEPS, SAMPLES, 5, 6, generator=g)
+    real = torch.randn(STEPS, SAMPLES, 4, 16, 16, generator=g)
+    for i in range(STEPS):
+        conditioning = dict(text=text[i, mine])
+        yield dict(
+            shape=(len(mine), 4, 16, 16),
+            conditioning=conditioning,
+            unconditional=dict(text=torch.zeros(1, 5, 6)),
+            real_latents=real[i, mine],
+            real_conditioning=conditioning,
+            random=KeyedRandomSource(3, i, [(i, s) for s in mine]),
+        )
+
+
+def check_gradients(nets, trained):
+    "Every parameter of the network `trained` has one, and no other network has any."
+    for name, net in nets.items():
+        assert name == trained or all(p.grad is None for p in net.parameters()), (
+            f"{name} collected gradients in the turn of {trained}"
+        )
+    missing = [name for name, p in nets[trained].named_parameters() if p.grad is None]
+    assert not missing, (
+        f"{trained}: no gradient for {missing[:5]}; {len(missing)} parameters have none"
+    )
+
+
+def gradient_norm(net):
+    norm = torch.nn.utils.get_total_norm([p.grad for p in net.parameters()])
+    return (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
+
+
+def run(engine, rank=0, world=1, recompute=False, steps=1, gan=True):
+    "Losses, averaged over the ranks, and gradient norms of all turns."
+    torch.set_num_threads(1)
+    nets = networks(engine, recompute, gan)
     optimizers = {k: torch.optim.AdamW(nets[k].parameters(), 1e-4) for k in ("generator", "critic")}
     objective = DMD2(DMDSettings(generator_every=2, gan=gan, steps=steps), SD.epsilon)
     mine = range(rank * SAMPLES // world, (rank + 1) * SAMPLES // world)
-    g = torch.Generator().manual_seed(0)
-    text, real = (
-        torch.randn(STEPS, SAMPLES, 5, 6, generator=g),
-        torch.randn(STEPS, SAMPLES, 4, 16, 16, generator=g),
-    )
     out = []
-    for i in range(STEPS):
-        cond = dict(text=text[i, mine])
-        batch = dict(
-            shape=(len(mine), 4, 16, 16),
-            conditioning=cond,
-            unconditional=dict(text=torch.zeros(1, 5, 6)),
-            real_latents=real[i, mine],
-            real_conditioning=cond,
-            random=KeyedRandomSource(3, i, [(i, s) for s in mine]),
-        )
+    for i, batch in enumerate(batches(mine)):
         for turn in objective.turns(i):
             loss, _ = objective.loss(turn, nets, batch)
             loss.backward()
-            for k, n in nets.items():
-                assert k == turn.network or all(p.grad is None for p in n.parameters()), (
-                    f"{k} collected gradients in the turn of {turn.network}"
-                )
-            missing = [n for n, p in nets[turn.network].named_parameters() if p.grad is None]
-            assert not missing, (
-                f"{turn.network} in step {i}: no gradient for {missing[:5]} and {len(missing)} in all"
-            )
-            norm = torch.nn.utils.get_total_norm([p.grad for p in nets[turn.network].parameters()])
-            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+            check_gradients(nets, turn.network)
+            norm = gradient_norm(nets[turn.network])
             optimizers[turn.network].step()
             optimizers[turn.network].zero_grad(set_to_none=True)
             value = loss.detach().clone()
             if world > 1:
                 dist.all_reduce(value)
-            out.append((value.item() / world, norm.item()))
+            out.append((value.item() / world, norm))
     return out
 
 
-def worker(rank, world, engine, recompute, steps, gan, port, queue):
+def worker(rank, world, engine, recompute, steps, gan, port, answers):
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
     )
     result = run(engine, rank, world, recompute, steps, gan)
     dist.barrier()
     if rank == 0:
-        queue.put(result)
-    queue.close()
-    queue.join_thread()
+        answers.put(result)
+    answers.close()
+    answers.join_thread()
     dist.barrier()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def answer(answers, workers):
+    "What a worker has put into the queue; raises when one has failed or all have ended without it."
+    while True:
+        over = any(w.exitcode for w in workers) or not any(w.is_alive() for w in workers)
+        try:
+            return answers.get(timeout=1)
+        except queue.Empty:
+            if over:
+                codes = [w.exitcode for w in workers]
+                raise RuntimeError(
+                    f"no answer; exit codes (None: still running): {codes}"
+                ) from None
 
 
 def together(engine, world, recompute, steps, gan):
@@ -124,21 +157,18 @@ def together(engine, world, recompute, steps, gan):
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     context = mp.get_context("fork")
-    queue = context.Queue()
-    workers = [
-        context.Process(target=worker, args=(r, world, engine, recompute, steps, gan, port, queue))
-        for r in range(world)
-    ]
+    answers = context.Queue()
+    case = (world, engine, recompute, steps, gan, port, answers)
+    workers = [context.Process(target=worker, args=(rank, *case)) for rank in range(world)]
     for w in workers:
         w.start()
     try:
-        result = queue.get(timeout=40)
-    finally:
+        result = answer(answers, workers)
+    except BaseException:
         for w in workers:
-            w.join(20)
-            if w.is_alive():
-                w.kill()
-    assert [w.exitcode for w in workers] == [0] * world
+            w.kill()
+        raise
+    assert wait(workers) == [0] * world
     return result
 
 
@@ -152,10 +182,8 @@ def together(engine, world, recompute, steps, gan):
     ],
 )
 def test_same_as_single(engine, world, recompute, steps, gan):
-    alone, shared = (
-        run("single", steps=steps, gan=gan),
-        together(engine, world, recompute, steps, gan),
-    )
+    alone = run("single", steps=steps, gan=gan)
+    shared = together(engine, world, recompute, steps, gan)
     assert len(alone) == len(shared) == STEPS + STEPS // 2
     for (l1, g1), (l2, g2) in zip(alone, shared, strict=False):
         assert abs(l1 - l2) < 1e-5 and abs(g1 - g2) < 1e-4 * max(g1, 1), (alone, shared)

@@ -1,4 +1,7 @@
-"""Engines against each other, resumes across them, and runs that die: in fresh forked processes, tiny models, fp32."""
+"""Engines against each other, resumes across them, and runs that die.
+
+In fresh forked processes, tiny models, fp32.
+"""
 
 import json
 import os
@@ -10,9 +13,8 @@ import time
 import psutil
 import pytest
 import torch
-from forked import ENGINES, deviation, log, losses, start, train, wait
+from forked import ENGINES, PATIENCE, deviation, log, losses, recipe_of, start, train, wait
 
-from sciftune.core.recipe import resolve
 from sciftune.core.rundir import RunDir
 from sciftune.models.weights import Weights
 from sciftune.training import checkpoints as ck
@@ -93,7 +95,11 @@ def test_resume_by_another_engine(root, ran, reference, a, b):
 
 
 def test_validation_images_and_export_while_sharded(root, reference):
-    "ZeRO-3 samples with the trained weights, here the averaged ones: another engine's pictures are the same, training goes on as if nobody had looked, and the export holds the average."
+    """ZeRO-3 samples with the trained weights, here the averaged ones.
+
+    Another engine's pictures are the same, training goes on as if nobody had looked, and the
+    export holds the average.
+    """
     import numpy as np
     from PIL import Image
 
@@ -158,13 +164,15 @@ def test_the_average_is_exact_in_low_precision(root, engine, n, precision):
         for step in (2, 3, 4):
             e = 0.9 * e + 0.1 * read(step, "weight")[k].double()
         moved = (read(4, "ema")[k].double() - first[k].double()).norm()
-        assert (read(4, "ema")[k].double() - e).norm() <= 1e-3 * moved + 4 * 2**-24 * e.norm(), (
-            k
-        )  # the rounding of fp32, of three updates
+        rounding = 4 * 2**-24 * e.norm()  # of fp32, of three updates
+        assert (read(4, "ema")[k].double() - e).norm() <= 1e-3 * moved + rounding, k
 
 
 def aio():
-    "Whether DeepSpeed can compile its asynchronous I/O here: libaio with its header (Debian: libaio-dev) and a compiler."
+    """Whether DeepSpeed can compile its asynchronous I/O here.
+
+    It needs libaio with its header (Debian: libaio-dev) and a compiler.
+    """
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     return AsyncIOBuilder().is_compatible(verbose=False)
@@ -172,92 +180,88 @@ def aio():
 
 @pytest.mark.slow
 def test_states_on_a_disk(root):
-    "Parameters and optimizer states in files (offload='nvme'): the losses of `single`, on one and two processes, and resumed from and by it."
+    """Parameters and optimizer states in files (offload='nvme'): the losses of `single`.
+
+    On one and two processes, and resumed from and by it.
+    """
     pytest.importorskip("deepspeed")
     if not aio():
         pytest.skip("no libaio")
     (root / "disk").mkdir()
     short = dict(BASE, steps=8, checkpoint_steps=4)
-    disk = dict(
-        strategy="zero3", offload="nvme", nvme_path=str(root / "disk"), stall_seconds=600
-    )  # the first use compiles for minutes
+    disk = dict(strategy="zero3", offload="nvme", nvme_path=str(root / "disk"))
     want = train(RunDir(root / "disk-reference"), **short)
-    for n in (1, 2):
-        assert (
-            deviation(
-                train(RunDir(root / f"disk-{n}"), patience=900, num_processes=n, **short, **disk),
-                want,
-            )
-            <= 1e-5
-        )
+    for n in (1, 2):  # the first use compiles for minutes
+        m = train(RunDir(root / f"disk-{n}"), num_processes=n, **short, **disk)
+        assert deviation(m, want) <= 1e-5
     assert list((root / "disk").rglob("*rank1*")), "nothing was written there"
     shutil.rmtree(root / "disk-1" / "checkpoints" / "step_000008")
     run = RunDir(root / "disk-1")
     assert deviation(train(run, resume="latest", **short), want) <= 1e-5
     shutil.rmtree(root / "disk-1" / "checkpoints" / "step_000008")
-    assert (
-        deviation(train(run, resume="latest", patience=900, num_processes=2, **short, **disk), want)
-        <= 1e-5
-    )
+    m = train(run, resume="latest", num_processes=2, **short, **disk)
+    assert deviation(m, want) <= 1e-5
+
+
+def wait_for_steps(run, ps, number):
+    "Return when `number` steps are logged, or a process has ended."
+    while len(losses(run.read_metrics())) < number and all(p.is_alive() for p in ps):
+        time.sleep(0.01)
+
+
+def kill_some(ps, rng):
+    "SIGKILL to all or to one; how many were chosen."
+    victims = ps if rng.random() < 0.5 else [rng.choice(ps)]
+    for p in victims:
+        if p.is_alive():
+            os.kill(p.pid, signal.SIGKILL)
+    return len(victims)
 
 
 @pytest.mark.parametrize("engine,n", [("single", 1), ("zero2", 2)])
 def test_killed_at_random_moments(root, engine, n):
-    "Kill one rank or all, again and again (SCIFTUNE_KILLS times), resume each time: nothing is lost but the steps since."
+    """Kill one rank or all, again and again (SCIFTUNE_KILLS times), resume each time.
+
+    Nothing is lost but the steps since the last checkpoint.
+    """
     kills, rng = int(os.environ.get("SCIFTUNE_KILLS", 2)), random.Random(engine)
+    patience = PATIENCE + 20 * kills
     total = 20 * min(kills, 5) + 10 * max(0, kills - 5)
     conf = dict(BASE, steps=total, checkpoint_steps=2, num_processes=n, **ENGINES[engine])
-    reference = train(RunDir(root / f"unkilled-{engine}"), patience=300 + 20 * kills, **conf)
+    reference = train(RunDir(root / f"unkilled-{engine}"), patience=patience, **conf)
     run = RunDir(root / f"killed-{engine}")
-    deaths = inside = 0
-    for attempt in range(10 * kills):  # noqa: B007
-        ps = start(
-            run,
-            resolve(
-                cpu=True,
-                run_root=str(root),
-                name=run.path.name,
-                resume="latest",
-                stall_seconds=90,
-                **conf,
-            ),
-        )
+    recipe = recipe_of(run, resume="latest", **conf)
+    deaths = inside = starts = 0
+    while starts < 10 * kills:
+        starts += 1
+        ps = start(run, recipe)
         if deaths < kills:
-            seen = len(losses(run.read_metrics()))
-            end = time.time() + 120
-            while (
-                len(losses(run.read_metrics())) < seen + 3
-                and time.time() < end
-                and all(p.is_alive() for p in ps)
-            ):
-                time.sleep(0.01)
+            step = len(losses(run.read_metrics())) + 3
+            wait_for_steps(run, ps, step)
             time.sleep(rng.random() * 0.2)
-            victims = ps if rng.random() < 0.5 else [rng.choice(ps)]
-            for p in victims:
-                if p.is_alive():
-                    os.kill(p.pid, signal.SIGKILL)
+            killed = kill_some(ps, rng)
             deaths += 1
             inside += (half := bool(list(run.checkpoints.glob(".step_*"))))
-            print(
-                f"{engine}: kill {deaths} of {len(victims)} of {n} ranks, step {seen + 3}+{', inside a save' if half else ''}",
-                flush=True,
-            )
-        if not any(wait(ps, 300 + 20 * kills)):
+            where = f"step {step}+{', inside a save' if half else ''}"
+            print(f"{engine}: kill {deaths} of {killed} of {n} ranks, {where}", flush=True)
+        if not any(wait(ps, patience)):
             break
         if run.checkpoints.exists() and list(run.checkpoints.glob("step_*")):
             assert ck.find_checkpoint(run, "latest"), "no good checkpoint left"
     m = run.read_metrics()
-    print(f"{deaths} kills, {inside} inside a save, {attempt + 1} starts")
-    assert set(losses(m)) == set(range(1, total + 1)) and deviation(m, reference) <= 1e-5, log(run)[
-        -2000:
-    ]
+    print(f"{deaths} kills, {inside} inside a save, {starts} starts")
+    assert set(losses(m)) == set(range(1, total + 1)), log(run)[-2000:]
+    assert deviation(m, reference) <= 1e-5, log(run)[-2000:]
 
 
 def test_sigterm_saves_and_stops(root, reference):
-    "A scheduler asks a rank and the processes that make its batches: all ranks save and end, and so do those."
+    """A scheduler asks a rank and the processes that make its batches.
+
+    All ranks save and end, and so do those processes.
+    """
     run = RunDir(root / "sigterm")
     conf = dict(BASE, checkpoint_steps=0, num_processes=2, data_workers=1, **ENGINES["ddp"])
-    ps = start(run, resolve(cpu=True, run_root=str(root), name="sigterm", **conf))
+    ps = start(run, recipe_of(run, **conf))
     while len(losses(run.read_metrics())) < 4:
         time.sleep(0.02)
         assert all(p.is_alive() for p in ps), log(run)
@@ -275,7 +279,10 @@ def test_sigterm_saves_and_stops(root, reference):
 
 
 def test_usr1_saves_and_an_impatient_launcher_leaves_no_half(root, reference):
-    "SIGUSR1 as Slurm sends it, then SIGTERMs while the checkpoint is written: it is completed. Killed while writing, because the grace was over: the one before stands."
+    """SIGUSR1 as Slurm sends it, then SIGTERMs while the checkpoint is written: it is completed.
+
+    Killed while writing, because the grace was over: the one before stands.
+    """
 
     def slow(rank, run):
         real = ck.dcp.save
@@ -291,15 +298,12 @@ def test_usr1_saves_and_an_impatient_launcher_leaves_no_half(root, reference):
 
     def asked(sign, then):
         seen = len(losses(run.read_metrics()))
-        ps = start(
-            run, resolve(cpu=True, run_root=str(root), name="usr1", resume="latest", **conf), slow
-        )
+        ps = start(run, recipe_of(run, resume="latest", **conf), slow)
 
         def until(what):
-            end = time.time() + 120
             while not what():
                 time.sleep(0.02)
-                assert time.time() < end and ps[0].is_alive(), log(run)
+                assert ps[0].is_alive(), log(run)
 
         until(lambda: len(losses(run.read_metrics())) >= seen + 3)
         os.kill(ps[0].pid, sign)
@@ -329,24 +333,11 @@ def test_a_stalled_rank_is_named(root):
             )
 
     run = RunDir(root / "stalled")
-    ps = start(
-        run,
-        resolve(
-            cpu=True,
-            run_root=str(root),
-            name="stalled",
-            stall_seconds=10,
-            num_processes=2,
-            **BASE,
-            **ENGINES["ddp"],
-        ),
-        sleepy,
-    )
-    codes = wait(ps, 120)
+    recipe = recipe_of(run, stall_seconds=10, num_processes=2, **BASE, **ENGINES["ddp"])
+    codes = wait(start(run, recipe, sleepy))
     text = log(run)
-    assert 17 in codes and "Where each rank is" in text and "first to fall silent" in text, text[
-        -2000:
-    ]
+    assert 17 in codes, text[-2000:]
+    assert "Where each rank is" in text and "first to fall silent" in text, text[-2000:]
 
 
 def test_a_failing_rank_ends_all_with_its_traceback(root):
@@ -362,26 +353,9 @@ def test_a_failing_rank_ends_all_with_its_traceback(root):
             trainer.train_step = step
 
     run = RunDir(root / "broken")
-    codes = wait(
-        start(
-            run,
-            resolve(
-                cpu=True,
-                run_root=str(root),
-                name="broken",
-                num_processes=2,
-                **BASE,
-                **ENGINES["fsdp"],
-            ),
-            broken,
-        ),
-        120,
-    )
-    assert (
-        codes[1] == 1
-        and codes[0] != 0
-        and "rank one broke here" in (run.path / "log_1.txt").read_text()
-    )
+    codes = wait(start(run, recipe_of(run, num_processes=2, **BASE, **ENGINES["fsdp"]), broken))
+    assert codes[1] == 1 and codes[0] != 0
+    assert "rank one broke here" in (run.path / "log_1.txt").read_text()
 
 
 def test_a_disk_that_fills_keeps_the_last_checkpoint(root, reference):
@@ -399,7 +373,7 @@ def test_a_disk_that_fills_keeps_the_last_checkpoint(root, reference):
         ck.dcp.save = save
 
     run = RunDir(root / "full")
-    codes = wait(start(run, resolve(cpu=True, run_root=str(root), name="full", **BASE), full), 120)
+    codes = wait(start(run, recipe_of(run, **BASE), full))
     assert codes == [2] and "No space left on device" in log(run) and "untouched" in log(run)
     assert [p.name for p in run.checkpoints.iterdir()] == ["step_000005"]
     m = train(run, **dict(BASE, resume="latest"))
@@ -409,18 +383,8 @@ def test_a_disk_that_fills_keeps_the_last_checkpoint(root, reference):
 def test_another_recipe_does_not_resume(root, ran):
     _, source = ran("ddp", 2)
     run = RunDir(root / "other")
-    codes = wait(
-        start(
-            run,
-            resolve(
-                cpu=True,
-                run_root=str(root),
-                name="other",
-                resume=str(source / "checkpoints" / "step_000010"),
-                **dict(BASE, seed=5),
-            ),
-        )
-    )
+    checkpoint = str(source / "checkpoints" / "step_000010")
+    codes = wait(start(run, recipe_of(run, resume=checkpoint, **dict(BASE, seed=5))))
     assert codes == [2] and "seed: 0 in the checkpoint, 5 now" in log(run)
 
 
@@ -440,15 +404,8 @@ def test_the_plan_decides_whether_parameters_stay_gathered(root, reference, plan
 
     run = RunDir(root / f"gathered-{planned}-{given}")
     run.path.mkdir()
-    recipe = resolve(
-        cpu=True,
-        run_root=str(root),
-        name=run.path.name,
-        num_processes=2,
-        strategy="fsdp",
-        reshard=given,
-        **dict(BASE, steps=5, checkpoint_steps=0),
-    )
+    fields = dict(BASE, steps=5, checkpoint_steps=0, strategy="fsdp", reshard=given)
+    recipe = recipe_of(run, num_processes=2, **fields)
     run.plan.write_text(json.dumps(dict(reshard=planned)))
     assert wait(start(run, recipe, look)) == [0, 0], log(run)
     assert (

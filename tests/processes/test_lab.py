@@ -1,7 +1,11 @@
-"""JupyterLab in a real headless browser opens launch.ipynb, runs all cells and shows the plots. Skipped, with its reason, where no browser is installed."""
+"""JupyterLab in a real headless browser opens launch.ipynb, runs all cells and shows the plots.
+
+Skipped, with its reason, where no browser is installed.
+"""
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -34,6 +38,11 @@ SMALL = dict(
     checkpoint_steps=0,
     name="in-lab",
 )
+PATIENCE = 1800  # seconds: so long that only a page or a server that hangs needs them
+ERRORS = [
+    '.jp-OutputArea-output[data-mime-type="application/vnd.jupyter.error"]',
+    '.jp-RenderedText[data-mime-type="application/vnd.jupyter.stderr"] >> text=Error',
+]
 
 
 @pytest.fixture
@@ -49,28 +58,35 @@ def lab(python, root, tmp_path):
         *(x for k, v in SMALL.items() for x in ("-p", k, str(v))),
     )
     assert r.returncode == 0, r.stderr
-    port, log = free_port(), open(tmp_path / "lab.log", "w")
-    server = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "jupyterlab",
-            "--no-browser",
-            "--allow-root",
-            f"--ServerApp.port={port}",
-            "--IdentityProvider.token=secret",
-            f"--ServerApp.root_dir={tmp_path}",
-            "--LabApp.news_url=",
-            "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
-        ],
-        cwd=tmp_path,
-        stdout=log,
-        stderr=log,
-        env={**os.environ, "JUPYTER_CONFIG_DIR": str(tmp_path / "config")},
-    )
-    yield f"http://127.0.0.1:{port}/lab/tree/launch.ipynb?token=secret"
-    server.terminate()
-    server.wait(20)
+    port = free_port()
+    command = [
+        sys.executable,
+        "-m",
+        "jupyterlab",
+        "--no-browser",
+        "--allow-root",
+        f"--ServerApp.port={port}",
+        "--IdentityProvider.token=secret",
+        f"--ServerApp.root_dir={tmp_path}",
+        "--LabApp.news_url=",
+        "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+    ]
+    environment = os.environ | {"JUPYTER_CONFIG_DIR": str(tmp_path / "config")}
+    with open(tmp_path / "lab.log", "w") as log:
+        server = subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log, env=environment)
+    try:
+        while not listens(port):
+            assert server.poll() is None, (tmp_path / "lab.log").read_text()
+            time.sleep(0.5)
+        yield f"http://127.0.0.1:{port}/lab/tree/launch.ipynb?token=secret"
+    finally:
+        server.terminate()
+        server.wait(PATIENCE)
+
+
+def listens(port):
+    with socket.socket() as s:
+        return s.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.mark.skipif(
@@ -83,19 +99,13 @@ def test_all_cells_run_in_the_browser(lab, tmp_path):
     with playwright.sync_playwright() as p:
         browser = p.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         page = browser.new_page(viewport=dict(width=1100, height=6500))
-        for _attempt in range(60):
-            try:
-                page.goto(lab)
-                break
-            except playwright.Error:
-                time.sleep(1)  # the server is still starting
-        page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
+        page.set_default_timeout(1000 * PATIENCE)
+        page.goto(lab)
+        page.wait_for_selector(".jp-Notebook .jp-Cell")
         page.get_by_role("menuitem", name="Run", exact=True).click()
         page.get_by_text("Run All Cells", exact=True).click()
-        page.wait_for_selector("text=report.html", timeout=240_000)
-        errors = page.locator(
-            '.jp-OutputArea-output[data-mime-type="application/vnd.jupyter.error"], .jp-RenderedText[data-mime-type="application/vnd.jupyter.stderr"] >> text=Error'
-        ).count()
+        page.wait_for_selector("text=report.html")
+        errors = page.locator(", ".join(ERRORS)).count()
         pictures = page.locator(".jp-OutputArea-output img").count()
         text = page.locator(".jp-Notebook").inner_text()
         picture = Path(os.environ.get("SCIFTUNE_SCREENSHOT", tmp_path / "lab.png"))

@@ -31,9 +31,8 @@ def parameters(**values):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    return (
-        tmp_path_factory.mktemp("launch") / "runs"
-    )  # shared, so that figures and embeddings are made once
+    "Shared, so that figures and embeddings are made once."
+    return tmp_path_factory.mktemp("launch") / "runs"
 
 
 @pytest.fixture
@@ -60,10 +59,14 @@ def losses(run):
 
 
 def test_launching_imports_no_torch(python):
-    r = python(
-        "-c",
-        "import sys, sciftune.lab.launch, sciftune.lab.plots, sciftune.lab.report; print(sorted(m for m in ('torch','accelerate','diffusers','transformers') if m in sys.modules))",
-    )
+    code = """
+import sys
+import sciftune.lab.launch, sciftune.lab.plots, sciftune.lab.report
+
+heavy = {"torch", "accelerate", "diffusers", "transformers"}
+print(sorted(heavy & sys.modules.keys()))
+"""
+    r = python("-c", code)
     assert r.stdout.strip() == "[]", r.stdout + r.stderr
 
 
@@ -159,10 +162,20 @@ def test_failed_training_fails_the_notebook(papermill, tmp_path, runs):
 
 LAUNCH = """
 import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)          # ignored where a script runs the tests in the background
+# ignored where a script runs the tests in the background
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from sciftune.core.recipe import resolve
 from sciftune.lab.launch import launch, prepare_run
-launch(prepare_run(resolve(run_root=sys.argv[1], steps=100000, figures=24, held_out=4, validation_steps=0, checkpoint_steps=0)))
+
+recipe = resolve(
+    run_root=sys.argv[1],
+    steps=100000,
+    figures=24,
+    held_out=4,
+    validation_steps=0,
+    checkpoint_steps=0,
+)
+launch(prepare_run(recipe))
 """
 
 
@@ -179,12 +192,13 @@ def test_a_job_outlives_its_kernel_and_ends_with_an_interrupt(tmp_path, runs):
     run = RunDir(runs / "qwenimage-tiny-single-1")
     first = start()
     try:
-        wait(lambda: run.metrics.exists() or first.poll() is not None, 240)
+        while not run.metrics.exists() and first.poll() is None:
+            time.sleep(0.2)
         first.kill()
         first.wait()
         assert state(run) == "running"
         second = start()  # the same recipe: attaches, and makes no second run
-        line = next((l for l in second.stdout if l.startswith("attached")), "")
+        line = next((line for line in second.stdout if line.startswith("attached")), "")
         assert str(run.path) in line and not (runs / "qwenimage-tiny-single-2").exists()
         second.send_signal(signal.SIGINT)
         assert "interrupted: the job and its" in second.stdout.read() and second.wait() != 0
@@ -192,13 +206,6 @@ def test_a_job_outlives_its_kernel_and_ends_with_an_interrupt(tmp_path, runs):
     finally:
         for p in processes(run):
             p.kill()
-
-
-def wait(ready, seconds):
-    end = time.monotonic() + seconds
-    while not ready():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.2)
 
 
 def test_recipe_goes_round_through_the_command_line(papermill, runs):
@@ -210,9 +217,8 @@ def test_recipe_goes_round_through_the_command_line(papermill, runs):
         name="one",
     )
     assert r.returncode == 0, r.stderr
-    r = papermill(
-        "-f", runs / "one/recipe.yaml", name="two"
-    )  # a kept recipe is a valid parameter file
+    # a kept recipe is a valid parameter file
+    r = papermill("-f", runs / "one/recipe.yaml", name="two")
     assert r.returncode == 0, r.stderr
     one, two = ((runs / n / "recipe.yaml").read_text() for n in ("one", "two"))
     assert (
@@ -224,7 +230,10 @@ def test_recipe_goes_round_through_the_command_line(papermill, runs):
 
 @pytest.mark.parametrize("strategy, count", [("single", 1), ("ddp", 2)])
 def test_launcher_notebook_trains_the_same(papermill, runs, strategy, count):
-    "The ranks forked from the kernel take the same steps as the job of `test_run_from_inside_nbs`, on one process or two."
+    """On one process or two.
+
+    The ranks forked from the kernel take the steps of the job of `test_run_from_inside_nbs`.
+    """
     job = losses(RunDir(runs / "inside"))
     r = papermill(
         **(SMALL | dict(validation_steps=0, export=False)),

@@ -1,4 +1,7 @@
-"""LoRA on the tiny FLUX.1 in fresh forked processes: one adapter whatever the engine, which a diffusers pipeline draws with as training did."""
+"""LoRA on the tiny FLUX.1 in fresh forked processes.
+
+One adapter whatever the engine, which a diffusers pipeline draws with as training did.
+"""
 
 import json
 import os
@@ -9,7 +12,7 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
-from forked import ENGINES, deviation, log, losses, start, train, wait
+from forked import ENGINES, deviation, log, losses, recipe_of, start, train, wait
 from safetensors.torch import load_file
 
 from sciftune.core.recipe import resolve
@@ -144,18 +147,9 @@ def test_going_on_from_a_lora_and_resuming(root, single):
         **dict(BASE, steps=12, export=False, resume=str(half.checkpoints / "step_000008")),
     )
     assert min(losses(m)) == 9 and deviation(m, single[0]) <= 1e-5
-    codes = wait(
-        start(
-            RunDir(root / "wrong"),
-            resolve(
-                cpu=True,
-                run_root=str(root),
-                name="wrong",
-                **dict(BASE, lora_rank=8, lora_path=str(single[1].model)),
-            ),
-        )
-    )
-    assert codes == [2] and "set lora_rank=4" in log(RunDir(root / "wrong"))
+    wrong, fields = RunDir(root / "wrong"), BASE | dict(lora_rank=8)
+    codes = wait(start(wrong, recipe_of(wrong, lora_path=str(single[1].model), **fields)))
+    assert codes == [2] and "set lora_rank=4" in log(wrong)
 
 
 def test_a_replicated_base_under_fsdp_trains_the_same(root, single):
@@ -202,36 +196,23 @@ def test_a_base_in_fewer_bits(root, wide):
         )
     pipe = diffusers.DiffusionPipeline.from_pretrained(wide)
     pipe.load_lora_weights(run.model)
-    codes = wait(
-        start(
-            RunDir(root / "narrow"),
-            resolve(cpu=True, run_root=str(root), name="narrow", **dict(BASE, lora_base="fp8")),
-        )
-    )
-    assert codes == [2] and "no linear layer with both sides at least 256" in log(
-        RunDir(root / "narrow")
-    )
+    narrow = RunDir(root / "narrow")
+    codes = wait(start(narrow, recipe_of(narrow, lora_base="fp8", **BASE)))
+    assert codes == [2] and "no linear layer with both sides at least 256" in log(narrow)
 
 
 @pytest.mark.parametrize("model", ["klein", "qwenimage"])
 def test_other_families(root, model):
-    "Dropout on the adapters' inputs is the same on any engine; what the pipeline loads is what was trained."
+    """Dropout on the adapters' inputs is the same on any engine.
+
+    What the pipeline loads is what was trained.
+    """
     conf = dict(BASE, model=model, steps=4, lora_dropout=0.1, learning_rate=1e-2)
     run = RunDir(root / model)
     one = train(run, **conf)
-    assert (
-        deviation(
-            train(
-                RunDir(root / f"{model}-2"),
-                num_processes=2,
-                export=False,
-                **conf,
-                **ENGINES["fsdp"],
-            ),
-            one,
-        )
-        <= 1e-5
-    )
+    second = RunDir(root / f"{model}-2")
+    two = train(second, num_processes=2, export=False, **conf, **ENGINES["fsdp"])
+    assert deviation(two, one) <= 1e-5
     from sciftune.models.family import get_family
     from sciftune.strategies.lora import add_lora, is_adapter
 

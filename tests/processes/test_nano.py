@@ -36,7 +36,7 @@ def run_notebook(name, where, **parameters):
 
 @pytest.mark.slow
 def test_from_nothing_to_a_fine_tune(tmp_path):
-    "The two notebooks of the nano models at their smallest scale, the second on what the first has made."
+    "The two notebooks of the nano models at their smallest, the second on what the first made."
     run_notebook(
         "nano", tmp_path / "nano.ipynb", run_root=tmp_path / "pretraining", out=tmp_path / "nano"
     )
@@ -61,7 +61,7 @@ def test_from_nothing_to_a_fine_tune(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["qwenimage", "klein"])
 def test_adapter_and_average(tmp_path, model):
-    "The notebook with both, at its smallest: strength 0 is the base to the bit, merged draws as beside."
+    "The notebook with both, at its smallest: strength 0 is the base, merged draws as beside."
     run_notebook(
         "nano_adapter",
         tmp_path / "adapter.ipynb",
@@ -79,7 +79,10 @@ def test_adapter_and_average(tmp_path, model):
     ],
 )
 def test_packaged_weights_draw_with_diffusers(model, extra):
-    "What is in the package, loaded by diffusers alone, draws charts in which the packaged reader finds the kinds that the captions name."
+    """What is in the package, loaded by diffusers alone, draws charts.
+
+    The packaged reader finds in them the kinds that the captions name.
+    """
     import torch
     from diffusers import DiffusionPipeline
 
@@ -87,34 +90,23 @@ def test_packaged_weights_draw_with_diffusers(model, extra):
     from sciftune.toys.charts import draw_chart
     from sciftune.toys.reader import following, load_reader, packaged_reader
 
-    captions = [
-        draw_chart(
-            i,
-            21,
-            ("light",),
-            tuple(preset_files()["nano_denoiser"].recipe["figures_kinds"].split(",")),
-            128,
-        ).caption
-        for i in range(8)
-    ]
+    kinds = tuple(preset_files()["nano_denoiser"].recipe["figures_kinds"].split(","))
+    captions = [draw_chart(i, 21, ("light",), kinds, 128).caption for i in range(8)]
     pipe = DiffusionPipeline.from_pretrained(
         nano_folder(model), dtype=torch.float32, local_files_only=True
     )
     pipe.set_progress_bar_config(disable=True)
-    made = (
-        pipe(
-            prompt=captions,
-            height=128,
-            width=128,
-            num_inference_steps=12,
-            output_type="pt",
-            generator=torch.Generator().manual_seed(0),
-            **extra,
-        ).images
-        * 2
-        - 1
-    )
-    assert following(load_reader(packaged_reader()), made.float(), captions)["kind"] >= 0.75
+    images = pipe(
+        prompt=captions,
+        height=128,
+        width=128,
+        num_inference_steps=12,
+        output_type="pt",
+        generator=torch.Generator().manual_seed(0),
+        **extra,
+    ).images
+    made = (images * 2 - 1).float()
+    assert following(load_reader(packaged_reader()), made, captions)["kind"] >= 0.75
 
 
 def test_missing_nano_is_named(monkeypatch):

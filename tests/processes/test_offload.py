@@ -1,9 +1,11 @@
-"""Optimizer states streamed from host memory train as resident ones do, through checkpoints too; FSDP2 gathers ahead without changing a number."""
+"""Optimizer states streamed from host memory train as resident ones do, through checkpoints too.
+
+FSDP2 gathers ahead without changing a number.
+"""
 
 import forked
 import pytest
 
-from sciftune.core.recipe import resolve
 from sciftune.core.rundir import RunDir
 
 BASE = dict(
@@ -32,15 +34,7 @@ def small(rank, run):
 
 def trained(root, name, sabotage=None, **fields):
     run = RunDir(root / name)
-    codes = forked.wait(
-        forked.start(
-            run,
-            resolve(
-                **(dict(cpu=True, run_root=str(root), name=name, stall_seconds=90) | BASE | fields)
-            ),
-            sabotage,
-        )
-    )
+    codes = forked.wait(forked.start(run, forked.recipe_of(run, **BASE | fields), sabotage))
     assert not any(codes), forked.log(run)[-3000:]
     return run, forked.losses(run.read_metrics())
 

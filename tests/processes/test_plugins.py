@@ -44,9 +44,8 @@ def trained(python, environment, tmp_path):
     """Train in a process that has the plug-in installed; step -> loss."""
 
     def run(name, **fields):
-        done = python(
-            "-c", TRAIN, tmp_path / name, json.dumps(TINY | fields), env=environment, timeout=600
-        )
+        recipe = json.dumps(TINY | fields)
+        done = python("-c", TRAIN, tmp_path / name, recipe, env=environment)
         assert done.returncode == 0, done.stderr[-3000:]
         return json.loads(done.stdout.splitlines()[-1])
 

@@ -1,11 +1,13 @@
-"""A part of the model trained in fresh forked processes: the same part on every engine, the rest bit for bit as it was."""
+"""A part of the model trained in fresh forked processes.
+
+The same part on every engine, the rest bit for bit as it was.
+"""
 
 import pytest
 import torch
-from forked import ENGINES, deviation, log, losses, start, train, wait
+from forked import ENGINES, deviation, log, losses, recipe_of, start, train, wait
 from safetensors.torch import load_file
 
-from sciftune.core.recipe import resolve
 from sciftune.core.rundir import RunDir
 
 PART = ("single_transformer_blocks.1.", "norm_out.", "proj_out.")
@@ -65,25 +67,11 @@ def test_every_engine_trains_it_alike(root, single, engine):
 
 
 def test_it_resumes_on_another_engine_but_not_with_another_part(root, single):
-    m = train(
-        RunDir(root / "rest"),
-        **dict(BASE, resume=str(single[1].checkpoints / "step_000004"), num_processes=2),
-        **ENGINES["fsdp"],
-    )
+    checkpoint = str(single[1].checkpoints / "step_000004")
+    fields = BASE | dict(resume=checkpoint)
+    m = train(RunDir(root / "rest"), num_processes=2, **fields, **ENGINES["fsdp"])
     assert min(losses(m)) == 5 and deviation(m, single[0]) <= 1e-5
     other = RunDir(root / "other")
-    recipe = resolve(
-        **BASE
-        | dict(
-            cpu=True,
-            run_root=str(root),
-            name="other",
-            trained_layers="proj_out",
-            resume=str(single[1].checkpoints / "step_000004"),
-        )
-    )
-    assert wait(start(other, recipe)) == [
-        2
-    ] and f"trained_layers: {BASE['trained_layers']!r} in the checkpoint, 'proj_out' now" in log(
-        other
-    ), log(other)
+    codes = wait(start(other, recipe_of(other, **fields | dict(trained_layers="proj_out"))))
+    said = f"trained_layers: {BASE['trained_layers']!r} in the checkpoint, 'proj_out' now"
+    assert codes == [2] and said in log(other), log(other)

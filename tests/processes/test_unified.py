@@ -1,4 +1,7 @@
-"""Unified training: engines against each other on uneven mixtures, exact resumes, parts that must not change. Fresh forked processes, tiny model, fp32."""
+"""Unified training: engines against each other on uneven mixtures, exact resumes, frozen parts.
+
+Fresh forked processes, tiny model, fp32.
+"""
 
 import json
 import shutil
@@ -103,14 +106,11 @@ def test_20_steps_equal_single(root, references, engine, n):
         and deviation(m, reference) <= 1e-5
         and deviation(m, reference, "grad_norm") <= 1e-4
     )
-    for k in ("ce", "mse"):
-        assert (
-            max(abs(losses(m, k)[s] - want) for s, want in losses(reference, k).items()) <= 3e-5
-        ), k  # 0 where a step has no text, or no image
-    counts = [r for r in reference if "ce" in r]
-    assert (
-        len({(r["total_ce_tokens"], r["total_mse_tokens"]) for r in counts}) > 10
-    )  # the mixtures are uneven
+    for k in ("ce", "mse"):  # 0 where a step has no text, or no image
+        got, wanted = losses(m, k), losses(reference, k)
+        assert max(abs(got[s] - want) for s, want in wanted.items()) <= 3e-5, k
+    counts = {(r["total_ce_tokens"], r["total_mse_tokens"]) for r in reference if "ce" in r}
+    assert len(counts) > 10, "the mixtures are uneven"
     assert same_weights(weights(run, 20, "ema"), weights(one, 20, "ema"), 2e-4)
 
 
@@ -121,11 +121,9 @@ def test_resume_is_exact_including_the_packer(root, reference, engine, n):
     source = RunDir(root / "reference-2")
     info = json.loads((source.checkpoints / "step_000010" / "info.json").read_text())
     stream = info["task"]["stream"]
-    assert (
-        stream["step"] == 10
-        and stream["sequences"]["packs"] == 20
-        and stream["sequences"]["waiting"]
-    )  # not the batch made ahead; samples wait
+    # not the batch made ahead; samples wait
+    assert stream["step"] == 10 and stream["sequences"]["packs"] == 20
+    assert stream["sequences"]["waiting"]
     run = RunDir(root / f"resumed-{engine}")
     m = train(
         run,
@@ -156,7 +154,10 @@ TRAINED = dict(
 
 
 def pretrained(root):
-    "The stand-in with a last projection as after training: while it is zero, as in a new model, no gradient passes it, and adapters beside it would stay."
+    """The stand-in with a last projection as after training.
+
+    While it is zero, as in a new model, no gradient passes it, and adapters would stay.
+    """
     base, out = (
         weights_path(resolve(model="bagel", run_root=str(root)), Bagel()),
         root / "pretrained",
@@ -173,7 +174,7 @@ def pretrained(root):
 
 @pytest.mark.parametrize("mode", TRAINED)
 def test_a_mode_changes_only_what_it_should(root, mode):
-    "Tensor by tensor, in what is exported: what is frozen is bitwise the base's, every other tensor moved."
+    "In what is exported: what is frozen is bitwise the base's, every other tensor moved."
     conf = (
         BASE
         | dict(steps=3, checkpoint_steps=0, export=True, max_grad_norm=0.0, adam_epsilon=1e-15)
@@ -246,7 +247,10 @@ def test_validation_writes_texts_and_images_while_sharded(root):
 
 
 def test_starts_from_an_earlier_run(root, reference):
-    "finetune_from_ema under its own name: the averaged weights, a new optimizer, new data; what is frozen now is the earlier run's, not the base's."
+    """finetune_from_ema under its own name: the averaged weights, a new optimizer, new data.
+
+    What is frozen now is the earlier run's, not the base's.
+    """
     run, earlier = RunDir(root / "started"), weights(RunDir(root / "reference-2"), 20, "ema")
     with pytest.warns(UserWarning, match="finetune_from_ema"):
         m = train(

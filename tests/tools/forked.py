@@ -17,6 +17,8 @@ from sciftune.core.recipe import resolve
 from sciftune.strategies.launch_files import write_configs
 from sciftune.training import trainer
 
+PATIENCE = 1800  # seconds for a run: so long that only one that hangs needs them
+STALL = 1200  # seconds without a step, after which a rank says where it hangs and ends
 ENGINES = {
     "single": dict(strategy="single"),
     "ddp": dict(strategy="ddp"),
@@ -50,9 +52,8 @@ def _rank(rank, world, port, recipe, run, sabotage):
     log = os.open(run.path / f"log_{rank}.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    sys.stdout = sys.stderr = os.fdopen(
-        os.dup(log), "w", buffering=1
-    )  # pytest has put its own in their place
+    # pytest has put its own in their place
+    sys.stdout = sys.stderr = os.fdopen(os.dup(log), "w", buffering=1)
     if sabotage:
         sabotage(rank, run)
     trainer.run_rank([str(run.recipe)])
@@ -80,7 +81,7 @@ def log(run):
     return "\n".join(p.read_text() for p in sorted(run.path.glob("log_*.txt")))
 
 
-def wait(ps, seconds=300):
+def wait(ps, seconds=PATIENCE):
     "Exit codes; as a launcher would, ends all when one fails."
     end = time.time() + seconds
     while any(p.is_alive() for p in ps) and time.time() < end and not any(p.exitcode for p in ps):
@@ -92,25 +93,18 @@ def wait(ps, seconds=300):
     return [p.exitcode for p in ps]
 
 
-def train(run, patience=300, **fields):
+def recipe_of(run, **fields):
+    "The recipe of a run on the CPU that is kept in `run`."
+    folder = dict(run_root=str(run.path.parent), name=run.path.name)
+    return resolve(**dict(cpu=True, stall_seconds=STALL) | folder | fields)
+
+
+def train(run, patience=PATIENCE, **fields):
     "Train to the end; returns the metrics. Raises with the log when a rank fails."
-    codes = wait(
-        start(
-            run,
-            resolve(
-                **dict(
-                    cpu=True, run_root=str(run.path.parent), name=run.path.name, stall_seconds=90
-                )
-                | fields
-            ),
-        ),
-        patience,
-    )
+    codes = wait(start(run, recipe_of(run, **fields)), patience)
     if any(codes):
-        raise RuntimeError(
-            f"{run.path.name}: exit codes {codes}\n"
-            + "\n".join(p.read_text()[-3000:] for p in sorted(run.path.glob("log_*.txt")))
-        )
+        ends = [p.read_text()[-3000:] for p in sorted(run.path.glob("log_*.txt"))]
+        raise RuntimeError("\n".join([f"{run.path.name}: exit codes {codes}", *ends]))
     return run.read_metrics()
 
 

@@ -1,6 +1,8 @@
-"""Regenerate docs/generated/equality.md: every engine and world size against `single`, and every checkpoint resumed by every engine.
+"""Regenerate docs/generated/equality.md.
 
-python tests/tools/matrix.py [--quick] [--out docs/generated/equality.md]
+    python tests/tools/matrix.py [--quick] [--out docs/generated/equality.md]
+
+Every engine and world size against `single`, and every checkpoint resumed by every engine.
 """
 
 import argparse
@@ -64,94 +66,114 @@ RESUME = [
 ]
 
 
+MOST = 1e-5  # deviation that is allowed
+
+
 def weights(run, state="weight"):
     t = CheckpointTensors(complete_checkpoints(run)[-1], "denoiser", state)
     return torch.cat([t[k] for k in sorted(t.keys())])
 
 
-def main():
-    a = argparse.ArgumentParser()
-    a.add_argument("--quick", action="store_true")
-    a.add_argument("--out", default=None)
-    a = a.parse_args()
-    cells = [c for c in CELLS if c[1] < 4 and "-" not in c[0]] if a.quick else CELLS
-    pairs = RESUME[:1] + [c for c in RESUME[1:] if c[1] == 2] if a.quick else RESUME
-    with tempfile.TemporaryDirectory() as d:
-        root = Path(d)
-        ref = train(RunDir(root / "single-1"), steps=20, **BASE)
-        w = weights(RunDir(root / "single-1"))
-        made = {("single", 1)}
-        lines = []
-        lines += [
-            "| engine | processes | first 20 losses | gradient norms | final weights |",
-            "|---|---|---|---|---|",
-        ]
-        for e, n in cells:
-            run = RunDir(root / f"{e}-{n}")
-            m = (
-                ref
-                if (e, n) in made
-                else train(run, steps=20, num_processes=n, **BASE, **ENGINES[e])
-            )
-            made.add((e, n))
-            dw = ((weights(run) - w).norm() / w.norm()).item()
-            lines.append(
-                f"| {e} | {n} | {deviation(m, ref):.1e} | {deviation(m, ref, 'grad_norm'):.1e} | {dw:.1e} |"
-            )
-            print(lines[-1], flush=True)
-            assert deviation(m, ref) <= 1e-5, (e, n)
-        lines += [
-            "",
-            "| written by \\ resumed by | " + " | ".join(f"{e} ×{n}" for e, n in pairs) + " |",
-            "|---|" + "---|" * len(pairs),
-        ]
-        for e, n in pairs:
-            row = []
-            for e2, n2 in pairs:
-                run = RunDir(root / f"from-{e}-{n}-{e2}-{n2}")
-                m = train(
-                    run,
-                    steps=20,
-                    num_processes=n2,
-                    resume=str(root / f"{e}-{n}" / "checkpoints" / "step_000010"),
-                    **BASE,
-                    **ENGINES[e2],
-                )
-                assert min(losses(m)) == 11
-                row.append(
-                    max(
-                        deviation(m, ref),
-                        (
-                            (weights(run, "ema") - weights(RunDir(root / "single-1"), "ema")).norm()
-                            / w.norm()
-                        ).item(),
-                    )
-                )
-            lines.append(f"| {e} ×{n} | " + " | ".join(f"{x:.1e}" for x in row) + " |")
-            print(lines[-1], flush=True)
-            assert max(row) <= 1e-5, (e, n)
-    if a.out:
-        Path(a.out).write_text(
-            HEAD.format(
-                date=datetime.date.today(),
-                v=f"torch {torch.__version__}, accelerate {accelerate.__version__}, deepspeed {deepspeed.__version__}, diffusers {diffusers.__version__}",
-            )
-            + "\n".join(lines)
-            + "\n"
+class Runs:
+    "The runs in a folder, and what they deviate from the one of `single`."
+
+    def __init__(self, root):
+        self.root = root
+        self.single = RunDir(root / "single-1")
+        self.reference = train(self.single, steps=20, **BASE)
+        self.weights = weights(self.single)
+        self.average = weights(self.single, "ema")
+
+    def distance(self, run, state):
+        expected = self.weights if state == "weight" else self.average
+        return ((weights(run, state) - expected).norm() / self.weights.norm()).item()
+
+    def equality(self, engine, count):
+        "A row of the first table."
+        run, metrics = RunDir(self.root / f"{engine}-{count}"), self.reference
+        if (engine, count) != ("single", 1):
+            metrics = train(run, steps=20, num_processes=count, **BASE, **ENGINES[engine])
+        loss = deviation(metrics, self.reference)
+        norm = deviation(metrics, self.reference, "grad_norm")
+        assert loss <= MOST, (engine, count, loss)
+        row = " | ".join(f"{x:.1e}" for x in (loss, norm, self.distance(run, "weight")))
+        return f"| {engine} | {count} | {row} |"
+
+    def resumed(self, writer, reader):
+        "Deviation when `reader`, an (engine, processes), resumes what `writer` has written."
+        folder = self.root / "{}-{}".format(*writer)
+        run = RunDir(self.root / "from-{}-{}-{}-{}".format(*writer, *reader))
+        engine, count = reader
+        metrics = train(
+            run,
+            steps=20,
+            num_processes=count,
+            resume=str(folder / "checkpoints" / "step_000010"),
+            **BASE,
+            **ENGINES[engine],
         )
+        assert min(losses(metrics)) == 11
+        return max(deviation(metrics, self.reference), self.distance(run, "ema"))
+
+    def resumes(self, writer, readers):
+        "A row of the second table."
+        row = [self.resumed(writer, reader) for reader in readers]
+        assert max(row) <= MOST, (writer, row)
+        return f"| {writer[0]} ×{writer[1]} | " + " | ".join(f"{x:.1e}" for x in row) + " |"
+
+
+def tables(root, cells, pairs):
+    "The lines of both tables."
+    runs = Runs(root)
+    yield "| engine | processes | first 20 losses | gradient norms | final weights |"
+    yield "|---|---|---|---|---|"
+    for engine, count in cells:
+        yield runs.equality(engine, count)
+    yield ""
+    heads = " | ".join(f"{engine} ×{count}" for engine, count in pairs)
+    yield f"| written by \\ resumed by | {heads} |"
+    yield "|---|" + "---|" * len(pairs)
+    for writer in pairs:
+        yield runs.resumes(writer, pairs)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--out", default=None)
+    arguments = parser.parse_args()
+    cells, pairs = CELLS, RESUME
+    if arguments.quick:
+        cells = [(engine, n) for engine, n in CELLS if n < 4 and "-" not in engine]
+        pairs = RESUME[:1] + [pair for pair in RESUME[1:] if pair[1] == 2]
+    lines = []
+    with tempfile.TemporaryDirectory() as d:
+        for line in tables(Path(d), cells, pairs):
+            print(line, flush=True)
+            lines.append(line)
+    if arguments.out:
+        used = (torch, accelerate, deepspeed, diffusers)
+        versions = ", ".join(f"{module.__name__} {module.__version__}" for module in used)
+        head = HEAD.format(date=datetime.date.today(), v=versions)
+        Path(arguments.out).write_text(head + "\n".join(lines) + "\n")
 
 
 HEAD = """# Equality of the engines
 
-Largest relative deviation from `single` at fp32, tiny Qwen-Image, global batch 8, gradient clipping and EMA on, gloo on CPU ({v}; {date}).
+Largest relative deviation from `single` at fp32, tiny Qwen-Image, global batch 8, \
+gradient clipping and EMA on, gloo on CPU ({v}; {date}).
 Regenerate with `python tests/tools/matrix.py --out docs/generated/equality.md`.
 
-The second table: 10 steps with one engine, resumed for 10 more by another, against 20 uninterrupted steps; the larger of the losses' and the
+The second table: 10 steps with one engine, resumed for 10 more by another, \
+against 20 uninterrupted steps; the larger of the losses' and the
 moving average's deviation.
 
-Not in the tables: zero3 with `offload='nvme'`, which needs libaio. `python -m pytest tests/processes/test_engines.py -m slow -k on_a_disk` runs it; on 2026-11-22 its losses deviated by 1.4e-07 on one process and 7.2e-08 on two,
+Not in the tables: zero3 with `offload='nvme'`, which needs libaio. \
+`python -m pytest tests/processes/test_engines.py -m slow -k on_a_disk` runs it; \
+on 2026-11-22 its losses deviated by 1.4e-07 on one process and 7.2e-08 on two,
 and by 1.4e-07 and 7.2e-08 when resumed by `single`, and from `single` on two.
 
 """
+
 if __name__ == "__main__":
     main()
