@@ -22,6 +22,8 @@ RECORDS = [
             "held_out",
             "max_bad_fraction",
             "metadata",
+            "start_from",
+            "start_from_ema",
             "figures_side",
             "figures_style",
             "figures_kinds",
