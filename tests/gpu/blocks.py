@@ -1,5 +1,11 @@
-"""Blocks of every family at real width on a GPU, and the kernels they are made of, each in a process of its own: python tests/gpu/blocks.py [--tiny] [CASE...]
-Gradients must be finite and near those of fp32 arithmetic. When one is not: compute-sanitizer python tests/gpu/blocks.py --here CASE names the kernel. --tiny: small, on a CPU."""
+"""Blocks of every family at real width on a GPU, and the kernels they are made of.
+
+    python tests/gpu/blocks.py [--tiny] [CASE...]
+
+Each case is a process of its own. Gradients must be finite and near those of fp32 arithmetic; when
+one is not, `compute-sanitizer python tests/gpu/blocks.py --here CASE` names the kernel.
+--tiny: small, on a CPU.
+"""
 
 import argparse
 import itertools
@@ -9,7 +15,8 @@ import time
 import traceback
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sciftune.core.recipe import resolve
 from sciftune.lab.baseline import one_batch
@@ -26,6 +33,7 @@ ap.add_argument("--tiny", action="store_true")
 ap.add_argument("--here", action="store_true", help="no processes: one case, for a debugger")
 args = ap.parse_args()
 DEVICE = "cpu" if args.tiny else "cuda"
+PATIENCE = 1800  # seconds for a case: so long that only one that hangs needs them
 TYPE, NEAR = torch.bfloat16, 0.05
 ROWS, HEADS, SIDE, TEXT = (48, 2, 128, 32) if args.tiny else (4608, 24, 1024, 512)
 
@@ -44,96 +52,94 @@ def judge(pairs):
 
 
 def gradients(f, *inputs):
+    "The result of `f`, and the gradients of the inputs that want one."
     out = f(*inputs)
     g = torch.Generator(DEVICE).manual_seed(1)
-    return [
-        out,
-        *torch.autograd.grad(
-            out,
-            [t for t in inputs if t.requires_grad],
-            torch.randn(out.shape, device=DEVICE, generator=g).to(out.dtype),
-        ),
-    ]
+    arrived = torch.randn(out.shape, device=DEVICE, generator=g).to(out.dtype)
+    return [out, *torch.autograd.grad(out, [t for t in inputs if t.requires_grad], arrived)]
+
+
+def numbered(name, low, wide):
+    return [(f"{name} {i}", a, b) for i, (a, b) in enumerate(zip(low, wide, strict=True))]
 
 
 def both(f, *inputs):
     "Results and gradients of `f` in the low type and in fp32."
     wide = [t.detach().float().requires_grad_(t.requires_grad) for t in inputs]
-    return [
-        (f"tensor {i}", a, b)
-        for i, (a, b) in enumerate(zip(gradients(f, *inputs), gradients(f, *wide), strict=False))
-    ]
+    return numbered("tensor", gradients(f, *inputs), gradients(f, *wide))
 
 
 SEEDS = itertools.count()
 
 
 def draw(*shape, grad=True):
-    return (
-        torch.randn(
-            shape, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(next(SEEDS))
-        )
-        .to(TYPE)
-        .requires_grad_(grad)
-    )
+    g = torch.Generator(DEVICE).manual_seed(next(SEEDS))
+    return torch.randn(shape, device=DEVICE, generator=g).to(TYPE).requires_grad_(grad)
+
+
+def product(x, w):
+    return x @ w.t()
 
 
 def matrices():
     "The products of a stream of text, of both streams and of an adapter."
-    return "; ".join(
-        f"{m}x{k}x{n} {judge(both(lambda x, w: x @ w.t(), draw(m, k), draw(n, k)))}"
-        for m, k, n in (
-            [(8, 16, 4)]
-            if args.tiny
-            else [(r, 3072, n) for r in (1, 512, 4096, 4608) for n in (16, 3072, 18432)]
-            + [(r, 12288, n) for r in (512, 4096) for n in (16, 3072)]
-            + [(512, 16, 3072), (4096, 16, 12288)]
-        )
-    )
+    sizes = [(8, 16, 4)]
+    if not args.tiny:
+        sizes = [(rows, 3072, n) for rows in (1, 512, 4096, 4608) for n in (16, 3072, 18432)]
+        sizes += [(rows, 12288, n) for rows in (512, 4096) for n in (16, 3072)]
+        sizes += [(512, 16, 3072), (4096, 16, 12288)]
+    said = []
+    for m, k, n in sizes:
+        said.append(f"{m}x{k}x{n} {judge(both(product, draw(m, k), draw(n, k)))}")
+    return "; ".join(said)
+
+
+def rms_norm(x, scale):
+    return functional.rms_norm(x, (128,), scale, 1e-6)
 
 
 def norms():
-    "RMSNorm of queries and keys, its scale trained and frozen; ten times, since a race does not always show."
-    return "; ".join(
-        f"{rows}x{heads}{' frozen' if not train else ''} {judge([t for _ in range(10) for t in both(lambda x, w: F.rms_norm(x, (128,), w, 1e-6), draw(1, rows, heads, 128), draw(128, grad=train))])}"
-        for rows in ((16,) if args.tiny else (512, 4096, 4608))
-        for heads in ((2,) if args.tiny else (24, 32))
-        for train in (True, False)
-    )
+    """RMSNorm of queries and keys, its scale trained and frozen.
+
+    Ten times, since a race does not always show.
+    """
+    all_rows, all_heads = ((16,), (2,)) if args.tiny else ((512, 4096, 4608), (24, 32))
+    said = []
+    for rows, heads, train in itertools.product(all_rows, all_heads, (True, False)):
+        pairs = []
+        for _ in range(10):
+            pairs += both(rms_norm, draw(1, rows, heads, 128), draw(128, grad=train))
+        said.append(f"{rows}x{heads}{'' if train else ' frozen'} {judge(pairs)}")
+    return "; ".join(said)
+
+
+def scaled_dot_products(q, k, v):
+    "Attention of tensors (batch, tokens, heads, channels)."
+    across = (t.transpose(1, 2) for t in (q, k, v))
+    return functional.scaled_dot_product_attention(*across).transpose(1, 2)
+
+
+def near_ten_times(name, inputs, exact):
+    "The largest distance of attention and its gradients from `exact`, the last of ten times."
+    for _ in range(10):
+        one = judge(numbered(name, gradients(scaled_dot_products, *inputs), exact))
+    return f"{name} {one}"
 
 
 def attention():
     "Attention as SDPA chooses it, and each of its backends that is there, ten times."
-    from torch.nn.attention import SDPBackend as B
-    from torch.nn.attention import sdpa_kernel
-
-    q, k, v = (draw(1, ROWS, HEADS, 128) for _ in range(3))
-
-    def run(q, k, v):
-        return F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        ).transpose(1, 2)
-
-    said = []
-    with sdpa_kernel(B.MATH):
-        exact = gradients(run, *[t.detach().float().requires_grad_() for t in (q, k, v)])
-    for name, kinds in dict(
-        chosen=None, cudnn=[B.CUDNN_ATTENTION], flash=[B.FLASH_ATTENTION]
-    ).items():
+    inputs = [draw(1, ROWS, HEADS, 128) for _ in range(3)]
+    with sdpa_kernel(SDPBackend.MATH):
+        wide = [t.detach().float().requires_grad_() for t in inputs]
+        exact = gradients(scaled_dot_products, *wide)
+    said = [near_ten_times("chosen", inputs, exact)]
+    for name, kind in (
+        ("cudnn", SDPBackend.CUDNN_ATTENTION),
+        ("flash", SDPBackend.FLASH_ATTENTION),
+    ):
         try:
-            for _ in range(10):
-                if kinds:
-                    with sdpa_kernel(kinds):
-                        got = gradients(run, q, k, v)
-                else:
-                    got = gradients(run, q, k, v)
-                one = judge(
-                    [
-                        (f"{name} {i}", a, b)
-                        for i, (a, b) in enumerate(zip(got, exact, strict=False))
-                    ]
-                )
-            said.append(f"{name} {one}")
+            with sdpa_kernel([kind]):
+                said.append(near_ten_times(name, inputs, exact))
         except RuntimeError as e:
             if not any(w in str(e) for w in ("No available kernel", "No viable backend")):
                 raise
@@ -142,15 +148,19 @@ def attention():
 
 
 def block_gradients(model, lora, compiled, width, kind):
-    "Loss and gradients of a network of a few blocks, computed in `kind`, from the same weights and batch."
+    """Loss and gradients of a network of a few blocks, computed in `kind`.
+
+    From the same weights and batch for any `kind`.
+    """
     low = kind is TYPE
+    narrow = "bf16-mixed" if lora else "bf16"
     family = get_family(model)
     r = resolve(
         model=model,
         model_path="random",
         preset="debug",
         lora_rank=16 * lora,
-        precision="fp32" if not low else "bf16-mixed" if lora else "bf16",
+        precision=narrow if low else "fp32",
         resolution=SIDE,
         text_tokens=TEXT,
         compile=compiled and low,
@@ -222,30 +232,32 @@ CASES = dict(norms=norms, attention=attention, matrices=matrices) | {
 def child(name):
     began = time.time()
     try:
-        print(f"ok    {name} ({time.time() - began:.0f} s) {CASES[name]()}", flush=True)
+        note = CASES[name]()
+        print(f"ok    {name} ({time.time() - began:.0f} s) {note}", flush=True)
     except Exception as e:
-        print(
-            f"FAIL  {name} ({time.time() - began:.0f} s) {type(e).__name__}: {str(e)[:600]}",
-            flush=True,
-        )
+        said = f"{type(e).__name__}: {str(e)[:600]}"
+        print(f"FAIL  {name} ({time.time() - began:.0f} s) {said}", flush=True)
         traceback.print_exc(limit=-4)
         sys.exit(1)
 
 
-if wrong := [c for c in args.cases if c not in CASES]:
-    sys.exit(f"no case {wrong}; known: {', '.join(CASES)}")
-if args.here:
-    child(args.cases[0])
-    sys.exit()
-failed = []
-for name in args.cases or CASES:  # a process for each: a broken CUDA context ends with it
+def passes(name):
+    "Whether a case passes in a process of its own: a broken CUDA context ends with it."
+    command = [sys.executable, __file__, "--here", name, *["--tiny"] * args.tiny]
     try:
-        code = subprocess.run(
-            [sys.executable, __file__, "--here", name, *["--tiny"] * args.tiny], timeout=180
-        ).returncode
+        return subprocess.run(command, timeout=PATIENCE).returncode == 0
     except subprocess.TimeoutExpired:
-        code = 1
-        print(f"FAIL  {name}: not over after 180 s", flush=True)
-    if code:
-        failed.append(name)
-sys.exit(f"{len(failed)} failed: {', '.join(failed)}" if failed else 0)
+        print(f"FAIL  {name}: not over after {PATIENCE} s", flush=True)
+        return False
+
+
+def main():
+    if wrong := [c for c in args.cases if c not in CASES]:
+        return f"no case {wrong}; known: {', '.join(CASES)}"
+    if args.here:
+        return child(args.cases[0])
+    failed = [name for name in args.cases or CASES if not passes(name)]
+    return f"{len(failed)} failed: {', '.join(failed)}" if failed else 0
+
+
+sys.exit(main())

@@ -1,4 +1,9 @@
-"""What only a GPU can show, at tiny size, without nbdev: python tests/gpu/selftest.py [WORK_FOLDER]. One line per check; exit code 1 when one fails."""
+"""What only a GPU can show, at tiny size, without nbdev.
+
+    python tests/gpu/selftest.py [WORK_FOLDER]
+
+One line per check; exit code 1 when one fails.
+"""
 
 import json
 import os
@@ -11,6 +16,7 @@ import traceback
 from pathlib import Path
 
 import torch
+from flashoptim import FlashAdamW, reconstruct_fp32_param
 from torch import nn
 
 from sciftune.core.recipe import resolve
@@ -19,6 +25,7 @@ from sciftune.core.rundir import RunDir, new_run
 from sciftune.models.family import get_family
 from sciftune.models.flux2 import TINY_KLEIN
 from sciftune.models.qwenimage import TINY_QWEN_IMAGE
+from sciftune.strategies.adam import LeanAdamW
 from sciftune.strategies.compilation import (
     checkpoint_blocks,
     compile_blocks,
@@ -31,6 +38,7 @@ from sciftune.strategies.launch_files import write_configs
 from sciftune.strategies.optimizers import build_optimizer
 
 WORK, FAILED = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp()), []
+PATIENCE = 1800  # seconds for a run: so long that only one that hangs needs them
 
 
 def check(f):
@@ -68,11 +76,27 @@ def step(name, config, change=lambda d: None, dtype=torch.float32):
     return out.detach(), {n: p.grad for n, p in d.named_parameters() if p.grad is not None}
 
 
+def far(a, b):
+    "Distance of `a` from `b` as a part of the length of `b`."
+    return ((a - b).norm() / b.norm()).item()
+
+
 def worst(a, b):
     return max(
         [(a[0] - b[0]).abs().max().item()]
         + [((a[1][k] - b[1][k]).abs().max() / (a[1][k].abs().max() + 1e-12)).item() for k in a[1]]
     )
+
+
+def checkpointed_and_compiled(name):
+    "A function that does both to the blocks of a denoiser of the family `name`."
+    blocks = find_record("models", name).block_classes
+
+    def change(denoiser):
+        checkpoint_blocks(denoiser, blocks, 1)
+        compile_blocks(real_rotary(denoiser), blocks, fullgraph=True)
+
+    return change
 
 
 @check
@@ -82,19 +106,7 @@ def real_rotary_and_compiler_change_nothing():
     for name, config in (("qwenimage", TINY_QWEN_IMAGE), ("klein", TINY_KLEIN)):
         plain = step(name, config)
         real = worst(plain, step(name, config, real_rotary))
-        comp = worst(
-            plain,
-            step(
-                name,
-                config,
-                lambda d: (
-                    checkpoint_blocks(d, find_record("models", name).block_classes, 1),
-                    compile_blocks(
-                        real_rotary(d), find_record("models", name).block_classes, fullgraph=True
-                    ),
-                ),
-            ),
-        )
+        comp = worst(plain, step(name, config, checkpointed_and_compiled(name)))
         notes.append(f"{name}: real {real:.1e}, compiled {comp:.1e}")
         assert real < 1e-4 and comp < 1e-3, notes
     return "; ".join(notes)
@@ -105,27 +117,54 @@ def float8_trains():
     config = TINY_KLEIN | dict(
         attention_head_dim=64, axes_dims_rope=(16,) * 4, num_attention_heads=4
     )
-    a, b = (
-        step("klein", config, dtype=torch.bfloat16),
-        step(
-            "klein",
-            config,
-            lambda d: float8_linears(d, find_record("models", "klein").block_classes, smallest=256),
-            torch.bfloat16,
-        ),
-    )
-    far = ((a[0] - b[0]).norm() / a[0].norm()).item()
-    assert 0 < far < 0.1, far
-    return f"relative difference to bf16 {far:.3f}"
+    blocks = find_record("models", "klein").block_classes
+
+    def float8(denoiser):
+        float8_linears(denoiser, blocks, smallest=256)
+
+    a = step("klein", config, dtype=torch.bfloat16)
+    b = step("klein", config, float8, torch.bfloat16)
+    difference = far(b[0], a[0])
+    assert 0 < difference < 0.1, difference
+    return f"relative difference to bf16 {difference:.3f}"
+
+
+def twenty_steps(kind, shape, size):
+    """Train a parameter by the optimizer `kind`, with gradients of about `size`.
+
+    Returns the optimizer, the parameter, how far it has moved, and the last gradient's norm.
+    """
+    torch.manual_seed(0)
+    start = torch.randn(shape, device="cuda").bfloat16() * 0.02
+    exact = kind is torch.optim.AdamW
+    p = nn.Parameter(start.double() if exact else start.clone())
+    generator = torch.Generator("cuda").manual_seed(1)
+    narrow = {} if exact else dict(master_weight_bits=24)
+    opt = kind([p], lr=1e-4, weight_decay=0.01, **narrow)
+    for _ in range(20):
+        gradient = torch.randn(p.shape, device="cuda", generator=generator) * size
+        p.grad = gradient.bfloat16().to(p.dtype)
+        norm = p.grad.float().norm()
+        opt.step()
+    end = p.detach()
+    if not exact:
+        end = reconstruct_fp32_param(end, opt.state[p]["error_bits"])
+    return opt, p, end.double() - start.double(), norm
+
+
+def squares_after(opt, p, gradient):
+    "The sum of squares that a step measures."
+    p.grad = torch.full_like(p, gradient)
+    opt.step()
+    return opt.take_squares()
 
 
 @check
 def the_lean_kernel_is_adamw():
-    "Beside flashoptim's own, both against AdamW in double precision, with ordinary gradients and with those of a large model."
-    from flashoptim import FlashAdamW, reconstruct_fp32_param
+    """Beside flashoptim's own, both against AdamW in double precision.
 
-    from sciftune.strategies.adam import LeanAdamW
-
+    With ordinary gradients and with those of a large model.
+    """
     notes = []
     for shape, size in (
         ((1000, 129), 1e-2),
@@ -134,52 +173,19 @@ def the_lean_kernel_is_adamw():
         ((7,), 1e-2),
         ((3072,), 1e-6),
     ):
-        torch.manual_seed(0)
-        start = torch.randn(shape, device="cuda").bfloat16() * 0.02
-        moved = []
-        for kind in (torch.optim.AdamW, FlashAdamW, LeanAdamW):
-            exact = kind is torch.optim.AdamW
-            p = nn.Parameter(start.double() if exact else start.clone())
-            gen = torch.Generator("cuda").manual_seed(1)
-            opt = kind(
-                [p], lr=1e-4, weight_decay=0.01, **({} if exact else dict(master_weight_bits=24))
-            )
-            for _i in range(20):
-                p.grad = (
-                    (torch.randn(p.shape, device="cuda", generator=gen) * size)
-                    .bfloat16()
-                    .to(p.dtype)
-                )
-                norm = p.grad.float().norm()
-                opt.step()
-            s = opt.state[p]
-            moved.append(
-                (
-                    p.detach() if exact else reconstruct_fp32_param(p.detach(), s["error_bits"])
-                ).double()
-                - start.double()
-            )
-        flash, lean = (((m - moved[0]).norm() / moved[0].norm()).item() for m in moved[1:])
-        total = opt.take_squares().sqrt()
+        exact = twenty_steps(torch.optim.AdamW, shape, size)[2]
+        flash = far(twenty_steps(FlashAdamW, shape, size)[2], exact)
+        opt, p, moved, norm = twenty_steps(LeanAdamW, shape, size)
+        lean, total = far(moved, exact), opt.take_squares().sqrt()
         notes.append(f"{lean:.4f} (flashoptim {flash:.4f})")
-        assert lean < 0.05 and lean < 1.5 * flash and abs(total / norm - 1) < 1e-4, (
-            shape,
-            size,
-            notes,
-            total,
-            norm,
-        )
-        v, s = s["exp_avg_sq"].materialize(), s["exp_avg_sq"]
-        s.set_data(v)
-        assert (s.materialize() - v).abs().max() <= 0.01 * v.max()  # what a checkpoint does
-        p.grad = torch.ones_like(p) * 0.01
-        opt.step()
-        first = opt.take_squares()
-        p.grad = torch.ones_like(p) * 0.01
-        opt.step()
-        assert torch.equal(first, opt.take_squares())
-        p.grad = torch.full_like(p, float("nan"))
-        opt.step()
+        told = (shape, size, notes, total, norm)
+        assert lean < 0.05 and lean < 1.5 * flash and abs(total / norm - 1) < 1e-4, told
+        state = opt.state[p]["exp_avg_sq"]
+        square = state.materialize()
+        state.set_data(square)  # what a checkpoint does
+        assert (state.materialize() - square).abs().max() <= 0.01 * square.max()
+        assert torch.equal(squares_after(opt, p, 0.01), squares_after(opt, p, 0.01))
+        squares_after(opt, p, float("nan"))
         assert p.isnan().all()
     return "relative distance of the update from AdamW " + ", ".join(notes)
 
@@ -189,11 +195,8 @@ def gradient_release_clips_by_the_previous_norm():
     torch.manual_seed(0)
     m = nn.Linear(64, 64, bias=False).cuda().bfloat16()
     x = torch.randn(8, 64, device="cuda").bfloat16()
-    rel = GradientRelease(
-        m,
-        build_optimizer(list(m.parameters()), resolve(learning_rate=1e-3), "flashadamw", True),
-        1e-3,
-    )
+    opt = build_optimizer(list(m.parameters()), resolve(learning_rate=1e-3), "flashadamw", True)
+    rel = GradientRelease(m, opt, 1e-3)
     ref = nn.Linear(64, 64, bias=False).cuda().bfloat16()
     ref.load_state_dict(m.state_dict())
     for i in range(3):
@@ -205,104 +208,114 @@ def gradient_release_clips_by_the_previous_norm():
         (m(x).float().pow(2).mean() * rel.scale).backward()
         n = rel.finish().item()
         assert m.weight.grad is None and abs(n - true) < 0.02 * true, (n, true)
-        assert abs(rel.scale.item() - min(1, 1e-3 / (n + 1e-6))) < 1e-4 and (i == 0) == (
-            scale == 1
-        ), (n, scale)
+        assert abs(rel.scale.item() - min(1, 1e-3 / (n + 1e-6))) < 1e-4, (n, scale)
+        assert (i == 0) == (scale == 1), (n, scale)
+
+
+class Residual(nn.Module):
+    "A block with matrices, biases, and a parameter of a size that the kernel does not take."
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(512, 256), nn.Linear(256, 512)
+        self.few = nn.Parameter(torch.ones(7))
+
+    def forward(self, x):
+        return x + self.b(self.a(x).relu()) * self.few.mean()
+
+
+def states_of(opt, p):
+    state = opt.state[p]
+    mean, square = state["exp_avg"], state["exp_avg_sq"]
+    codes, scales = (mean._quantized, square._quantized), (mean._scales, square._scales)
+    return [state["error_bits"], *codes, *scales, state["step"]]
+
+
+def trained_by_blocks(blocks, steps=5):
+    "Parameters, states and gradient norms; `blocks` as `GradientRelease` takes it."
+    torch.manual_seed(0)
+    m = nn.Module()
+    m.outer = nn.Linear(512, 512)
+    m.blocks = nn.ModuleList([Residual() for _ in range(3)])
+    m.cuda().bfloat16()
+    x = torch.randn(64, 512, device="cuda").bfloat16()
+    opt = build_optimizer(list(m.parameters()), resolve(learning_rate=1e-3), "flashadamw", True)
+    rel, norms = GradientRelease(m, opt, 0.5, blocks), []
+    for _ in range(steps):
+        y = m.outer(x)
+        for b in m.blocks:
+            y = b(y)
+        (y.float().square().mean() * rel.scale).backward()
+        norms.append(rel.finish())
+        assert all(p.grad is None for p in m.parameters())
+    assert len(opt.launches) == (3 if blocks is None else 0)
+    assert all(len(launch.fits) == 4 for launch in opt.launches.values())
+    states = [t for p in m.parameters() for t in states_of(opt, p)]
+    return [*(p.detach() for p in m.parameters()), *states, *norms]
+
+
+class ManyBlocks:
+    "60 blocks of 8 parameters with their gradients, and the ways to update them."
+
+    def __init__(self):
+        self.blocks = [[self.parameter() for _ in range(8)] for _ in range(60)]
+        self.gradients = [[torch.randn_like(p) for p in block] for block in self.blocks]
+        every = [p for block in self.blocks for p in block]
+        self.opt = build_optimizer(every, resolve(learning_rate=1e-3), "flashadamw", True)
+        self.group = self.opt.param_groups[0]
+
+    def parameter(self):
+        return nn.Parameter(torch.zeros(256, 512, device="cuda").bfloat16())
+
+    def alone(self):
+        "One launch for each parameter."
+        for block, gradients in zip(self.blocks, self.gradients, strict=True):
+            for p, gradient in zip(block, gradients, strict=True):
+                p.grad = gradient
+                self.opt.step_param(p, self.group)
+                p.grad = None
+
+    def together(self):
+        "One launch for each block."
+        for block, gradients in zip(self.blocks, self.gradients, strict=True):
+            self.opt.step_params(block, gradients, self.group)
+
+    def moved(self):
+        "One launch for each block, whose gradients are at other addresses than before."
+        for gradients in self.gradients:
+            gradients.reverse()
+        self.together()
+
+
+def host_microseconds():
+    "What each way of `ManyBlocks` costs the host for a parameter."
+    many = ManyBlocks()
+
+    def best(update):
+        update()
+        update()
+        took = []
+        for _ in range(3):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            update()
+            took.append(time.perf_counter() - began)
+        return min(took) / 480 * 1e6
+
+    return best(many.alone), best(many.together), best(many.moved)
 
 
 @check
 def one_launch_updates_a_block():
     "Bit by bit what one launch per parameter does, and what either costs the host."
-
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b, self.few = (
-                nn.Linear(512, 256),
-                nn.Linear(256, 512),
-                nn.Parameter(torch.ones(7)),
-            )
-
-        def forward(self, x):
-            return x + self.b(self.a(x).relu()) * self.few.mean()
-
-    def trained(blocks, steps=5):
-        torch.manual_seed(0)
-        m = nn.Module()
-        m.outer, m.blocks = nn.Linear(512, 512), nn.ModuleList([Block() for _ in range(3)])
-        m.cuda().bfloat16()
-        x = torch.randn(64, 512, device="cuda").bfloat16()
-        opt = build_optimizer(list(m.parameters()), resolve(learning_rate=1e-3), "flashadamw", True)
-        rel, norms = GradientRelease(m, opt, 0.5, blocks), []
-        for _ in range(steps):
-            y = m.outer(x)
-            for b in m.blocks:
-                y = b(y)
-            (y.float().square().mean() * rel.scale).backward()
-            norms.append(rel.finish())
-            assert all(p.grad is None for p in m.parameters())
-        assert len(opt.launches) == (3 if blocks is None else 0) and all(
-            len(p.fits) == 4 for p in opt.launches.values()
-        )
-        return (
-            [p.detach() for p in m.parameters()]
-            + [
-                t
-                for s in map(opt.state.get, m.parameters())
-                for t in (
-                    s["error_bits"],
-                    s["exp_avg"]._quantized,
-                    s["exp_avg_sq"]._quantized,
-                    s["exp_avg"]._scales,
-                    s["exp_avg_sq"]._scales,
-                    s["step"],
-                )
-            ]
-            + norms
-        )
-
-    a, b = trained(None), trained([])
-    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=False)), [
-        i for i, (x, y) in enumerate(zip(a, b, strict=False)) if not torch.equal(x, y)
-    ]
-    ps = [
-        [nn.Parameter(torch.zeros(256, 512, device="cuda").bfloat16()) for _ in range(8)]
-        for _ in range(60)
-    ]
-    gs = [[torch.randn_like(p) for p in b] for b in ps]
-    opt = build_optimizer(
-        [p for b in ps for p in b], resolve(learning_rate=1e-3), "flashadamw", True
+    a, b = trained_by_blocks(None), trained_by_blocks([])
+    apart = [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if not torch.equal(x, y)]
+    assert not apart, apart
+    alone, together, moved = host_microseconds()
+    return (
+        f"host microseconds per parameter: {alone:.1f} alone, {together:.1f} by blocks of 8, "
+        f"{moved:.1f} when every gradient has moved"
     )
-    group = opt.param_groups[0]
-
-    def alone():
-        for b, h in zip(ps, gs, strict=False):
-            for p, g in zip(b, h, strict=False):
-                p.grad = g
-                opt.step_param(p, group)
-                p.grad = None
-
-    def together():
-        for b, h in zip(ps, gs, strict=False):
-            opt.step_params(b, h, group)
-
-    def moved():
-        for h in gs:
-            h.reverse()
-        together()
-
-    def host(f):
-        f()
-        f()
-        took = []
-        for _ in range(3):
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            f()
-            took.append(time.perf_counter() - began)
-        return min(took) / 480 * 1e6
-
-    return f"host microseconds per parameter: {host(alone):.1f} alone, {host(together):.1f} by blocks of 8, {host(moved):.1f} when every gradient has moved"
 
 
 @check
@@ -417,22 +430,23 @@ def the_bus():
     seconds(True, True)
     into, out, both = seconds(True, False), seconds(False, True), seconds(True, True)
     assert both[1] < 0.2 * both[0], "copies are not asynchronous"
-    return f"GB/s in {n / into[0] / 1e9:.1f}, out {n / out[0] / 1e9:.1f}, both ways at once {n / both[0] / 1e9:.1f} each; {2 * n / locked / 1e9:.1f} GB/s to lock"
+    one_way, other_way, at_once = (n / took[0] / 1e9 for took in (into, out, both))
+    return (
+        f"GB/s in {one_way:.1f}, out {other_way:.1f}, both ways at once {at_once:.1f} each; "
+        f"{2 * n / locked / 1e9:.1f} GB/s to lock"
+    )
 
 
 def trained(run, recipe):
     command = [sys.executable, "-m", "accelerate.commands.launch", *write_configs(recipe, run)[2:]]
+    launch = json.loads((run.path / "launch.json").read_text())
+    exact = {"DIFFUSERS_ATTN_BACKEND": "_native_math", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     r = subprocess.run(
         command,
-        env={
-            **os.environ,
-            **json.loads((run.path / "launch.json").read_text())["environment"],
-            "DIFFUSERS_ATTN_BACKEND": "_native_math",
-            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-        },
+        env=os.environ | launch["environment"] | exact,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=PATIENCE,
     )
     assert r.returncode == 0, (r.stdout + r.stderr)[-2500:]
     return {
@@ -476,11 +490,11 @@ def a_resumed_run_is_the_uninterrupted_one():
     assert all(again[s] == full[s] for s in again), {s: (full[s], again[s]) for s in again}
     pngs = list(part.validation_images.rglob("*.png"))
     assert pngs, "no validation images"
-    return f"losses {[round(full[s][0], 5) for s in full]}, {len(list(part.model.rglob('*.safetensors')))} exported files"
+    shown_losses = [round(full[s][0], 5) for s in full]
+    exported = len(list(part.model.rglob("*.safetensors")))
+    return f"losses {shown_losses}, {exported} exported files"
 
 
-print(
-    f"torch {torch.__version__}, {torch.cuda.get_device_name()}: {len(FAILED)} of the checks failed {FAILED or ''}",
-    flush=True,
-)
+failed = f"{len(FAILED)} of the checks failed {FAILED or ''}"
+print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}: {failed}", flush=True)
 sys.exit(bool(FAILED))
