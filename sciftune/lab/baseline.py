@@ -52,6 +52,7 @@ def one_batch(
     family: Family,
     config: dict,  # Of the denoiser
     device: torch.device,
+    size: tuple[int, int] | None = None,  # Height and width in pixels; None = a square
 ) -> dict:  # x0, noise (B,C,h,w); sigma, weight (B,); conditioning
     """A micro-batch that stays on the device."""
     generator = torch.Generator(device).manual_seed(recipe.seed)
@@ -60,7 +61,7 @@ def one_batch(
         return torch.randn(shape, device=device, generator=generator)
 
     count = recipe.micro_batch
-    latent = family.latent_shape(recipe.resolution, recipe.resolution)
+    latent = family.latent_shape(*(size or 2 * (recipe.resolution,)))
     caption = family.caption_shapes(config, recipe.text_tokens)
     captions = [{key: draw(*shape) for key, shape in caption.items()} for _ in range(count)]
     return {

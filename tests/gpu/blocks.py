@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import traceback
+from functools import partial
 
 import torch
 from torch.nn import functional
@@ -147,7 +148,7 @@ def attention():
     return "; ".join(said)
 
 
-def block_gradients(model, lora, compiled, width, kind):
+def block_gradients(model, lora, compiled, width, size, kind):
     """Loss and gradients of a network of a few blocks, computed in `kind`.
 
     From the same weights and batch for any `kind`.
@@ -161,7 +162,7 @@ def block_gradients(model, lora, compiled, width, kind):
         preset="debug",
         lora_rank=16 * lora,
         precision=narrow if low else "fp32",
-        resolution=SIDE,
+        resolution=size[0],
         text_tokens=TEXT,
         compile=compiled and low,
         gradient_checkpointing="none",
@@ -179,7 +180,7 @@ def block_gradients(model, lora, compiled, width, kind):
     if lora:
         add_lora(net, family, r)
     prepare_denoiser(net, r)
-    batch = one_batch(r, family, dict(net.config), torch.device(DEVICE))
+    batch = one_batch(r, family, dict(net.config), torch.device(DEVICE), size)
     for _ in range(5 if low else 1):
         net.zero_grad()
         loss = FlowMatching(r, family).per_sample(net, batch).mean()
@@ -206,27 +207,35 @@ TWO = dict(
     flux1=dict(num_layers=2, num_single_layers=2),
     klein=dict(num_layers=2, num_single_layers=2),
     qwenimage=dict(num_layers=2),
+    zimage=dict(n_layers=2, n_refiner_layers=1),
 )
+NARROW = dict(attention_head_dim=16, num_attention_heads=2, joint_attention_dim=32)
 if args.tiny:
-    TWO = {
-        k: v
-        | dict(attention_head_dim=16, num_attention_heads=2, joint_attention_dim=32)
-        | dict(
-            flux1=dict(pooled_projection_dim=32, axes_dims_rope=(4, 6, 6)),
-            klein=dict(axes_dims_rope=(4, 4, 4, 4)),
-            qwenimage=dict(axes_dims_rope=(4, 6, 6)),
-        )[k]
-        for k, v in TWO.items()
-    }
-CASES = dict(norms=norms, attention=attention, matrices=matrices) | {
-    f"{m}{'-lora' if lora else ''}{'-compiled' if comp else ''}": (
-        lambda m=m, lora=lora, comp=comp: blocks(m, lora, comp, TWO[m])
-    )
-    for m in TWO
-    for lora in (False, True)
-    for comp in (False, True)
-    if not (comp and args.tiny)
-}
+    TWO["flux1"] |= NARROW | dict(pooled_projection_dim=32, axes_dims_rope=(4, 6, 6))
+    TWO["klein"] |= NARROW | dict(axes_dims_rope=(4, 4, 4, 4))
+    TWO["qwenimage"] |= NARROW | dict(axes_dims_rope=(4, 6, 6))
+    TWO["zimage"] |= dict(dim=64, n_heads=4, n_kv_heads=4, cap_feat_dim=32, axes_dims=[4, 6, 6])
+SQUARE = (SIDE, SIDE)
+LARGE = [(1536, 1536), (2048, 2048), (1024, 3072)]  # height and width of figures, in pixels
+
+
+def cases():
+    """Name -> check."""
+    found = dict(norms=norms, attention=attention, matrices=matrices)
+    for model, width in TWO.items():
+        for lora, compiled in itertools.product((False, True), repeat=2):
+            if compiled and args.tiny:
+                continue
+            name = model + "-lora" * lora + "-compiled" * compiled
+            found[name] = partial(blocks, model, lora, compiled, width, SQUARE)
+        for height, wide in [(SIDE, 3 * SIDE)] if args.tiny else LARGE:
+            size = (height, wide)
+            name = f"{model}-{height}x{wide}"
+            found[name] = partial(blocks, model, False, not args.tiny, width, size)
+    return found
+
+
+CASES = cases()
 
 
 def child(name):
