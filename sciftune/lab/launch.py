@@ -89,7 +89,7 @@ from ..core.aliases import ALIASES, SWITCHES
 from ..core.diagnosis import Case, Finding, recognise
 from ..core.plan import Plan
 from ..core.processes import world_size
-from ..core.recipe import Recipe, RecipeError, launch_preset, resolve
+from ..core.recipe import FORMAT, Recipe, RecipeError, launch_preset, resolve
 from ..core.registry import nearest
 from ..core.rundir import RunDir, new_run, write_atomic
 
@@ -205,6 +205,9 @@ def recipe_from(
 ) -> Recipe:
     """The recipe of a notebook's parameters. Raises LaunchError naming what is wrong."""
     given = parameters_of(namespace)
+    written = given.pop("format", FORMAT)  # of a kept recipe.yaml, given with papermill -f
+    if written != FORMAT:
+        raise LaunchError(f"recipe: format {written} is unknown; this version writes {FORMAT}")
     known = {*Recipe.model_fields, *ALIASES, *SWITCHES}
     unknown = [
         f"unknown parameter '{name}'{nearest(name, Recipe.model_fields)}"

@@ -151,7 +151,8 @@ def test_failed_training_fails_the_notebook(papermill, tmp_path, runs):
     bad.mkdir()
     (bad / "a.png").write_bytes(b"no picture")
     (bad / "a.txt").write_text("a caption")
-    r = papermill(**SMALL, name="bad", data=bad)
+    own = {name: value for name, value in SMALL.items() if name != "figures"}
+    r = papermill(**own, name="bad", data=bad)
     assert (
         r.returncode == 1
         and "RunFailedError: the run failed with exit code" in r.stderr
