@@ -4,6 +4,8 @@
 
 # %% auto #0
 __all__ = [
+    "METADATA_CLASSES",
+    "METADATA_NAMES",
     "FlatShard",
     "state_shards",
     "CheckpointError",
@@ -13,6 +15,8 @@ __all__ = [
     "checkpoint_fault",
     "complete_checkpoints",
     "find_checkpoint",
+    "MetadataUnpickler",
+    "CheckpointReader",
     "check_same_run",
     "load_checkpoint",
     "CheckpointTensors",
@@ -21,6 +25,7 @@ __all__ = [
 # %% ../../nbs/7_training/05_checkpoints.ipynb #32e3e7f0
 import io
 import json
+import pickle
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -33,10 +38,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
+    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -114,7 +124,7 @@ def state_shards(
 
 # %% ../../nbs/7_training/05_checkpoints.ipynb #7b720f30
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written; the last complete one is untouched."""
+    """A checkpoint could not be written (the last complete one is untouched), or not be read."""
 
 
 # %% ../../nbs/7_training/05_checkpoints.ipynb #5d04f071
@@ -290,6 +300,112 @@ def find_checkpoint(
     return path
 
 
+# %% ../../nbs/7_training/05_checkpoints.ipynb #7972f8e5
+METADATA_CLASSES = {
+    (kind.__module__, kind.__name__): kind
+    for kind in (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+        _MEM_FORMAT_ENCODING,
+        _StorageInfo,
+    )
+}  # What `.metadata` is made of
+
+
+def _joined_path(*parts: str) -> str:
+    """A path in metadata, as text: nothing is opened by it."""
+    return "/".join(map(str, parts))
+
+
+METADATA_NAMES = METADATA_CLASSES | {
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("pathlib", "PosixPath"): _joined_path,
+    ("pathlib._local", "PosixPath"): _joined_path,  # Python 3.13
+}
+
+
+class MetadataUnpickler(pickle._Unpickler):
+    """Reads `.metadata` and nothing else: it knows no name but those of torch's format.
+
+    It is the one written in Python, whose BUILD can be told to leave classes as they are.
+    """
+
+    def find_class(
+        self,
+        module: str,
+        name: str,
+    ) -> object:
+        """What a name stands for. Raises UnpicklingError for one that is not of the format."""
+        if (module, name) in METADATA_NAMES:
+            return METADATA_NAMES[module, name]
+        found = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(found, torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which can run code")
+
+    def load_build(self):
+        """Set the attributes of an instance of the format's classes, and of nothing else."""
+        if type(self.stack[-2]) not in METADATA_CLASSES.values():
+            raise pickle.UnpicklingError("it changes something that is not an entry")
+        super().load_build()
+
+    dispatch = pickle._Unpickler.dispatch | {pickle.BUILD[0]: load_build}
+
+
+# %% ../../nbs/7_training/05_checkpoints.ipynb #0ce211f3
+class CheckpointReader(dcp.FileSystemReader):
+    """Torch's reader of a checkpoint folder, without its `pickle.load`; reads metadata once."""
+
+    def __init__(
+        self,
+        path: str | Path,  # Checkpoint folder
+    ):
+        super().__init__(path)
+        self.metadata = None
+
+    def read_metadata(
+        self,
+        *args: object,  # Not used
+        **kwargs: object,  # Not used
+    ) -> Metadata:
+        """Which file holds which range of which tensor. Raises CheckpointError for what is not."""
+        if self.metadata is None:
+            file = Path(self.path) / ".metadata"
+            try:
+                with open(file, "rb") as stream:
+                    metadata = MetadataUnpickler(stream).load()
+                _check_metadata(metadata)
+            except Exception as error:  # a damaged pickle raises errors of any type
+                raise CheckpointError(
+                    f"{file} is refused: it is no index of tensors in a checkpoint "
+                    f"({type(error).__name__}: {error})"
+                ) from None
+            metadata.storage_meta = StorageMeta(load_id=self.load_id)
+            self.metadata = metadata
+        return self.metadata
+
+
+def _check_metadata(metadata: Metadata) -> None:
+    """Raise ValueError unless all entries are tensors in files of the folder."""
+    if type(metadata) is not Metadata:
+        raise ValueError(f"it holds a {type(metadata).__name__}")
+    for key, stored in metadata.state_dict_metadata.items():
+        if type(stored) is not TensorStorageMetadata or type(stored.size) is not torch.Size:
+            raise ValueError(f"{key} is no tensor")
+    for index, place in metadata.storage_data.items():
+        if type(index) is not MetadataIndex or type(place) is not _StorageInfo:
+            raise ValueError(f"{index!r:.80} is no place of a tensor")
+        if Path(place.relative_path).name != place.relative_path:
+            raise ValueError(f"{index.fqn} lies outside the folder, in {place.relative_path!r}")
+        if place.transform_descriptors:
+            raise ValueError(f"{index.fqn} is compressed by {place.transform_descriptors}")
+
+
 # %% ../../nbs/7_training/05_checkpoints.ipynb #7050873e
 def check_same_run(
     info: dict,  # info.json of the checkpoint
@@ -374,17 +490,19 @@ def load_checkpoint(
 ) -> dict:  # info.json
     """Put weights, optimizer states and averages of a checkpoint into `networks`.
 
-    Raises RecipeError when a tensor is missing or has another size.
+    Raises RecipeError when a tensor is missing or has another size, CheckpointError for metadata
+    that are none.
     """
     info = checkpoint_info(path)
-    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    reader = CheckpointReader(path)
+    stored = reader.read_metadata().state_dict_metadata
     for name, network in networks.items():
         average = (averages or {}).get(name) if name in info["ema"] else None
         wanted = _wanted(name, network, average)
         _check_stored(wanted, stored, path)
         for group in _groups(wanted, group_elements):
             shards = {w.key: FlatShard.of(torch.zeros(w.range.count), w.range) for w in group}
-            dcp.load(shards, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+            dcp.load(shards, storage_reader=reader, no_dist=True)
             for item in group:
                 item.put(shards[item.key].plain())
         network.finish_write(info["steps"][name])
@@ -404,7 +522,7 @@ class CheckpointTensors(Mapping):
     ):
         self.path = Path(path)
         prefix = f"{network}/{state}/"
-        metadata = dcp.FileSystemReader(self.path).read_metadata()
+        metadata = CheckpointReader(self.path).read_metadata()
         self.sizes = {
             key.removeprefix(prefix): stored.size[0]
             for key, stored in metadata.state_dict_metadata.items()

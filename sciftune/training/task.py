@@ -29,12 +29,18 @@ from ..core.recipe import Recipe, RecipeError, learning_rate_at
 from ..core.registry import find_record, import_class
 from ..core.rundir import RunDir
 from ..models.family import Family, get_family
+from ..models.weights import PICKLES
 from ..strategies.compilation import prepare_denoiser
 from ..strategies.engine import Engine
 from ..strategies.lora import add_lora, base_name, first_values, is_adapter, quantise_base
 from ..strategies.network import Network
 from ..strategies.trained_layers import choose_trained
-from .checkpoints import CheckpointTensors, FlatShard, checkpoint_fault
+from sciftune.training.checkpoints import (
+    CheckpointReader,
+    CheckpointTensors,
+    FlatShard,
+    checkpoint_fault,
+)
 
 
 # %% ../../nbs/7_training/09_task.ipynb #0e096f2d
@@ -166,6 +172,11 @@ class EarlierRun:
         self.network = network
         self.optional = optional
         self.placed = set()  # Names of the tensors that found a place
+        if self.path.suffix in PICKLES and self.path.is_file():
+            raise RecipeError(
+                f"start_from: {path} is a pickle, which can run code when opened, and is refused; "
+                "give the folder of a checkpoint, or an exported folder as model_path"
+            )
         if why := checkpoint_fault(self.path):
             raise RecipeError(f"start_from: {path} is no checkpoint folder ({why})")
         self.tensors = CheckpointTensors(self.path, network, self.state)
@@ -222,7 +233,7 @@ class EarlierRun:
 
     def trained(self, network: Network) -> int:
         """Trained parameters take the checkpoint's values, each rank its part."""
-        reader = dcp.FileSystemReader(self.path)
+        reader = CheckpointReader(self.path)
         names = set()
         for held in network.held():
             if held.name not in self.tensors:
