@@ -40,6 +40,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from ..core.digests import folder_damage, write_digests
 from ..core.randomness import stream
 from ..core.recipe import Recipe, RecipeError
 from ..core.registry import nearest, records
@@ -359,6 +360,7 @@ def save_lora(
             _write_diffusers(state, config.to_dict(), family, aside)
         if scheduler is not None:
             scheduler.save_pretrained(aside / "scheduler")
+        write_digests(aside)
     return len(state)
 
 
@@ -410,11 +412,13 @@ def lora_record(
     path: str | Path,  # LoRA file or folder
     family: Family,
 ) -> tuple[dict, int, float]:  # (parameter name without 'default' -> tensor, rank, alpha)
-    """What a LoRA holds. Raises RecipeError for a pickle and for what does not suit `family`."""
+    """What a LoRA holds. Raises RecipeError for pickles, damage, and what does not suit."""
     where = Path(path).expanduser()
     if not where.exists():
         raise RecipeError(f"lora_path: {path} does not exist")
     _refuse_pickles(where)
+    if damaged := folder_damage(where if where.is_dir() else where.parent):
+        raise RecipeError(f"lora_path: {damaged}")
     if family.lora_layout == "peft":
         return _read_peft(where if where.is_dir() else where.parent)
     cls, part = getattr(diffusers, family.pipeline_class), family.denoiser_component

@@ -8,37 +8,36 @@ __all__ = [
     "METADATA_NAMES",
     "FlatShard",
     "state_shards",
-    "CheckpointError",
-    "checkpoint_name",
+    "DigestingFiles",
     "Checkpointer",
-    "checkpoint_info",
-    "checkpoint_fault",
-    "complete_checkpoints",
-    "find_checkpoint",
     "MetadataUnpickler",
     "CheckpointReader",
-    "check_same_run",
+    "common_fault",
+    "usable_fault",
+    "checkpoint_to_resume",
     "load_checkpoint",
     "CheckpointTensors",
 ]
 
 # %% ../../nbs/7_training/05_checkpoints.ipynb #32e3e7f0
 import io
-import json
 import pickle
 import shutil
 import threading
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
@@ -50,7 +49,18 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from ..core.recipe import Recipe, RecipeError, changed, restored
+from sciftune.core.checkpoint_folders import (
+    CheckpointError,
+    checkpoint_damage,
+    checkpoint_fault,
+    checkpoint_info,
+    checkpoint_name,
+    complete_checkpoints,
+    first_usable,
+    resume_candidates,
+)
+from ..core.digests import DigestingFile, digest_record, sealed
+from ..core.recipe import RecipeError
 from ..core.rundir import RunDir, replaced_folder, write_atomic
 from ..strategies.engine import Engine
 from ..strategies.network import STATES, Network, Range
@@ -122,17 +132,34 @@ def state_shards(
     return shards
 
 
-# %% ../../nbs/7_training/05_checkpoints.ipynb #7b720f30
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written (the last complete one is untouched), or not be read."""
+# %% ../../nbs/7_training/05_checkpoints.ipynb #6681e781
+class DigestingFiles(FileSystem):
+    """Where torch writes its files: it takes the digests of what it writes."""
 
+    def __init__(self):
+        super().__init__()
+        self.digests = {}  # name of a file -> digests of its blocks
 
-# %% ../../nbs/7_training/05_checkpoints.ipynb #5d04f071
-def checkpoint_name(
-    step: int,  # Steps taken
-) -> str:
-    """The folder's name; names sort like steps up to a million."""
-    return f"step_{step:06d}"
+    @contextmanager
+    def create_stream(
+        self,
+        path: str | Path,
+        mode: str,  # 'wb' or 'rb'
+    ) -> Iterator[IO[bytes]]:
+        """The open file; its digests are known when it is closed."""
+        with super().create_stream(path, mode) as raw:
+            file = DigestingFile(raw)
+            yield file
+        self.digests[Path(path).name] = file.blocks.digests()
+
+    def rename(
+        self,
+        path: str | Path,
+        new_path: str | Path,
+    ) -> None:
+        """Rename a file that was written; its digests go with it."""
+        super().rename(path, new_path)
+        self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)
 
 
 # %% ../../nbs/7_training/05_checkpoints.ipynb #ef37f492
@@ -152,11 +179,21 @@ class Checkpointer:
         self.wait = wait
         self.thread = None
         self.error = None
-        self.group = dist.new_group(backend="gloo") if engine.world > 1 else None
+        self.group = None
+        if engine.world > 1:  # a slow disk is no error: whether it stalls the caller says
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
         if engine.main:
             run.checkpoints.mkdir(parents=True, exist_ok=True)
-            for unfinished in run.checkpoints.glob(".step_*"):
-                shutil.rmtree(unfinished, ignore_errors=True)  # of a writer that was killed
+            self._tidy()
+
+    def _tidy(self) -> None:
+        """Remove what a killed writer left; a checkpoint that it was replacing comes back."""
+        for old in self.run.checkpoints.glob(".step_*.old"):
+            final = old.with_name(old.name.split(".")[1])
+            if not final.exists():
+                old.rename(final)
+        for unfinished in self.run.checkpoints.glob(".step_*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
 
     def save(
         self,
@@ -208,25 +245,46 @@ class Checkpointer:
         return final.with_name(self.engine.gather_objects(name)[0])
 
     def _write(self, shards: dict, info: dict, folder: Path, replacing: ExitStack) -> None:
+        error = None
         try:
             with replacing:  # of rank 0: the folder gets its name at the end, or is removed
-                torch.set_num_threads(1)
-                dcp.save(
-                    shards,
-                    storage_writer=dcp.FileSystemWriter(
-                        folder, single_file_per_rank=True, sync_files=True
-                    ),
-                    process_group=self.group,
-                    no_dist=self.group is None,
-                )
-                if self.engine.main:
-                    info["files"] = {p.name: p.stat().st_size for p in sorted(folder.iterdir())}
-                    write_atomic(folder / "info.json", json.dumps(info))
-            if self.engine.main:
-                for old in complete_checkpoints(self.run)[: -self.keep]:
-                    shutil.rmtree(old, ignore_errors=True)
-        except BaseException as error:
-            self.error = error
+                self._write_folder(shards, info, folder)
+        except BaseException as failed:
+            error = failed
+        self.error = self._agreed(error)
+        if self.engine.main and not self.error:
+            for old in complete_checkpoints(self.run)[: -self.keep]:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def _write_folder(self, shards: dict, info: dict, folder: Path) -> None:
+        """Every rank its file, rank 0 what belongs to all."""
+        torch.set_num_threads(1)
+        writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
+        writer.fs = DigestingFiles()
+        no_dist = self.group is None
+        dcp.save(shards, storage_writer=writer, process_group=self.group, no_dist=no_dist)
+        digests = dict(ChainMap(*self._gather(writer.fs.digests)))
+        if self.engine.main:
+            info["files"] = {p.name: p.stat().st_size for p in sorted(folder.iterdir())}
+            info["digests"] = digest_record(digests)
+            write_atomic(folder / "info.json", sealed(info))
+
+    def _gather(self, thing: object) -> list:
+        """Every rank's `thing`, in the writing threads."""
+        if self.group is None:
+            return [thing]
+        found = [None] * self.engine.world
+        dist.all_gather_object(found, thing, group=self.group)
+        return found
+
+    def _agreed(self, error: BaseException | None) -> BaseException | None:
+        """The error of this rank or of another; no rank ends before all are done."""
+        try:
+            reasons = self._gather(error and f"{type(error).__name__}: {error}")
+        except Exception as lost:
+            return error or lost
+        others = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
+        return error or (CheckpointError(others[0]) if others else None)
 
     def join(self) -> None:
         """Wait for the writing under way. Raises CheckpointError with what it failed with."""
@@ -240,64 +298,6 @@ class Checkpointer:
             raise CheckpointError(
                 f"checkpoint not written ({reason}); the last complete one is untouched"
             ) from error
-
-
-# %% ../../nbs/7_training/05_checkpoints.ipynb #d8c6ff74
-def checkpoint_info(
-    folder: Path,  # A complete checkpoint
-) -> dict:
-    """`info.json` of a checkpoint: see the table above."""
-    return json.loads((Path(folder) / "info.json").read_text())
-
-
-# %% ../../nbs/7_training/05_checkpoints.ipynb #7f1a4299
-def checkpoint_fault(
-    folder: Path,
-) -> str:  # '' when the checkpoint is complete
-    """Why a checkpoint folder cannot be used."""
-    try:
-        info = checkpoint_info(folder)
-    except (OSError, ValueError) as e:
-        return f"{folder}: no readable info.json ({e})"
-    for name, size in info["files"].items():
-        file = folder / name
-        if not file.exists():
-            return f"{folder}: {name} is missing"
-        if file.stat().st_size != size:
-            return f"{folder}: {name} has {file.stat().st_size} bytes instead of {size}"
-    return ""
-
-
-# %% ../../nbs/7_training/05_checkpoints.ipynb #e0f25138
-def complete_checkpoints(
-    run: RunDir,
-) -> list[Path]:  # Oldest first
-    """The usable checkpoints of a run."""
-    if not run.checkpoints.exists():
-        return []
-    return [path for path in sorted(run.checkpoints.glob("step_*")) if not checkpoint_fault(path)]
-
-
-# %% ../../nbs/7_training/05_checkpoints.ipynb #866c2f7f
-def find_checkpoint(
-    run: RunDir,
-    resume: str,  # Recipe.resume: '', 'latest', a folder, or the name of one in `run`
-) -> Path | None:  # None = start new
-    """The checkpoint to go on from. Raises RecipeError when the one named cannot be used."""
-    if not resume:
-        return None
-    if resume == "latest":
-        complete = complete_checkpoints(run)
-        return complete[-1] if complete else None
-    path = Path(resume)
-    if not path.is_absolute() and not path.exists():
-        path = run.checkpoints / resume
-    if not path.is_dir():
-        known = [p.name for p in complete_checkpoints(run)]
-        raise RecipeError(f"resume: no checkpoint folder {resume}; use 'latest' or one of {known}")
-    if fault := checkpoint_fault(path):
-        raise RecipeError(f"resume: {fault}")
-    return path
 
 
 # %% ../../nbs/7_training/05_checkpoints.ipynb #7972f8e5
@@ -406,29 +406,42 @@ def _check_metadata(metadata: Metadata) -> None:
             raise ValueError(f"{index.fqn} is compressed by {place.transform_descriptors}")
 
 
-# %% ../../nbs/7_training/05_checkpoints.ipynb #7050873e
-def check_same_run(
-    info: dict,  # info.json of the checkpoint
-    recipe: Recipe,  # Of this run
-    fingerprint: str,  # Of the data now
-) -> None:
-    """Raise RecipeError when continuing would not equal an uninterrupted run."""
-    differences = changed(restored(info["recipe"]), recipe)
-    lines = [
-        f"{name}: {then!r} in the checkpoint, {now!r} now"
-        for name, (then, now) in differences.items()
-    ]
-    if info["data"] != fingerprint:
-        lines.append(
-            "data: the collection has changed since "
-            f"(fingerprint {info['data'][:12]} then, {fingerprint[:12]} now)"
-        )
-    if lines:
-        raise RecipeError(
-            "resume: this would not be the same run:\n  "
-            + "\n  ".join(lines)
-            + "\nStart a new run instead, or put these back"
-        )
+# %% ../../nbs/7_training/05_checkpoints.ipynb #7e8983cd
+def common_fault(
+    engine: Engine,
+    fault: Callable[[int, int], str],  # (rank, world) -> what this rank finds wrong in its share
+) -> str:  # '' where no rank finds anything; the same on all
+    """What is wrong in the share of any rank. All ranks call it together."""
+    return next(filter(None, engine.gather_objects(fault(engine.rank, engine.world))), "")
+
+
+def usable_fault(
+    engine: Engine,
+    path: Path,  # A checkpoint
+    heartbeat: Callable = lambda *a: None,  # (stage, step, note)
+) -> str:  # '' for one that can be used
+    """Why a checkpoint cannot be used, its bytes compared. All ranks call it together."""
+
+    def fault(rank: int, world: int) -> str:
+        progress = partial(heartbeat, "verify checkpoint", -1)
+        return checkpoint_fault(path) or checkpoint_damage(path, rank, world, progress)
+
+    return common_fault(engine, fault)
+
+
+def checkpoint_to_resume(
+    engine: Engine,
+    run: RunDir,
+    resume: str,  # Recipe.resume
+    say: Callable[[str], None] = print,  # Told of checkpoints that are passed over
+    heartbeat: Callable = lambda *a: None,  # (stage, step, note)
+) -> Path | None:  # None = start new
+    """The checkpoint to go on from, every byte compared. All ranks call it together.
+
+    Raises RecipeError when the one named cannot be used, or none of those that are there.
+    """
+    candidates = engine.gather_objects(resume_candidates(run, resume))[0]
+    return first_usable(candidates, resume, lambda path: usable_fault(engine, path, heartbeat), say)
 
 
 # %% ../../nbs/7_training/05_checkpoints.ipynb #e45a5f64

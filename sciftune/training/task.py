@@ -23,6 +23,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
+from ..core.checkpoint_folders import checkpoint_fault
 from ..core.plan import Plan
 from ..core.randomness import stream_seed
 from ..core.recipe import Recipe, RecipeError, learning_rate_at
@@ -39,7 +40,7 @@ from sciftune.training.checkpoints import (
     CheckpointReader,
     CheckpointTensors,
     FlatShard,
-    checkpoint_fault,
+    usable_fault,
 )
 
 
@@ -311,6 +312,8 @@ class Task:
             return self.engine.network(model, name, values, recipe)
         average = recipe.start_from_ema and name in (self.averaged or (name,))
         earlier = EarlierRun(recipe.start_from, average, name, self.optional_parts)
+        if not self.started:
+            self._verify(earlier.path)
         if recipe.lora_base != "bf16" and not all(map(is_adapter, earlier.tensors.keys())):
             raise RecipeError(
                 f"start_from: {recipe.start_from} holds full weights, and lora_base="
@@ -324,6 +327,11 @@ class Task:
         self.started[name] = earlier
         self.say(f"{name} began with {recipe.start_from}; {taken} of its tensors go on training")
         return network
+
+    def _verify(self, path: Path):
+        """Compare the bytes of an earlier run's checkpoint, each rank its share. All ranks."""
+        if fault := usable_fault(self.engine, path, self.heartbeat):
+            raise RecipeError(f"start_from: {fault}")
 
     def batches(self, step: int) -> list:
         """This rank's micro-batches of `step`, on the CPU."""

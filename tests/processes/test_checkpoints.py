@@ -1,24 +1,41 @@
 """Checkpoints that are hostile, damaged, spoilt or in the way: whole runs in forked processes, tiny models."""
 
-import json
 import os
 import pickle
+import random
 import shutil
-import subprocess
-import sys
+import warnings
+from pathlib import Path
 
 import pytest
-from forked import log, start, train, wait
+import torch
+from forked import ENGINES, deviation, log, losses, start, train, wait
 
+from sciftune.core.checkpoint_folders import (
+    CheckpointError,
+    checkpoint_damage,
+    checkpoint_fault,
+    checkpoint_info,
+    complete_checkpoints,
+)
+from sciftune.core.diagnosis import Case, recognise
+from sciftune.core.digests import digest_record, file_digests, sealed
 from sciftune.core.recipe import resolve
 from sciftune.core.rundir import RunDir
+from sciftune.data.cache import TensorCache
+from sciftune.data.images import DataError
+from sciftune.lab.convert import convert_checkpoint
+from sciftune.models.family import get_family
+from sciftune.strategies.engine import Engine
+from sciftune.training.checkpoints import Checkpointer
+from sciftune.training.export import export_damage, write_component
 
 BASE = dict(
     model="qwenimage",
     figures=24,
     held_out=4,
     micro_batch=2,
-    global_batch=2,
+    global_batch=4,
     validation_steps=0,
     checkpoint_steps=1,
     steps=3,
@@ -80,9 +97,10 @@ def hostile(trained, tmp_path):
 
 def accept(folder):
     "Make info.json agree with the files, as whoever crafts a checkpoint would."
-    info = json.loads((folder / "info.json").read_text())
+    info = checkpoint_info(folder)
     info["files"] = {name: (folder / name).stat().st_size for name in info["files"]}
-    (folder / "info.json").write_text(json.dumps(info))
+    info["digests"] = digest_record({name: file_digests(folder / name) for name in info["files"]})
+    (folder / "info.json").write_text(sealed(info))
 
 
 @pytest.mark.parametrize("field", ["resume", "start_from"])
@@ -96,9 +114,127 @@ def test_a_checkpoint_runs_nothing(root, hostile, field):
 
 def test_an_export_runs_nothing(hostile, tmp_path):
     folder, ran = hostile
-    code = "import sys; from sciftune.lab.convert import convert_command as c; c(sys.argv[1:])"
-    command = [sys.executable, "-c", code, str(folder), str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode and not ran.exists()
-    assert f"{folder}/.metadata is refused" in done.stderr.splitlines()[-1], done.stderr
-    assert not (tmp_path / "out").exists()
+    with pytest.raises(CheckpointError, match=f"{folder}/.metadata is refused"):
+        convert_checkpoint(folder, tmp_path / "out")
+    assert not ran.exists() and not (tmp_path / "out").exists()
+
+
+# Damage
+
+
+def flip(file, at, mask=1):
+    "Change one byte of a file; gives what was there before."
+    before = file.read_bytes()
+    file.write_bytes(before[:at] + bytes([before[at] ^ mask]) + before[at + 1 :])
+    return before
+
+
+def copied(trained, root, name):
+    "Another run folder with the same checkpoints and metrics."
+    shutil.copytree(trained.path, root / name)
+    return RunDir(root / name)
+
+
+def test_latest_passes_over_a_damaged_one_and_says_so(root, trained):
+    run = copied(trained, root, "one-damaged")
+    flip(run.checkpoints / "step_000003" / "__0_0.distcp", 5000)
+    m = train(run, **dict(BASE, steps=4, resume="latest", num_processes=2, **ENGINES["fsdp"]))
+    text = log(run)
+    assert "resume: passed over" in text and "step_000003/__0_0.distcp is damaged" in text
+    assert "resumed from step_000002" in text and set(losses(m)) == {1, 2, 3, 4}
+    assert deviation(m, trained.read_metrics()) <= 1e-5
+    assert not checkpoint_damage(run.checkpoints / "step_000003"), "not written again"
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_again(root, trained):
+    run = copied(trained, root, "all-damaged")
+    for folder in run.checkpoints.iterdir():
+        flip(folder / "__0_0.distcp", 5000)
+    before = run.metrics.read_bytes()
+    codes, text = attempt(root, run.path.name, resume="latest")
+    assert codes == [2] and run.metrics.read_bytes() == before
+    assert "none of the 2 checkpoints can be used" in one_sentence(text, "RecipeError")
+    assert recognise(Case(text, 2))[0].name == "damaged file"
+    codes, text = attempt(root, run.path.name, resume="step_000003")
+    assert codes == [2] and "step_000003/__0_0.distcp is damaged" in text
+
+
+def test_latest_without_any_checkpoint_begins(root):
+    codes, text = attempt(root, "nothing-yet", resume="latest", steps=1)
+    assert codes == [0] and "no checkpoint in" in text and "beginning at step 0" in text
+
+
+class Checkpoint:
+    "What is written at a checkpoint, read as a resume reads it."
+
+    def __init__(self, folder):
+        engine = Engine(resolve(cpu=True))
+        torch.manual_seed(0)
+        network = engine.network(torch.nn.Sequential(torch.nn.Linear(20, 30)), "denoiser")
+        info = dict(recipe=resolve(cpu=True).model_dump(mode="json"), data="abc", task={})
+        Checkpointer(engine, RunDir(folder), wait=True).save(1, dict(denoiser=network), info)
+        (self.folder,) = complete_checkpoints(RunDir(folder))
+
+    def fault(self):
+        return checkpoint_fault(self.folder) or checkpoint_damage(self.folder)
+
+
+class Cache:
+    "Shards of the cache, read as training reads them."
+
+    def __init__(self, folder):
+        self.folder = folder
+        with TensorCache(folder).writer(flush_entries=2) as writer:
+            for i in range(6):
+                writer.add(f"key{i}", dict(x=torch.randn(50), y=torch.tensor([i]).bfloat16()))
+
+    def fault(self):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            cache = TensorCache(self.folder)
+            for key in list(cache.keys()):
+                try:
+                    cache[key]
+                except (DataError, KeyError) as error:  # of a shard that was just dropped
+                    said.append(error)
+        return "\n".join(str(getattr(one, "message", one)) for one in said)
+
+
+class Export:
+    "A pipeline whose denoiser was written by a run, read as one that trains from it."
+
+    def __init__(self, folder):
+        family = get_family("flux1")
+        base = family.tiny(folder / "base")
+        weights = family.denoiser_weights(base)
+        write_component({}, weights, folder / "model" / "transformer", max_shard_size="50KB")
+        self.folder = folder / "model"
+
+    def fault(self):
+        return export_damage(self.folder)
+
+
+def test_every_flipped_byte_is_found_and_its_file_named(tmp_path):
+    "SCIFTUNE_FLIPS (200) bytes are changed, one at a time, in files of every kind."
+    rng = random.Random(0)
+    kinds = [kind(tmp_path / kind.__name__) for kind in (Checkpoint, Cache, Export)]
+    files = {kind: sorted(p for p in kind.folder.rglob("*") if p.is_file()) for kind in kinds}
+    assert {p.suffix for found in files.values() for p in found} == {
+        "",  # .metadata
+        ".distcp",
+        ".json",
+        ".safetensors",
+    }
+    missed = []
+    for number in range(int(os.environ.get("SCIFTUNE_FLIPS", 200))):
+        kind = kinds[number % 3]
+        file = rng.choice(files[kind])
+        whole = {path: path.read_bytes() for path in files[kind]}
+        at = rng.randrange(len(whole[file]))
+        flip(file, at, rng.randrange(1, 256))
+        if Path(file).stem not in kind.fault():
+            missed.append((file, at))
+        for path, content in whole.items():
+            path.write_bytes(content)
+        assert not kind.fault()
+    assert not missed
