@@ -21,12 +21,15 @@ __all__ = [
 
 # %% ../../nbs/7_training/05_checkpoints.ipynb #32e3e7f0
 import io
+import math
+import os
 import pickle
 import shutil
 import threading
+import time
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -172,12 +175,15 @@ class Checkpointer:
         run: RunDir,
         keep: int = 2,  # Complete checkpoints kept
         wait: bool = False,  # Write before going on, instead of in a thread
+        beat: Callable[[str], None] = lambda note: None,  # Told of progress while it is waited for
     ):
         self.engine = engine
         self.run = run
         self.keep = keep
         self.wait = wait
+        self.beat = beat
         self.thread = None
+        self.folder = None  # being written by the thread
         self.error = None
         self.group = None
         if engine.world > 1:  # a slow disk is no error: whether it stalls the caller says
@@ -218,9 +224,9 @@ class Checkpointer:
             ema=sorted(averages),
         )
         replacing = ExitStack()
-        folder = self._begin(step, replacing)
+        self.folder = self._begin(step, replacing)
         self.thread = threading.Thread(
-            target=self._write, args=(shards, info, folder, replacing), daemon=True
+            target=self._write, args=(shards, info, self.folder, replacing), daemon=True
         )
         self.thread.start()
         if self.wait:
@@ -288,9 +294,8 @@ class Checkpointer:
 
     def join(self) -> None:
         """Wait for the writing under way. Raises CheckpointError with what it failed with."""
-        if self.thread:
-            self.thread.join()
-            self.thread = None
+        self._wait(math.inf)
+        self.thread = None
         if self.error:
             error = self.error
             self.error = None
@@ -298,6 +303,37 @@ class Checkpointer:
             raise CheckpointError(
                 f"checkpoint not written ({reason}); the last complete one is untouched"
             ) from error
+
+    @property
+    def writing(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return bool(self.thread) and self.thread.is_alive()
+
+    def settle(
+        self,
+        patience: float,  # Seconds without a byte written after which it is given up
+    ) -> None:
+        """Let the writing under way end, whatever else has failed. Raises nothing."""
+        self._wait(patience)
+
+    def _wait(self, patience: float) -> None:
+        size = -1
+        since = time.monotonic()
+        while self.writing and time.monotonic() - since < patience:
+            self.thread.join(min(1.0, patience))
+            now = self._written()
+            if now != size:
+                size = now
+                since = time.monotonic()
+                self.beat(f"{size / 2**30:.2f} GiB written")
+
+    def _written(self) -> int:
+        """Bytes that all ranks have written of the checkpoint under way."""
+        size = 0
+        with suppress(OSError):  # it gets its final name meanwhile
+            for file in os.scandir(self.folder):
+                size += file.stat().st_size
+        return size
 
 
 # %% ../../nbs/7_training/05_checkpoints.ipynb #7972f8e5

@@ -94,7 +94,10 @@ class Run:
         )
         self.networks = self.task.networks
         self.averages = self._averages()
-        self.checkpointer = Checkpointer(self.engine, run_dir, recipe.checkpoints_kept)
+        self.checkpointer = Checkpointer(
+            self.engine, run_dir, recipe.checkpoints_kept, beat=self._writing
+        )
+        self.heartbeat.before_end = self.settle
         self.newest = None  # checkpoint folder, being written or complete
         self.start = self.task.done = self.resume()
         self.deferred = DeferredMetrics()
@@ -205,6 +208,18 @@ class Run:
         )
         self.checkpointer.save(step, self.networks, info, self.averages)
         self.newest = self.dir.checkpoints / checkpoint_name(step)
+
+    def _writing(self, note: str) -> None:
+        """A checkpoint that is waited for makes progress."""
+        self.heartbeat.beat("checkpoint", self.task.done, note)
+
+    def settle(self) -> None:
+        """Before this process ends in an error: let a checkpoint under way be completed."""
+        if self.checkpointer.writing:
+            rank = self.engine.rank
+            told = f"rank {rank}: before it ends, {self.newest.name} is written to its end"
+            print(told, file=sys.stderr, flush=True)
+            self.checkpointer.settle(self.recipe.stall_seconds)
 
     def log(
         self,
@@ -395,16 +410,23 @@ def train(
     recipe: Recipe,
     run_dir: RunDir,
 ) -> None:
-    """Train as the recipe says, into the run folder. Every rank calls it."""
+    """Train as the recipe says, into the run folder. Every rank calls it.
+
+    An error comes out when the checkpoint that is being written is complete.
+    """
     run = Run(recipe, run_dir)
-    run.timeline.enter("validation")
-    if run.start == 0 and recipe.validation_steps:
-        run.validate(0)
-    run.timeline.enter("first step")
-    prefetcher = Prefetcher(run.task.batches, run.engine.device, recipe.data_workers)
-    with contextlib.closing(prefetcher) as batches:
-        step, stopped = train_steps(run, batches)
-    finish_run(run, step, stopped)
+    try:
+        run.timeline.enter("validation")
+        if run.start == 0 and recipe.validation_steps:
+            run.validate(0)
+        run.timeline.enter("first step")
+        prefetcher = Prefetcher(run.task.batches, run.engine.device, recipe.data_workers)
+        with contextlib.closing(prefetcher) as batches:
+            step, stopped = train_steps(run, batches)
+        finish_run(run, step, stopped)
+    except BaseException:
+        run.settle()
+        raise
 
 
 # %% ../../nbs/7_training/14_trainer.ipynb #49398916

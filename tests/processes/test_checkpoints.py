@@ -4,6 +4,7 @@ import os
 import pickle
 import random
 import shutil
+import time
 import warnings
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from sciftune.data.images import DataError
 from sciftune.lab.convert import convert_checkpoint
 from sciftune.models.family import get_family
 from sciftune.strategies.engine import Engine
+from sciftune.training import checkpoints, trainer
 from sciftune.training.checkpoints import Checkpointer
 from sciftune.training.export import export_damage, write_component
 
@@ -60,7 +62,7 @@ def attempt(root, name, sabotage=None, **fields):
     "Train in `root/name`, whatever comes of it: exit codes, and the log."
     run = RunDir(root / name)
     recipe = resolve(
-        cpu=True, run_root=str(root), name=name, stall_seconds=60, **dict(BASE, **fields)
+        cpu=True, run_root=str(root), name=name, **dict(BASE, stall_seconds=60) | fields
     )
     codes = wait(start(run, recipe, sabotage), 120)
     return codes, log(run)
@@ -238,3 +240,66 @@ def test_every_flipped_byte_is_found_and_its_file_named(tmp_path):
             path.write_bytes(content)
         assert not kind.fault()
     assert not missed
+
+
+# Ends while a checkpoint is being written
+
+
+def slow_until(words):
+    "Checkpoints that go on growing until the log says `words`."
+
+    def save(rank, run):
+        real = checkpoints.dcp.save
+
+        def grow(*a, **k):
+            real(*a, **k)
+            with open(k["storage_writer"].path / f"more_{rank}", "wb") as more:
+                while words not in log(run):
+                    more.write(b"more")
+                    more.flush()
+                    time.sleep(0.1)
+
+        checkpoints.dcp.save = grow
+
+    return save
+
+
+def at_step(step, happens, ranks):
+    "The ranks do something else than this step."
+
+    def change(rank, run):
+        real = trainer.train_step
+        if rank in ranks:
+            trainer.train_step = lambda run, s, b: happens() if s == step else real(run, s, b)
+
+    return change
+
+
+def fails():
+    raise ZeroDivisionError("the step after a save broke")
+
+
+def both(*changes):
+    return lambda rank, run: [change(rank, run) for change in changes]
+
+
+@pytest.mark.parametrize("engine, world, ranks", [("single", 1, (0,)), ("fsdp", 2, (1,))])
+def test_an_error_right_after_a_save_keeps_the_checkpoint(root, engine, world, ranks):
+    "One rank fails while all write: none ends before the checkpoint is complete."
+    sabotage = both(slow_until("is written to its end"), at_step(1, fails, ranks))
+    name = f"error-{engine}"
+    codes, text = attempt(root, name, sabotage, num_processes=world, **ENGINES[engine])
+    run = RunDir(root / name)
+    assert codes[ranks[0]] == 1 and "the step after a save broke" in text, text
+    (kept,) = run.checkpoints.iterdir()
+    assert kept.name == "step_000001" and not (checkpoint_fault(kept) or checkpoint_damage(kept))
+
+
+def test_a_stall_right_after_a_save_keeps_the_checkpoint(root):
+    "The watchdog ends the ranks, and they write to the end what grows."
+    sabotage = both(slow_until("is written to its end"), at_step(1, lambda: time.sleep(3600), (1,)))
+    fields = dict(num_processes=2, stall_seconds=10, **ENGINES["ddp"])
+    codes, text = attempt(root, "stall", sabotage, **fields)
+    assert 17 in codes and "no progress for 10 s" in text, text
+    (kept,) = RunDir(root / "stall").checkpoints.iterdir()
+    assert kept.name == "step_000001" and not (checkpoint_fault(kept) or checkpoint_damage(kept))
