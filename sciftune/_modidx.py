@@ -3533,6 +3533,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                'sciftune/training/checkpoints.py'),
                                                'sciftune.training.checkpoints.load_checkpoint': ( '7_training/checkpoints.html#load_checkpoint',
                                                                                                   'sciftune/training/checkpoints.py'),
+                                               'sciftune.training.checkpoints.not_finite': ( '7_training/checkpoints.html#not_finite',
+                                                                                             'sciftune/training/checkpoints.py'),
                                                'sciftune.training.checkpoints.state_shards': ( '7_training/checkpoints.html#state_shards',
                                                                                                'sciftune/training/checkpoints.py'),
                                                'sciftune.training.checkpoints.usable_fault': ( '7_training/checkpoints.html#usable_fault',

@@ -8,6 +8,7 @@ __all__ = [
     "METADATA_NAMES",
     "FlatShard",
     "state_shards",
+    "not_finite",
     "DigestingFiles",
     "Checkpointer",
     "MetadataUnpickler",
@@ -33,6 +34,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import IO
 
@@ -133,6 +135,20 @@ def state_shards(
                 values = averages[name].read(part).to("cpu", copy=True)
                 shards[f"{name}/ema/{part.name}"] = FlatShard.of(values, part)
     return shards
+
+
+# %% ../../nbs/7_training/05_checkpoints.ipynb #4ec4bf67
+def not_finite(
+    shards: Mapping[str, FlatShard],  # '<network>/<state>/<parameter>' -> values
+) -> list[str]:  # Keys of those that are spoilt
+    """The tensors whose sum of squares is no number in fp32."""
+    found = []
+    for key, shard in shards.items():
+        values = shard.plain()
+        squares = values.sum() if key.split("/")[1] == "exp_avg_sq" else values.dot(values)
+        if not math.isfinite(squares):
+            found.append(key)
+    return found
 
 
 # %% ../../nbs/7_training/05_checkpoints.ipynb #6681e781
@@ -265,14 +281,17 @@ class Checkpointer:
     def _write_folder(self, shards: dict, info: dict, folder: Path) -> None:
         """Every rank its file, rank 0 what belongs to all."""
         torch.set_num_threads(1)
+        spoilt = not_finite(shards)
         writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
         writer.fs = DigestingFiles()
         no_dist = self.group is None
         dcp.save(shards, storage_writer=writer, process_group=self.group, no_dist=no_dist)
-        digests = dict(ChainMap(*self._gather(writer.fs.digests)))
+        digests, spoilt = zip(*self._gather((writer.fs.digests, spoilt)), strict=True)
         if self.engine.main:
+            spoilt = sorted(set(chain(*spoilt)))
             info["files"] = {p.name: p.stat().st_size for p in sorted(folder.iterdir())}
-            info["digests"] = digest_record(digests)
+            info["digests"] = digest_record(ChainMap(*digests))
+            info |= dict(finite=not spoilt, not_finite=spoilt[:3])
             write_atomic(folder / "info.json", sealed(info))
 
     def _gather(self, thing: object) -> list:

@@ -179,7 +179,7 @@ class EarlierRun:
                 "give the folder of a checkpoint, or an exported folder as model_path"
             )
         if why := checkpoint_fault(self.path):
-            raise RecipeError(f"start_from: {path} is no checkpoint folder ({why})")
+            raise RecipeError(f"start_from: {path} is no usable checkpoint ({why})")
         self.tensors = CheckpointTensors(self.path, network, self.state)
         if not self.tensors.keys():
             hint = "it was trained without ema_decay" if ema else "it belongs to another objective"

@@ -303,3 +303,58 @@ def test_a_stall_right_after_a_save_keeps_the_checkpoint(root):
     assert 17 in codes and "no progress for 10 s" in text, text
     (kept,) = RunDir(root / "stall").checkpoints.iterdir()
     assert kept.name == "step_000001" and not (checkpoint_fault(kept) or checkpoint_damage(kept))
+
+
+# Weights that are no numbers
+
+
+def spoils(step):
+    "After this step the weights are no numbers."
+
+    def change(rank, run):
+        real = trainer.train_step
+
+        def train_step(run, s, batches):
+            numbers = real(run, s, batches)
+            if s == step:
+                for parameter in run.networks["denoiser"].parameters():
+                    parameter.data.fill_(float("nan"))
+            return numbers
+
+        trainer.train_step = train_step
+
+    return change
+
+
+def test_latest_passes_over_spoilt_weights_and_naming_them_is_refused(root, trained):
+    codes, text = attempt(root, "spoilt", spoils(2), steps=5)
+    run = RunDir(root / "spoilt")
+    assert codes == [2] and "loss is nan at step 4" in text, text
+    kept = sorted(p.name for p in run.checkpoints.iterdir())
+    assert kept == ["step_000001", "step_000002", "step_000003"]  # two that are usable, and one
+    for field in ("resume", "start_from"):
+        fields = {field: str(run.checkpoints / "step_000003")}
+        codes, text = attempt(root, f"spoilt-{field}", steps=5, **fields)
+        assert codes == [2]
+        assert "its weights are not finite numbers (denoiser/" in one_sentence(text, "RecipeError")
+    m = train(run, **dict(BASE, steps=5, resume="latest"))
+    text = log(run)
+    assert "resume: passed over" in text and "resumed from step_000002" in text
+    assert deviation(m, trained.read_metrics()) <= 1e-5 and set(losses(m)) == {1, 2, 3, 4, 5}
+    assert not checkpoint_fault(run.checkpoints / "step_000005")
+
+
+def test_a_rate_that_spoils_the_first_step(root):
+    "The only checkpoint has finite weights of 1e30, which the next step cannot use: nothing to go on from, and no new start."
+    huge = dict(learning_rate=1e30, steps=5, weight_decay=0)
+    codes, text = attempt(root, "huge", **huge)
+    assert codes == [2] and "loss is nan at step 2" in text, text
+    codes, text = attempt(root, "huge", resume="latest", **huge)
+    assert codes == [2] and "none of the 1 checkpoints can be used" in text
+
+
+def test_spoilt_weights_are_not_exported_and_no_older_ones_in_their_place(root):
+    codes, text = attempt(root, "spoilt-end", spoils(2), export=True)
+    assert codes == [2] and not (root / "spoilt-end" / "model").exists()
+    said = one_sentence(text, "CheckpointError")
+    assert "export: " in said and "step_000003: its weights are not finite" in said
