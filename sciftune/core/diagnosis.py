@@ -608,6 +608,15 @@ def _model_cure(case: Case) -> str:
 
 _INPUT_FAILURES = (
     KnownFailure(
+        "damaged file",
+        "–",
+        (r"Error: .*is damaged", r"Error: .*none of the \d+ checkpoints can be used"),
+        "bytes on the disk are not those that were written: a disk, a network or a memory with "
+        "faults, or a file that was changed by hand",
+        "copy the file again from where it is whole, or name another checkpoint; then look at the "
+        "machine (dmesg, smartctl)",
+    ),
+    KnownFailure(
         "another run in the checkpoint",
         "C D",
         (

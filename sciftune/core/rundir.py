@@ -191,9 +191,16 @@ class RunDir:
         self,
         row: dict,  # One JSON object; floats, ints, strings, flat dicts
     ) -> None:
-        """Append one line to metrics.jsonl with a single write, so that lines never mix."""
-        with open(self.metrics, "a") as f:
-            f.write(json.dumps(row) + "\n")
+        """Append one line to metrics.jsonl with a single write, so that lines never mix.
+
+        A line that a kill has cut is ended first, so that only that one is lost.
+        """
+        with open(self.metrics, "ab+") as f:
+            cut = False
+            if f.tell():
+                f.seek(-1, os.SEEK_END)
+                cut = f.read(1) != b"\n"
+            f.write(b"\n" * cut + json.dumps(row).encode() + b"\n")
 
     def read_metrics(self) -> list[dict]:
         """Every complete line of metrics.jsonl.

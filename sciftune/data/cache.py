@@ -5,6 +5,7 @@
 # %% ../../nbs/2_data/08_cache.ipynb #d5215009
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -13,6 +14,7 @@ import threading
 import time
 import uuid
 import warnings
+import zlib
 from collections.abc import Iterable, KeysView
 from pathlib import Path
 
@@ -21,11 +23,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..core.digests import sealed, unsealed
 from ..core.rundir import write_atomic
+from .images import DataError
 
 # %% auto #0
 __all__ = [
     "cache_key",
+    "entry_digest",
+    "header_digest",
     "save_shard",
     "open_shard",
     "Writer",
@@ -68,6 +74,28 @@ def cache_key(
 
 
 # %% ../../nbs/2_data/08_cache.ipynb #20b51c33
+def entry_digest(
+    tensors: dict[str, Tensor],  # name -> tensor on the CPU, any shape and dtype
+) -> str:  # 8 hexadecimal digits
+    """CRC-32 of the bytes of all tensors, in their order."""
+    crc = 0
+    for tensor in tensors.values():
+        flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+        crc = zlib.crc32(flat.numpy(), crc)
+    return f"{crc:08x}"
+
+
+def header_digest(
+    path: Path,  # A safetensors file
+) -> str:  # 8 hexadecimal digits
+    """CRC-32 of what stands before the tensors: names, types, shapes and places."""
+    with open(path, "rb") as file:
+        length = file.read(8)
+        header = file.read(min(int.from_bytes(length, "little"), path.stat().st_size))
+    return f"{zlib.crc32(length + header):08x}"
+
+
+# %% ../../nbs/2_data/08_cache.ipynb #e9fbf575
 def save_shard(
     folder: Path,  # Of the cache
     name: str,  # Without suffix, used by nobody else
@@ -97,8 +125,10 @@ def save_shard(
         "bytes": path.stat().st_size,
         "sha256": digest,
         "entries": {k: list(t) for k, t in entries.items()},
+        "header": header_digest(path),
+        "digests": {k: entry_digest(t) for k, t in entries.items()},
     }
-    write_atomic(folder / f"{name}.json", json.dumps(index))
+    write_atomic(folder / f"{name}.json", sealed(index))
 
 
 def open_shard(
@@ -109,12 +139,14 @@ def open_shard(
 
     Raises ValueError, OSError or SafetensorError for a damaged one.
     """
-    index = json.loads((folder / f"{name}.json").read_text())
+    index = unsealed((folder / f"{name}.json").read_bytes())
     path = folder / f"{name}.safetensors"
     if not isinstance(index, dict) or index.get("format") != 1:
         raise ValueError("index of an unknown format")
     if path.stat().st_size != index["bytes"]:
         raise ValueError(f"{path.stat().st_size} bytes, the index says {index['bytes']}")
+    if index.get("header", header := header_digest(path)) != header:
+        raise ValueError("the header was not written so")
     return index, safe_open(path, framework="pt")
 
 
@@ -211,7 +243,8 @@ class TensorCache:
         self.folder = Path(folder)
         self.faults = []  # shard and reason of each damaged one
         self._lock = threading.Lock()
-        self._entries = {}  # key -> (shard, names of tensors)
+        self._entries = {}  # key -> (shard, names of tensors, digest or None)
+        self._compared = set()  # keys whose bytes were compared in this process
         self._shards = {}  # name -> open file
         self.refresh()
 
@@ -236,8 +269,9 @@ class TensorCache:
                 except (ValueError, KeyError, OSError, SafetensorError) as e:
                     self._fault(name, e)
                     continue
+                digests = index.get("digests", {})  # of no entry in a shard of earlier versions
                 for key, names in index["entries"].items():
-                    entries.setdefault(key, (name, tuple(names)))
+                    entries.setdefault(key, (name, tuple(names), digests.get(key)))
             self._entries = entries  # one assignment: readers see the old or the new
         return self
 
@@ -261,21 +295,41 @@ class TensorCache:
         return [k for k in dict.fromkeys(keys) if k not in self._entries]
 
     def __getitem__(self, key: str) -> dict[str, Tensor]:
-        """Read copies of the tensors under a key. Raises KeyError when there are none."""
+        """Read copies of the tensors under a key.
+
+        Raises KeyError when there are none, DataError when they are damaged.
+        """
         try:
             shards = self._shards
-            name, names = self._entries[key]
+            name, names, digest = self._entries[key]
         except KeyError:
             raise KeyError(f"{key} is not in the cache {self.folder}") from None
         try:
-            return {n: shards[name].get_tensor(f"{key}/{n}").clone() for n in names}
-        except (KeyError, OSError, SafetensorError) as e:
+            tensors = {n: shards[name].get_tensor(f"{key}/{n}").clone() for n in names}
+            self._compare(key, tensors, digest)
+            return tensors
+        except (KeyError, ValueError, OSError, SafetensorError) as e:
             with self._lock:
                 self._fault(name, e)
-            raise KeyError(
-                f"{key} was in the damaged shard {self.folder / name}: "
-                "start again to compute it anew"
+            if isinstance(e, ValueError):
+                self._forget(name)
+            raise DataError(
+                f"cache: {self.folder / name}.safetensors is damaged ({e}); "
+                "start again, and its entries are computed anew"
             ) from e
+
+    def _compare(self, key: str, tensors: dict[str, Tensor], digest: str | None):
+        """Raise ValueError, the first time that a key is read, for bytes that were not written."""
+        if digest is None or key in self._compared:
+            return
+        if entry_digest(tensors) != digest:
+            raise ValueError(f"the bytes of {key} were not written so")
+        self._compared.add(key)
+
+    def _forget(self, name: str):
+        """Take the index from a shard, so that nobody counts on its entries."""
+        with contextlib.suppress(OSError):
+            (self.folder / f"{name}.json").unlink()
 
     def writer(
         self,

@@ -36,6 +36,7 @@ __all__ = [
     "Files",
     "Parquet",
     "parquet_shards",
+    "check_listed_files",
     "HuggingFace",
 ]
 
@@ -413,6 +414,22 @@ def parquet_shards(
     return paths
 
 
+# %% ../../nbs/2_data/02_readers.ipynb #30b8f31b
+def check_listed_files(
+    root: Path,  # Folder that `save_to_disk` wrote, resolved
+) -> None:
+    """Raise DataError unless all files that a Hugging Face dataset names are below its folder."""
+    splits = [""]
+    if (root / "dataset_dict.json").is_file():
+        splits = json.loads((root / "dataset_dict.json").read_text())["splits"]
+    for split in splits:
+        state = os.path.join(root, split, "state.json")
+        listed = json.loads((root / inside(root, state)).read_text())
+        for kind in ("_data_files", "_indices_files"):
+            for file in listed.get(kind) or ():
+                inside(root, os.path.join(root, split, file["filename"]))
+
+
 # %% ../../nbs/2_data/02_readers.ipynb #27de4947
 class HuggingFace:
     """Images in a folder that `Dataset.save_to_disk` wrote.
@@ -431,6 +448,7 @@ class HuggingFace:
                 f"{root} is a Hugging Face dataset: reading it needs `pip install datasets`"
             ) from None
         try:
+            check_listed_files(root)
             self.data = datasets.load_from_disk(str(root))
         except Exception as e:  # it raises arrow, OS, JSON and type errors alike
             raise DataError(f"{root}: not a readable Hugging Face dataset: {e}") from e

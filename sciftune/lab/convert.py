@@ -7,12 +7,17 @@ __all__ = ["TYPES", "checkpoint_recipe", "convert_checkpoint", "convert_command"
 
 # %% ../../nbs/9_lab/11_convert.ipynb #99b61e77
 import argparse
-import json
 import sys
 from pathlib import Path
 
 import torch
 
+from sciftune.core.checkpoint_folders import (
+    CheckpointError,
+    checkpoint_damage,
+    checkpoint_fault,
+    checkpoint_info,
+)
 from ..core.recipe import Recipe, restored
 from ..models.family import get_family
 from ..planner.profile import weights_path
@@ -32,8 +37,10 @@ TYPES = {
 def checkpoint_recipe(
     checkpoint: Path,  # A complete checkpoint
 ) -> Recipe:
-    """The recipe of the run that wrote `checkpoint`."""
-    return restored(json.loads((checkpoint / "info.json").read_text())["recipe"])
+    """The recipe of the run that wrote `checkpoint`. Raises CheckpointError for an unusable one."""
+    if fault := checkpoint_fault(checkpoint) or checkpoint_damage(checkpoint):
+        raise CheckpointError(fault)
+    return restored(checkpoint_info(checkpoint)["recipe"])
 
 
 def convert_checkpoint(
@@ -49,6 +56,7 @@ def convert_checkpoint(
     base = family.resolve(weights_path(recipe, family), revision=recipe.revision or None)
     earlier = None
     if recipe.start_from:  # what this run did not train is what it began with
+        checkpoint_recipe(Path(recipe.start_from))
         earlier = EarlierRun(recipe.start_from, recipe.start_from_ema).tensors
     whole = family.denoiser_component == "."  # its tokenizer and autoencoder go with it
     write = export_pipeline if whole else export_component

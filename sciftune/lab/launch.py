@@ -86,6 +86,7 @@ import psutil
 from pydantic import BaseModel, ConfigDict
 
 from ..core.aliases import ALIASES, SWITCHES
+from ..core.checkpoint_folders import check_same_run, checkpoint_info, find_checkpoint
 from ..core.diagnosis import Case, Finding, recognise
 from ..core.plan import Plan
 from ..core.processes import world_size
@@ -409,6 +410,8 @@ def choose_folder(
             )
         return _free(there[0])
     if not recipe.name or not there[0].path.exists():
+        if recipe.resume == "latest":
+            raise LaunchError(_no_such_run(recipe))
         return None
     if not recipe.resume:
         _not_taken(there[0], recipe)
@@ -416,6 +419,28 @@ def choose_folder(
 
 
 # %% ../../nbs/9_lab/02_launch.ipynb #3877632b
+def _no_such_run(recipe: Recipe) -> str:
+    """Which runs there are instead of the one that shall be continued."""
+    names = sorted(path.parent.name for path in Path(recipe.run_root).glob("*/recipe.yaml"))
+    return (
+        f"resume: 'latest' finds no run '{recipe.name}' in {recipe.run_root}"
+        f"{nearest(recipe.name, names)}; give the name of one that is there, or no resume to begin "
+        "a new run"
+    )
+
+
+def _check_resume(run: RunDir | None, recipe: Recipe):
+    """Raise RecipeError for a checkpoint that cannot be used, or of a run that is not this one.
+
+    What can be told without the data and before anything is written.
+    """
+    if not recipe.resume or (run and state(run) == "running"):
+        return
+    folder = run or RunDir(Path(recipe.run_root) / (recipe.name or "new"))
+    if path := find_checkpoint(folder, recipe.resume):
+        check_same_run(checkpoint_info(path), recipe)
+
+
 def _not_taken(run: RunDir, recipe: Recipe):
     """Raise LaunchError when `run` holds another recipe's run, or steps of this one's."""
     old = kept_recipe(run)
@@ -481,12 +506,13 @@ def prepare_run(
     try:
         world_size(recipe)
         run = choose_folder(recipe)
+        _check_resume(run, recipe)
         fresh = run is None
         run = run or new_run(recipe)
     except RecipeError as error:
         raise LaunchError(str(error)) from None
-    announce(run)
     if state(run) == "running":
+        announce(run)
         return run
     try:
         with locked(run.path), tempfile.TemporaryDirectory() as aside:
@@ -500,6 +526,7 @@ def prepare_run(
         if fresh:
             shutil.rmtree(run.path, ignore_errors=True)
         raise
+    announce(run)
     return run
 
 

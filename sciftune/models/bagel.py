@@ -100,6 +100,7 @@ from transformers import AttentionInterface, SiglipVisionConfig
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP, Qwen2RMSNorm, apply_rotary_pos_emb
 from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer
 
+from ..core.digests import DIGESTS_FILE, read_digests, write_digests
 from ..core.registry import FamilyRecord
 from ..core.rundir import replaced_folder
 from ..data.sequences import PackedBatch, SpecialTokens, image_patches, visibility
@@ -1851,8 +1852,9 @@ def export_release(
     if wrong:
         names = ", ".join(sorted(wrong)[:4])
         raise ValueError(f"{component_folder} does not hold the model of {base}: {names}")
-    written = ("ema.safetensors", "model.safetensors", "model.safetensors.index.json")
+    written = ("ema.safetensors", "model.safetensors", "model.safetensors.index.json", DIGESTS_FILE)
     made = Path(component_folder) / "ema.safetensors"
+    digests = {}
     with replaced_folder(out) as aside:
         for file in folder.iterdir():
             if file.is_file() and file.name not in written:
@@ -1861,7 +1863,9 @@ def export_release(
             shutil.copytree(folder / "vae", aside / "vae")
         if same_tensors(made, want):
             link_or_copy(made, aside / made.name)
+            digests = read_digests(component_folder)["crc32"]
         else:
             tensors = {k: weights[k].contiguous() for k in want}
             save_file(tensors, aside / made.name, metadata=dict(format="pt"))
+        write_digests(aside, digests)
     return out

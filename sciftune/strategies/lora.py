@@ -40,12 +40,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from ..core.digests import folder_damage, write_digests
 from ..core.randomness import stream
 from ..core.recipe import Recipe, RecipeError
 from ..core.registry import nearest, records
 from ..core.rundir import replaced_folder
 from ..models.family import Family, get_family
-from ..models.weights import pipeline_index, resolve_folder
+from ..models.weights import PICKLES, pipeline_index, resolve_folder
 
 
 # %% ../../nbs/5_strategies/07_lora.ipynb #cce70637
@@ -359,6 +360,7 @@ def save_lora(
             _write_diffusers(state, config.to_dict(), family, aside)
         if scheduler is not None:
             scheduler.save_pretrained(aside / "scheduler")
+        write_digests(aside)
     return len(state)
 
 
@@ -395,14 +397,28 @@ def _write_peft(state: dict, recipe: Recipe, layers: list[str], folder: Path):
 
 
 # %% ../../nbs/5_strategies/07_lora.ipynb #a2227b4e
+def _refuse_pickles(where: Path) -> None:
+    """Raise RecipeError for an adapter that only a pickle holds."""
+    files = sorted(where.iterdir()) if where.is_dir() else [where]
+    pickles = [file for file in files if file.suffix in PICKLES]
+    if pickles and not any(file.suffix == ".safetensors" for file in files):
+        raise RecipeError(
+            f"lora_path: {pickles[0]} is a pickle, which can run code when opened, and is refused; "
+            "save the adapter again as safetensors"
+        )
+
+
 def lora_record(
     path: str | Path,  # LoRA file or folder
     family: Family,
 ) -> tuple[dict, int, float]:  # (parameter name without 'default' -> tensor, rank, alpha)
-    """What a LoRA holds. Raises RecipeError when it cannot be used with `family`."""
+    """What a LoRA holds. Raises RecipeError for pickles, damage, and what does not suit."""
     where = Path(path).expanduser()
     if not where.exists():
         raise RecipeError(f"lora_path: {path} does not exist")
+    _refuse_pickles(where)
+    if damaged := folder_damage(where if where.is_dir() else where.parent):
+        raise RecipeError(f"lora_path: {damaged}")
     if family.lora_layout == "peft":
         return _read_peft(where if where.is_dir() else where.parent)
     cls, part = getattr(diffusers, family.pipeline_class), family.denoiser_component
@@ -414,6 +430,7 @@ def lora_record(
             str(where if where.is_dir() else where.parent),
             weight_name=None if where.is_dir() else where.name,
             local_files_only=True,
+            use_safetensors=True,
             **flags,
         )
     except Exception as e:

@@ -93,7 +93,8 @@ def on_ranks(
         errors = [f.read_text() for f in sorted(folder.glob("error_*"))]
         if any(p.exitcode for p in processes):
             raise RuntimeError("\n".join(errors) or f"no rank was ready after {seconds} s")
-        return [torch.load(folder / f"result_{rank}") for rank in range(world)]
+        results = (folder / f"result_{rank}" for rank in range(world))
+        return [torch.load(result, weights_only=True) for result in results]
 
 
 # %% ../../nbs/5_strategies/17_ranks.ipynb #6e366d82

@@ -4,43 +4,68 @@
 
 # %% auto #0
 __all__ = [
+    "METADATA_CLASSES",
+    "METADATA_NAMES",
     "FlatShard",
     "state_shards",
-    "CheckpointError",
-    "checkpoint_name",
+    "not_finite",
+    "DigestingFiles",
     "Checkpointer",
-    "checkpoint_info",
-    "checkpoint_fault",
-    "complete_checkpoints",
-    "find_checkpoint",
-    "check_same_run",
+    "MetadataUnpickler",
+    "CheckpointReader",
+    "common_fault",
+    "usable_fault",
+    "checkpoint_to_resume",
     "load_checkpoint",
     "CheckpointTensors",
 ]
 
 # %% ../../nbs/7_training/05_checkpoints.ipynb #32e3e7f0
 import io
-import json
+import math
+import os
+import pickle
 import shutil
 import threading
+import time
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
+from itertools import chain
 from pathlib import Path
+from typing import IO
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
+    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from ..core.recipe import Recipe, RecipeError, changed, restored
+from sciftune.core.checkpoint_folders import (
+    CheckpointError,
+    checkpoint_damage,
+    checkpoint_fault,
+    checkpoint_info,
+    checkpoint_name,
+    complete_checkpoints,
+    first_usable,
+    resume_candidates,
+)
+from ..core.digests import DigestingFile, digest_record, sealed
+from ..core.recipe import RecipeError
 from ..core.rundir import RunDir, replaced_folder, write_atomic
 from ..strategies.engine import Engine
 from ..strategies.network import STATES, Network, Range
@@ -112,17 +137,48 @@ def state_shards(
     return shards
 
 
-# %% ../../nbs/7_training/05_checkpoints.ipynb #7b720f30
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written; the last complete one is untouched."""
+# %% ../../nbs/7_training/05_checkpoints.ipynb #4ec4bf67
+def not_finite(
+    shards: Mapping[str, FlatShard],  # '<network>/<state>/<parameter>' -> values
+) -> list[str]:  # Keys of those that are spoilt
+    """The tensors whose sum of squares is no number in fp32."""
+    found = []
+    for key, shard in shards.items():
+        values = shard.plain()
+        squares = values.sum() if key.split("/")[1] == "exp_avg_sq" else values.dot(values)
+        if not math.isfinite(squares):
+            found.append(key)
+    return found
 
 
-# %% ../../nbs/7_training/05_checkpoints.ipynb #5d04f071
-def checkpoint_name(
-    step: int,  # Steps taken
-) -> str:
-    """The folder's name; names sort like steps up to a million."""
-    return f"step_{step:06d}"
+# %% ../../nbs/7_training/05_checkpoints.ipynb #6681e781
+class DigestingFiles(FileSystem):
+    """Where torch writes its files: it takes the digests of what it writes."""
+
+    def __init__(self):
+        super().__init__()
+        self.digests = {}  # name of a file -> digests of its blocks
+
+    @contextmanager
+    def create_stream(
+        self,
+        path: str | Path,
+        mode: str,  # 'wb' or 'rb'
+    ) -> Iterator[IO[bytes]]:
+        """The open file; its digests are known when it is closed."""
+        with super().create_stream(path, mode) as raw:
+            file = DigestingFile(raw)
+            yield file
+        self.digests[Path(path).name] = file.blocks.digests()
+
+    def rename(
+        self,
+        path: str | Path,
+        new_path: str | Path,
+    ) -> None:
+        """Rename a file that was written; its digests go with it."""
+        super().rename(path, new_path)
+        self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)
 
 
 # %% ../../nbs/7_training/05_checkpoints.ipynb #ef37f492
@@ -135,18 +191,31 @@ class Checkpointer:
         run: RunDir,
         keep: int = 2,  # Complete checkpoints kept
         wait: bool = False,  # Write before going on, instead of in a thread
+        beat: Callable[[str], None] = lambda note: None,  # Told of progress while it is waited for
     ):
         self.engine = engine
         self.run = run
         self.keep = keep
         self.wait = wait
+        self.beat = beat
         self.thread = None
+        self.folder = None  # being written by the thread
         self.error = None
-        self.group = dist.new_group(backend="gloo") if engine.world > 1 else None
+        self.group = None
+        if engine.world > 1:  # a slow disk is no error: whether it stalls the caller says
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
         if engine.main:
             run.checkpoints.mkdir(parents=True, exist_ok=True)
-            for unfinished in run.checkpoints.glob(".step_*"):
-                shutil.rmtree(unfinished, ignore_errors=True)  # of a writer that was killed
+            self._tidy()
+
+    def _tidy(self) -> None:
+        """Remove what a killed writer left; a checkpoint that it was replacing comes back."""
+        for old in self.run.checkpoints.glob(".step_*.old"):
+            final = old.with_name(old.name.split(".")[1])
+            if not final.exists():
+                old.rename(final)
+        for unfinished in self.run.checkpoints.glob(".step_*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
 
     def save(
         self,
@@ -171,9 +240,9 @@ class Checkpointer:
             ema=sorted(averages),
         )
         replacing = ExitStack()
-        folder = self._begin(step, replacing)
+        self.folder = self._begin(step, replacing)
         self.thread = threading.Thread(
-            target=self._write, args=(shards, info, folder, replacing), daemon=True
+            target=self._write, args=(shards, info, self.folder, replacing), daemon=True
         )
         self.thread.start()
         if self.wait:
@@ -198,31 +267,54 @@ class Checkpointer:
         return final.with_name(self.engine.gather_objects(name)[0])
 
     def _write(self, shards: dict, info: dict, folder: Path, replacing: ExitStack) -> None:
+        error = None
         try:
             with replacing:  # of rank 0: the folder gets its name at the end, or is removed
-                torch.set_num_threads(1)
-                dcp.save(
-                    shards,
-                    storage_writer=dcp.FileSystemWriter(
-                        folder, single_file_per_rank=True, sync_files=True
-                    ),
-                    process_group=self.group,
-                    no_dist=self.group is None,
-                )
-                if self.engine.main:
-                    info["files"] = {p.name: p.stat().st_size for p in sorted(folder.iterdir())}
-                    write_atomic(folder / "info.json", json.dumps(info))
-            if self.engine.main:
-                for old in complete_checkpoints(self.run)[: -self.keep]:
-                    shutil.rmtree(old, ignore_errors=True)
-        except BaseException as error:
-            self.error = error
+                self._write_folder(shards, info, folder)
+        except BaseException as failed:
+            error = failed
+        self.error = self._agreed(error)
+        if self.engine.main and not self.error:
+            for old in complete_checkpoints(self.run)[: -self.keep]:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def _write_folder(self, shards: dict, info: dict, folder: Path) -> None:
+        """Every rank its file, rank 0 what belongs to all."""
+        torch.set_num_threads(1)
+        spoilt = not_finite(shards)
+        writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
+        writer.fs = DigestingFiles()
+        no_dist = self.group is None
+        dcp.save(shards, storage_writer=writer, process_group=self.group, no_dist=no_dist)
+        digests, spoilt = zip(*self._gather((writer.fs.digests, spoilt)), strict=True)
+        if self.engine.main:
+            spoilt = sorted(set(chain(*spoilt)))
+            info["files"] = {p.name: p.stat().st_size for p in sorted(folder.iterdir())}
+            info["digests"] = digest_record(ChainMap(*digests))
+            info |= dict(finite=not spoilt, not_finite=spoilt[:3])
+            write_atomic(folder / "info.json", sealed(info))
+
+    def _gather(self, thing: object) -> list:
+        """Every rank's `thing`, in the writing threads."""
+        if self.group is None:
+            return [thing]
+        found = [None] * self.engine.world
+        dist.all_gather_object(found, thing, group=self.group)
+        return found
+
+    def _agreed(self, error: BaseException | None) -> BaseException | None:
+        """The error of this rank or of another; no rank ends before all are done."""
+        try:
+            reasons = self._gather(error and f"{type(error).__name__}: {error}")
+        except Exception as lost:
+            return error or lost
+        others = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
+        return error or (CheckpointError(others[0]) if others else None)
 
     def join(self) -> None:
         """Wait for the writing under way. Raises CheckpointError with what it failed with."""
-        if self.thread:
-            self.thread.join()
-            self.thread = None
+        self._wait(math.inf)
+        self.thread = None
         if self.error:
             error = self.error
             self.error = None
@@ -231,88 +323,180 @@ class Checkpointer:
                 f"checkpoint not written ({reason}); the last complete one is untouched"
             ) from error
 
+    @property
+    def writing(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return bool(self.thread) and self.thread.is_alive()
 
-# %% ../../nbs/7_training/05_checkpoints.ipynb #d8c6ff74
-def checkpoint_info(
-    folder: Path,  # A complete checkpoint
-) -> dict:
-    """`info.json` of a checkpoint: see the table above."""
-    return json.loads((Path(folder) / "info.json").read_text())
+    def settle(
+        self,
+        patience: float,  # Seconds without a byte written after which it is given up
+    ) -> None:
+        """Let the writing under way end, whatever else has failed. Raises nothing."""
+        self._wait(patience)
+
+    def _wait(self, patience: float) -> None:
+        size = -1
+        since = time.monotonic()
+        while self.writing and time.monotonic() - since < patience:
+            self.thread.join(min(1.0, patience))
+            now = self._written()
+            if now != size:
+                size = now
+                since = time.monotonic()
+                self.beat(f"{size / 2**30:.2f} GiB written")
+
+    def _written(self) -> int:
+        """Bytes that all ranks have written of the checkpoint under way."""
+        size = 0
+        with suppress(OSError):  # it gets its final name meanwhile
+            for file in os.scandir(self.folder):
+                size += file.stat().st_size
+        return size
 
 
-# %% ../../nbs/7_training/05_checkpoints.ipynb #7f1a4299
-def checkpoint_fault(
-    folder: Path,
-) -> str:  # '' when the checkpoint is complete
-    """Why a checkpoint folder cannot be used."""
-    try:
-        info = checkpoint_info(folder)
-    except (OSError, ValueError) as e:
-        return f"{folder}: no readable info.json ({e})"
-    for name, size in info["files"].items():
-        file = folder / name
-        if not file.exists():
-            return f"{folder}: {name} is missing"
-        if file.stat().st_size != size:
-            return f"{folder}: {name} has {file.stat().st_size} bytes instead of {size}"
-    return ""
+# %% ../../nbs/7_training/05_checkpoints.ipynb #7972f8e5
+METADATA_CLASSES = {
+    (kind.__module__, kind.__name__): kind
+    for kind in (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+        _MEM_FORMAT_ENCODING,
+        _StorageInfo,
+    )
+}  # What `.metadata` is made of
 
 
-# %% ../../nbs/7_training/05_checkpoints.ipynb #e0f25138
-def complete_checkpoints(
+def _joined_path(*parts: str) -> str:
+    """A path in metadata, as text: nothing is opened by it."""
+    return "/".join(map(str, parts))
+
+
+METADATA_NAMES = METADATA_CLASSES | {
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("pathlib", "PosixPath"): _joined_path,
+    ("pathlib._local", "PosixPath"): _joined_path,  # Python 3.13
+}
+
+
+class MetadataUnpickler(pickle._Unpickler):
+    """Reads `.metadata` and nothing else: it knows no name but those of torch's format.
+
+    It is the one written in Python, whose BUILD can be told to leave classes as they are.
+    """
+
+    def find_class(
+        self,
+        module: str,
+        name: str,
+    ) -> object:
+        """What a name stands for. Raises UnpicklingError for one that is not of the format."""
+        if (module, name) in METADATA_NAMES:
+            return METADATA_NAMES[module, name]
+        found = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(found, torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which can run code")
+
+    def load_build(self):
+        """Set the attributes of an instance of the format's classes, and of nothing else."""
+        if type(self.stack[-2]) not in METADATA_CLASSES.values():
+            raise pickle.UnpicklingError("it changes something that is not an entry")
+        super().load_build()
+
+    dispatch = pickle._Unpickler.dispatch | {pickle.BUILD[0]: load_build}
+
+
+# %% ../../nbs/7_training/05_checkpoints.ipynb #0ce211f3
+class CheckpointReader(dcp.FileSystemReader):
+    """Torch's reader of a checkpoint folder, without its `pickle.load`; reads metadata once."""
+
+    def __init__(
+        self,
+        path: str | Path,  # Checkpoint folder
+    ):
+        super().__init__(path)
+        self.metadata = None
+
+    def read_metadata(
+        self,
+        *args: object,  # Not used
+        **kwargs: object,  # Not used
+    ) -> Metadata:
+        """Which file holds which range of which tensor. Raises CheckpointError for what is not."""
+        if self.metadata is None:
+            file = Path(self.path) / ".metadata"
+            try:
+                with open(file, "rb") as stream:
+                    metadata = MetadataUnpickler(stream).load()
+                _check_metadata(metadata)
+            except Exception as error:  # a damaged pickle raises errors of any type
+                raise CheckpointError(
+                    f"{file} is refused: it is no index of tensors in a checkpoint "
+                    f"({type(error).__name__}: {error})"
+                ) from None
+            metadata.storage_meta = StorageMeta(load_id=self.load_id)
+            self.metadata = metadata
+        return self.metadata
+
+
+def _check_metadata(metadata: Metadata) -> None:
+    """Raise ValueError unless all entries are tensors in files of the folder."""
+    if type(metadata) is not Metadata:
+        raise ValueError(f"it holds a {type(metadata).__name__}")
+    for key, stored in metadata.state_dict_metadata.items():
+        if type(stored) is not TensorStorageMetadata or type(stored.size) is not torch.Size:
+            raise ValueError(f"{key} is no tensor")
+    for index, place in metadata.storage_data.items():
+        if type(index) is not MetadataIndex or type(place) is not _StorageInfo:
+            raise ValueError(f"{index!r:.80} is no place of a tensor")
+        if Path(place.relative_path).name != place.relative_path:
+            raise ValueError(f"{index.fqn} lies outside the folder, in {place.relative_path!r}")
+        if place.transform_descriptors:
+            raise ValueError(f"{index.fqn} is compressed by {place.transform_descriptors}")
+
+
+# %% ../../nbs/7_training/05_checkpoints.ipynb #7e8983cd
+def common_fault(
+    engine: Engine,
+    fault: Callable[[int, int], str],  # (rank, world) -> what this rank finds wrong in its share
+) -> str:  # '' where no rank finds anything; the same on all
+    """What is wrong in the share of any rank. All ranks call it together."""
+    return next(filter(None, engine.gather_objects(fault(engine.rank, engine.world))), "")
+
+
+def usable_fault(
+    engine: Engine,
+    path: Path,  # A checkpoint
+    heartbeat: Callable = lambda *a: None,  # (stage, step, note)
+) -> str:  # '' for one that can be used
+    """Why a checkpoint cannot be used, its bytes compared. All ranks call it together."""
+
+    def fault(rank: int, world: int) -> str:
+        progress = partial(heartbeat, "verify checkpoint", -1)
+        return checkpoint_fault(path) or checkpoint_damage(path, rank, world, progress)
+
+    return common_fault(engine, fault)
+
+
+def checkpoint_to_resume(
+    engine: Engine,
     run: RunDir,
-) -> list[Path]:  # Oldest first
-    """The usable checkpoints of a run."""
-    if not run.checkpoints.exists():
-        return []
-    return [path for path in sorted(run.checkpoints.glob("step_*")) if not checkpoint_fault(path)]
-
-
-# %% ../../nbs/7_training/05_checkpoints.ipynb #866c2f7f
-def find_checkpoint(
-    run: RunDir,
-    resume: str,  # Recipe.resume: '', 'latest', a folder, or the name of one in `run`
+    resume: str,  # Recipe.resume
+    say: Callable[[str], None] = print,  # Told of checkpoints that are passed over
+    heartbeat: Callable = lambda *a: None,  # (stage, step, note)
 ) -> Path | None:  # None = start new
-    """The checkpoint to go on from. Raises RecipeError when the one named cannot be used."""
-    if not resume:
-        return None
-    if resume == "latest":
-        complete = complete_checkpoints(run)
-        return complete[-1] if complete else None
-    path = Path(resume)
-    if not path.is_absolute() and not path.exists():
-        path = run.checkpoints / resume
-    if not path.is_dir():
-        known = [p.name for p in complete_checkpoints(run)]
-        raise RecipeError(f"resume: no checkpoint folder {resume}; use 'latest' or one of {known}")
-    if fault := checkpoint_fault(path):
-        raise RecipeError(f"resume: {fault}")
-    return path
+    """The checkpoint to go on from, every byte compared. All ranks call it together.
 
-
-# %% ../../nbs/7_training/05_checkpoints.ipynb #7050873e
-def check_same_run(
-    info: dict,  # info.json of the checkpoint
-    recipe: Recipe,  # Of this run
-    fingerprint: str,  # Of the data now
-) -> None:
-    """Raise RecipeError when continuing would not equal an uninterrupted run."""
-    differences = changed(restored(info["recipe"]), recipe)
-    lines = [
-        f"{name}: {then!r} in the checkpoint, {now!r} now"
-        for name, (then, now) in differences.items()
-    ]
-    if info["data"] != fingerprint:
-        lines.append(
-            "data: the collection has changed since "
-            f"(fingerprint {info['data'][:12]} then, {fingerprint[:12]} now)"
-        )
-    if lines:
-        raise RecipeError(
-            "resume: this would not be the same run:\n  "
-            + "\n  ".join(lines)
-            + "\nStart a new run instead, or put these back"
-        )
+    Raises RecipeError when the one named cannot be used, or none of those that are there.
+    """
+    candidates = engine.gather_objects(resume_candidates(run, resume))[0]
+    return first_usable(candidates, resume, lambda path: usable_fault(engine, path, heartbeat), say)
 
 
 # %% ../../nbs/7_training/05_checkpoints.ipynb #e45a5f64
@@ -374,17 +558,19 @@ def load_checkpoint(
 ) -> dict:  # info.json
     """Put weights, optimizer states and averages of a checkpoint into `networks`.
 
-    Raises RecipeError when a tensor is missing or has another size.
+    Raises RecipeError when a tensor is missing or has another size, CheckpointError for metadata
+    that are none.
     """
     info = checkpoint_info(path)
-    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    reader = CheckpointReader(path)
+    stored = reader.read_metadata().state_dict_metadata
     for name, network in networks.items():
         average = (averages or {}).get(name) if name in info["ema"] else None
         wanted = _wanted(name, network, average)
         _check_stored(wanted, stored, path)
         for group in _groups(wanted, group_elements):
             shards = {w.key: FlatShard.of(torch.zeros(w.range.count), w.range) for w in group}
-            dcp.load(shards, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+            dcp.load(shards, storage_reader=reader, no_dist=True)
             for item in group:
                 item.put(shards[item.key].plain())
         network.finish_write(info["steps"][name])
@@ -404,7 +590,7 @@ class CheckpointTensors(Mapping):
     ):
         self.path = Path(path)
         prefix = f"{network}/{state}/"
-        metadata = dcp.FileSystemReader(self.path).read_metadata()
+        metadata = CheckpointReader(self.path).read_metadata()
         self.sizes = {
             key.removeprefix(prefix): stored.size[0]
             for key, stored in metadata.state_dict_metadata.items()

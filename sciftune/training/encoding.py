@@ -47,6 +47,7 @@ from ..models.family import Family
 from ..planner.profile import weights_path
 from ..strategies.engine import Engine
 from ..toys.charts import drawn
+from .export import verify_base
 
 
 # %% ../../nbs/7_training/07_encoding.ipynb #7117ef6f
@@ -454,6 +455,7 @@ def cache_data(
         say(f"{len(collection.rejected)} rows set aside, see {run_dir.quarantine}")
     train, held = hold_out_by_source(recipe, collection)
     folder = family.resolve(base, ("vae", *family.text_components), recipe.revision or None)
+    verify_base(engine, folder, heartbeat)
     jobs = EncodingJobs(recipe, family, collection, folder)
     shown = recipe.validation_images
     prompts = list(recipe.validation_prompts) or [

@@ -10,13 +10,14 @@ __all__ = [
     "split_into_files",
     "write_component",
     "export_component",
+    "export_damage",
+    "verify_base",
     "export_pipeline",
     "merge_lora",
 ]
 
 # %% ../../nbs/7_training/06_export.ipynb #7c2cade0
 import json
-import os
 import re
 import shutil
 import struct
@@ -24,16 +25,20 @@ import tempfile
 from collections import ChainMap, Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from ..core.digests import DigestingFile, folder_damage, read_digests, write_digests
+from ..core.recipe import RecipeError
 from ..models.family import Family
 from ..models.weights import Weights
+from ..strategies.engine import Engine
 from ..strategies.lora import Merged, family_of
-from .checkpoints import CheckpointTensors
+from .checkpoints import CheckpointTensors, common_fault
 
 # %% ../../nbs/7_training/06_export.ipynb #339aabd4
 CODES = {
@@ -66,16 +71,17 @@ def stream_safetensors(
     path: Path,  # New file
     shapes: Mapping[str, tuple],  # name -> (dtype, shape), in file order
     read: Callable[[str], Tensor],  # name -> the tensor, in any shape and type
-) -> None:
+) -> list[str]:  # Digests of the file, taken of the bytes on their way
     """Write a safetensors file holding one tensor in memory at a time; flushed when it returns."""
     header = _header(shapes)
-    with open(path, "wb") as file:
+    with open(path, "wb") as raw:
+        file = DigestingFile(raw)
         file.write(struct.pack("<Q", len(header)) + header)
         for name, (dtype, shape) in shapes.items():
             tensor = read(name).to(dtype).reshape(shape).contiguous()
             file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
+        file.sync()
+    return file.blocks.digests()
 
 
 # %% ../../nbs/7_training/06_export.ipynb #44bd1bd0
@@ -131,14 +137,16 @@ def write_component(
     read = ChainMap(changed, weights).__getitem__
     out.mkdir(parents=True)
     file_of = {}
+    digests = {}
     for number, names in enumerate(parts, 1):
         suffix = "" if len(parts) == 1 else f"-{number:05d}-of-{len(parts):05d}"
         file = f"{stem}{suffix}.safetensors"
-        stream_safetensors(out / file, {name: shapes[name] for name in names}, read)
+        digests[file] = stream_safetensors(out / file, {n: shapes[n] for n in names}, read)
         file_of |= dict.fromkeys(names, file)
     if len(parts) > 1:
         index = dict(metadata=dict(total_size=sum(sizes.values())), weight_map=file_of)
         (out / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    write_digests(out, digests)
     return _count_types(out, shapes)
 
 
@@ -214,7 +222,36 @@ def _write_denoiser(
     config = family.resolve(base, revision=revision) / family.denoiser_component / "config.json"
     if config.exists():
         shutil.copyfile(config, out / "config.json")
+        write_digests(out, read_digests(out)["crc32"])
     return count
+
+
+# %% ../../nbs/7_training/06_export.ipynb #c256ce21
+def export_damage(
+    folder: Path,  # Of a pipeline or of adapters
+    rank: int = 0,  # Which part is compared
+    world: int = 1,  # Parts
+    progress: Callable[[str], None] = lambda note: None,  # Told after every block
+) -> str:  # '' where nothing is wrong, or nothing is known
+    """What differs from the digests in a folder and in its components."""
+    parts = [folder, *sorted(path for path in Path(folder).iterdir() if path.is_dir())]
+    return next(filter(None, (folder_damage(p, rank, world, progress) for p in parts)), "")
+
+
+def verify_base(
+    engine: Engine,
+    base: Path | None,  # Folder that the run trains from; None = random weights
+    heartbeat: Callable = lambda *a: None,  # (stage, step, note)
+) -> None:
+    """Raise RecipeError when an exported folder is damaged. All ranks call it together."""
+    if base is None or not Path(base).is_dir():
+        return
+
+    def fault(rank: int, world: int) -> str:
+        return export_damage(base, rank, world, partial(heartbeat, "verify model", -1))
+
+    if found := common_fault(engine, fault):
+        raise RecipeError(f"model_path: {found}")
 
 
 # %% ../../nbs/7_training/06_export.ipynb #d88a13ed
@@ -276,6 +313,8 @@ def merge_lora(
     Raises ValueError when they do not belong together.
     """
     family = family_of(base, revision)
+    if damaged := export_damage(family.resolve(base, revision=revision)):
+        raise ValueError(damaged)
     weights = family.denoiser_weights(base, revision)
     merged = Merged(lora, family, weights)
     out = Path(out)

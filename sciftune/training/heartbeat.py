@@ -6,6 +6,7 @@
 __all__ = ["HEADER", "BEAT_BYTES", "read_heartbeats", "heartbeat_table", "Heartbeat"]
 
 # %% ../../nbs/7_training/10_heartbeat.ipynb #bfe38892
+import contextlib
 import mmap
 import os
 import struct
@@ -68,6 +69,7 @@ class Heartbeat:
         self.rank = rank
         self.limit = stall_seconds
         self.on_stall = on_stall or self._end_process
+        self.before_end = lambda: None  # What a stalled process still does: complete a checkpoint
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"rank_{rank:05d}"
         path.write_bytes(b"\0" * BEAT_BYTES)
@@ -98,6 +100,8 @@ class Heartbeat:
     def _end_process(self, table: str) -> None:
         message = f"rank {self.rank}: no progress for {self.limit:.0f} s; ending the run."
         print(f"{message} Where each rank is:\n{table}", file=sys.stderr, flush=True)
+        with contextlib.suppress(Exception):
+            self.before_end()
         os._exit(17)
 
     def close(self) -> None:

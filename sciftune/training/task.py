@@ -23,18 +23,25 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
+from ..core.checkpoint_folders import checkpoint_fault
 from ..core.plan import Plan
 from ..core.randomness import stream_seed
 from ..core.recipe import Recipe, RecipeError, learning_rate_at
 from ..core.registry import find_record, import_class
 from ..core.rundir import RunDir
 from ..models.family import Family, get_family
+from ..models.weights import PICKLES
 from ..strategies.compilation import prepare_denoiser
 from ..strategies.engine import Engine
 from ..strategies.lora import add_lora, base_name, first_values, is_adapter, quantise_base
 from ..strategies.network import Network
 from ..strategies.trained_layers import choose_trained
-from .checkpoints import CheckpointTensors, FlatShard, checkpoint_fault
+from sciftune.training.checkpoints import (
+    CheckpointReader,
+    CheckpointTensors,
+    FlatShard,
+    usable_fault,
+)
 
 
 # %% ../../nbs/7_training/09_task.ipynb #0e096f2d
@@ -166,8 +173,13 @@ class EarlierRun:
         self.network = network
         self.optional = optional
         self.placed = set()  # Names of the tensors that found a place
+        if self.path.suffix in PICKLES and self.path.is_file():
+            raise RecipeError(
+                f"start_from: {path} is a pickle, which can run code when opened, and is refused; "
+                "give the folder of a checkpoint, or an exported folder as model_path"
+            )
         if why := checkpoint_fault(self.path):
-            raise RecipeError(f"start_from: {path} is no checkpoint folder ({why})")
+            raise RecipeError(f"start_from: {path} is no usable checkpoint ({why})")
         self.tensors = CheckpointTensors(self.path, network, self.state)
         if not self.tensors.keys():
             hint = "it was trained without ema_decay" if ema else "it belongs to another objective"
@@ -222,7 +234,7 @@ class EarlierRun:
 
     def trained(self, network: Network) -> int:
         """Trained parameters take the checkpoint's values, each rank its part."""
-        reader = dcp.FileSystemReader(self.path)
+        reader = CheckpointReader(self.path)
         names = set()
         for held in network.held():
             if held.name not in self.tensors:
@@ -300,6 +312,8 @@ class Task:
             return self.engine.network(model, name, values, recipe)
         average = recipe.start_from_ema and name in (self.averaged or (name,))
         earlier = EarlierRun(recipe.start_from, average, name, self.optional_parts)
+        if not self.started:
+            self._verify(earlier.path)
         if recipe.lora_base != "bf16" and not all(map(is_adapter, earlier.tensors.keys())):
             raise RecipeError(
                 f"start_from: {recipe.start_from} holds full weights, and lora_base="
@@ -313,6 +327,11 @@ class Task:
         self.started[name] = earlier
         self.say(f"{name} began with {recipe.start_from}; {taken} of its tensors go on training")
         return network
+
+    def _verify(self, path: Path):
+        """Compare the bytes of an earlier run's checkpoint, each rank its share. All ranks."""
+        if fault := usable_fault(self.engine, path, self.heartbeat):
+            raise RecipeError(f"start_from: {fault}")
 
     def batches(self, step: int) -> list:
         """This rank's micro-batches of `step`, on the CPU."""

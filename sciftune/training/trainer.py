@@ -27,10 +27,17 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from sciftune.core.checkpoint_folders import (
+    CheckpointError,
+    check_same_run,
+    checkpoint_info,
+    checkpoint_name,
+)
 from ..core.plan import Plan
 from ..core.recipe import Recipe, RecipeError
 from ..core.rundir import RunDir, run_record, write_atomic
@@ -38,11 +45,9 @@ from ..strategies.compilation import compiled_graphs
 from ..strategies.engine import Engine
 from sciftune.training.checkpoints import (
     Checkpointer,
-    CheckpointError,
-    check_same_run,
-    checkpoint_info,
-    find_checkpoint,
+    checkpoint_to_resume,
     load_checkpoint,
+    usable_fault,
 )
 from .ema import EMA
 from .heartbeat import Heartbeat
@@ -89,7 +94,11 @@ class Run:
         )
         self.networks = self.task.networks
         self.averages = self._averages()
-        self.checkpointer = Checkpointer(self.engine, run_dir, recipe.checkpoints_kept)
+        self.checkpointer = Checkpointer(
+            self.engine, run_dir, recipe.checkpoints_kept, beat=self._writing
+        )
+        self.heartbeat.before_end = self.settle
+        self.newest = None  # checkpoint folder, being written or complete
         self.start = self.task.done = self.resume()
         self.deferred = DeferredMetrics()
         self.watch = Stopwatch(self.engine.device)
@@ -142,16 +151,30 @@ class Run:
 
     def resume(self) -> int:  # Steps taken; 0 = a new run
         """Continue from a checkpoint, when asked to and there is one."""
-        path = find_checkpoint(self.dir, self.recipe.resume)
+        say = self.reporter.say
+        path = checkpoint_to_resume(self.engine, self.dir, self.recipe.resume, say, self.stage)
         if path is None:
+            if self.recipe.resume:
+                say(f"resume: no checkpoint in {self.dir.checkpoints} yet; beginning at step 0")
             return 0
         info = checkpoint_info(path)
         check_same_run(info, self.recipe, self.task.fingerprint)
         load_checkpoint(path, self.networks, self.averages)
         self.task.load_state_dict(info["task"])
         written_by = f"{info['recipe']['strategy']} on {info['world_size']} processes"
-        self.reporter.say(f"resumed from {path.name} (written by {written_by})")
+        unknown = "" if "digests" in info else "; it has no digests, so damage would not show"
+        say(f"resumed from {path.name} (written by {written_by}){unknown}")
+        self.newest = path
         return info["step"]
+
+    def checkpoint_to_export(self) -> Path:
+        """The newest checkpoint, every byte compared. All ranks.
+
+        Raises CheckpointError when it cannot be used: an older one is not what was trained.
+        """
+        if fault := usable_fault(self.engine, self.newest, self.stage):
+            raise CheckpointError(f"export: {fault}")
+        return self.newest
 
     def validate(
         self,
@@ -184,6 +207,19 @@ class Run:
             task=self.task.state_dict(),
         )
         self.checkpointer.save(step, self.networks, info, self.averages)
+        self.newest = self.dir.checkpoints / checkpoint_name(step)
+
+    def _writing(self, note: str) -> None:
+        """A checkpoint that is waited for makes progress."""
+        self.heartbeat.beat("checkpoint", self.task.done, note)
+
+    def settle(self) -> None:
+        """Before this process ends in an error: let a checkpoint under way be completed."""
+        if self.checkpointer.writing:
+            rank = self.engine.rank
+            told = f"rank {rank}: before it ends, {self.newest.name} is written to its end"
+            print(told, file=sys.stderr, flush=True)
+            self.checkpointer.settle(self.recipe.stall_seconds)
 
     def log(
         self,
@@ -357,12 +393,13 @@ def finish_run(
         run.validate(step)
     for tracker in run.engine.accelerator.trackers:
         tracker.finish()
+    complete = step >= recipe.steps
+    source = run.checkpoint_to_export() if complete and recipe.export and task.keep else None
     run.heartbeat.beat("done", step)
     run.engine.barrier()
-    if run.engine.main and step >= recipe.steps:
-        if recipe.export and task.keep:
-            state = "ema" if run.averages else "weight"
-            task.export(find_checkpoint(run.dir, "latest"), state)
+    if run.engine.main and complete:
+        if source:
+            task.export(source, "ema" if run.averages else "weight")
         memory = memory_now(run.engine.device)
         run.reporter.write(dict(event="finished", step=step, **memory))
     run.heartbeat.close()
@@ -373,16 +410,23 @@ def train(
     recipe: Recipe,
     run_dir: RunDir,
 ) -> None:
-    """Train as the recipe says, into the run folder. Every rank calls it."""
+    """Train as the recipe says, into the run folder. Every rank calls it.
+
+    An error comes out when the checkpoint that is being written is complete.
+    """
     run = Run(recipe, run_dir)
-    run.timeline.enter("validation")
-    if run.start == 0 and recipe.validation_steps:
-        run.validate(0)
-    run.timeline.enter("first step")
-    prefetcher = Prefetcher(run.task.batches, run.engine.device, recipe.data_workers)
-    with contextlib.closing(prefetcher) as batches:
-        step, stopped = train_steps(run, batches)
-    finish_run(run, step, stopped)
+    try:
+        run.timeline.enter("validation")
+        if run.start == 0 and recipe.validation_steps:
+            run.validate(0)
+        run.timeline.enter("first step")
+        prefetcher = Prefetcher(run.task.batches, run.engine.device, recipe.data_workers)
+        with contextlib.closing(prefetcher) as batches:
+            step, stopped = train_steps(run, batches)
+        finish_run(run, step, stopped)
+    except BaseException:
+        run.settle()
+        raise
 
 
 # %% ../../nbs/7_training/14_trainer.ipynb #49398916

@@ -12,11 +12,12 @@ import torch
 import torch.multiprocessing as mp
 from forked import losses, train, wait
 
+from sciftune.core.checkpoint_folders import check_same_run
 from sciftune.core.plan import Plan
 from sciftune.core.recipe import RecipeError, resolve, restored
 from sciftune.core.rundir import RunDir
 from sciftune.strategies.engine import Engine
-from sciftune.training.checkpoints import CheckpointTensors, check_same_run
+from sciftune.training.checkpoints import CheckpointTensors
 from sciftune.training.task import get_task
 
 # a large adam_epsilon keeps gradients that are zero but for rounding from moving weights

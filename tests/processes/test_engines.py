@@ -15,6 +15,7 @@ import pytest
 import torch
 from forked import ENGINES, PATIENCE, deviation, log, losses, recipe_of, start, train, wait
 
+from sciftune.core import checkpoint_folders as cf
 from sciftune.core.rundir import RunDir
 from sciftune.models.weights import Weights
 from sciftune.training import checkpoints as ck
@@ -157,7 +158,7 @@ def test_the_average_is_exact_in_low_precision(root, engine, n, precision):
     train(run, num_processes=n, **conf, **ENGINES[engine])
 
     def read(step, state):
-        return CheckpointTensors(run.checkpoints / ck.checkpoint_name(step), "denoiser", state)
+        return CheckpointTensors(run.checkpoints / cf.checkpoint_name(step), "denoiser", state)
 
     for k in (first := read(1, "ema")):
         e = first[k].double()
@@ -247,7 +248,7 @@ def test_killed_at_random_moments(root, engine, n):
         if not any(wait(ps, patience)):
             break
         if run.checkpoints.exists() and list(run.checkpoints.glob("step_*")):
-            assert ck.find_checkpoint(run, "latest"), "no good checkpoint left"
+            assert cf.find_checkpoint(run, "latest"), "no good checkpoint left"
     m = run.read_metrics()
     print(f"{deaths} kills, {inside} inside a save, {starts} starts")
     assert set(losses(m)) == set(range(1, total + 1)), log(run)[-2000:]
@@ -271,7 +272,7 @@ def test_sigterm_saves_and_stops(root, reference):
         p.terminate()  # one rank only: all must agree
     assert wait(ps) == [0, 0] and not any(m.is_running() for m in makers), log(run)
     stopped = [r["step"] for r in run.read_metrics() if r.get("event") == "stopped"][0]
-    assert ck.complete_checkpoints(run)[-1].name == ck.checkpoint_name(
+    assert cf.complete_checkpoints(run)[-1].name == cf.checkpoint_name(
         stopped
     ) and "stopped on request" in log(run)
     m = train(run, **dict(conf, resume="latest"))
@@ -314,10 +315,10 @@ def test_usr1_saves_and_an_impatient_launcher_leaves_no_half(root, reference):
         return wait(ps)
 
     assert asked(signal.SIGUSR1, [signal.SIGTERM, signal.SIGTERM]) == [0], log(run)
-    good = [p.name for p in ck.complete_checkpoints(run)]
+    good = [p.name for p in cf.complete_checkpoints(run)]
     assert len(good) == 1 and "stopped on request" in log(run)
     assert asked(signal.SIGTERM, [signal.SIGKILL]) == [-signal.SIGKILL]
-    assert [p.name for p in run.checkpoints.glob("step_*")] == good and not ck.checkpoint_fault(
+    assert [p.name for p in run.checkpoints.glob("step_*")] == good and not cf.checkpoint_fault(
         run.checkpoints / good[0]
     )
     m = train(run, **dict(conf, resume="latest"))

@@ -79,9 +79,10 @@ def draw(pipe, prompt="a bar chart"):
 
 def test_the_pipeline_draws_what_training_did(root, single):
     "Same velocities to the bit: the trained network, and the pipeline with the adapter."
+    from sciftune.core.checkpoint_folders import find_checkpoint
     from sciftune.models.family import get_family
     from sciftune.strategies.lora import add_lora, is_adapter
-    from sciftune.training.checkpoints import CheckpointTensors, find_checkpoint
+    from sciftune.training.checkpoints import CheckpointTensors
 
     run, family = single[1], get_family("flux1")
     recipe = resolve(**BASE)

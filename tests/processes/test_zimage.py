@@ -9,11 +9,12 @@ import pytest
 import torch
 from forked import ENGINES, deviation, losses, train
 
+from sciftune.core.checkpoint_folders import find_checkpoint
 from sciftune.core.recipe import resolve
 from sciftune.core.rundir import RunDir
 from sciftune.models.family import get_family
 from sciftune.strategies.lora import add_lora, is_adapter
-from sciftune.training.checkpoints import CheckpointTensors, find_checkpoint
+from sciftune.training.checkpoints import CheckpointTensors
 
 BASE = dict(  # 96 pixels: 36 tokens, which the transformer fills up to 64
     model="zimage",

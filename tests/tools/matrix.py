@@ -16,8 +16,9 @@ import diffusers
 import torch
 from forked import ENGINES, deviation, losses, train
 
+from sciftune.core.checkpoint_folders import complete_checkpoints
 from sciftune.core.rundir import RunDir
-from sciftune.training.checkpoints import CheckpointTensors, complete_checkpoints
+from sciftune.training.checkpoints import CheckpointTensors
 
 BASE = dict(
     model="qwenimage",

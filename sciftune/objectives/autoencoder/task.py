@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ...core.digests import write_digests
 from ...core.rundir import cache_root, replaced_folder, write_atomic
 from ...data.sources import open_collection
 from ...models.family import patchify
@@ -21,6 +22,7 @@ from .data import PictureBatches, PictureCache
 from .loss import Coder, Reconstruction, reconstruction_loss
 from ...training.checkpoints import CheckpointTensors
 from ...training.encoding import data_path, hold_out, weights_path
+from ...training.export import verify_base
 from ...training.task import Task
 from ...training.validation import held_out_sums, save_image
 
@@ -66,6 +68,7 @@ def pipeline_with_vae(
                 link_or_copy(file, aside / path)
         nn.Module.to(vae, torch.bfloat16)
         vae.save_pretrained(aside / "vae", safe_serialization=True)
+        write_digests(aside / "vae")
     return out
 
 
@@ -86,6 +89,7 @@ class AutoencoderTask(Task):
                 cache=cache_root(recipe.run_root) / "verified",
                 metadata=recipe.metadata or None,
             )
+        verify_base(engine, self.base, self.heartbeat)
         self.fingerprint = collection.fingerprint
         self.rejected = len(collection.rejected)
         self.baseline = None  # Held-out error of the model as it started

@@ -50,7 +50,7 @@ from ...strategies.engine import Engine
 from ...strategies.fsdp import ShardedNetwork
 from ...strategies.lora import save_lora
 from ...training.checkpoints import CheckpointTensors
-from ...training.export import export_pipeline
+from ...training.export import export_pipeline, verify_base
 from ...training.task import Task, Turn, build_denoiser, parameter_source
 from ...training.validation import evaluating, pipeline_sampler, sample_prompts, to_device
 
@@ -334,6 +334,7 @@ class DistillationTask(Task):
             recipe, family, engine, self.run_dir, self.say, self.heartbeat
         )
         base = self.data.base
+        verify_base(engine, base, self.heartbeat)
         self.fingerprint = self.data.fingerprint
         self.rejected = self.data.rejected
         self.keep = base is not None

@@ -51,7 +51,7 @@ from ...strategies.network import Network
 from ...toys.tiny import qwen_tokenizer
 from ...training.checkpoints import CheckpointTensors
 from ...training.encoding import weights_path
-from ...training.export import export_pipeline
+from ...training.export import export_pipeline, verify_base
 from ...training.task import Task, build_denoiser, parameter_source
 from ...training.validation import evaluating, held_out_sums, save_image, to_device
 
@@ -192,6 +192,7 @@ class UnifiedTask(Task):
             groups, held = open_groups(recipe)
         revision = recipe.revision or None
         self.base = None if base is None else self.family.resolve(base, revision=revision)
+        verify_base(engine, self.base, self.heartbeat)
         self.keep = base is not None
         self.group = groups[0]
         self.examples = held
