@@ -1,4 +1,4 @@
-"""Checkpoints that are hostile, damaged, spoilt or in the way: whole runs in forked processes, tiny models."""
+"""Checkpoints that are hostile, damaged, spoilt or in the way: whole runs, tiny models."""
 
 import os
 import pickle
@@ -88,7 +88,7 @@ class Command:
 
 @pytest.fixture
 def hostile(trained, tmp_path):
-    "A checkpoint whose metadata runs a command, complete in every other respect; and what the command makes."
+    """A checkpoint whose metadata runs a command, else complete; and what the command makes."""
     ran = tmp_path / "ran"
     folder = tmp_path / "step_000003"
     shutil.copytree(trained.checkpoints / "step_000003", folder)
@@ -345,7 +345,10 @@ def test_latest_passes_over_spoilt_weights_and_naming_them_is_refused(root, trai
 
 
 def test_a_rate_that_spoils_the_first_step(root):
-    "The only checkpoint has finite weights of 1e30, which the next step cannot use: nothing to go on from, and no new start."
+    """The only checkpoint has finite weights of 1e30, which the next step cannot use.
+
+    There is nothing to go on from, and no new start.
+    """
     huge = dict(learning_rate=1e30, steps=5, weight_decay=0)
     codes, text = attempt(root, "huge", **huge)
     assert codes == [2] and "loss is nan at step 2" in text, text
