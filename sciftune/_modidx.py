@@ -2777,6 +2777,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                'sciftune/strategies/lora.py'),
                                           'sciftune.strategies.lora._read_peft': ( '5_strategies/lora.html#_read_peft',
                                                                                    'sciftune/strategies/lora.py'),
+                                          'sciftune.strategies.lora._refuse_pickles': ( '5_strategies/lora.html#_refuse_pickles',
+                                                                                        'sciftune/strategies/lora.py'),
                                           'sciftune.strategies.lora._write_diffusers': ( '5_strategies/lora.html#_write_diffusers',
                                                                                          'sciftune/strategies/lora.py'),
                                           'sciftune.strategies.lora._write_peft': ( '5_strategies/lora.html#_write_peft',

@@ -45,7 +45,7 @@ from ..core.recipe import Recipe, RecipeError
 from ..core.registry import nearest, records
 from ..core.rundir import replaced_folder
 from ..models.family import Family, get_family
-from ..models.weights import pipeline_index, resolve_folder
+from ..models.weights import PICKLES, pipeline_index, resolve_folder
 
 
 # %% ../../nbs/5_strategies/07_lora.ipynb #cce70637
@@ -365,10 +365,6 @@ def save_lora(
 def _write_diffusers(state: dict, config: dict, family: Family, folder: Path):
     """pytorch_lora_weights.safetensors, by the pipeline's own method."""
     part = family.denoiser_component
-    if part == "unet":
-        from diffusers.utils import convert_state_dict_to_diffusers
-
-        state = convert_state_dict_to_diffusers(state)
     parts = {f"{part}_lora_layers": state, f"{part}_lora_adapter_metadata": config}
     getattr(diffusers, family.pipeline_class).save_lora_weights(folder, **parts)
 
@@ -406,7 +402,8 @@ def lora_record(
     if family.lora_layout == "peft":
         return _read_peft(where if where.is_dir() else where.parent)
     cls, part = getattr(diffusers, family.pipeline_class), family.denoiser_component
-    flags = dict(return_lora_metadata=True) | (
+    _refuse_pickles(where)
+    flags = dict(return_lora_metadata=True, use_safetensors=True) | (
         {"return_alphas": True} if family.name == "flux1" else {}
     )
     try:
@@ -438,6 +435,17 @@ def lora_record(
         )
     rank = ranks.pop()
     return tensors, rank, float(meta.get(f"{part}.lora_alpha", alphas.pop() if alphas else rank))
+
+
+def _refuse_pickles(where: Path):
+    """RecipeError for a pickle, and for a folder that holds no other weights."""
+    files = list(where.iterdir()) if where.is_dir() else [where]
+    pickles = sorted(file.name for file in files if file.suffix in PICKLES)
+    if pickles and not any(file.suffix == ".safetensors" for file in files):
+        raise RecipeError(
+            f"lora_path: {where} is pickled ({pickles[0]}), and a pickle can run code when it is "
+            "opened: save it again as safetensors"
+        )
 
 
 def _read_peft(folder: Path) -> tuple[dict, int, float]:
