@@ -46,6 +46,8 @@ def smaller(preset, model, more):
     fields["resolution"] = heads[model] if values.get("gan") else 64
     if values["objective"].startswith("dmd"):
         fields |= dict(generator_every=1, warmup_steps=0)
+    if values.get("model_path") == "nano":  # its layers are named in the preset
+        fields |= dict(model_path="nano")
     if values.get("enable_bucket"):
         fields |= dict(bucket_min=32)
     if values.get("hybrid_shard"):
