@@ -1767,6 +1767,7 @@ class Bagel(Family):
         component_folder: str | Path,  # Trained weights: safetensors under released names
         out: str | Path,  # New folder
         revision: str | None = None,  # Of a hub id
+        scheduler: diffusers.SchedulerMixin | None = None,  # Unused: the layout has none
     ) -> Path:
         """Write `out` in the released layout, see `export_release`."""
         return export_release(self, base, component_folder, out, revision)

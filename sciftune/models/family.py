@@ -579,8 +579,9 @@ class Family(ABC):
         component_folder: str | Path,  # Trained denoiser
         out: str | Path,  # New folder
         revision: str = None,  # Hub revision of the base
+        scheduler: diffusers.SchedulerMixin = None,  # In the place of the base's
     ) -> Path:
-        """Write `out` = the pipeline at `base` with another denoiser.
+        """Write `out` = the pipeline at `base` with another denoiser, maybe another scheduler.
 
         Weights are hard links where the file system allows it, and `out` appears only when it is
         complete. Raises ValueError when the denoiser is incomplete or `out` is the base.
@@ -600,7 +601,11 @@ class Family(ABC):
         sources = {part: folder / part for part in parts}
         sources[self.denoiser_component] = component_folder
         with replaced_folder(out) as aside:
-            link_or_copy(folder / "model_index.json", aside / "model_index.json")
+            if scheduler is not None:
+                del sources["scheduler"]
+                index["scheduler"] = ["diffusers", type(scheduler).__name__]
+                scheduler.save_pretrained(aside / "scheduler")
+            (aside / "model_index.json").write_text(json.dumps(index, indent=2))
             for part, source in sources.items():
                 for file in sorted(source.rglob("*")):
                     if file.is_file() and file.suffix not in PICKLES:

@@ -423,25 +423,6 @@ class SD15(Family):
             requires_safety_checker=False,
         )
 
-    def save_student(
-        self,
-        base: str | Path,  # Folder or hub id that was trained from
-        component_folder: str | Path,  # The student's UNet
-        out: str | Path,  # New folder
-        steps: int,  # Of the student
-        conditioning_timestep: int = 999,  # What a one-step student is told
-        revision: str = None,  # Hub revision of the base
-    ) -> Path:
-        """`save_pipeline` with the few-step scheduler in place of the teacher's."""
-        scheduler = few_step_scheduler(steps, conditioning_timestep)
-        out = self.save_pipeline(base, component_folder, out, revision)
-        for old in (out / "scheduler").glob("*"):
-            old.unlink()
-        scheduler.save_pretrained(out / "scheduler")
-        index = pipeline_index(out) | dict(scheduler=["diffusers", type(scheduler).__name__])
-        (out / "model_index.json").write_text(json.dumps(index, indent=2))
-        return out
-
 
 # %% ../../nbs/4_models/07_sd.ipynb #c35d8ea9
 class SDXL(SD15):

@@ -367,10 +367,6 @@ def save_lora(
 def _write_diffusers(state: dict, config: dict, family: Family, folder: Path):
     """pytorch_lora_weights.safetensors, by the pipeline's own method."""
     part = family.denoiser_component
-    if part == "unet":
-        from diffusers.utils import convert_state_dict_to_diffusers
-
-        state = convert_state_dict_to_diffusers(state)
     parts = {f"{part}_lora_layers": state, f"{part}_lora_adapter_metadata": config}
     getattr(diffusers, family.pipeline_class).save_lora_weights(folder, **parts)
 
@@ -422,7 +418,7 @@ def lora_record(
     if family.lora_layout == "peft":
         return _read_peft(where if where.is_dir() else where.parent)
     cls, part = getattr(diffusers, family.pipeline_class), family.denoiser_component
-    flags = dict(return_lora_metadata=True) | (
+    flags = dict(return_lora_metadata=True, use_safetensors=True) | (
         {"return_alphas": True} if family.name == "flux1" else {}
     )
     try:
@@ -430,7 +426,6 @@ def lora_record(
             str(where if where.is_dir() else where.parent),
             weight_name=None if where.is_dir() else where.name,
             local_files_only=True,
-            use_safetensors=True,
             **flags,
         )
     except Exception as e:

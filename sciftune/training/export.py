@@ -9,10 +9,12 @@ __all__ = [
     "size_in_bytes",
     "split_into_files",
     "write_component",
+    "trained_tensors",
     "export_component",
     "export_damage",
     "verify_base",
     "export_pipeline",
+    "lora_scheduler",
     "merge_lora",
 ]
 
@@ -28,12 +30,15 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import diffusers
 import torch
+from diffusers import SchedulerMixin
 from safetensors import safe_open
 from torch import Tensor
 
 from ..core.digests import DigestingFile, folder_damage, read_digests, write_digests
 from ..core.recipe import RecipeError
+from ..core.rundir import replaced_folder
 from ..models.family import Family
 from ..models.weights import Weights
 from ..strategies.engine import Engine
@@ -135,7 +140,7 @@ def write_component(
     limit = size_in_bytes(max_shard_size) if max_shard_size else sum(sizes.values())
     parts = split_into_files(sizes, limit)
     read = ChainMap(changed, weights).__getitem__
-    out.mkdir(parents=True)
+    out.mkdir(parents=True, exist_ok=True)
     file_of = {}
     digests = {}
     for number, names in enumerate(parts, 1):
@@ -176,6 +181,19 @@ def _count_types(folder: Path, shapes: Mapping[str, tuple]) -> Counter:
 
 
 # %% ../../nbs/7_training/06_export.ipynb #1e16039b
+def trained_tensors(
+    checkpoint: Path,  # A complete checkpoint
+    network: str,  # Name of the trained network in it
+    state: str,  # 'weight' or 'ema'
+) -> CheckpointTensors:
+    """What a checkpoint trained. Raises ValueError where it has no such network or state."""
+    trained = CheckpointTensors(checkpoint, network, state)
+    if not trained:
+        hint = "; it was trained without ema_decay" if state == "ema" else ""
+        raise ValueError(f"{checkpoint} holds no {network}/{state}{hint}")
+    return trained
+
+
 def export_component(
     checkpoint: Path,  # A complete checkpoint
     family: Family,
@@ -192,17 +210,17 @@ def export_component(
 
     Raises ValueError when checkpoint and base do not belong together.
     """
-    trained = CheckpointTensors(checkpoint, network, state)
-    if not trained:
-        hint = "; it was trained without ema_decay" if state == "ema" else ""
-        raise ValueError(f"{checkpoint} holds no {network}/{state}{hint}")
+    trained = trained_tensors(checkpoint, network, state)
     weights = family.denoiser_weights(base, revision)
     if extra := sorted(set(trained) - set(weights)):
         raise ValueError(
             f"{checkpoint} was trained from another model than {base}: {extra[0]} is not there"
         )
     changed = ChainMap(trained, earlier or {})
-    return _write_denoiser(changed, weights, family, base, out, dtype, max_shard_size, revision)
+    with replaced_folder(out) as aside:
+        return _write_denoiser(
+            changed, weights, family, base, aside, dtype, max_shard_size, revision
+        )
 
 
 def _write_denoiser(
@@ -275,7 +293,7 @@ def export_pipeline(
     network: str = "denoiser",  # Name of the trained network in the checkpoint
     earlier: Mapping[str, Tensor] | None = None,  # Of an earlier run that this one began with
     revision: str | None = None,  # Of a hub id
-    save: Callable[[Path], object] | None = None,  # component -> writes `out`; None = the family's
+    scheduler: SchedulerMixin | None = None,  # In the place of the base's
 ) -> Counter:  # How many tensors of each type were written
     """Write the pipeline with the trained denoiser. Raises ValueError like `export_component`."""
     out = Path(out)
@@ -292,14 +310,22 @@ def export_pipeline(
             earlier,
             revision,
         )
-        if save:
-            save(component)
-        else:
-            family.save_pipeline(base, component, out, revision=revision)
+        family.save_pipeline(base, component, out, revision, scheduler)
     return count
 
 
 # %% ../../nbs/7_training/06_export.ipynb #b064e72c
+def lora_scheduler(
+    lora: str | Path,  # LoRA file or folder
+) -> SchedulerMixin | None:  # None = the base's serves
+    """The scheduler that stands beside adapters."""
+    folder = Path(lora).expanduser() / "scheduler"
+    if not folder.is_dir():
+        return None
+    config = json.loads((folder / "scheduler_config.json").read_text())
+    return getattr(diffusers, config["_class_name"]).from_config(config)
+
+
 def merge_lora(
     base: str | Path,  # Pipeline folder or hub id
     lora: str | Path,  # LoRA file or folder
@@ -320,5 +346,5 @@ def merge_lora(
     out = Path(out)
     with _folder_beside(out) as component:
         _write_denoiser(merged, weights, family, base, component, dtype, max_shard_size, revision)
-        family.save_pipeline(base, component, out, revision=revision)
+        family.save_pipeline(base, component, out, revision, lora_scheduler(lora))
     return len(merged)

@@ -10,17 +10,21 @@ __all__ = [
     "ParameterSource",
     "parameter_source",
     "EarlierRun",
+    "Export",
+    "export_trained",
     "Task",
     "get_task",
 ]
 
 # %% ../../nbs/7_training/09_task.ipynb #8baf6d0f
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from diffusers import SchedulerMixin
 from torch import Tensor, nn
 
 from ..core.checkpoint_folders import checkpoint_fault
@@ -31,9 +35,17 @@ from ..core.registry import find_record, import_class
 from ..core.rundir import RunDir
 from ..models.family import Family, get_family
 from ..models.weights import PICKLES
+from ..planner.profile import weights_path
 from ..strategies.compilation import prepare_denoiser
 from ..strategies.engine import Engine
-from ..strategies.lora import add_lora, base_name, first_values, is_adapter, quantise_base
+from sciftune.strategies.lora import (
+    add_lora,
+    base_name,
+    first_values,
+    is_adapter,
+    quantise_base,
+    save_lora,
+)
 from ..strategies.network import Network
 from ..strategies.trained_layers import choose_trained
 from sciftune.training.checkpoints import (
@@ -42,6 +54,7 @@ from sciftune.training.checkpoints import (
     FlatShard,
     usable_fault,
 )
+from .export import export_component, export_pipeline, trained_tensors
 
 
 # %% ../../nbs/7_training/09_task.ipynb #0e096f2d
@@ -268,6 +281,81 @@ class EarlierRun:
         )
 
 
+# %% ../../nbs/7_training/09_task.ipynb #3085f205
+@dataclass(frozen=True)
+class Export:
+    """What is to be written of a checkpoint, and where."""
+
+    checkpoint: Path  # A complete checkpoint
+    out: Path  # New folder
+    recipe: Recipe  # Of the run that wrote the checkpoint
+    state: str = "weight"  # or 'ema'
+    dtype: torch.dtype = torch.bfloat16  # Of weights; adapters are float32
+    pipeline: bool = True  # A whole pipeline; False = the trained component alone
+
+    @property
+    def family(self) -> Family:
+        """The model's family."""
+        return get_family(self.recipe.model)
+
+    @property
+    def revision(self) -> str | None:
+        """Of the hub model that was trained from."""
+        return self.recipe.revision or None
+
+    def base(
+        self,
+        components: tuple | None = None,  # Sub-folders that must be there; None = the denoiser's
+    ) -> Path:
+        """The folder that was trained from. Raises ValueError after training random weights."""
+        base = weights_path(self.recipe, self.family)
+        if base is None:
+            raise ValueError(
+                f"{self.checkpoint} was trained from random weights of the published size: "
+                "there is no folder whose other parts could go with it"
+            )
+        return self.family.resolve(base, components, self.revision)
+
+    def earlier(self) -> CheckpointTensors | None:
+        """The run that this one began with: what it did not train comes from there."""
+        if not self.recipe.start_from:
+            return None
+        return EarlierRun(self.recipe.start_from, self.recipe.start_from_ema).tensors
+
+
+def export_trained(
+    export: Export,
+    network: str = "denoiser",  # Name of the trained network in the checkpoint
+    earlier: Mapping[str, Tensor] | None = None,  # See `Export.earlier`
+    scheduler: SchedulerMixin | None = None,  # In the place of the base's
+) -> str:  # What was written, for people
+    """Write adapters where the run trained adapters, else a pipeline or its trained component.
+
+    Raises ValueError like `export_component`.
+    """
+    recipe, family, base, out = export.recipe, export.family, export.base(), export.out
+    if recipe.lora_rank:
+        tensors = trained_tensors(export.checkpoint, network, export.state)
+        count = save_lora(tensors, family, recipe, base, out, scheduler)
+        return f"an adapter of {count} tensors to {out}"
+    whole = export.pipeline or family.denoiser_component == "."
+    write = partial(export_pipeline, scheduler=scheduler) if whole else export_component
+    count = write(
+        export.checkpoint,
+        family,
+        base,
+        out,
+        export.dtype,
+        recipe.max_shard_size,
+        export.state,
+        network,
+        earlier,
+        export.revision,
+    )
+    types = ", ".join(f"{n} {kind}" for kind, n in count.items())
+    return f"{sum(count.values())} tensors ({types}) to {out}"
+
+
 # %% ../../nbs/7_training/09_task.ipynb #867ebc71
 class Task:
     """What the trainer asks of an objective."""
@@ -360,12 +448,23 @@ class Task:
     def load_state_dict(self, state: dict):
         """Take over what `state_dict` gave."""
 
+    @classmethod
+    def write_model(
+        cls,
+        export: Export,
+    ) -> str:  # What was written, for people; '' = this objective writes nothing
+        """Write what a checkpoint trained. Needs the recipe alone: no engine, no networks."""
+        return ""
+
     def export(
         self,
         checkpoint: Path,
         state: str,  # 'weight' or 'ema'
     ):
         """Write `run_dir.model`; rank 0 alone."""
+        written = self.write_model(Export(checkpoint, self.run_dir.model, self.recipe, state))
+        if written:
+            self.say(f"exported {written}")
 
 
 # %% ../../nbs/7_training/09_task.ipynb #d01380b5

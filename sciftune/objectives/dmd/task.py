@@ -48,10 +48,15 @@ from sciftune.objectives.dmd.loss import (
 from .work import discriminator_share, step_passes
 from ...strategies.engine import Engine
 from ...strategies.fsdp import ShardedNetwork
-from ...strategies.lora import save_lora
-from ...training.checkpoints import CheckpointTensors
-from ...training.export import export_pipeline, verify_base
-from ...training.task import Task, Turn, build_denoiser, parameter_source
+from ...training.export import verify_base
+from sciftune.training.task import (
+    Export,
+    Task,
+    Turn,
+    build_denoiser,
+    export_trained,
+    parameter_source,
+)
 from ...training.validation import evaluating, pipeline_sampler, sample_prompts, to_device
 
 # %% ../../../nbs/8_objectives/dmd/04_task.ipynb #157cdb53
@@ -453,38 +458,19 @@ class DistillationTask(Task):
         self.networks["generator"].after_eval()
         self.teacher_sampled = True
 
-    def export(self, checkpoint: Path, state: str):
-        """A pipeline that samples in few steps, or adapters and a scheduler; rank 0 alone."""
-        recipe, base, out = self.recipe, self.data.base, self.run_dir.model
-        steps, timestep = recipe.denoising_steps, recipe.conditioning_timestep
-        if recipe.lora_rank:
-            return self.export_adapters(checkpoint, state)
-
-        def save(component: Path):
-            self.family.save_student(base, component, out, steps, timestep)
-
-        count = export_pipeline(
-            checkpoint,
-            self.family,
-            base,
-            out,
-            max_shard_size=recipe.max_shard_size,
-            state=state,
-            network="generator",
-            save=save,
-        )
-        total = sum(count.values())
-        self.say(f"exported {total} tensors and a scheduler of {steps} steps to {out}")
-
-    def export_adapters(self, checkpoint: Path, state: str):
-        """The generator's adapters, and the scheduler that they need."""
-        recipe, out = self.recipe, self.run_dir.model
+    @classmethod
+    def write_model(cls, export: Export) -> str:
+        """A pipeline that samples in few steps, or adapters and a scheduler."""
+        recipe, out = export.recipe, export.out
         steps = recipe.denoising_steps
-        tensors = CheckpointTensors(checkpoint, "generator", state)
         scheduler = few_step_scheduler(steps, recipe.conditioning_timestep)
-        count = save_lora(tensors, self.family, recipe, self.data.base, out, scheduler)
-        self.say(
-            f"exported an adapter of {count} tensors and a scheduler of {steps} steps to {out}; "
-            f"use it with pipe.load_lora_weights('{out}') and "
-            f"pipe.scheduler = LCMScheduler.from_pretrained('{out}/scheduler')"
-        )
+        written = export_trained(export, "generator", scheduler=scheduler)
+        if recipe.lora_rank:
+            return (
+                f"{written} and a scheduler of {steps} steps; use them with "
+                f"pipe.load_lora_weights('{out}') and "
+                f"pipe.scheduler = LCMScheduler.from_pretrained('{out}/scheduler')"
+            )
+        if export.pipeline:
+            return f"{written} and a scheduler of {steps} steps"
+        return f"{written}; a whole pipeline has the scheduler of {steps} steps, too"

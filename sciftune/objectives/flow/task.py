@@ -19,13 +19,17 @@ from .data import FlowBatches, held_out_batch
 from .loss import FlowMatching
 from ...planner.profile import trained_share
 from ...strategies.engine import Engine
-from ...strategies.lora import lora_flops, save_lora
+from ...strategies.lora import lora_flops
 from ...strategies.network import Network
 from ...toys.reader import read_validation
-from ...training.checkpoints import CheckpointTensors
 from ...training.encoding import CachedData, cache_data
-from ...training.export import export_pipeline
-from ...training.task import Task, build_denoiser, parameter_source
+from sciftune.training.task import (
+    Export,
+    Task,
+    build_denoiser,
+    export_trained,
+    parameter_source,
+)
 from ...training.validation import held_out_sums, sample_images, to_device
 
 
@@ -155,29 +159,12 @@ class FlowTask(Task):
         """Take over what `state_dict` gave."""
         self.baseline = state["baseline"]
 
-    def export(self, checkpoint: Path, state: str):
-        """A diffusers folder of the pipeline, or the adapters; rank 0 alone."""
-        if self.recipe.lora_rank:
-            return self.export_adapters(checkpoint, state)
-        earlier = self.started.get("denoiser")
-        count = export_pipeline(
-            checkpoint,
-            self.family,
-            self.data.base,
-            self.run_dir.model,
-            max_shard_size=self.recipe.max_shard_size,
-            state=state,
-            earlier=earlier.tensors if earlier else None,
-        )
-        types = ", ".join(f"{n} {kind}" for kind, n in count.items())
-        self.say(f"exported {sum(count.values())} tensors ({types}) to {self.run_dir.model}")
-
-    def export_adapters(self, checkpoint: Path, state: str):
-        """The adapters, in the layout of the diffusers pipeline."""
-        out = self.run_dir.model
-        tensors = CheckpointTensors(checkpoint, "denoiser", state)
-        count = save_lora(tensors, self.family, self.recipe, self.data.base, out)
-        self.say(
-            f"exported an adapter of {count} tensors to {out}; load it with "
-            "pipe.load_lora_weights, or merge it with scripts/merge_lora"
+    @classmethod
+    def write_model(cls, export: Export) -> str:
+        """A diffusers folder of the pipeline, or the adapters."""
+        written = export_trained(export, earlier=export.earlier())
+        if not export.recipe.lora_rank:
+            return written
+        return (
+            f"{written}; load it with pipe.load_lora_weights, or merge it with scripts/merge_lora"
         )

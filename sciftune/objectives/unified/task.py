@@ -46,13 +46,17 @@ from ...models.weights import freeze
 from .data import HeldOutPacks, UnifiedBatches, open_groups
 from .loss import UnifiedObjective
 from ...strategies.engine import Engine
-from ...strategies.lora import save_lora
 from ...strategies.network import Network
 from ...toys.tiny import qwen_tokenizer
-from ...training.checkpoints import CheckpointTensors
 from ...training.encoding import weights_path
-from ...training.export import export_pipeline, verify_base
-from ...training.task import Task, build_denoiser, parameter_source
+from ...training.export import verify_base
+from sciftune.training.task import (
+    Export,
+    Task,
+    build_denoiser,
+    export_trained,
+    parameter_source,
+)
 from ...training.validation import evaluating, held_out_sums, save_image, to_device
 
 
@@ -381,21 +385,7 @@ class UnifiedTask(Task):
         self.baseline = state["baseline"]
         self.source.load_state_dict(state["stream"])
 
-    def export(self, checkpoint: Path, state: str):
+    @classmethod
+    def write_model(cls, export: Export) -> str:
         """The trained model in the released layout, or its adapters in peft's."""
-        out, base = self.run_dir.model, self.base
-        if self.recipe.lora_rank:
-            tensors = CheckpointTensors(checkpoint, "denoiser", state)
-            count = save_lora(tensors, self.family, self.recipe, base, out)
-        else:
-            earlier = self.started.get("denoiser")
-            types = export_pipeline(
-                checkpoint,
-                self.family,
-                base,
-                out,
-                state=state,
-                earlier=earlier and earlier.tensors,
-            )
-            count = sum(types.values())
-        self.say(f"exported {count} tensors to {out}")
+        return export_trained(export, earlier=export.earlier())

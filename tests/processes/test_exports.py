@@ -1,0 +1,200 @@
+"""What every preset exports, at tiny size: it loads in diffusers and is the network that was trained. All presets: pytest -m slow tests/processes/test_exports.py"""
+
+import diffusers
+import pytest
+import torch
+from forked import train
+
+from sciftune.core.presets import preset_files, presets
+from sciftune.core.recipe import resolve
+from sciftune.core.registry import records
+from sciftune.core.rundir import RunDir
+from sciftune.lab.convert import convert_command
+from sciftune.strategies.lora import add_lora, is_adapter
+from sciftune.training.checkpoints import CheckpointTensors, find_checkpoint
+from sciftune.training.task import Export
+
+CLOSE = 1e-4  # largest difference between what the trained network and the exported one predict
+SMALL = dict(
+    model_path="tiny",
+    steps=2,
+    warmup_steps=0,
+    lr_schedule="constant",
+    learning_rate=1e-3,
+    micro_batch=1,
+    global_batch=2,
+    num_processes=1,
+    figures=16,
+    validation_steps=0,
+    compile=False,
+    cpu=True,
+)
+ADAPTERS = dict(lora_rank=4, lora_alpha=2)
+UNET_ADAPTERS = ADAPTERS | dict(lora_targets="to_q,to_out.0,ff.net.2,conv1,time_emb_proj")
+
+
+def smaller(preset, model, more):
+    """The fields of a preset that have no place in a run of seconds, made small."""
+    values = presets(model)[preset] | more
+    fields = dict(SMALL)
+    if values["objective"] in ("flow", "epsilon", "unified"):
+        fields |= dict(held_out=0, text_tokens=16)
+    if values["objective"] == "unified":
+        fields |= dict(expected_tokens=320, max_tokens=400, max_sample_tokens=400)
+        fields |= dict(vit_resolution=112)
+    heads = dict(sd15=256, sdxl=128)  # where a discriminator has 4x4 features to look at
+    fields["resolution"] = heads[model] if values.get("gan") else 64
+    if values["objective"].startswith("dmd"):
+        fields |= dict(generator_every=1, warmup_steps=0)
+    if values.get("model_path") == "nano":  # its layers are named in the preset
+        fields |= dict(model_path="nano")
+    if values.get("enable_bucket"):
+        fields |= dict(bucket_min=32)
+    if values.get("hybrid_shard"):
+        fields |= dict(hybrid_shard=0)
+    return fields | more
+
+
+def every_case():
+    """(model, preset, fields) of all presets, and of some with adapters that have none."""
+    found = [(model, name, {}) for model in records("models") for name in presets(model)]
+    found += [("bagel", "system_c", ADAPTERS)]
+    for model, name in (("sd15", "system_e"), ("sd15", "local"), ("sdxl", "dmd2_sdxl_4step")):
+        found.append((model, name, UNET_ADAPTERS))
+    return found
+
+
+QUICK = [
+    ("flux1", "system_d_fsdp", {}),
+    ("sdxl", "dmd2_sdxl_lora", {}),
+    ("sd15", "system_e", {}),
+    ("bagel", "system_c", {}),
+    ("qwenimage", "cluster", {}),
+    ("klein", "nano_autoencoder", {}),
+]
+
+
+def cases() -> list:
+    """All of them, the others marked slow."""
+    found = []
+    for case in every_case():
+        model, preset, more = case
+        marks = () if case in QUICK else pytest.mark.slow
+        found.append(pytest.param(*case, marks=marks, id=f"{model}-{preset}{'-lora' * bool(more)}"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("exports")
+
+
+def trained_network(export, name):
+    """The base with what the checkpoint trained, built as training built it, in fp32."""
+    recipe, family = export.recipe, export.family
+    network = family.load_denoiser(export.base()).eval()
+    if recipe.lora_rank:
+        add_lora(network, family, recipe)
+    values = CheckpointTensors(export.checkpoint, name, export.state)
+    parameters = dict(network.named_parameters())
+    assert values and set(values) <= set(parameters)
+    moved = 0
+    for key in values:
+        stored = values[key].reshape(parameters[key].shape)
+        moved += not torch.equal(stored, parameters[key])
+        parameters[key].data.copy_(stored)
+    assert moved > len(values) // 4, "training moved next to nothing"
+    return network.eval()
+
+
+@torch.no_grad()
+def predicted(family, base, network):
+    """Of fixed noise and a caption."""
+    rows = family.encode_captions(family.load_encoders(base, parts=("text",)), ["a chart"])
+    draws = torch.Generator().manual_seed(0)
+    x = torch.randn(1, *family.latent_shape(64, 64), generator=draws)
+    return family.predict(network, x, torch.tensor([0.7]), family.collate(rows))
+
+
+def load_exported(export, folder):
+    """The denoiser of a written pipeline, or of the base with written adapters."""
+    family, base = export.family, export.base()
+    if family.lora_layout == "peft":
+        if not export.recipe.lora_rank:
+            return family.load_denoiser(folder).eval()
+        from peft import PeftModel
+
+        return PeftModel.from_pretrained(family.load_denoiser(base), folder).base_model.model.eval()
+    adapters = export.recipe.lora_rank
+    pipe = diffusers.DiffusionPipeline.from_pretrained(base if adapters else folder)
+    if adapters:
+        pipe.load_lora_weights(folder)
+    return getattr(pipe, family.denoiser_component).eval()
+
+
+def check_types(export, trained, folder):
+    """The run's own export holds the trained tensors, rounded once; adapters as they are."""
+    family = export.family
+    if export.recipe.lora_rank:
+        loaded = dict(load_exported(export, folder).named_parameters())
+        loaded = {n.replace(".default_0.", ".default."): p for n, p in loaded.items()}
+        adapters = {n: p for n, p in trained.named_parameters() if is_adapter(n)}
+        assert adapters and all(torch.equal(loaded[n], p) for n, p in adapters.items())
+        return
+    written = family.denoiser_weights(folder)
+    for name, value in trained.state_dict().items():
+        assert torch.equal(written[name].bfloat16(), value.bfloat16()), name
+
+
+def check_student(export, folder):
+    """A distilled generator is drawn in its own steps."""
+    recipe = export.recipe
+    scheduler = diffusers.LCMScheduler.from_pretrained(folder / "scheduler")
+    scheduler.set_timesteps(recipe.denoising_steps)
+    steps = scheduler.timesteps.tolist()
+    first = recipe.conditioning_timestep if recipe.denoising_steps == 1 else 999
+    assert len(steps) == recipe.denoising_steps and steps[0] == first
+
+
+def check_autoencoder(export, run):
+    """Weights of the exported VAE, and its decoder."""
+    values = CheckpointTensors(export.checkpoint, "autoencoder", export.state)
+    for folder, dtype in ((run.model, torch.bfloat16), (run.path / "whole", torch.float32)):
+        vae = export.family.load_vae(folder)
+        parameters = dict(vae.named_parameters())
+        for name in values:
+            found = parameters[name.removeprefix("vae.")]
+            assert torch.equal(found.flatten(), values[name].to(dtype).float())
+
+
+@pytest.mark.parametrize("model,preset,more", cases())
+def test_a_preset_exports_what_it_trained(root, model, preset, more):
+    run = RunDir(root / f"{model}-{preset}-{len(more)}")
+    fields = smaller(preset, model, more)
+    train(run, model=model, preset=preset, **fields)
+    recipe = resolve(model=model, preset=preset, run_root=str(root), **fields)
+    checkpoint = find_checkpoint(run, "latest")
+    name = "generator" if recipe.objective.startswith("dmd") else "denoiser"
+    for state in ("ema", "weight") if recipe.ema_decay else ("weight",):
+        export = Export(checkpoint, run.model, recipe, state)
+        whole = run.path / "whole"
+        average = ["--ema"] if state == "ema" else []
+        convert_command([str(checkpoint), str(whole), "--dtype", "fp32", "--pipeline", *average])
+        if recipe.objective == "autoencoder":
+            check_autoencoder(export, run)
+            return
+        trained = trained_network(export, name)
+        want = predicted(export.family, export.base(), trained)
+        made = predicted(export.family, export.base(), load_exported(export, whole))
+        assert (made - want).abs().max() <= CLOSE
+        if state == "ema" or not recipe.ema_decay:
+            check_types(export, trained, run.model)
+        if name == "generator":
+            check_student(export, run.model)
+            check_student(export, whole)
+        whole.rename(run.path / f"whole-{state}")
+
+
+def test_all_presets_have_a_case():
+    assert {preset for _, preset, _ in every_case()} == set(preset_files())
+    assert all(case in every_case() for case in QUICK)
