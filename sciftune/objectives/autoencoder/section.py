@@ -23,7 +23,6 @@ RECORDS = [
             "max_bad_fraction",
             "metadata",
             "start_from",
-            "start_from_ema",
             "figures_side",
             "figures_style",
             "figures_kinds",
