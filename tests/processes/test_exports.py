@@ -1,4 +1,7 @@
-"""What every preset exports, at tiny size: it loads in diffusers and is the network that was trained. All presets: pytest -m slow tests/processes/test_exports.py"""
+"""What every preset exports, at tiny size.
+
+It loads in diffusers and is the network that was trained. All presets: pytest -m slow.
+"""
 
 import diffusers
 import pytest
