@@ -1814,6 +1814,7 @@ def _draw_shards(folder: Path, shards: list, draw: Callable, args: list, workers
             write_shard(folder / name, indices, draw, args)
         return
     code = (
+        "from sciftune.core.ownership import end_with_parent; end_with_parent()\n"
         "import sys, json, importlib; from sciftune.toys.figures import write_shard\n"
         "draw = getattr(importlib.import_module(sys.argv[2]), sys.argv[3])\n"
         "for path, first, last in json.loads(sys.argv[1]):\n"

@@ -9,7 +9,11 @@ __all__ = ["StopRequest", "Run", "train_step", "train_steps", "finish_run", "tra
 import os
 import sys
 
+from ..core.ownership import FolderInUseError, end_with_parent, owned_by_rank_0
 from .timeline import Timeline, launch_summary, read_ahead
+
+if __name__ == "__main__" and "__file__" in globals():
+    end_with_parent()
 
 if (
     __name__ == "__main__"
@@ -373,7 +377,15 @@ def train(
     recipe: Recipe,
     run_dir: RunDir,
 ) -> None:
-    """Train as the recipe says, into the run folder. Every rank calls it."""
+    """Train as the recipe says, into the run folder. Every rank calls it.
+
+    Raises FolderInUseError while another run uses the folder.
+    """
+    with owned_by_rank_0(run_dir.path):
+        _train(recipe, run_dir)
+
+
+def _train(recipe: Recipe, run_dir: RunDir) -> None:
     run = Run(recipe, run_dir)
     run.timeline.enter("validation")
     if run.start == 0 and recipe.validation_steps:
@@ -413,7 +425,7 @@ def _exit_code(recipe_file: str) -> int:
         record(train)(recipe, RunDir(os.path.dirname(os.path.abspath(recipe_file))))
         return 0
     except (RecipeError, CheckpointError, ValueError, OSError, FloatingPointError) as error:
-        explained = isinstance(error, (RecipeError, CheckpointError))
+        explained = isinstance(error, (RecipeError, CheckpointError, FolderInUseError))
         if not explained and type(error).__name__ != "DataError":
             traceback.print_exc()
         print(f"rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)
