@@ -30,6 +30,7 @@ from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
+from .progress import progress
 from .recipe import Recipe
 from .registry import package_folder
 
@@ -67,6 +68,7 @@ def _sync(folder: Path):
     """Flush every file and folder below `folder` to the disk."""
     for path in (*folder.rglob("*"), folder):
         _sync_one(path)
+        progress(f"{path.name}: on the disk")
 
 
 @contextmanager

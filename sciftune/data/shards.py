@@ -16,6 +16,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ..core.progress import progress
 from .images import SUFFIXES, DataError
 from .readers import CAPTION_KEYS, Parquet, Row, captions_of
 
@@ -37,6 +38,7 @@ def tar_members(
     end = file.seek(0, io.SEEK_END)
     try:
         for m in tar:
+            progress(f"{name}: {m.name} listed")
             if m.offset_data + m.size > end:
                 return found, f"ends in the middle of {m.name}; copy the shard again"
             if m.isfile():
@@ -98,6 +100,7 @@ class Tars:
         for key, parts in samples.items():
             image = next((p for s, p in parts.items() if "." + s in SUFFIXES), None)
             row = Row(f"{name}:{key}", image and (n, *image), f"{PurePosixPath(name).stem}/{key}")
+            progress(f"{row.source} listed")
             try:
                 row.captions = self._captions(file, parts, image)
             except DataError as e:

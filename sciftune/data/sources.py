@@ -19,6 +19,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ..core.progress import progress
 from ..core.rundir import cores, write_atomic
 from .images import MAX_PIXELS, DataError, Sample, examine
 from sciftune.data.readers import (
@@ -146,6 +147,7 @@ def verify_images(
     def verify_chunk(rows: list[Row]):
         for row in rows:
             _verify_row(source, row, max_pixels, known, found)
+            progress(f"{row.source} verified")
 
     pool = ThreadPoolExecutor(max(workers, 1))
     try:

@@ -8,6 +8,7 @@ __all__ = [
     "state_shards",
     "CheckpointError",
     "checkpoint_name",
+    "ProgressFiles",
     "Checkpointer",
     "checkpoint_info",
     "checkpoint_fault",
@@ -24,7 +25,7 @@ import json
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -40,6 +42,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from ..core.progress import ProgressFile, progress
 from ..core.recipe import Recipe, RecipeError, changed, restored
 from ..core.rundir import RunDir, replaced_folder, write_atomic
 from ..strategies.engine import Engine
@@ -103,6 +106,7 @@ def state_shards(
     shards = {}
     for name, network in networks.items():
         for part in network.owned():
+            progress(f"{part.name} copied")
             for state in STATES:
                 values = network.read(part, state).to("cpu", copy=True)
                 shards[f"{name}/{state}/{part.name}"] = FlatShard.of(values, part)
@@ -123,6 +127,21 @@ def checkpoint_name(
 ) -> str:
     """The folder's name; names sort like steps up to a million."""
     return f"step_{step:06d}"
+
+
+# %% ../../nbs/7_training/05_checkpoints.ipynb #589a83dc
+class ProgressFiles(FileSystem):
+    """Where torch writes its files: in pieces, each of them progress."""
+
+    @contextmanager
+    def create_stream(
+        self,
+        path: str | Path,
+        mode: str,  # 'wb' or 'rb'
+    ) -> Iterator[ProgressFile]:
+        """The open file."""
+        with super().create_stream(path, mode) as file:
+            yield ProgressFile(file, Path(path).name) if "w" in mode else file
 
 
 # %% ../../nbs/7_training/05_checkpoints.ipynb #ef37f492
@@ -201,11 +220,11 @@ class Checkpointer:
         try:
             with replacing:  # of rank 0: the folder gets its name at the end, or is removed
                 torch.set_num_threads(1)
+                writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
+                writer.fs = ProgressFiles()
                 dcp.save(
                     shards,
-                    storage_writer=dcp.FileSystemWriter(
-                        folder, single_file_per_rank=True, sync_files=True
-                    ),
+                    storage_writer=writer,
                     process_group=self.group,
                     no_dist=self.group is None,
                 )
@@ -387,6 +406,7 @@ def load_checkpoint(
             dcp.load(shards, storage_reader=dcp.FileSystemReader(path), no_dist=True)
             for item in group:
                 item.put(shards[item.key].plain())
+                progress(f"{item.key} read")
         network.finish_write(info["steps"][name])
         network.clip = info.get("clip", {}).get(name, 1.0)
     return info

@@ -30,6 +30,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from ..core.progress import ProgressFile
 from ..models.family import Family
 from ..models.weights import Weights
 from ..strategies.lora import Merged, family_of
@@ -69,7 +70,8 @@ def stream_safetensors(
 ) -> None:
     """Write a safetensors file holding one tensor in memory at a time; flushed when it returns."""
     header = _header(shapes)
-    with open(path, "wb") as file:
+    with open(path, "wb") as raw:
+        file = ProgressFile(raw, path.name)
         file.write(struct.pack("<Q", len(header)) + header)
         for name, (dtype, shape) in shapes.items():
             tensor = read(name).to(dtype).reshape(shape).contiguous()

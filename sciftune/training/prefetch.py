@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from ..core.ownership import end_with_parent
-
 from .validation import to_device
 
 

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from ..core.plan import Plan
+from ..core.progress import progress_by_bytes
 from ..core.recipe import Recipe, RecipeError
 from ..core.rundir import RunDir, run_record, write_atomic
 from ..strategies.compilation import compiled_graphs
@@ -164,6 +165,7 @@ class Run:
         """The task's validation, with the averaged weights if the recipe says so. All ranks."""
         self.log(self.deferred.flush())
         with contextlib.ExitStack() as averaged:
+            averaged.enter_context(progress_by_bytes("reading"))
             if self.recipe.validation_ema:
                 for average in self.averages.values():
                     averaged.enter_context(average.applied())
@@ -365,6 +367,7 @@ def finish_run(
     run.engine.barrier()
     if run.engine.main and step >= recipe.steps:
         if recipe.export and task.keep:
+            run.heartbeat.beat("export", step)
             state = "ema" if run.averages else "weight"
             task.export(find_checkpoint(run.dir, "latest"), state)
         memory = memory_now(run.engine.device)
@@ -386,7 +389,8 @@ def train(
 
 
 def _train(recipe: Recipe, run_dir: RunDir) -> None:
-    run = Run(recipe, run_dir)
+    with progress_by_bytes("reading"):
+        run = Run(recipe, run_dir)
     run.timeline.enter("validation")
     if run.start == 0 and recipe.validation_steps:
         run.validate(0)
