@@ -122,6 +122,16 @@ class RunDir:
         return self.path / "recipe.yaml"
 
     @property
+    def resumed_recipe(self) -> Path:
+        """The recipe with `resume: latest`, for a job that is started again."""
+        return self.path / "resume.yaml"
+
+    @property
+    def slurm(self) -> Path:
+        """The Slurm script."""
+        return self.path / "slurm.sh"
+
+    @property
     def plan(self) -> Path:
         """What the planner predicted."""
         return self.path / "plan.json"

@@ -145,6 +145,12 @@ def _known(
     return check
 
 
+def _printable(text: str):
+    """Raise ValueError for line ends, control characters and bytes that are no text."""
+    if strange := [character for character in text if not character.isprintable()]:
+        raise ValueError(f"must not contain {ascii(strange[0])}: only printable characters")
+
+
 class ModelSection(Section):
     """Which model, for what, and the run's name."""
 
@@ -174,10 +180,22 @@ class ModelSection(Section):
     @field_validator("name")
     @classmethod
     def _plain_name(cls, name: str) -> str:
-        taken = name in (".", "..", "cache")
-        if name and (Path(name).name != name or taken or len(name) > 100):
-            raise ValueError("must be a plain folder name of at most 100 characters, not a path")
+        _printable(name)
+        plain = Path(name).name == name and name not in (".", "..", "cache")
+        if name and (not plain or len(name) > 100 or len(name.encode()) > 240):
+            raise ValueError(
+                "must be a plain folder name, not a path, of at most 100 characters "
+                "and 240 bytes in UTF-8"
+            )
         return name
+
+    @field_validator("run_root")
+    @classmethod
+    def _folder(cls, path: str) -> str:
+        _printable(path)
+        if not path.strip():
+            raise ValueError("must name a folder, for example 'runs'")
+        return path
 
 
 # %% ../../nbs/1_core/02_sections.ipynb #3898e8fd

@@ -17,6 +17,7 @@ if __name__ == "__main__" and "__file__" in globals():
 import contextlib
 import signal
 import socket
+import subprocess
 from collections.abc import Iterator
 from types import FrameType
 
@@ -67,13 +68,19 @@ def loopback_store() -> Iterator[None]:
 def run_agent(
     arguments: list[str],  # Of `accelerate launch`
 ) -> None:
-    """Start the ranks as accelerate does and wait for them; raises what accelerate raises."""
+    """Start the ranks as accelerate does and wait for them.
+
+    Raises what accelerate raises, SystemExit with the exit code of a single process that failed.
+    """
+    pass_on_requests()
     from accelerate.commands.launch import launch_command, launch_command_parser
 
     given = launch_command_parser().parse_args(arguments)
-    pass_on_requests()
-    with loopback_store():
-        launch_command(given)
+    try:
+        with loopback_store():
+            launch_command(given)
+    except subprocess.CalledProcessError as error:  # the rank has said why
+        sys.exit(error.returncode if error.returncode >= 0 else 128 - error.returncode)
 
 
 # %% ../../nbs/5_strategies/18_agent.ipynb #a394e2c9
