@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..core.progress import progress
+from ..core.secrets import bare
 from .images import SUFFIXES, DataError
 
 # %% auto #0
@@ -359,7 +360,7 @@ class Parquet:
         return f"{status.st_size}|{status.st_mtime_ns}"
 
     def _list(self, n: int, path: Path):
-        name = os.path.relpath(path, self.root).replace(os.sep, "/")
+        name = os.path.relpath(bare(str(path)), self.root).replace(os.sep, "/")
         file = self.open_file(path)
         image, caption, ident = _columns(path, file.schema_arrow)
         self.column.append(image)

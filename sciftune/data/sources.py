@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 
 from ..core.progress import progress
 from ..core.rundir import cores, write_atomic
+from ..core.secrets import masked
 from .images import MAX_PIXELS, DataError, Sample, examine
 from sciftune.data.readers import (
     Files,
@@ -247,7 +248,7 @@ def _write_quarantine(quarantine: str | Path, rejected: list[dict]):
     if rejected:
         Path(quarantine).parent.mkdir(parents=True, exist_ok=True)
         lines = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rejected)
-        write_atomic(quarantine, lines.encode("utf-8", "backslashreplace"))
+        write_atomic(quarantine, masked(lines).encode("utf-8", "backslashreplace"))
     else:
         Path(quarantine).unlink(missing_ok=True)  # an earlier run's rows have been repaired
 

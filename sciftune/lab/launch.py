@@ -30,6 +30,7 @@ __all__ = [
     "choose_folder",
     "differences",
     "reserved",
+    "keep_run_secrets",
     "prepare_run",
     "announce",
     "start",
@@ -99,6 +100,7 @@ from ..core.processes import world_size
 from ..core.recipe import Recipe, RecipeError, launch_preset, resolve
 from ..core.registry import nearest
 from ..core.rundir import RunDir, new_run, write_atomic
+from ..core.secrets import keep_secrets
 
 
 # %% ../../nbs/9_lab/02_launch.ipynb #e18cb700
@@ -474,6 +476,24 @@ def reserved(
 
 
 # %% ../../nbs/9_lab/02_launch.ipynb #a0b10c98
+def keep_run_secrets(
+    run: RunDir,
+    recipe: Recipe,
+):
+    """Keep what the ranks need of addresses, for the owner alone. Raises LaunchError."""
+    texts = [path for path, _ in recipe.sources]
+    texts += [value for name, value in recipe if name != "data" and isinstance(value, str)]
+    try:
+        keep_secrets(run.path, texts)
+    except ValueError as error:
+        raise LaunchError(f"data: {error}") from None
+    except OSError as error:
+        raise LaunchError(
+            f"data: what is secret in its address cannot be kept in {error.filename} "
+            f"({error.strerror}); set XDG_STATE_HOME to a folder of your own"
+        ) from None
+
+
 def prepare_run(
     recipe: Recipe,
 ) -> RunDir:  # With recipe.yaml, plan.json, accelerate.yaml, command.txt, launch.json
@@ -495,6 +515,7 @@ def prepare_run(
     try:
         with reserved(run), tempfile.TemporaryDirectory() as aside:
             choose_folder(named)  # nobody else changes it any more
+            keep_run_secrets(run, recipe)
             written = named.save(Path(aside) / "recipe.yaml")
             plan = plan_run(written, Path(aside) / "plan.json", recipe.plan_check)
             named.save(run.recipe)

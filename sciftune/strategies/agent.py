@@ -19,9 +19,12 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 
 import psutil
+
+from ..core.secrets import load_secrets, mask_output
 
 
 # %% ../../nbs/5_strategies/18_agent.ipynb #a33d8c12
@@ -73,6 +76,8 @@ def run_agent(
     Raises what accelerate raises, SystemExit with the exit code of a single process that failed.
     """
     pass_on_requests()
+    load_secrets(Path(arguments[-1]).parent)  # a rank's error is reported here once more
+    mask_output()
     from accelerate.commands.launch import launch_command, launch_command_parser
 
     given = launch_command_parser().parse_args(arguments)

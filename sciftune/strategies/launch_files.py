@@ -7,6 +7,7 @@ __all__ = [
     "TRAINER",
     "RENDEZVOUS_PORT",
     "launch_command",
+    "loopback_interface",
     "launch_environment",
     "torchrun_command",
     "slurm_script",
@@ -19,6 +20,7 @@ import json
 import os
 import re
 import shlex
+import socket
 import sys
 
 import yaml
@@ -49,6 +51,12 @@ def launch_command(
 
 
 # %% ../../nbs/5_strategies/16_launch_files.ipynb #951985d2
+def loopback_interface() -> str:
+    """The network interface of this machine to itself; '' where it has another name than usual."""
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in ("lo", "lo0") if name in names), "")
+
+
 def launch_environment(
     strategy: Strategy,
 ) -> dict[str, str]:  # Variables to add to the environment
@@ -59,6 +67,9 @@ def launch_environment(
         environment["NCCL_IB_DISABLE"] = "1"
     if recipe.nccl_p2p_disable:
         environment["NCCL_P2P_DISABLE"] = "1"
+    if recipe.num_machines == 1 and (inside := loopback_interface()):
+        names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        environment |= {name: inside for name in names if name not in os.environ}
     if recipe.cpu:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     if (cpu or recipe.offload != "none") and "OMP_NUM_THREADS" not in os.environ:

@@ -39,6 +39,7 @@ from ..core.plan import Plan
 from ..core.progress import progress_by_bytes
 from ..core.recipe import Recipe, RecipeError
 from ..core.rundir import RunDir, run_record, write_atomic
+from ..core.secrets import load_secrets, mask_output
 from ..strategies.compilation import compiled_graphs
 from ..strategies.engine import Engine
 from sciftune.training.checkpoints import (
@@ -385,6 +386,8 @@ def train(
     Raises FolderInUseError while another run uses the folder.
     """
     with owned_by_rank_0(run_dir.path):
+        load_secrets(run_dir.path)
+        mask_output()
         _train(recipe, run_dir)
 
 
