@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from .secrets import masked
 from .sections import RecipeError
 
 # %% ../../nbs/1_core/04_aliases.ipynb #0c66d95a
@@ -172,7 +173,10 @@ def _refusals(given: Mapping[str, Any]):
         other = first.setdefault(field, name)
         if given[other] != given[name]:
             raise RecipeError(
-                f"{field}: given twice, as {other}={given[other]!r} and as {name}={given[name]!r}"
+                masked(
+                    f"{field}: given twice, as {other}={given[other]!r} and as "
+                    f"{name}={given[name]!r}"
+                )
             )
 
 
@@ -197,12 +201,14 @@ def translated(
     new |= _accumulation(given, int(new.get("micro_batch", own.get("micro_batch", 1))))
     if both := sorted(field for field in new if field in own and own[field] != new[field]):
         raise RecipeError(
-            f"{both[0]}: given twice, as {own[both[0]]!r} and as {new[both[0]]!r} "
-            "under another name"
+            masked(
+                f"{both[0]}: given twice, as {own[both[0]]!r} and as {new[both[0]]!r} "
+                "under another name"
+            )
         )
     if foreign := sorted(set(given) - set(own)):
         became = ", ".join(f"{field}={value!r}" for field, value in new.items())
         warnings.warn(
-            f"{', '.join(foreign)}: read as {became or 'nothing to change'}", stacklevel=3
+            masked(f"{', '.join(foreign)}: read as {became or 'nothing to change'}"), stacklevel=3
         )
     return own | new

@@ -545,7 +545,7 @@ _RANK_FAILURES = (
     KnownFailure(
         "port in use",
         "C",
-        ("EADDRINUSE", "Address already in use"),
+        ("EADDRINUSE", "Address already in use", "another process is utilizing it"),
         "another job on this machine listens on the rendezvous port",
         _port_cure,
     ),
@@ -678,6 +678,7 @@ _ECHOES = (
             "Broken pipe",
             "remote process exited",
             "Application timeout caused pair closure",
+            r"rank \d+ has gone; ending the run",
             "NCCL.*aborted",
         ),
         "this rank noticed that another one had died; the cause is in the output of that rank",

@@ -51,6 +51,7 @@ from sciftune.core.registry import (
     nearest,
     records,
 )
+from .secrets import masked
 from sciftune.core.sections import (
     SECTIONS,
     NumbersSection,
@@ -357,7 +358,8 @@ def _lines(error: ValidationError) -> list[str]:
     for finding in error.errors():
         name = ".".join(map(str, finding["loc"]))
         message = finding["msg"].removeprefix("Value error, ")
-        lines.append(f"{name}: {message}; got {finding['input']!r}" if name else message)
+        given = masked(repr(finding["input"]))
+        lines.append(f"{name}: {message}; got {given}" if name else message)
     return lines
 
 

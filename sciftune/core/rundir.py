@@ -30,6 +30,7 @@ from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
+from .progress import progress
 from .recipe import Recipe
 from .registry import package_folder
 
@@ -67,6 +68,7 @@ def _sync(folder: Path):
     """Flush every file and folder below `folder` to the disk."""
     for path in (*folder.rglob("*"), folder):
         _sync_one(path)
+        progress(f"{path.name}: on the disk")
 
 
 @contextmanager
@@ -118,6 +120,16 @@ class RunDir:
     def recipe(self) -> Path:
         """The resolved recipe."""
         return self.path / "recipe.yaml"
+
+    @property
+    def resumed_recipe(self) -> Path:
+        """The recipe with `resume: latest`, for a job that is started again."""
+        return self.path / "resume.yaml"
+
+    @property
+    def slurm(self) -> Path:
+        """The Slurm script."""
+        return self.path / "slurm.sh"
 
     @property
     def plan(self) -> Path:

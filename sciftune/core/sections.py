@@ -29,10 +29,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
 from .registry import find_record
+from .secrets import conceal, masked
 
 
 # %% ../../nbs/1_core/02_sections.ipynb #3f4ef32c
@@ -48,17 +49,18 @@ def field(
     identity: bool = True,  # Whether a resumed run must keep it
     needs: str = "",  # When it is read: 'switch', 'switch=value', 'switch>number', several with '|'
     optional: bool = False,  # Read only by objectives and strategies whose record names it
+    weighted: bool = False,  # Several values with weights, as `data_sources` reads them
     **limits: Any,  # Of pydantic: ge, le, gt, lt
 ) -> FieldInfo:
     """A recipe field with what others must know about it."""
-    extra = dict(identity=identity, needs=needs, optional=optional)
+    extra = dict(identity=identity, needs=needs, optional=optional, weighted=weighted)
     return Field(default, description=description, json_schema_extra=extra, **limits)
 
 
 def facts(
     model: type[BaseModel],  # A section, or the recipe
     name: str,  # Of a field
-) -> Mapping[str, Any]:  # identity, needs, optional
+) -> Mapping[str, Any]:  # identity, needs, optional, weighted
     """What `field` was told about a field."""
     return model.model_fields[name].json_schema_extra
 
@@ -105,25 +107,50 @@ def data_sources(
         return ((data, 1.0),)
     for text, (_, weight) in zip(written, parts, strict=True):
         if weight is None or not 0 < weight < float("inf"):
-            raise ValueError(
-                f"'{text.strip()}' needs a positive weight behind a colon; write a:0.7,b:0.3"
-            )
+            shown = masked(text.strip())
+            raise ValueError(f"'{shown}' needs a positive weight behind a colon; write a:0.7,b:0.3")
     paths = [path for path, _ in parts]
     for number, path in enumerate(paths):
         if not path:
             raise ValueError("a weight stands without its collection")
         if path in paths[:number]:
-            raise ValueError(f"'{path}' is given twice; add its weights")
+            raise ValueError(f"'{masked(path)}' is given twice; add its weights")
     return tuple(parts)
 
 
 # %% ../../nbs/1_core/02_sections.ipynb #c5a0838b
+def _without_secrets(data: str) -> str:
+    """`data` with its addresses masked; the weights stay."""
+    parts = data_sources(data)
+    if len(parts) == 1:
+        return conceal(data)
+    return ",".join(f"{conceal(path)}:{weight!r}" for path, weight in parts)
+
+
 class Section(BaseModel):
-    """Some fields of a recipe."""
+    """Some fields of a recipe.
+
+    A number where text is wanted is taken as text, a number that is not finite is refused, and what
+    may be secret in an address is masked (see `core.secrets`).
+    """
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, protected_namespaces=()
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        protected_namespaces=(),
+        coerce_numbers_to_str=True,
+        allow_inf_nan=False,
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _conceal(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, str) or "://" not in value:
+            return value
+        if facts(cls, info.field_name)["weighted"]:
+            return _without_secrets(value)
+        return value if re.search(r"\s", value) else conceal(value)
 
     @staticmethod
     def check(
@@ -143,6 +170,12 @@ def _known(
         return value
 
     return check
+
+
+def _printable(text: str):
+    """Raise ValueError for line ends, control characters and bytes that are no text."""
+    if strange := [character for character in text if not character.isprintable()]:
+        raise ValueError(f"must not contain {ascii(strange[0])}: only printable characters")
 
 
 class ModelSection(Section):
@@ -174,10 +207,22 @@ class ModelSection(Section):
     @field_validator("name")
     @classmethod
     def _plain_name(cls, name: str) -> str:
-        taken = name in (".", "..", "cache")
-        if name and (Path(name).name != name or taken or len(name) > 100):
-            raise ValueError("must be a plain folder name of at most 100 characters, not a path")
+        _printable(name)
+        plain = Path(name).name == name and name not in (".", "..", "cache")
+        if name and (not plain or len(name) > 100 or len(name.encode()) > 240):
+            raise ValueError(
+                "must be a plain folder name, not a path, of at most 100 characters "
+                "and 240 bytes in UTF-8"
+            )
         return name
+
+    @field_validator("run_root")
+    @classmethod
+    def _folder(cls, path: str) -> str:
+        _printable(path)
+        if not path.strip():
+            raise ValueError("must name a folder, for example 'runs'")
+        return path
 
 
 # %% ../../nbs/1_core/02_sections.ipynb #3898e8fd
@@ -187,7 +232,9 @@ class DataSection(Section):
     data: str = field(
         "figures",
         "'figures' (made on first use), or a folder, json, jsonl, csv, parquet, tar or datasets "
-        "folder, or a URL of shards; several with their weights: 'figures:0.3,/my/shards:0.7'",
+        "folder, or a URL of shards (a password or token in it is kept outside the run folder); "
+        "several with their weights: 'figures:0.3,/my/shards:0.7'",
+        weighted=True,
     )
     shuffle_window: int = field(
         0,
@@ -558,8 +605,9 @@ class ValidationSection(Section):
     @field_validator("validation_prompts", mode="before")
     @classmethod
     def _split(cls, value: Any) -> tuple[str, ...]:
-        if not isinstance(value, str):
-            return tuple(value or ())
+        if isinstance(value, (list, tuple)):
+            return tuple(value)
+        value = "" if value is None else str(value)
         return tuple(part.strip() for part in value.split("|") if part.strip())
 
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from ..core.secrets import masked
+
 # %% auto #0
 __all__ = [
     "MAX_PIXELS",
@@ -32,7 +34,16 @@ __all__ = [
 
 # %% ../../nbs/2_data/01_images.ipynb #16735ef4
 class DataError(ValueError):
-    """Data that cannot be used; the message names the file or row and what would be right."""
+    """Data that cannot be used; the message names the file or row and what would be right.
+
+    Addresses in it are masked (see `core.secrets`).
+    """
+
+    def __init__(
+        self,
+        message: str,  # For people
+    ):
+        super().__init__(masked(message))
 
 
 @dataclass(frozen=True)

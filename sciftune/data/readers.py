@@ -11,12 +11,15 @@ import json
 import os
 import re
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ..core.progress import progress
+from ..core.secrets import bare
 from .images import SUFFIXES, DataError
 
 # %% auto #0
@@ -123,6 +126,7 @@ def listed_row(
     record: object,  # Anything that JSON or CSV gave
 ) -> Row:  # With `fault` set when it cannot be used
     """Make a row of one record of a list."""
+    progress(f"{source} listed")
     try:
         if not isinstance(record, dict):
             raise DataError(
@@ -143,18 +147,22 @@ def listed_row(
 
 
 # %% ../../nbs/2_data/02_readers.ipynb #fc5cc2ec
+def _image_names(root: Path) -> Iterator[str]:
+    """Paths of images relative to the root, with forward slashes."""
+    for folder, _, files in os.walk(root):
+        progress(f"{folder} listed")
+        for file in files:
+            if not file.startswith(".") and Path(file).suffix.lower() in SUFFIXES:
+                yield os.path.relpath(os.path.join(folder, file), root).replace(os.sep, "/")
+
+
 def folder_rows(
     root: Path,  # Data root, resolved
 ) -> list[Row]:
     """List images under the root, each with the caption in the `.txt` of the same name."""
-    found = sorted(
-        os.path.relpath(os.path.join(d, f), root).replace(os.sep, "/")
-        for d, _, files in os.walk(root)
-        for f in files
-        if not f.startswith(".") and Path(f).suffix.lower() in SUFFIXES
-    )
     rows = []
-    for name in found:
+    for name in sorted(_image_names(root)):
+        progress(f"{name} listed")
         try:
             text = root / inside(root, str(Path(name).with_suffix(".txt")))
             rows.append(
@@ -298,6 +306,7 @@ def _texts_and_ids(table: pa.Table, caption: str, ident: str | None):
 
 def _checked(row: Row, text: object) -> Row:
     """The row with its captions, or with what is wrong with them."""
+    progress(f"{row.source} listed")
     try:
         row.captions = captions_of(text)
     except DataError as e:
@@ -352,7 +361,7 @@ class Parquet:
         return f"{status.st_size}|{status.st_mtime_ns}"
 
     def _list(self, n: int, path: Path):
-        name = os.path.relpath(path, self.root).replace(os.sep, "/")
+        name = os.path.relpath(bare(str(path)), self.root).replace(os.sep, "/")
         file = self.open_file(path)
         image, caption, ident = _columns(path, file.schema_arrow)
         self.column.append(image)

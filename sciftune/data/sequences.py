@@ -70,6 +70,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from ..core.progress import progress
 from ..core.randomness import GlobalOrder, stream, stream_seed, uniform
 from .images import DataError, open_image, to_rgb
 
@@ -583,6 +584,7 @@ def read_example(
 ) -> Example:
     """One line of a file. Raises DataError naming file and line."""
     where = f"{path.name}:{number}"
+    progress(f"{where} read")
     try:
         record = json.loads(line)
     except ValueError as e:

@@ -16,6 +16,8 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ..core.progress import progress
+from ..core.secrets import bare, reveal
 from .images import SUFFIXES, DataError
 from .readers import CAPTION_KEYS, Parquet, Row, captions_of
 
@@ -37,6 +39,7 @@ def tar_members(
     end = file.seek(0, io.SEEK_END)
     try:
         for m in tar:
+            progress(f"{name}: {m.name} listed")
             if m.offset_data + m.size > end:
                 return found, f"ends in the middle of {m.name}; copy the shard again"
             if m.isfile():
@@ -83,9 +86,9 @@ class Tars:
         self.rows = []
         self.stamps = []  # per shard
         for n, path in enumerate(self.paths):
-            self.stamps.append(fs.ukey(path))
+            self.stamps.append(fs.ukey(bare(path)))
             with fs.open(path, "rb") as f:
-                self._list(n, PurePosixPath(path).name, f)
+                self._list(n, PurePosixPath(bare(path)).name, f)
 
     def _list(self, n: int, name: str, file: BinaryIO):
         members, why = tar_members(file, name)
@@ -98,6 +101,7 @@ class Tars:
         for key, parts in samples.items():
             image = next((p for s, p in parts.items() if "." + s in SUFFIXES), None)
             row = Row(f"{name}:{key}", image and (n, *image), f"{PurePosixPath(name).stem}/{key}")
+            progress(f"{row.source} listed")
             try:
                 row.captions = self._captions(file, parts, image)
             except DataError as e:
@@ -143,7 +147,7 @@ class RemoteParquet(Parquet):
         paths: list[str],  # Shards, sorted
     ):
         self.fs = fs
-        super().__init__(PurePosixPath(paths[0]).parent, paths)
+        super().__init__(PurePosixPath(bare(paths[0])).parent, paths)
 
     def open_file(self, path: str) -> pq.ParquetFile:
         """Open a shard; its footer is read now, row groups in ranges."""
@@ -151,29 +155,29 @@ class RemoteParquet(Parquet):
 
     def version(self, path: str) -> str:
         """Version of a shard as the file system tells it."""
-        return self.fs.ukey(path)
+        return self.fs.ukey(bare(path))
 
 
 def remote_source(
-    url: str,  # Folder, shard or pattern with a scheme
+    url: str,  # Folder, shard or pattern with a scheme, as `core.secrets.conceal` shows it
 ) -> RemoteParquet | Tars:
     """Choose the reader for shards behind a URL.
 
     Raises DataError when there are none, or when the scheme's package is missing.
     """
     try:
-        fs, path = fsspec.core.url_to_fs(url)
+        fs, path = fsspec.core.url_to_fs(reveal(url))
     except (ImportError, ValueError) as e:
         raise DataError(f"{url}: {e}") from e
     try:
-        if any(c in path for c in "*?["):
+        if any(c in bare(path) for c in "*?["):
             found = sorted(fs.glob(path))
         else:
             found = sorted(fs.find(path)) if fs.isdir(path) else [path] if fs.exists(path) else []
     except Exception as e:  # each service has errors of its own
         raise DataError(f"{url}: cannot be listed ({type(e).__name__}: {e})") from e
     for suffix, kind in ((".parquet", RemoteParquet), (".tar", Tars)):
-        if shards := [p for p in found if p.endswith(suffix)]:
+        if shards := [p for p in found if bare(p).endswith(suffix)]:
             try:
                 return kind(fs, shards)
             except (pa.ArrowException, OSError) as e:

@@ -19,7 +19,9 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ..core.progress import progress
 from ..core.rundir import cores, write_atomic
+from ..core.secrets import masked
 from .images import MAX_PIXELS, DataError, Sample, examine
 from sciftune.data.readers import (
     Files,
@@ -146,6 +148,7 @@ def verify_images(
     def verify_chunk(rows: list[Row]):
         for row in rows:
             _verify_row(source, row, max_pixels, known, found)
+            progress(f"{row.source} verified")
 
     pool = ThreadPoolExecutor(max(workers, 1))
     try:
@@ -245,7 +248,7 @@ def _write_quarantine(quarantine: str | Path, rejected: list[dict]):
     if rejected:
         Path(quarantine).parent.mkdir(parents=True, exist_ok=True)
         lines = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rejected)
-        write_atomic(quarantine, lines.encode("utf-8", "backslashreplace"))
+        write_atomic(quarantine, masked(lines).encode("utf-8", "backslashreplace"))
     else:
         Path(quarantine).unlink(missing_ok=True)  # an earlier run's rows have been repaired
 

@@ -6,7 +6,6 @@
 __all__ = [
     "PATH_FIELDS",
     "EXCEPTION",
-    "WRAPPER",
     "TRACEBACK",
     "LaunchError",
     "RunFailedError",
@@ -30,10 +29,12 @@ __all__ = [
     "runs_of",
     "choose_folder",
     "differences",
-    "locked",
+    "reserved",
+    "keep_run_secrets",
     "prepare_run",
     "announce",
     "start",
+    "reserved_for_child",
     "LogEcho",
     "follow",
     "exception_line",
@@ -63,7 +64,6 @@ __all__ = [
 
 # %% ../../nbs/9_lab/02_launch.ipynb #006788d1
 import contextlib
-import fcntl
 import glob
 import importlib.resources
 import itertools
@@ -88,11 +88,20 @@ from pydantic import BaseModel, ConfigDict
 from ..core.aliases import ALIASES, SWITCHES
 from ..core.checkpoint_folders import check_same_run, checkpoint_info, find_checkpoint
 from ..core.diagnosis import Case, Finding, recognise
+from sciftune.core.ownership import (
+    LAUNCHER,
+    FolderInUseError,
+    FolderLock,
+    end_with_parent,
+    folder_owner,
+    owned_folder,
+)
 from ..core.plan import Plan
 from ..core.processes import world_size
 from ..core.recipe import FORMAT, Recipe, RecipeError, launch_preset, resolve
 from ..core.registry import nearest
 from ..core.rundir import RunDir, new_run, write_atomic
+from ..core.secrets import keep_secrets
 
 
 # %% ../../nbs/9_lab/02_launch.ipynb #e18cb700
@@ -344,10 +353,11 @@ def state(
     if not status:
         return "prepared"
     if "exit_code" not in status:
-        if status.get("host") != os.uname().nodename:
-            return "elsewhere"
         if job_process(run):
             return "running"
+        owner = folder_owner(run.path)
+        if owner and owner.host != os.uname().nodename:
+            return "elsewhere"
         status = read_status(run)  # it may have ended between the two looks
         if "exit_code" not in status:
             return "killed"
@@ -413,9 +423,10 @@ def choose_folder(
         if recipe.resume == "latest":
             raise LaunchError(_no_such_run(recipe))
         return None
+    run = _free(there[0])
     if not recipe.resume:
-        _not_taken(there[0], recipe)
-    return _free(there[0])
+        _not_taken(run, recipe)
+    return run
 
 
 # %% ../../nbs/9_lab/02_launch.ipynb #3877632b
@@ -457,15 +468,14 @@ def _not_taken(run: RunDir, recipe: Recipe):
 
 
 def _free(run: RunDir) -> RunDir:
-    """`run`. Raises LaunchError when a job is using it."""
-    status, now = read_status(run), state(run)
-    if now == "running":
-        where = f"a job of another recipe is running in {run.path} (process {status.get('pid')})"
-    elif now == "elsewhere":
-        where = f"{run.path} is in use by a job on {status.get('host')}"
-    else:
-        return run
-    raise LaunchError(f"name: {where}; choose another name")
+    """`run`. Raises LaunchError when another run is using it."""
+    if owner := folder_owner(run.path):
+        raise LaunchError(_in_use(f"{run.path} is in use by {owner}"))
+    return run
+
+
+def _in_use(why: str) -> str:
+    return f"name: {why}; choose another name, or end that run first"
 
 
 # %% ../../nbs/9_lab/02_launch.ipynb #a6af3637
@@ -482,22 +492,36 @@ def differences(
 
 # %% ../../nbs/9_lab/02_launch.ipynb #dc4e697b
 @contextlib.contextmanager
-def locked(
-    folder: Path,  # It exists
+def reserved(
+    run: RunDir,  # Its folder exists
 ) -> Iterator[None]:
-    """Hold the lock of `folder`. Raises LaunchError when somebody else prepares it."""
-    fd = os.open(folder, os.O_RDONLY)
+    """Own the folder of `run`. Raises LaunchError when another run does."""
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise LaunchError(f"{folder} is being prepared by another process") from None
-        yield
-    finally:
-        os.close(fd)
+        with owned_folder(run.path, "launcher"):
+            yield
+    except FolderInUseError as error:
+        raise LaunchError(_in_use(str(error))) from None
 
 
 # %% ../../nbs/9_lab/02_launch.ipynb #a0b10c98
+def keep_run_secrets(
+    run: RunDir,
+    recipe: Recipe,
+):
+    """Keep what the ranks need of addresses, for the owner alone. Raises LaunchError."""
+    texts = [path for path, _ in recipe.sources]
+    texts += [value for name, value in recipe if name != "data" and isinstance(value, str)]
+    try:
+        keep_secrets(run.path, texts)
+    except ValueError as error:
+        raise LaunchError(f"data: {error}") from None
+    except OSError as error:
+        raise LaunchError(
+            f"data: what is secret in its address cannot be kept in {error.filename} "
+            f"({error.strerror}); set XDG_STATE_HOME to a folder of your own"
+        ) from None
+
+
 def prepare_run(
     recipe: Recipe,
 ) -> RunDir:  # With recipe.yaml, plan.json, accelerate.yaml, command.txt, launch.json
@@ -511,12 +535,16 @@ def prepare_run(
         run = run or new_run(recipe)
     except RecipeError as error:
         raise LaunchError(str(error)) from None
+    except FileExistsError:  # another launch of this name was quicker
+        return prepare_run(recipe)
     if state(run) == "running":
         announce(run)
         return run
+    named = recipe.model_copy(update={"name": run.path.name})
     try:
-        with locked(run.path), tempfile.TemporaryDirectory() as aside:
-            named = recipe.model_copy(update={"name": run.path.name})
+        with reserved(run), tempfile.TemporaryDirectory() as aside:
+            choose_folder(named)  # nobody else changes it any more
+            keep_run_secrets(run, recipe)
             written = named.save(Path(aside) / "recipe.yaml")
             plan = plan_run(written, Path(aside) / "plan.json", recipe.plan_check)
             named.save(run.recipe)
@@ -539,19 +567,6 @@ def announce(
         Path(note).write_text(str(run.path))
 
 
-# %% ../../nbs/9_lab/02_launch.ipynb #2ed038cb
-WRAPPER = """status=$1 offset=$2; shift 2; started=$(date +%s)
-record() {
-  printf '{"pid": %d, "host": "%s", "started": %d, "log_offset": %d%s}\\n' \\
-    $$ "$(uname -n)" $started $offset "$1" > "$status.part" && mv "$status.part" "$status"
-}
-trap : INT TERM HUP
-record ""
-"$@"; code=$?
-record ", \\"ended\\": $(date +%s), \\"exit_code\\": $code"
-exit $code"""
-
-
 # %% ../../nbs/9_lab/02_launch.ipynb #b83c7e43
 def start(
     run: RunDir,
@@ -559,22 +574,44 @@ def start(
     env: dict[str, str] | None = None,  # Variables to add
 ) -> int:  # Process id of the job
     """Start `command` as the detached job of `run`. Raises LaunchError while one is running."""
-    if state(run) in ("running", "elsewhere"):
-        raise LaunchError(f"{run.path}: a job is running already")
     offset = run.log.stat().st_size if run.log.exists() else 0
-    with open(run.log, "ab") as log:
+    with reserved_for_child(run) as handle, open(run.log, "ab") as log:
+        words = [str(run.status), str(offset), str(handle), *command]
         job = subprocess.Popen(
-            ["sh", "-c", WRAPPER, "sciftune-job", str(run.status), str(offset), *command],
+            [sys.executable, "-m", "sciftune.lab.job", *words],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            pass_fds=[handle],
             cwd=run.path,
             env={**os.environ, **(env or {})},
         )
-    while read_status(run).get("pid") != job.pid and job.poll() is None:
+    while read_status(run).get("pid") != job.pid:
+        if job.poll() is not None:
+            said = run.log.read_bytes()[offset:].decode(errors="replace")
+            raise LaunchError(f"the job ended before it began: {failure_line(said)}")
         time.sleep(0.01)
     return job.pid
+
+
+@contextlib.contextmanager
+def reserved_for_child(
+    run: RunDir,  # Prepared
+) -> Iterator[int]:  # The locked file, for the child to inherit
+    """Lock the folder of `run` until the child has ended. Raises LaunchError."""
+    lock = FolderLock(run.path, "launcher")
+    try:
+        lock.take()
+    except FolderInUseError as error:
+        raise LaunchError(_in_use(str(error))) from None
+    try:
+        _free(run)
+        yield lock.handle
+    except BaseException:
+        lock.release()
+        raise
+    os.close(lock.hand_over())
 
 
 # %% ../../nbs/9_lab/02_launch.ipynb #b7c3e755
@@ -918,8 +955,10 @@ class Tee:
 def train_rank(
     recipe_path: str,
     log_path: str,
+    kernel: int,  # Its process id
 ):
     """One rank of a run that is launched from the kernel."""
+    end_with_parent(kernel)
     from sciftune.training.trainer import train
 
     with (
@@ -937,7 +976,7 @@ def train_rank(
 # %% ../../nbs/9_lab/02_launch.ipynb #3520af54
 def train_only_rank(
     index: int,  # Given by start_processes
-    *arguments: str,  # Of `train_rank`
+    *arguments: str | int,  # Of `train_rank`
 ):
     """The only rank of a run."""
     train_rank(*arguments)
@@ -952,10 +991,13 @@ def fork_ranks(
     from accelerate import notebook_launcher
     from torch.multiprocessing import start_processes
 
-    arguments = (str(run.recipe), str(run.log))
+    from sciftune.strategies.agent import loopback_store
+
+    arguments = (str(run.recipe), str(run.log), os.getpid())
     if count == 1:
         start_processes(train_only_rank, arguments, nprocs=1, start_method="fork")
-    else:
+        return
+    with loopback_store():
         notebook_launcher(train_rank, arguments, num_processes=count, use_port=str(free_port()))
 
 
@@ -1009,7 +1051,8 @@ def launch_here(
     launch = LaunchFile.load(run)
     if kept_recipe(run).num_machines > 1:
         raise LaunchError("launcher='notebook' is for one machine; use launcher='job' on each")
-    with kernel_status(run), environment(**launch.environment | {"OMP_NUM_THREADS": "1"}):
+    values = launch.environment | {"OMP_NUM_THREADS": "1", LAUNCHER: str(os.getpid())}
+    with reserved(run), kernel_status(run), environment(**values):
         try:
             with environment(**engine_env(run)):
                 fork_ranks(run, launch.processes)
@@ -1024,9 +1067,9 @@ def launch_here(
 def job_command(
     command: tuple[str, ...] | list[str],  # As in launch.json
 ) -> list[str]:  # With this Python
-    """`command` with the accelerate of this interpreter, whatever PATH says."""
+    """`command` with `strategies.agent` in the place of accelerate."""
     if tuple(command[:2]) == ("accelerate", "launch"):
-        return [sys.executable, "-m", "accelerate.commands.launch", *command[2:]]
+        return [sys.executable, "-m", "sciftune.strategies.agent", *command[2:]]
     return list(command)
 
 

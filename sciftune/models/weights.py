@@ -40,6 +40,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from ..core.progress import progress, progress_by_bytes
+
 # %% ../../nbs/4_models/01_weights.ipynb #fd44349f
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _CONFIGURATION = ("*.json", "*.txt", "*.model", "*.jinja")
@@ -60,12 +62,13 @@ def fetch(
     kinds = (*_CONFIGURATION, "*.safetensors") if weights else _CONFIGURATION
     wanted = ["model_index.json"] + [f"{c}/{k}" for c in components for k in kinds]
     try:
-        folder = huggingface_hub.snapshot_download(
-            repo,
-            revision=revision or None,
-            allow_patterns=wanted,
-            ignore_patterns=list(_UNWANTED),
-        )
+        with progress_by_bytes(f"{repo} downloaded"):
+            folder = huggingface_hub.snapshot_download(
+                repo,
+                revision=revision or None,
+                allow_patterns=wanted,
+                ignore_patterns=list(_UNWANTED),
+            )
     except Exception as e:  # the client lets errors of several libraries through
         reason = (str(e).strip() or repr(e)).splitlines()[0]
         raise ValueError(
@@ -245,6 +248,7 @@ class Weights(Mapping):
         return name in self.where
 
     def __getitem__(self, name: str) -> Tensor:
+        progress(f"{name} read")
         return self._handle(name).get_tensor(name)
 
     def slice(
@@ -254,6 +258,7 @@ class Weights(Mapping):
         stop_row: int,  # Behind the last one
     ) -> Tensor:  # (stop_row - start_row, ...)
         """Rows [start_row, stop_row) of a tensor; the other rows are not read."""
+        progress(f"{name} read")
         return self._handle(name).get_slice(name)[start_row:stop_row]
 
     def shape(self, name: str) -> torch.Size:
@@ -382,9 +387,10 @@ def load_text_encoder(
     before = log.get_verbosity()
     log.set_verbosity_error()
     try:
-        encoder = getattr(transformers, class_name).from_pretrained(
-            folder, dtype=dtype, use_safetensors=True, local_files_only=True, **kwargs
-        )
+        with progress_by_bytes(f"{Path(folder).name} read"):
+            encoder = getattr(transformers, class_name).from_pretrained(
+                folder, dtype=dtype, use_safetensors=True, local_files_only=True, **kwargs
+            )
     finally:
         log.set_verbosity(before)
     return freeze(encoder)
@@ -403,4 +409,5 @@ def link_or_copy(
             return
         except OSError:  # another file system
             pass
-    shutil.copyfile(source, target)
+    with progress_by_bytes(f"{target.name} copied"):
+        shutil.copyfile(source, target)

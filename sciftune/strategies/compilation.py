@@ -14,6 +14,7 @@ __all__ = [
     "float8_linears",
     "checkpoint_blocks",
     "compiled_graphs",
+    "tell_compilation",
     "no_mixed_order_reductions",
     "compile_blocks",
     "gather_whole_blocks",
@@ -24,6 +25,7 @@ __all__ = [
 ]
 
 # %% ../../nbs/5_strategies/08_compilation.ipynb #f99f5401
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ from diffusers.models.transformers import transformer_qwenimage as qwen
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..core.progress import progress
 from ..core.recipe import Recipe, RecipeError
 from ..core.registry import find_record
 from ..core.rundir import cache_root
@@ -257,6 +260,15 @@ def compiled_graphs() -> int:
 
 
 # %% ../../nbs/5_strategies/08_compilation.ipynb #688f3a3a
+@functools.cache
+def tell_compilation():
+    """Let each graph count as progress: the first step with all of its graphs takes minutes."""
+    from torch._dynamo.callback import on_compile_end, on_compile_start
+
+    on_compile_start(lambda graph: progress("compiling a graph"))
+    on_compile_end(lambda graph: progress("a graph is compiled"))
+
+
 def no_mixed_order_reductions():
     """Turn Inductor's mix-order reductions off, where it has them and the user has said nothing."""
     import torch._inductor.config as config
@@ -284,6 +296,7 @@ def compile_blocks(
     limit = max(64, torch._dynamo.config.recompile_limit)
     torch._dynamo.config.recompile_limit = limit
     no_mixed_order_reductions()
+    tell_compilation()
     blocks = blocks_of(denoiser, names)
     for block in blocks:
         block.forward = torch.compile(block.forward, **kwargs)

@@ -5,10 +5,12 @@
 # %% auto #0
 __all__ = [
     "TRAINER",
+    "RENDEZVOUS_PORT",
     "launch_command",
+    "loopback_interface",
     "launch_environment",
-    "slurm_script",
     "torchrun_command",
+    "slurm_script",
     "command_text",
     "write_configs",
 ]
@@ -16,7 +18,9 @@ __all__ = [
 # %% ../../nbs/5_strategies/16_launch_files.ipynb #6d035d3a
 import json
 import os
+import re
 import shlex
+import socket
 import sys
 
 import yaml
@@ -47,6 +51,12 @@ def launch_command(
 
 
 # %% ../../nbs/5_strategies/16_launch_files.ipynb #951985d2
+def loopback_interface() -> str:
+    """The network interface of this machine to itself; '' where it has another name than usual."""
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in ("lo", "lo0") if name in names), "")
+
+
 def launch_environment(
     strategy: Strategy,
 ) -> dict[str, str]:  # Variables to add to the environment
@@ -57,6 +67,9 @@ def launch_environment(
         environment["NCCL_IB_DISABLE"] = "1"
     if recipe.nccl_p2p_disable:
         environment["NCCL_P2P_DISABLE"] = "1"
+    if recipe.num_machines == 1 and (inside := loopback_interface()):
+        names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        environment |= {name: inside for name in names if name not in os.environ}
     if recipe.cpu:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     if (cpu or recipe.offload != "none") and "OMP_NUM_THREADS" not in os.environ:
@@ -67,48 +80,81 @@ def launch_environment(
     return environment | strategy.environment()
 
 
+# %% ../../nbs/5_strategies/16_launch_files.ipynb #99dfe694
+RENDEZVOUS_PORT = 29500  # Where several machines meet when the recipe names no port
+
+
+def torchrun_command(
+    strategy: Strategy,
+    run: RunDir,
+) -> list[str]:
+    """The command that starts one machine's processes without accelerate's launcher."""
+    recipe = strategy.recipe
+    options = dict(
+        nnodes=recipe.num_machines,
+        nproc_per_node=strategy.world // recipe.num_machines,
+        node_rank=recipe.machine_rank,
+        master_addr=recipe.main_process_ip,
+        master_port=recipe.main_process_port or RENDEZVOUS_PORT,
+    )
+    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    return ["torchrun", *words, "-m", TRAINER, str(run.recipe)]
+
+
 # %% ../../nbs/5_strategies/16_launch_files.ipynb #dbc2ab43
+_AGENT = 'exec python -m sciftune.strategies.agent --config_file "$1"'
+_MACHINE = '--machine_rank "$SLURM_NODEID" --main_process_ip "$3" --main_process_port "$4"'
+
+
+def _directives(strategy: Strategy, run: RunDir) -> list[str]:
+    """What Slurm reads."""
+    recipe = strategy.recipe
+    plain = re.sub(r"[^\w.-]", "_", run.path.name, flags=re.ASCII)
+    options = {
+        "job-name": f"sciftune-{plain}",
+        "nodes": recipe.num_machines,
+        "ntasks-per-node": 1,
+        "gpus-per-node": strategy.world // recipe.num_machines,
+        "signal": "B:USR1@120",
+        "open-mode": "append",
+    }
+    if recipe.cpu:
+        del options["gpus-per-node"]
+    return [*(f"#SBATCH --{name}={value}" for name, value in options.items()), "#SBATCH --requeue"]
+
+
 def slurm_script(
     strategy: Strategy,
     run: RunDir,
 ) -> str:  # For sbatch
     """A Slurm batch script: one launcher per node, rendezvous at the first."""
     recipe = strategy.recipe
-    exports = [f"export {k}={v}" for k, v in launch_environment(strategy).items()]
-    config, file = shlex.quote(str(run.accelerate)), shlex.quote(str(run.recipe))
+    exports = [f"export {k}={shlex.quote(v)}" for k, v in launch_environment(strategy).items()]
+    again = '[ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && ' * bool(recipe.resume)
+    on_node, arguments = _AGENT, '"$run/accelerate.yaml" "$recipe"'
+    meet = []
+    if recipe.num_machines > 1:
+        on_node = f"{_AGENT} {_MACHINE}"
+        meet = ['first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)']
+        arguments += f' "$first" {recipe.main_process_port or RENDEZVOUS_PORT}'
     lines = [
         "#!/bin/bash",
-        f"#SBATCH --job-name=sciftune-{run.path.name}",
-        f"#SBATCH --nodes={recipe.num_machines}",
-        "#SBATCH --ntasks-per-node=1",
-        f"#SBATCH --gpus-per-node={strategy.world // recipe.num_machines}",
-        "#SBATCH --signal=B:USR1@120",
-        "#SBATCH --requeue",
+        *_directives(strategy, run),
         "set -e",
         *exports,
-        'export MAIN_IP=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-        f'srun bash -c \'trap "" USR1; exec accelerate launch --config_file {config} '
-        "--machine_rank $SLURM_NODEID --main_process_ip $MAIN_IP "
-        f"--main_process_port {recipe.main_process_port or 29500} -m {TRAINER} {file}' &",
+        f"run={shlex.quote(str(run.path))}",
+        'recipe="$run/recipe.yaml"',
+        'saved=$(find "$run/checkpoints" -maxdepth 1 -name "step_*" 2>/dev/null || true)',
+        f'if {again}[ -n "$saved" ]; then',
+        '  recipe="$run/resume.yaml"',
+        "fi",
+        *meet,
+        f"""srun bash -c '{on_node} -m {TRAINER} "$2"' sciftune {arguments} &""",
         "child=$!",
         "trap 'kill -USR1 $child' USR1",
         "wait $child || wait $child",
     ]
     return "\n".join(lines) + "\n"
-
-
-def torchrun_command(
-    strategy: Strategy,
-    run: RunDir,
-) -> str:
-    """The line that starts one machine's processes without accelerate's launcher."""
-    recipe = strategy.recipe
-    return (
-        f"torchrun --nnodes {recipe.num_machines} --nproc_per_node "
-        f"{strategy.world // recipe.num_machines} --node_rank {recipe.machine_rank} "
-        f"--master_addr {recipe.main_process_ip} --master_port "
-        f"{recipe.main_process_port or 29500} -m {TRAINER} {run.recipe}"
-    )
 
 
 # %% ../../nbs/5_strategies/16_launch_files.ipynb #ae251bb2
@@ -120,13 +166,10 @@ def command_text(
     environment = launch_environment(strategy)
     variables = " ".join(f"{k}={shlex.quote(v)}" for k, v in environment.items())
     text = f"# accelerate\n{variables} {shlex.join(launch_command(run))}\n"
-    if strategy.recipe.num_machines == 1:
-        return text
-    return (
-        f"{text}# torchrun, on each machine with its own --node_rank\n{variables} "
-        f"{torchrun_command(strategy, run)}\n"
-        f"# Slurm\nsbatch {run.path}/slurm.sh\n"
-    )
+    if strategy.recipe.num_machines > 1:
+        line = shlex.join(torchrun_command(strategy, run))
+        text += f"# torchrun, on each machine with its own --node_rank\n{variables} {line}\n"
+    return f"{text}# Slurm\nsbatch {shlex.quote(str(run.slurm))}\n"
 
 
 def write_configs(
@@ -135,7 +178,7 @@ def write_configs(
 ) -> list[str]:  # The launch command
     """Write recipe.yaml, accelerate.yaml, the engine's files, command.txt and launch.json.
 
-    With several machines slurm.sh, too.
+    For Slurm slurm.sh and resume.yaml.
     """
     decided = apply_plan(recipe, Plan.load(run.plan))
     strategy = Strategy.of(decided, world_size(recipe), not on_cpu(recipe))
@@ -144,8 +187,8 @@ def write_configs(
         write_atomic(run.path / name, json.dumps(content, indent=1))
     config = strategy.accelerate_config(str(run.path))
     write_atomic(run.accelerate, yaml.safe_dump(config, sort_keys=False))
-    if recipe.num_machines > 1:
-        write_atomic(run.path / "slurm.sh", slurm_script(strategy, run))
+    recipe.model_copy(update={"resume": "latest"}).save(run.resumed_recipe)
+    write_atomic(run.slurm, slurm_script(strategy, run))
     write_atomic(run.command, command_text(strategy, run))
     command = launch_command(run)
     launch = dict(

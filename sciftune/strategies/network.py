@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from ..core.progress import progress
 from .compilation import blocks_of
 from .gradient_release import GradientRelease
 from sciftune.strategies.optimizers import (
@@ -116,7 +117,9 @@ class Network:
 
     def __call__(self, *args, **kwargs):
         """Forward."""
-        return self.module(*args, **kwargs)
+        made = self.module(*args, **kwargs)
+        progress("forward pass")
+        return made
 
     def train(self, mode: bool = True) -> "Network":
         """Training or evaluation mode, as of `nn.Module`."""

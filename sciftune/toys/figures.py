@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
+from ..core.progress import progress
 from ..core.rundir import cores
 
 # %% auto #0
@@ -1764,7 +1766,10 @@ def write_shard(
     args: list,  # For `draw`
 ):
     """Draw figures into one parquet file: image, caption, width, height, id, facts (JSON)."""
-    d = [draw(i, *args) for i in indices]
+    d = []
+    for i in indices:
+        d.append(draw(i, *args))
+        progress(f"figure {i} drawn")
     table = pa.table(
         {k: [getattr(x, k) for x in d] for k in ("image", "caption", "width", "height", "id")}
         | {"facts": [json.dumps(x.facts, ensure_ascii=False) for x in d]}
@@ -1807,6 +1812,18 @@ def make_collection(
     return final
 
 
+def _exit_codes(running: list, folder: Path) -> list[int]:
+    """Wait for the processes that draw into `folder`; each shard is a piece of progress."""
+    before = 0
+    while any(p.poll() is None for p in running):
+        time.sleep(0.02)
+        made = sum(1 for _ in folder.glob("*.parquet"))
+        if made != before:
+            progress(f"{made} shards drawn")
+        before = made
+    return [p.returncode for p in running]
+
+
 def _draw_shards(folder: Path, shards: list, draw: Callable, args: list, workers: int):
     """All shards, here or by subprocesses that take every n-th one."""
     if workers <= 1:
@@ -1814,6 +1831,7 @@ def _draw_shards(folder: Path, shards: list, draw: Callable, args: list, workers
             write_shard(folder / name, indices, draw, args)
         return
     code = (
+        "from sciftune.core.ownership import end_with_parent; end_with_parent()\n"
         "import sys, json, importlib; from sciftune.toys.figures import write_shard\n"
         "draw = getattr(importlib.import_module(sys.argv[2]), sys.argv[3])\n"
         "for path, first, last in json.loads(sys.argv[1]):\n"
@@ -1839,7 +1857,7 @@ def _draw_shards(folder: Path, shards: list, draw: Callable, args: list, workers
         for k, job in enumerate(jobs)
     ]
     try:
-        codes = [p.wait() for p in running]
+        codes = _exit_codes(running, folder)
     finally:
         for p in running:
             if p.poll() is None:

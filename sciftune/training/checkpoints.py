@@ -65,6 +65,7 @@ from sciftune.core.checkpoint_folders import (
     resume_candidates,
 )
 from ..core.digests import DigestingFile, digest_record, sealed
+from ..core.progress import ProgressFile, progress
 from ..core.recipe import RecipeError
 from ..core.rundir import RunDir, replaced_folder, write_atomic
 from ..strategies.engine import Engine
@@ -128,6 +129,7 @@ def state_shards(
     shards = {}
     for name, network in networks.items():
         for part in network.owned():
+            progress(f"{part.name} copied")
             for state in STATES:
                 values = network.read(part, state).to("cpu", copy=True)
                 shards[f"{name}/{state}/{part.name}"] = FlatShard.of(values, part)
@@ -153,7 +155,10 @@ def not_finite(
 
 # %% ../../nbs/7_training/05_checkpoints.ipynb #6681e781
 class DigestingFiles(FileSystem):
-    """Where torch writes its files: it takes the digests of what it writes."""
+    """Where torch writes its files: it takes the digests of what it writes.
+
+    Every piece counts as progress, so that a slow disk is not taken for a rank that hangs.
+    """
 
     def __init__(self):
         super().__init__()
@@ -167,7 +172,7 @@ class DigestingFiles(FileSystem):
     ) -> Iterator[IO[bytes]]:
         """The open file; its digests are known when it is closed."""
         with super().create_stream(path, mode) as raw:
-            file = DigestingFile(raw)
+            file = DigestingFile(ProgressFile(raw, Path(path).name))
             yield file
         self.digests[Path(path).name] = file.blocks.digests()
 
@@ -573,6 +578,7 @@ def load_checkpoint(
             dcp.load(shards, storage_reader=reader, no_dist=True)
             for item in group:
                 item.put(shards[item.key].plain())
+                progress(f"{item.key} read")
         network.finish_write(info["steps"][name])
         network.clip = info.get("clip", {}).get(name, 1.0)
     return info

@@ -36,6 +36,7 @@ from pathlib import Path
 
 import torch
 
+from ..core.progress import progress
 from ..core.randomness import stream, stream_seed
 from ..core.recipe import Recipe, RecipeError
 from ..core.rundir import RunDir, cache_root
@@ -177,6 +178,7 @@ class EncodingJobs:
         """List the image and the captions of a sample."""
         collection, recipe = self.collection, self.recipe
         name = collection.ids[i]
+        progress(f"{name} listed")
         captions = tuple(self.caption(t) for t in caption_texts(recipe, collection.captions[i]))
         part = collection.part(i) if hasattr(collection, "part") else 0
         place = (part, collection.shards[i])
@@ -324,8 +326,11 @@ def fill_cache(
             kind = "images" if images else "captions"
             seconds = time.time() - began
             say(f"encoded {len(missing)} {kind} in {seconds:.0f} s")
-    while left := tensors.refresh().missing(known):
-        heartbeat(f"cache {part}", -1, f"waiting for {len(left)} of other ranks")
+    before = None
+    while left := len(tensors.refresh().missing(known)):
+        if left != before:  # a rank that waits must not hide that another one hangs
+            heartbeat(f"cache {part}", -1, f"waiting for {left} of other ranks")
+        before = left
         time.sleep(0.5)
 
 

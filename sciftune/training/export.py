@@ -37,6 +37,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ..core.digests import DigestingFile, folder_damage, read_digests, write_digests
+from ..core.progress import ProgressFile
 from ..core.recipe import RecipeError
 from ..core.rundir import replaced_folder
 from ..models.family import Family
@@ -80,7 +81,7 @@ def stream_safetensors(
     """Write a safetensors file holding one tensor in memory at a time; flushed when it returns."""
     header = _header(shapes)
     with open(path, "wb") as raw:
-        file = DigestingFile(raw)
+        file = DigestingFile(ProgressFile(raw, path.name))
         file.write(struct.pack("<Q", len(header)) + header)
         for name, (dtype, shape) in shapes.items():
             tensor = read(name).to(dtype).reshape(shape).contiguous()

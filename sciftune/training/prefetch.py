@@ -7,14 +7,17 @@ __all__ = ["StepDataset", "Prefetcher"]
 
 # %% ../../nbs/7_training/11_prefetch.ipynb #0dcda1bb
 import itertools
+import os
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from ..core.ownership import end_with_parent
 from .validation import to_device
 
 
@@ -32,8 +35,12 @@ class StepDataset(Dataset):
         return self.source(step)
 
 
-def _ignore_signals(worker: int) -> None:
-    """When a scheduler asks all processes to end, the trainer ends its workers itself."""
+def _begin_worker(parent: int, worker: int) -> None:
+    """A worker ends with its parent, and not before it.
+
+    When a scheduler asks all processes to end, the trainer ends its workers itself.
+    """
+    end_with_parent(parent)
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 
@@ -90,7 +97,7 @@ class Prefetcher:
                 pin_memory=self.pinned,
                 num_workers=self.workers,
                 multiprocessing_context="fork",
-                worker_init_fn=_ignore_signals,
+                worker_init_fn=partial(_begin_worker, os.getpid()),
             )
         )
 

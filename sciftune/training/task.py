@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from ..core.checkpoint_folders import checkpoint_fault
 from ..core.plan import Plan
+from ..core.progress import progress
 from ..core.randomness import stream_seed
 from ..core.recipe import Recipe, RecipeError, learning_rate_at
 from ..core.registry import find_record, import_class
@@ -145,6 +146,7 @@ class ParameterSource:
 
     def random(self, name: str, first: int | None, last: int | None) -> Tensor:
         """Rows of a random parameter: vectors are 1 (weights) or 0 (biases), others normal."""
+        progress(f"{name} drawn")
         whole = self.shapes[name]
         shape = whole if first is None else (last - first, *whole[1:])
         if len(shape) < 2:

@@ -9,7 +9,11 @@ __all__ = ["StopRequest", "Run", "train_step", "train_steps", "finish_run", "tra
 import os
 import sys
 
+from ..core.ownership import FolderInUseError, end_with_parent, owned_by_rank_0
 from .timeline import Timeline, launch_summary, read_ahead
+
+if __name__ == "__main__" and "__file__" in globals():
+    end_with_parent()
 
 if (
     __name__ == "__main__"
@@ -39,8 +43,10 @@ from sciftune.core.checkpoint_folders import (
     checkpoint_name,
 )
 from ..core.plan import Plan
+from ..core.progress import progress_by_bytes
 from ..core.recipe import Recipe, RecipeError
 from ..core.rundir import RunDir, run_record, write_atomic
+from ..core.secrets import load_secrets, mask_output
 from ..strategies.compilation import compiled_graphs
 from ..strategies.engine import Engine
 from sciftune.training.checkpoints import (
@@ -183,6 +189,7 @@ class Run:
         """The task's validation, with the averaged weights if the recipe says so. All ranks."""
         self.log(self.deferred.flush())
         with contextlib.ExitStack() as averaged:
+            averaged.enter_context(progress_by_bytes("reading"))
             if self.recipe.validation_ema:
                 for average in self.averages.values():
                     averaged.enter_context(average.applied())
@@ -399,6 +406,7 @@ def finish_run(
     run.engine.barrier()
     if run.engine.main and complete:
         if source:
+            run.heartbeat.beat("export", step)
             task.export(source, "ema" if run.averages else "weight")
         memory = memory_now(run.engine.device)
         run.reporter.write(dict(event="finished", step=step, **memory))
@@ -413,8 +421,17 @@ def train(
     """Train as the recipe says, into the run folder. Every rank calls it.
 
     An error comes out when the checkpoint that is being written is complete.
+    Raises FolderInUseError while another run uses the folder.
     """
-    run = Run(recipe, run_dir)
+    with owned_by_rank_0(run_dir.path):
+        load_secrets(run_dir.path)
+        mask_output()
+        _train(recipe, run_dir)
+
+
+def _train(recipe: Recipe, run_dir: RunDir) -> None:
+    with progress_by_bytes("reading"):
+        run = Run(recipe, run_dir)
     try:
         run.timeline.enter("validation")
         if run.start == 0 and recipe.validation_steps:
@@ -457,7 +474,7 @@ def _exit_code(recipe_file: str) -> int:
         record(train)(recipe, RunDir(os.path.dirname(os.path.abspath(recipe_file))))
         return 0
     except (RecipeError, CheckpointError, ValueError, OSError, FloatingPointError) as error:
-        explained = isinstance(error, (RecipeError, CheckpointError))
+        explained = isinstance(error, (RecipeError, CheckpointError, FolderInUseError))
         if not explained and type(error).__name__ != "DataError":
             traceback.print_exc()
         print(f"rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)

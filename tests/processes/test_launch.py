@@ -94,6 +94,8 @@ def test_print_writes_the_files_only(papermill, runs):
         "accelerate.yaml",
         "command.txt",
         "launch.json",
+        "slurm.sh",
+        "resume.yaml",
     }
     assert (
         "caption_dropout: 0.2" in run.recipe.read_text()

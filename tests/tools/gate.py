@@ -392,7 +392,7 @@ def unformatted() -> Iterator[str]:
 def linted() -> Iterator[str]:
     """What the linter finds."""
     done = ruff("check", "--output-format", "concise", *FORMATTED)
-    yield from (line for line in done.stdout.splitlines() if re.match(r"\S+:\d", line))
+    yield from (line for line in done.stdout.splitlines() if re.match(r"\S+:(?:cell )?\d", line))
     if done.returncode > 1:
         yield f"ruff: {done.stderr.strip()}"
 

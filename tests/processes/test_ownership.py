@@ -1,0 +1,209 @@
+"""Processes of a run end together, and a run folder has one owner; with fresh processes, as in earnest."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from sciftune.core.ownership import holder
+from sciftune.core.recipe import resolve
+from sciftune.core.rundir import RunDir
+from sciftune.lab.launch import (
+    LaunchError,
+    LaunchFile,
+    job_command,
+    job_process,
+    prepare_run,
+    read_status,
+    start,
+    state,
+    stop,
+)
+from sciftune.strategies.launch_files import write_configs
+
+MARK = "SCIFTUNE_TEST_OF_OWNERSHIP"  # in the environment of every process of a run
+ENDLESS = {
+    "cpu": True,
+    "steps": 10**6,
+    "figures": 16,
+    "held_out": 4,
+    "micro_batch": 2,
+    "global_batch": 4,
+    "validation_steps": 0,
+    "checkpoint_steps": 5,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """One folder for the runs of this file, so that they share caches."""
+    return tmp_path_factory.mktemp("ownership")
+
+
+def wait(ready, seconds=300):
+    """A deadline for a machine that is busy; nothing here is measured."""
+    end = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.1)
+
+
+def living(run):
+    """Processes of `run`, found by what they have inherited: also those that nobody knows of."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            marked = process.environ().get(MARK) == str(run.path)
+            if marked and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def begin(run, **fields):
+    """Start a run as `launch` does, without a plan; returns when it has trained."""
+    run.path.mkdir()
+    recipe = resolve(run_root=str(run.path.parent), name=run.path.name, **ENDLESS | fields)
+    write_configs(recipe, run)
+    launch = LaunchFile.load(run)
+    start(run, job_command(launch.command), launch.environment | {MARK: str(run.path)})
+    wait(lambda: run.metrics.exists() or state(run) != "running")
+    assert state(run) == "running", run.log.read_text()
+    return recipe
+
+
+def ranks(run):
+    """Ranks of `run`, and the process of each that makes its batches."""
+    trainers = [p for p in living(run) if "sciftune.training.trainer" in p.cmdline()]
+    trainers = [p for p in trainers if "sciftune.strategies.agent" not in p.cmdline()]
+    rank = [p for p in trainers if p.parent() not in trainers]
+    return rank, [p for p in trainers if p not in rank]
+
+
+def victim(run, who):
+    """The process that is killed."""
+    wrapper = job_process(run)
+    trainers, workers = ranks(run)
+    return {
+        "wrapper": wrapper,
+        "agent": wrapper.children()[0],
+        "rank": trainers[-1],
+        "worker": (workers or [None])[0],
+    }[who]
+
+
+ALONE = {"strategy": "single"}
+TWO = {"strategy": "ddp", "num_processes": 2, "data_workers": 1}
+
+
+@pytest.mark.parametrize(
+    "who, fields",
+    [
+        ("wrapper", TWO),
+        ("agent", TWO),
+        ("rank", TWO),
+        ("worker", TWO),
+        ("agent", ALONE),
+    ],
+)
+def test_nothing_survives_a_kill(folder, who, fields):
+    run = RunDir(folder / f"{who}-{fields['strategy']}")
+    begin(run, **fields)
+    try:
+        expected = 4 + 2 if fields is TWO else 3
+        assert len(living(run)) == expected, [p.cmdline() for p in living(run)]
+        victim(run, who).kill()
+        wait(lambda: not living(run) and not any(holder(f) for f in run.path.glob("*.lock")))
+        assert state(run) == ("killed" if who == "wrapper" else "failed")
+    finally:
+        for process in living(run):
+            process.kill()
+
+
+def test_a_second_launch_is_refused_and_says_by_whom(folder):
+    "By name, with resume=latest, and by a second start of the same folder; also when the wrapper is stopped and only rank 0 holds the folder."
+    run = RunDir(folder / "owned")
+    recipe = begin(run, **ALONE)
+    try:
+        pid = read_status(run)["pid"]
+        whose = f"is in use by process {pid} on {os.uname().nodename}, started 20"
+        for changes in ({"steps": 7}, {"steps": 7, "resume": "latest"}):
+            with pytest.raises(LaunchError, match=whose):
+                prepare_run(recipe.model_copy(update=changes))
+        with pytest.raises(LaunchError, match=whose):
+            start(run, ["true"])
+        assert recipe.steps == ENDLESS["steps"] and len(living(run)) == 3
+        (rank,), _ = ranks(run)
+        (run.path / "launcher.lock").unlink()
+        whose = f"is in use by process {rank.pid} on {os.uname().nodename}, started 20"
+        with pytest.raises(LaunchError, match=whose):
+            start(run, ["true"])
+        by_hand = [sys.executable, "-m", "sciftune.training.trainer", str(run.recipe)]
+        done = subprocess.run(by_hand, capture_output=True, text=True, cwd=folder)
+        assert done.returncode == 2, done.stderr
+        assert f"FolderInUseError: {run.path} {whose}" in done.stderr, done.stderr
+        assert "Traceback" not in done.stderr
+        stop(run)  # all are asked, also the agent between job and rank, and the rank has time
+        assert "stopped on request" in run.log.read_text() and not living(run)
+    finally:
+        for process in living(run):
+            process.kill()
+
+
+RACE = """
+import sys
+from sciftune.core.recipe import resolve
+from sciftune.lab import launch
+from sciftune.core.plan import Plan
+
+launch.plan_run = lambda recipe, plan, check=True: Plan()  # the race is for the folder
+launch.write_launch_files = lambda run: None
+input()
+try:
+    run = launch.prepare_run(resolve(run_root=sys.argv[1], name="race", steps=int(sys.argv[2]), data=sys.argv[3]))
+    if launch.state(run) == "running":
+        print("attached")
+    else:
+        launch.start(run, ["sleep", "600"])
+        print("started")
+except launch.LaunchError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("steps", [(5, 5, 5), (5, 6, 7)])
+def test_one_of_several_launches_at_once_wins(folder, tmp_path, steps):
+    "Launches of one name at the same moment, of one recipe or of several: one runs, with its own recipe, the others are refused or show its log."
+    data = tmp_path / "data"
+    data.mkdir()
+    for number in range(5):
+        root = tmp_path / f"{number}"
+        racers = [
+            subprocess.Popen(
+                [sys.executable, "-c", RACE, str(root), str(count), str(data)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for count in steps
+        ]
+        for racer in racers:
+            racer.stdin.write("\n")
+            racer.stdin.flush()
+        said = [racer.communicate()[0].strip() for racer in racers]
+        run = RunDir(root / "race")
+        try:
+            assert said.count("started") == 1, said
+            assert f"steps: {steps[said.index('started')]}\n" in run.recipe.read_text()
+            for words in said:
+                refused = "is in use by process" in words or "belongs to another recipe" in words
+                assert words in ("started", "attached") or refused, said
+                assert "Traceback" not in words
+        finally:
+            job = job_process(run)
+            for process in [*job.children(), job] if job else []:
+                process.kill()
