@@ -1,4 +1,4 @@
-"""Processes of a run end together, and a run folder has one owner; with fresh processes, as in earnest."""
+"""Processes of a run end together, and a run folder has one owner; with fresh processes."""
 
 import contextlib
 import os
@@ -124,7 +124,10 @@ def test_nothing_survives_a_kill(folder, who, fields):
 
 
 def test_a_second_launch_is_refused_and_says_by_whom(folder):
-    "By name, with resume=latest, and by a second start of the same folder; also when the wrapper is stopped and only rank 0 holds the folder."
+    """By name, with resume=latest, and by a second start of the same folder.
+
+    Also when the wrapper is stopped and only rank 0 holds the folder.
+    """
     run = RunDir(folder / "owned")
     recipe = begin(run, **ALONE)
     try:
@@ -163,7 +166,8 @@ launch.plan_run = lambda recipe, plan, check=True: Plan()  # the race is for the
 launch.write_launch_files = lambda run: None
 input()
 try:
-    run = launch.prepare_run(resolve(run_root=sys.argv[1], name="race", steps=int(sys.argv[2]), data=sys.argv[3]))
+    fields = dict(run_root=sys.argv[1], steps=int(sys.argv[2]), data=sys.argv[3])
+    run = launch.prepare_run(resolve(name="race", **fields))
     if launch.state(run) == "running":
         print("attached")
     else:
@@ -176,7 +180,10 @@ except launch.LaunchError as error:
 
 @pytest.mark.parametrize("steps", [(5, 5, 5), (5, 6, 7)])
 def test_one_of_several_launches_at_once_wins(folder, tmp_path, steps):
-    "Launches of one name at the same moment, of one recipe or of several: one runs, with its own recipe, the others are refused or show its log."
+    """Launches of one name at the same moment, of one recipe or of several.
+
+    One runs, with its own recipe; the others are refused or show its log.
+    """
     data = tmp_path / "data"
     data.mkdir()
     for number in range(5):

@@ -1,4 +1,7 @@
-"""A token in the address of the data: what a run leaves has nothing of it, and a renewed one continues the run."""
+"""A token in the address of the data: what a run leaves has nothing of it.
+
+A renewed token continues the run.
+"""
 
 import io
 import tarfile
@@ -140,7 +143,7 @@ def test_an_address_that_nobody_knows_is_asked_for(tmp_path, monkeypatch):
 
 
 def test_the_store_of_one_machine_listens_to_nobody_else(tmp_path):
-    "A job of two ranks: every socket that its processes listen on is one of the loopback interface."
+    "A job of two ranks: every socket that its processes listen on is of the loopback interface."
     run = RunDir(tmp_path / "listening")
     run.path.mkdir()
     endless = TINY | {"steps": 10**6, "figures": 16, "validation_steps": 0, "checkpoint_steps": 0}

@@ -65,15 +65,17 @@ def delayed(pauses):
             yield DelayedFile(file, pauses) if str(path).endswith(".distcp") else file
 
     def opened(path, mode="r"):
-        file = open(path, mode)
-        return DelayedFile(file, pauses) if mode == "wb" else file
+        return DelayedFile(open(path, mode), pauses) if mode == "wb" else open(path, mode)
 
     filesystem.FileSystem.create_stream = create_stream
     export.open = opened
 
 
 def test_slow_work_is_no_stall(folder):
-    "Verifying, one rank's part of a checkpoint, and the export take longer than `stall_seconds` each, while the other rank has nothing to say."
+    """Verifying, a rank's part of a checkpoint, and the export each exceed `stall_seconds`.
+
+    The other rank has nothing to say meanwhile.
+    """
     long = 1.8 * STALL
 
     def slow(rank, run):

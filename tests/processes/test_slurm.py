@@ -1,4 +1,4 @@
-"""The Slurm script, run by a shell with a stand-in for srun: a job that is put back into the queue goes on."""
+"""The Slurm script, run by a shell with a stand-in for srun: a requeued job goes on."""
 
 import os
 import shlex
@@ -33,7 +33,12 @@ def submit(run, **environment):
     programs = run.path.parent / "programs"
     programs.mkdir(exist_ok=True)
     # a step of Slurm is a session of its own, and a signal to srun goes to its processes
-    step = "import os, signal, subprocess, sys\nstep = subprocess.Popen(sys.argv[1:], start_new_session=True)\nsignal.signal(signal.SIGUSR1, lambda *_: os.killpg(step.pid, signal.SIGUSR1))\nsys.exit(step.wait())"
+    step = """
+import os, signal, subprocess, sys
+step = subprocess.Popen(sys.argv[1:], start_new_session=True)
+signal.signal(signal.SIGUSR1, lambda *_: os.killpg(step.pid, signal.SIGUSR1))
+sys.exit(step.wait())
+"""
     for name, line in {
         "python": f'{shlex.quote(sys.executable)} "$@"',
         "srun": f'{shlex.quote(sys.executable)} -c {shlex.quote(step)} "$@"',
