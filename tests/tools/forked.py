@@ -12,6 +12,7 @@ import torch._dynamo
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.multiprocessing as mp
+from accelerate.state import AcceleratorState, GradientState
 
 from sciftune.core.recipe import resolve
 from sciftune.strategies.launch_files import write_configs
@@ -37,6 +38,8 @@ ENGINES = {
 
 
 def _rank(rank, world, port, recipe, run, sabotage):
+    AcceleratorState._reset_state(True)  # a test before may have made an engine in this process
+    GradientState._reset_state()
     if world > 1 or recipe.strategy not in ("single", "ddp"):
         os.environ.update(
             RANK=str(rank),
