@@ -9,7 +9,6 @@ __all__ = ["held_out_loss", "FlowTask"]
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
