@@ -326,6 +326,18 @@ def bad_notebooks() -> Iterator[str]:
             yield f"{name} has a path of one machine in an output: {found[0]}"
 
 
+def doubled_numbers() -> Iterator[str]:
+    """Notebooks of one folder with the same number: their reading order would be undefined."""
+    by_number = defaultdict(list)
+    for path in notebooks():
+        number = re.match(r"\d+_", path.name)
+        if number:
+            by_number[path.parent, number[0]].append(path)
+    for paths in by_number.values():
+        if len(paths) > 1:
+            yield f"{paths[0].relative_to(ROOT)} has the number of {paths[1].name}: renumber one"
+
+
 def launch_notebook() -> Iterator[str]:
     """The notebook that papermill gives its parameters to."""
     cells = json.loads((ROOT / "nbs/launch.ipynb").read_text())["cells"]
@@ -401,6 +413,7 @@ CHECKS = [
     orphans,
     wrong_floors,
     bad_notebooks,
+    doubled_numbers,
     launch_notebook,
     heavy,
     unformatted,
