@@ -1,21 +1,18 @@
 """Processes of a run end together, and a run folder has one owner; with fresh processes."""
 
-import contextlib
 import os
 import subprocess
 import sys
-import time
 
-import psutil
+import jobs
 import pytest
+from jobs import living, processes_of, ranks, recipe_in, wait
 
 from sciftune.core.ownership import holder
-from sciftune.core.recipe import resolve
+from sciftune.core.recipe import Recipe
 from sciftune.core.rundir import RunDir
 from sciftune.lab.launch import (
     LaunchError,
-    LaunchFile,
-    job_command,
     job_process,
     prepare_run,
     read_status,
@@ -23,11 +20,8 @@ from sciftune.lab.launch import (
     state,
     stop,
 )
-from sciftune.strategies.launch_files import write_configs
 
-MARK = "SCIFTUNE_TEST_OF_OWNERSHIP"  # in the environment of every process of a run
 ENDLESS = {
-    "cpu": True,
     "steps": 10**6,
     "figures": 16,
     "held_out": 4,
@@ -44,55 +38,12 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("ownership")
 
 
-def wait(ready, seconds=300):
-    """A deadline for a machine that is busy; nothing here is measured."""
-    end = time.monotonic() + seconds
-    while not ready():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.1)
-
-
-def living(run):
-    """Processes of `run`, found by what they have inherited: also those that nobody knows of."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            marked = process.environ().get(MARK) == str(run.path)
-            if marked and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
-
-
-def begin(run, **fields):
-    """Start a run as `launch` does, without a plan; returns when it has trained."""
-    run.path.mkdir()
-    recipe = resolve(run_root=str(run.path.parent), name=run.path.name, **ENDLESS | fields)
-    write_configs(recipe, run)
-    launch = LaunchFile.load(run)
-    start(run, job_command(launch.command), launch.environment | {MARK: str(run.path)})
+def begin(folder, name, **fields):
+    """Start an endless run; returns its folder when it has trained a step."""
+    run = jobs.begin(recipe_in(folder, name, **ENDLESS | fields))
     wait(lambda: run.metrics.exists() or state(run) != "running")
     assert state(run) == "running", run.log.read_text()
-    return recipe
-
-
-def ranks(run):
-    """Ranks of `run`, and the process of each that makes its batches."""
-    trainers = [p for p in living(run) if "sciftune.training.trainer" in p.cmdline()]
-    trainers = [p for p in trainers if "sciftune.strategies.agent" not in p.cmdline()]
-    rank = [p for p in trainers if p.parent() not in trainers]
-    return rank, [p for p in trainers if p not in rank]
-
-
-def victim(run, who):
-    """The process that is killed."""
-    wrapper = job_process(run)
-    trainers, workers = ranks(run)
-    return {
-        "wrapper": wrapper,
-        "agent": wrapper.children()[0],
-        "rank": trainers[-1],
-        "worker": (workers or [None])[0],
-    }[who]
+    return run
 
 
 ALONE = {"strategy": "single"}
@@ -110,12 +61,11 @@ TWO = {"strategy": "ddp", "num_processes": 2, "data_workers": 1}
     ],
 )
 def test_nothing_survives_a_kill(folder, who, fields):
-    run = RunDir(folder / f"{who}-{fields['strategy']}")
-    begin(run, **fields)
+    run = begin(folder, f"{who}-{fields['strategy']}", **fields)
     try:
         expected = 4 + 2 if fields is TWO else 3
         assert len(living(run)) == expected, [p.cmdline() for p in living(run)]
-        victim(run, who).kill()
+        processes_of(run)[who][-1].kill()
         wait(lambda: not living(run) and not any(holder(f) for f in run.path.glob("*.lock")))
         assert state(run) == ("killed" if who == "wrapper" else "failed")
     finally:
@@ -128,8 +78,8 @@ def test_a_second_launch_is_refused_and_says_by_whom(folder):
 
     Also when the wrapper is stopped and only rank 0 holds the folder.
     """
-    run = RunDir(folder / "owned")
-    recipe = begin(run, **ALONE)
+    run = begin(folder, "owned", **ALONE)
+    recipe = Recipe.load(run.recipe)
     try:
         pid = read_status(run)["pid"]
         whose = f"is in use by process {pid} on {os.uname().nodename}, started 20"

@@ -1,0 +1,77 @@
+"""Runs started as `launch` starts them, without a plan, and all processes that belong to them."""
+
+import contextlib
+import time
+
+import psutil
+
+from sciftune.core.plan import Plan
+from sciftune.core.recipe import resolve
+from sciftune.lab import launch
+from sciftune.lab.launch import LaunchFile, job_command, job_process, start
+from sciftune.strategies.launch_files import write_configs
+
+MARK = "SCIFTUNE_TEST_OF_OWNERSHIP"  # in the environment of every process of a run
+PATIENCE = 1800  # seconds: so long that only what hangs needs them
+
+
+def wait(ready, seconds=PATIENCE, pause=0.1):
+    "Return when `ready()` is true; the deadline is for what hangs."
+    end = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(pause)
+
+
+def living(run):
+    "Processes of `run`, found by what they have inherited: also those that nobody knows of."
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            marked = process.environ().get(MARK) == str(run.path)
+            if marked and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def recipe_in(folder, name, **fields):
+    "The recipe of the run `name` in `folder`, on the CPU."
+    return resolve(**dict(cpu=True, run_root=str(folder), name=name) | fields)
+
+
+def begin(recipe):
+    "Prepare and start the job of `recipe`, with an empty plan; returns its run folder."
+    with stand_ins():
+        run = launch.prepare_run(recipe)
+        file = LaunchFile.load(run)
+        start(run, job_command(file.command), file.environment | {MARK: str(run.path)})
+    return run
+
+
+@contextlib.contextmanager
+def stand_ins():
+    "Plan nothing, and write the launch files in this process, which has imported torch already."
+    kept = launch.plan_run, launch.write_launch_files
+    launch.plan_run = lambda recipe, plan, check=True: Plan()
+    launch.write_launch_files = lambda run: write_configs(launch.kept_recipe(run), run)
+    try:
+        yield
+    finally:
+        launch.plan_run, launch.write_launch_files = kept
+
+
+def ranks(run):
+    "Ranks of `run`, and the processes that make their batches."
+    trainers = [p for p in living(run) if "sciftune.training.trainer" in p.cmdline()]
+    trainers = [p for p in trainers if "sciftune.strategies.agent" not in p.cmdline()]
+    rank = [p for p in trainers if p.parent() not in trainers]
+    return rank, [p for p in trainers if p not in rank]
+
+
+def processes_of(run):
+    "The processes of `run` by what they do: wrapper, agent, rank, worker."
+    wrapper = job_process(run)
+    trainers, workers = ranks(run)
+    wrappers = [wrapper] if wrapper else []
+    agents = wrapper.children() if wrapper else []
+    return dict(wrapper=wrappers, agent=agents, rank=trainers, worker=workers)
