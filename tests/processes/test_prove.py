@@ -1,0 +1,38 @@
+"""`scripts/prove` on the stand-in: killed with one engine, resumed with another."""
+
+import subprocess
+import sys
+
+COMMAND = "import sys; from sciftune.lab.prove import prove_command; prove_command(sys.argv[1:])"
+FIELDS = dict(
+    preset="tiny",
+    cpu=True,
+    steps=40,
+    figures=16,
+    held_out=4,
+    micro_batch=1,
+    global_batch=2,
+    validation_steps=0,
+    checkpoint_steps=4,
+    lr_schedule="constant",
+    plan_check=False,
+)
+
+
+def prove(folder, *options):
+    "The command in a process of its own."
+    words = [word for name, value in FIELDS.items() for word in ("-p", name, str(value))]
+    words += ["-p", "run_root", str(folder), *options]
+    return subprocess.run([sys.executable, "-c", COMMAND, *words], capture_output=True, text=True)
+
+
+def test_resumed_by_another_engine(tmp_path):
+    done = prove(
+        tmp_path, "--resume-with", "strategy", "ddp", "--resume-with", "num_processes", "2"
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "with strategy ddp, num_processes 2: 80 numbers compared, 0 missing" in done.stdout
+    assert "(resumed)" in done.stdout and "equal within 1e-05" in done.stdout
+    again = prove(tmp_path)  # the folders are in use
+    assert again.returncode == 1 and "has been trained already" in again.stderr
+    assert "Traceback" not in again.stderr
