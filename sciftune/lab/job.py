@@ -38,8 +38,10 @@ def run_job(
     """Run `command` and keep `status.json`."""
     lock = FolderLock(status.parent, "launcher")
     lock.adopt(handle)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, lambda *_: None)
+    asked = []  # signals that ask for an end
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: asked.append(number))
+    signal.signal(signal.SIGUSR1, lambda *_: None)
     facts = dict(
         pid=os.getpid(),
         host=os.uname().nodename,
@@ -48,6 +50,8 @@ def run_job(
     )
     write_status(status, **facts)
     code = _exit_code(command)
+    if code == 0 and asked:
+        code = 128 + asked[0]
     write_status(status, **facts, ended=int(time.time()), exit_code=code)
     lock.release()
     return code

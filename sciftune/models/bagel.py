@@ -1582,10 +1582,13 @@ class Bagel(Family):
         dtype: torch.dtype = torch.float32,  # Of the parameters
         device: torch.device | str = "cpu",  # Where it goes
         revision: str | None = None,  # Of a hub id
+        prepare: Callable[[nn.Module], object] | None = None,  # Changes it while it is on meta
         **changes,  # Single fields of the configuration
     ) -> BagelModel:
         """The model with its weights, each read once; position tables stay frozen."""
         model = self.empty_denoiser(path, revision, **changes)
+        if prepare:
+            prepare(model)
         weights = self.denoiser_weights(path, revision, **changes)
         return materialise(model, weights, dtype, device)
 
@@ -1595,12 +1598,16 @@ class Bagel(Family):
         dtype: torch.dtype = torch.bfloat16,  # Of the parameters
         device: torch.device | str = "cpu",  # Where they are made
         seed: int = 0,  # Of the device's generator
+        prepare: Callable[[nn.Module], object] | None = None,  # Changes it while it is on meta
     ) -> BagelModel:
         """Random weights made on `device`.
 
         Tables are as they must be, and the last projection zero, as in a new model.
         """
-        model = randomise(self.empty_denoiser(config), dtype, device, seed)
+        model = self.empty_denoiser(config)
+        if prepare:
+            prepare(model)
+        randomise(model, dtype, device, seed)
         for module in model.modules():
             if isinstance(module, PositionTable):
                 module.fill()

@@ -24,7 +24,7 @@ __all__ = [
 import gc
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -326,10 +326,13 @@ class Family(ABC):
         dtype: torch.dtype = torch.float32,  # Type of its parameters
         device: torch.device = "cpu",  # Where it goes
         revision: str = None,  # Hub revision
+        prepare: Callable[[nn.Module], object] = None,  # Changes the denoiser while it is on meta
     ) -> nn.Module:
         """Denoiser with its weights, each read once into `dtype` on `device`."""
-        weights = self.denoiser_weights(path, revision)
-        return materialise(self.empty_denoiser(path, revision), weights, dtype, device)
+        model = self.empty_denoiser(path, revision)
+        if prepare:
+            prepare(model)
+        return materialise(model, self.denoiser_weights(path, revision), dtype, device)
 
     def random_denoiser(
         self,
@@ -337,9 +340,13 @@ class Family(ABC):
         dtype: torch.dtype = torch.bfloat16,  # Type of its parameters
         device: torch.device = "cpu",  # Where they are made
         seed: int = 0,
+        prepare: Callable[[nn.Module], object] = None,  # Changes the denoiser while it is on meta
     ) -> nn.Module:
         """Denoiser of any size with random weights made on `device`, for benchmarks."""
-        return randomise(self.empty_denoiser(config), dtype, device, seed)
+        model = self.empty_denoiser(config)
+        if prepare:
+            prepare(model)
+        return randomise(model, dtype, device, seed)
 
     def frozen_parameters(self, denoiser: nn.Module) -> list[str]:
         """Names of parameters that never get a gradient."""

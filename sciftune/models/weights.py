@@ -16,6 +16,7 @@ __all__ = [
     "read_tensor",
     "build_on_meta",
     "check_fit",
+    "place",
     "materialise",
     "randomise",
     "freeze",
@@ -324,6 +325,25 @@ def check_fit(
             )
 
 
+# %% ../../nbs/4_models/01_weights.ipynb #f4a3bb44
+def place(
+    owner: nn.Module,  # The module that owns the tensor
+    leaf: str,  # Its name there
+    value: Tensor,  # Of the shape of the tensor that is there
+):
+    """Give a parameter or a buffer its value.
+
+    A module with a method `store` keeps its `weight` in its own way.
+    """
+    if leaf == "weight" and hasattr(owner, "store"):
+        owner.store(value)
+    elif leaf in owner._buffers:
+        owner._buffers[leaf] = value
+    else:
+        trained = owner._parameters[leaf].requires_grad
+        owner._parameters[leaf] = nn.Parameter(value, requires_grad=trained)
+
+
 # %% ../../nbs/4_models/01_weights.ipynb #ab4c2f6c
 def materialise(
     module: nn.Module,  # Module on meta, see `build_on_meta`
@@ -333,8 +353,9 @@ def materialise(
 ) -> nn.Module:  # The same module, filled
     """Fill `module` from `weights`; ValueError where the two do not fit (`check_fit`)."""
     check_fit(module, weights)
-    tensors = {k: read_tensor(weights, k, dtype, device) for k in module.state_dict()}
-    module.load_state_dict(tensors, strict=True, assign=True)
+    for name in module.state_dict():
+        owner, _, leaf = name.rpartition(".")
+        place(module.get_submodule(owner), leaf, read_tensor(weights, name, dtype, device))
     weights.close()
     return module.to(device)  # the non-persistent buffers
 
@@ -357,7 +378,7 @@ def randomise(
                 value.normal_(std=p[0].numel() ** -0.5, generator=gen)
             else:
                 value.fill_(1.0 if leaf == "weight" else 0.0)
-            owner._parameters[leaf] = nn.Parameter(value, requires_grad=p.requires_grad)
+            place(owner, leaf, value)
     return module.to(device)
 
 

@@ -232,8 +232,7 @@ class Costs:
 
     def loading_numel(self) -> int:
         """Parameters that are on the host at once, per rank, while weights are loaded."""
-        quantised = self.recipe.lora_base != "bf16"  # from whole weights on the host
-        return self.model.numel if quantised else max(self.model.tensors)
+        return max(self.model.tensors)
 
     def resident_bytes(self) -> float:
         """Optimizer states that never leave the GPU although states are streamed."""

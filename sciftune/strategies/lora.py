@@ -4,6 +4,8 @@
 
 # %% auto #0
 __all__ = [
+    "NF4_LEVELS",
+    "NF4_BLOCK",
     "NARROW_BYTES",
     "PEFT_PREFIX",
     "adapter_layers",
@@ -15,11 +17,15 @@ __all__ = [
     "first_values",
     "lora_config",
     "add_lora",
+    "nf4_levels",
+    "narrowed",
     "widened",
-    "WidenedProduct",
+    "narrow_product",
+    "narrow_product_backward",
     "NarrowLinear",
     "narrow_layers",
     "quantise_base",
+    "not_for_ddp",
     "save_lora",
     "lora_record",
     "read_lora",
@@ -30,6 +36,7 @@ __all__ = [
 
 # %% ../../nbs/5_strategies/07_lora.ipynb #1018a045
 import contextlib
+import functools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -212,60 +219,144 @@ def add_lora(
 
 
 # %% ../../nbs/5_strategies/07_lora.ipynb #7d0dd5f8
+NF4_LEVELS = (  # QLoRA, appendix E
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+NF4_BLOCK = 64  # Weights of a row that share a scale
+
+
+@functools.lru_cache
+def nf4_levels(
+    device: torch.device,
+) -> Tensor:  # (16,) fp32
+    """The levels on a device, sent there once."""
+    return torch.tensor(NF4_LEVELS, device=device)
+
+
+def narrowed(
+    weight: Tensor,  # (rows, columns); columns divisible by 128 for nf4
+    kind: str,  # 'fp8' or 'nf4'
+) -> tuple[Tensor, Tensor]:  # uint8 (rows, columns or columns/2); scales (rows, 1 or columns/64)
+    """A weight in fewer bits: its codes and its scales."""
+    w = weight.detach().float()
+    if kind == "fp8":
+        scale = w.abs().amax(1, keepdim=True).clamp(min=1e-12) / 448  # the largest float8_e4m3fn
+        return (w / scale).to(torch.float8_e4m3fn).view(torch.uint8), scale
+    blocks = w.unflatten(1, (-1, NF4_BLOCK))
+    scale = blocks.abs().amax(2).clamp(min=1e-12).bfloat16()
+    levels = nf4_levels(w.device)
+    between = (levels[1:] + levels[:-1]) / 2
+    codes = torch.bucketize(blocks / scale[..., None].float(), between, out_int32=True)
+    low, high = codes.flatten(1).to(torch.uint8).chunk(2, 1)
+    return low | (high << 4), scale
+
+
+# %% ../../nbs/5_strategies/07_lora.ipynb #2fa871a1
+def _from_nf4(codes: Tensor, scale: Tensor, levels: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weights of codes: levels times the scale of their block."""
+    whole = torch.cat([codes & 15, codes >> 4], 1)
+    blocks = levels[whole.int()].unflatten(1, (-1, NF4_BLOCK))
+    return (blocks * scale.float()[..., None]).flatten(1).to(dtype)
+
+
+_fused_from_nf4 = torch.compile(_from_nf4, dynamic=True)
+
+
 def widened(
-    weight: Tensor,  # (rows, columns) uint8, the bytes of float8_e4m3fn
-    scale: Tensor,  # (rows, 1) fp32
+    weight: Tensor,  # (rows, columns or columns/2) uint8, of `narrowed`
+    scale: Tensor,  # (rows, 1 or columns/64)
     dtype: torch.dtype,  # Of the computation
 ) -> Tensor:  # (rows, columns)
-    """The weights as numbers: bytes times the scale of their row."""
-    return (weight.view(torch.float8_e4m3fn).to(dtype) * scale).to(dtype)
+    """The weights as numbers, in one kernel on a GPU."""
+    if scale.shape[1] == 1:
+        return (weight.view(torch.float8_e4m3fn).to(dtype) * scale).to(dtype)
+    unpack = _fused_from_nf4 if weight.is_cuda else _from_nf4
+    return unpack(weight, scale, nf4_levels(weight.device), dtype)
 
 
-class WidenedProduct(torch.autograd.Function):
-    """Multiply by a narrow weight without keeping a wide one for backward."""
+# %% ../../nbs/5_strategies/07_lora.ipynb #ccd21677
+@torch.library.custom_op("sciftune::narrow_product", mutates_args=())
+def narrow_product(
+    x: Tensor,  # (...,d_in)
+    weight: Tensor,  # (d_out, d_in or d_in/2) uint8
+    scale: Tensor,  # (d_out, 1 or d_in/64)
+) -> Tensor:  # (...,d_out), in x's type
+    """The product with the widened weight; x gets a gradient, the weight none."""
+    return x @ widened(weight, scale, x.dtype).t()
 
-    @staticmethod
-    def forward(
-        ctx: Any,  # Keeps the narrow weight
-        x: Tensor,  # (...,d_in)
-        weight: Tensor,  # (d_out,d_in) uint8
-        scale: Tensor,  # (d_out,1) fp32
-    ) -> Tensor:  # (...,d_out)
-        """The product with the widened weight."""
-        ctx.save_for_backward(weight, scale)
-        return x @ widened(weight, scale, x.dtype).t()
 
-    @staticmethod
-    def backward(
-        ctx: Any,  # Kept the narrow weight
-        grad: Tensor,  # (...,d_out)
-    ) -> tuple:  # Of x (...,d_in); the weight gets none
-        """The product with the weight, widened again."""
-        return grad @ widened(*ctx.saved_tensors, grad.dtype), None, None
+@torch.library.custom_op("sciftune::narrow_product_backward", mutates_args=())
+def narrow_product_backward(
+    grad: Tensor,  # (...,d_out)
+    weight: Tensor,  # (d_out, d_in or d_in/2) uint8
+    scale: Tensor,  # (d_out, 1 or d_in/64)
+) -> Tensor:  # (...,d_in)
+    """The gradient of the input, with the weight widened again."""
+    return grad @ widened(weight, scale, grad.dtype)
+
+
+@narrow_product.register_fake
+def _(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+@narrow_product_backward.register_fake
+def _(grad: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    columns = weight.shape[1] if scale.shape[1] == 1 else scale.shape[1] * NF4_BLOCK
+    return grad.new_empty(*grad.shape[:-1], columns)
+
+
+def _keep_narrow(ctx: Any, inputs: tuple, output: Tensor):
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _gradient(ctx: Any, grad: Tensor) -> tuple:
+    return narrow_product_backward(grad, *ctx.saved_tensors), None, None
+
+
+narrow_product.register_autograd(_gradient, setup_context=_keep_narrow)
 
 
 class NarrowLinear(nn.Linear):
-    """A frozen linear layer with a byte per weight.
+    """A frozen linear layer whose weight is kept in fewer bits.
 
     Kept as uint8, which no cast of the module touches.
     """
 
-    def narrow(self) -> "NarrowLinear":
-        """Replace the weight by bytes and a scale per row."""
-        w = self.weight.detach().float()
-        scale = w.abs().amax(1, keepdim=True).clamp(min=1e-12) / 448  # the largest float8_e4m3fn
-        self.weight = nn.Parameter(
-            (w / scale).to(torch.float8_e4m3fn).view(torch.uint8), requires_grad=False
-        )
+    kind = "fp8"  # or 'nf4'
+
+    def store(
+        self,
+        weight: Tensor,  # (d_out,d_in)
+    ):
+        """Keep a weight; called by whatever fills the model (`models.weights.place`)."""
+        codes, scale = narrowed(weight, self.kind)
+        self.weight = nn.Parameter(codes, requires_grad=False)
         self.scale = nn.Parameter(scale, requires_grad=False)
-        return self
 
     def forward(
         self,
         x: Tensor,  # (...,d_in)
     ) -> Tensor:  # (...,d_out)
         """The product, and the bias where there is one."""
-        y = WidenedProduct.apply(x, self.weight, self.scale)
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        y = narrow_product(x, self.weight, self.scale)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
@@ -281,36 +372,27 @@ def narrow_layers(
         if not isinstance(layer, nn.Linear) or isinstance(layer, Adapter):
             return False
         weight = layer.weight
-        return min(weight.shape) >= smallest and weight.numel() % 16384 == 0
+        return min(weight.shape) >= smallest and weight.shape[1] % (2 * NF4_BLOCK) == 0
 
     blocks = [m for m in denoiser.modules() if type(m).__name__ in names]
     return [layer for block in blocks for layer in block.modules() if fits(layer)]
 
 
 NARROW_BYTES = dict(
-    bf16=2.0, fp8=1.0, nf4=0.5 + 1 / 64
+    bf16=2.0, fp8=1.0, nf4=0.5 + 2 / NF4_BLOCK
 )  # per weight of those layers; the scales of fp8's rows are few
 
 
 def quantise_base(
-    denoiser: nn.Module,  # With real weights
+    denoiser: nn.Module,  # On meta: its layers narrow their weights as they are read
     kind: str,  # 'fp8' or 'nf4'
     names: tuple,  # Block classes
-    device: torch.device | None = None,  # Where each layer is narrowed; None = where it is
     smallest: int = 256,  # Smaller sides are left alone
 ) -> int:  # Layers
-    """Store the large frozen linears of the blocks in fewer bits.
+    """Let the large linears of the blocks keep fewer bits; values that are there are narrowed.
 
-    Raises RecipeError where there are none, or nf4 lacks torchao.
+    At no time is more than one layer wide. Raises RecipeError where there are none.
     """
-    try:
-        if kind == "nf4":
-            from torchao.quantization import to_nf4
-    except ImportError as e:
-        raise RecipeError(
-            "lora_base: 'nf4' needs the package torchao (pip install torchao), 'fp8' needs "
-            f"nothing: {e}"
-        ) from None
     found = narrow_layers(denoiser, names, smallest)
     if not found:
         raise RecipeError(
@@ -318,20 +400,21 @@ def quantise_base(
             f"{', '.join(names)}; use 'bf16'"
         )
     for layer in found:
-        if device:
-            layer.weight.data = layer.weight.data.to(device)
-        if kind == "fp8":
-            layer.__class__ = NarrowLinear
-            layer.narrow()
-        else:
-            packed = to_nf4(layer.weight.detach(), 64, 256)
-            layer.weight = nn.Parameter(packed, requires_grad=False)
-    # every rank has read the same base; DDP cannot send it in this form
+        layer.__class__ = NarrowLinear
+        layer.kind = kind
+        if not layer.weight.is_meta:
+            layer.store(layer.weight)
+    return len(found)
+
+
+def not_for_ddp(
+    denoiser: nn.Module,  # With real weights and adapters
+):
+    """DDP leaves frozen parameters alone: it cannot send codes, and every rank has read them."""
     frozen = [n for n, p in denoiser.named_parameters() if not p.requires_grad]
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
         denoiser, frozen
     )
-    return len(found)
 
 
 # %% ../../nbs/5_strategies/07_lora.ipynb #33b98684

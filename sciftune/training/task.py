@@ -44,6 +44,7 @@ from sciftune.strategies.lora import (
     base_name,
     first_values,
     is_adapter,
+    not_for_ddp,
     quantise_base,
     save_lora,
 )
@@ -81,10 +82,12 @@ def unprepared_denoiser(
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
         return model
-    device = engine.device if recipe.lora_base == "bf16" else torch.device("cpu")
+    narrow = None
+    if recipe.lora_rank and recipe.lora_base != "bf16":
+        narrow = partial(quantise_base, kind=recipe.lora_base, names=family.block_classes)
     if base is None:
-        return family.random_denoiser(None, dtype, device, seed=recipe.seed)
-    return family.load_denoiser(base, dtype, device, revision)
+        return family.random_denoiser(None, dtype, engine.device, recipe.seed, narrow)
+    return family.load_denoiser(base, dtype, engine.device, revision, narrow)
 
 
 # %% ../../nbs/7_training/09_task.ipynb #e8cf1eaf
@@ -100,7 +103,7 @@ def build_denoiser(
     if recipe.lora_rank:
         add_lora(model, family, recipe)
         if recipe.lora_base != "bf16":
-            quantise_base(model, recipe.lora_base, family.block_classes, engine.device)
+            not_for_ddp(model)
     else:
         choose_trained(model, family, recipe)
     fp8 = engine.policy_of(recipe).fp8
