@@ -135,7 +135,7 @@ class Ledger:
         position: int,  # Block that backward is in; the number of blocks: end of forward
     ) -> float:
         """Whole parameters, communication buffers and casts."""
-        casts = self.costs.cast_bytes(position, self.positions)
+        casts = self.costs.cast_bytes(position, self.positions) + self.costs.widened_bytes()
         return self.costs.gathered_bytes(position) + casts
 
     def backward(

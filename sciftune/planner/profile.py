@@ -645,11 +645,11 @@ class MetaModel:
             found.append(OuterModule(seen.first.get(name, 0), sum(own.values()), trained))
         return tuple(found)
 
-    def narrow_numel(self) -> int:
-        """Weights that `lora_base` keeps in fewer bits."""
+    def narrow_numels(self) -> list[int]:
+        """Weights of each layer that `lora_base` keeps in fewer bits."""
         if self.recipe.lora_base == "bf16":
-            return 0
-        return sum(x.weight.numel() for x in narrow_layers(self.denoiser, self.block_classes))
+            return []
+        return [x.weight.numel() for x in narrow_layers(self.denoiser, self.block_classes)]
 
 
 # %% ../../nbs/6_planner/01_profile.ipynb #a7c36d88
@@ -763,7 +763,8 @@ def profile(
         trained=sum(own),
         tensors=tuple(numels.values()),
         trained_tensors=own,
-        narrow=model.narrow_numel(),
+        narrow=sum(model.narrow_numels()),
+        widest=max(model.narrow_numels(), default=0),
         outside=BatchLine.through(*(t.outside for t in traces)),
         flops=family.flops(model.config, side, side, model.work.text_tokens(family)),
         operations=operations,

@@ -59,6 +59,7 @@ class ModelSize:
     tensors: tuple[int, ...]  # Elements of each parameter tensor
     trained_tensors: tuple[int, ...]  # Elements of those with a gradient
     narrow: int = 0  # Weights that `lora_base` keeps in fewer bits
+    widest: int = 0  # Those of the largest such layer
 
     @property
     def outer_numel(self) -> int:
@@ -181,6 +182,10 @@ class Costs:
             return 2.0 * self.model.numel
         before = (i for i in range(position + 1) if i == position or i not in checkpointed)
         return 2.0 * sum(blocks[i].numel for i in before)
+
+    def widened_bytes(self) -> float:
+        """The layer of a narrow base that is wide at the moment."""
+        return float(self.compute * self.model.widest)
 
     def forward_only_bytes(self) -> float:
         """Weights that a pass without gradients casts, or gathers, as it goes."""

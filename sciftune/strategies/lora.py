@@ -274,7 +274,13 @@ def _from_nf4(codes: Tensor, scale: Tensor, levels: Tensor, dtype: torch.dtype) 
     return (blocks * scale.float()[..., None]).flatten(1).to(dtype)
 
 
+def _from_fp8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Likewise with a scale for each row."""
+    return (codes.view(torch.float8_e4m3fn).to(dtype) * scale).to(dtype)
+
+
 _fused_from_nf4 = torch.compile(_from_nf4, dynamic=True)
+_fused_from_fp8 = torch.compile(_from_fp8, dynamic=True)
 
 
 def widened(
@@ -284,7 +290,7 @@ def widened(
 ) -> Tensor:  # (rows, columns)
     """The weights as numbers, in one kernel on a GPU."""
     if scale.shape[1] == 1:
-        return (weight.view(torch.float8_e4m3fn).to(dtype) * scale).to(dtype)
+        return (_fused_from_fp8 if weight.is_cuda else _from_fp8)(weight, scale, dtype)
     unpack = _fused_from_nf4 if weight.is_cuda else _from_nf4
     return unpack(weight, scale, nf4_levels(weight.device), dtype)
 
