@@ -1086,6 +1086,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'sciftune.lab.launch._in_use': ('9_lab/launch.html#_in_use', 'sciftune/lab/launch.py'),
                                      'sciftune.lab.launch._no_such_run': ('9_lab/launch.html#_no_such_run', 'sciftune/lab/launch.py'),
                                      'sciftune.lab.launch._not_taken': ('9_lab/launch.html#_not_taken', 'sciftune/lab/launch.py'),
+                                     'sciftune.lab.launch._write_run': ('9_lab/launch.html#_write_run', 'sciftune/lab/launch.py'),
                                      'sciftune.lab.launch.absolute_data': ('9_lab/launch.html#absolute_data', 'sciftune/lab/launch.py'),
                                      'sciftune.lab.launch.absolute_path': ('9_lab/launch.html#absolute_path', 'sciftune/lab/launch.py'),
                                      'sciftune.lab.launch.announce': ('9_lab/launch.html#announce', 'sciftune/lab/launch.py'),

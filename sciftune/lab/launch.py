@@ -541,21 +541,28 @@ def prepare_run(
         announce(run)
         return run
     named = recipe.model_copy(update={"name": run.path.name})
-    try:
-        with reserved(run), tempfile.TemporaryDirectory() as aside:
+    with reserved(run):
+        fresh = fresh and not run.recipe.exists()  # else another launch was here in between
+        try:
             choose_folder(named)  # nobody else changes it any more
-            keep_run_secrets(run, recipe)
-            written = named.save(Path(aside) / "recipe.yaml")
-            plan = plan_run(written, Path(aside) / "plan.json", recipe.plan_check)
-            named.save(run.recipe)
-            plan.save(run.plan)
-            write_launch_files(run)
-    except BaseException:
-        if fresh:
-            shutil.rmtree(run.path, ignore_errors=True)
-        raise
+            _write_run(run, named)
+        except BaseException:
+            if fresh:
+                shutil.rmtree(run.path, ignore_errors=True)
+            raise
     announce(run)
     return run
+
+
+def _write_run(run: RunDir, recipe: Recipe):
+    """Plan the run, then write its files."""
+    keep_run_secrets(run, recipe)
+    with tempfile.TemporaryDirectory() as aside:
+        written = recipe.save(Path(aside) / "recipe.yaml")
+        plan = plan_run(written, Path(aside) / "plan.json", recipe.plan_check)
+    recipe.save(run.recipe)
+    plan.save(run.plan)
+    write_launch_files(run)
 
 
 # %% ../../nbs/9_lab/02_launch.ipynb #a7a8c357
