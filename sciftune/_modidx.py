@@ -736,6 +736,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'sciftune/data/sequences.py'),
                                          'sciftune.data.sequences.turn_text': ( '2_data/sequences.html#turn_text',
                                                                                 'sciftune/data/sequences.py'),
+                                         'sciftune.data.sequences.verified_example': ( '2_data/sequences.html#verified_example',
+                                                                                       'sciftune/data/sequences.py'),
                                          'sciftune.data.sequences.visibility': ( '2_data/sequences.html#visibility',
                                                                                  'sciftune/data/sequences.py')},
             'sciftune.data.shards': { 'sciftune.data.shards.RemoteParquet': ('2_data/shards.html#remoteparquet', 'sciftune/data/shards.py'),

@@ -41,6 +41,7 @@ __all__ = [
     "read_examples",
     "read_example",
     "open_examples",
+    "verified_example",
     "plan_item",
     "image_items",
     "sequence_plan",
@@ -69,7 +70,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
@@ -181,7 +182,7 @@ class Resize:
         return w, h
 
 
-# %% ../../nbs/2_data/10_sequences.ipynb #7c726d8e
+# %% ../../nbs/2_data/10_sequences.ipynb #1f61520a
 def says_more_after_pixels(
     file: BinaryIO,  # A PNG
 ) -> bool:
@@ -287,6 +288,8 @@ class Segment:
     role: str = "condition"  # or target
     encoders: tuple[str, ...] | None = None  # None = vae and vit before a target, else vit
     cfg_dropout: bool | None = None  # None = see above
+    sizes: tuple[tuple[int, int], ...] = field(default=(), repr=False, compare=False)
+    # Width and height of each image as displayed; () = not looked at yet
 
 
 # %% ../../nbs/2_data/10_sequences.ipynb #03b24d60
@@ -676,7 +679,7 @@ def read_example(
     return Example(str(record.get("id", number)), segments, where)
 
 
-# %% ../../nbs/2_data/10_sequences.ipynb #1bab05fc
+# %% ../../nbs/2_data/10_sequences.ipynb #d006b4cc
 def open_examples(
     path: str | Path,  # One JSON object per line, UTF-8
     max_bad_fraction: float = 0.05,  # Largest part of the examples that may be set aside, 0..1
@@ -691,13 +694,25 @@ def open_examples(
     files = dict.fromkeys(file for example in examples for file in example.files)
     images = {file: Row(file, file, file) for file in files}
     verify_once(Files(Path(), list(images.values())), f"{Path(path).absolute()}", cache)
-    rows = []
-    for example in examples:
-        bad = next((images[file] for file in example.files if images[file].fault), None)
-        fault = f"{bad.fault}: {bad.source}" if bad else ""
-        rows.append(Row(example.where, id=example.id, fault=fault))
+    examples = [verified_example(example, images) for example in examples]
+    rows = [Row(example.where, id=example.id, fault=example.fault) for example in examples]
     set_aside(rows, max_bad_fraction, quarantine, path)
-    return [replace(e, fault=row.fault) for e, row in zip(examples, rows, strict=True)]
+    return examples
+
+
+def verified_example(
+    example: Example,  # As read
+    images: dict[str, Row],  # What was found, by file
+) -> Example:  # With the sizes of its images, or with `fault`
+    """An example after its images have been looked at."""
+    for file in example.files:
+        if fault := images[file].fault:
+            return replace(example, fault=f"{fault}: {file}")
+    segments = []
+    for segment in example.segments:
+        rows = [images[file] for file in segment.paths]
+        segments.append(replace(segment, sizes=tuple((row.width, row.height) for row in rows)))
+    return replace(example, segments=tuple(segments))
 
 
 # %% ../../nbs/2_data/10_sequences.ipynb #93eff382
@@ -1133,7 +1148,7 @@ def item_sources(
             continue
         path = segment.paths[frame]
         try:
-            size = displayed_size(path)
+            size = segment.sizes[frame] if segment.sizes else displayed_size(path)
             if item["type"] == "vit_image":
                 width, height = group.vit_size(example).size(*size, shared)
             else:

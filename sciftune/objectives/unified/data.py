@@ -109,7 +109,7 @@ def vision_size(
     return Resize(14, side, min(side, 14 * (side // 28)))
 
 
-# %% ../../../nbs/8_objectives/unified/03_data.ipynb #f37374c8
+# %% ../../../nbs/8_objectives/unified/03_data.ipynb #cf61d701
 def open_files(
     recipe: Recipe,  # Its data, max_bad_fraction and run_root
     files: list[Path | str],  # JSONL files
