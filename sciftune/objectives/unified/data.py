@@ -109,7 +109,7 @@ def vision_size(
     return Resize(14, side, min(side, 14 * (side // 28)))
 
 
-# %% ../../../nbs/8_objectives/unified/03_data.ipynb #cf61d701
+# %% ../../../nbs/8_objectives/unified/03_data.ipynb #4cde4b17
 def open_files(
     recipe: Recipe,  # Its data, max_bad_fraction and run_root
     files: list[Path | str],  # JSONL files
@@ -243,7 +243,13 @@ class UnifiedBatches:
     ) -> PackedBatch:
         """Open the images of a pack. Raises DataError for a file that cannot be read."""
         rules, seed = self.sequences.rules, self.sequences.seed
-        return host_lengths(load_pack(pack, rules, seed, self.pad_to))
+        try:
+            return host_lengths(load_pack(pack, rules, seed, self.pad_to))
+        except DataError as error:
+            raise DataError(
+                f"{error}; it could be read when the run began: mend the file, or go on with "
+                "resume=latest, which sets the example aside"
+            ) from error
 
     def count(
         self,
