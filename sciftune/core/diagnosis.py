@@ -10,6 +10,7 @@ __all__ = [
     "cheaper_settings",
     "extension_locks",
     "KnownFailure",
+    "is_echo",
     "recognise",
 ]
 
@@ -715,6 +716,14 @@ KNOWN_FAILURES = (
     *_INPUT_FAILURES,
     *_ECHOES,
 )  # In the order in which they are tried
+
+
+# %% ../../nbs/1_core/15_diagnosis.ipynb #1a4ca913
+def is_echo(
+    text: str,  # What a rank said
+) -> bool:
+    """Whether a rank only noticed that another one had died."""
+    return any(known.name == "peer lost" and re.search(known.pattern, text) for known in _ECHOES)
 
 
 # %% ../../nbs/1_core/15_diagnosis.ipynb #fbf2dda5

@@ -451,10 +451,11 @@ def launch_preset(
 def learning_rate_at(
     recipe: "Recipe | NumbersSection | ScheduleSection",  # Rate, schedule, warm-up and steps
     step: int,  # Optimizer steps already taken
+    first: int = 1,  # Steps of the warm-up that the first one counts as; 0 = its rate is 0
 ) -> float:  # The rate of the next one
     """Warm-up, then constant, cosine or linear."""
     warmup, steps = recipe.warmup_steps, recipe.steps
-    warm = min(1.0, (step + 1) / warmup) if warmup else 1.0
+    warm = min(1.0, (step + first) / warmup) if warmup else 1.0
     progress = min(1.0, max(0.0, (step - warmup) / max(1, steps - warmup)))
     factors = dict(
         constant=1.0,

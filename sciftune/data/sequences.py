@@ -12,7 +12,12 @@ __all__ = [
     "dense_mask",
     "SpecialTokens",
     "Resize",
+    "says_more_after_pixels",
+    "is_turned",
     "displayed_size",
+    "decoded_image",
+    "resized",
+    "image_tensor",
     "load_image",
     "image_patches",
     "Segment",
@@ -33,7 +38,10 @@ __all__ = [
     "rewritten",
     "to_segments",
     "read_jsonl",
+    "read_examples",
     "read_example",
+    "open_examples",
+    "verified_example",
     "plan_item",
     "image_items",
     "sequence_plan",
@@ -59,11 +67,13 @@ __all__ = [
 # %% ../../nbs/2_data/10_sequences.ipynb #b8c80bf7
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -73,6 +83,8 @@ from torch import Tensor
 from ..core.progress import progress
 from ..core.randomness import GlobalOrder, stream, stream_seed, uniform
 from .images import DataError, open_image, to_rgb
+from .readers import Files, Row
+from .sources import set_aside, verify_once
 
 
 # %% ../../nbs/2_data/10_sequences.ipynb #929af203
@@ -170,7 +182,36 @@ class Resize:
         return w, h
 
 
-# %% ../../nbs/2_data/10_sequences.ipynb #429f152e
+# %% ../../nbs/2_data/10_sequences.ipynb #1f61520a
+def says_more_after_pixels(
+    file: BinaryIO,  # A PNG
+) -> bool:
+    """Whether text or EXIF stands behind the pixels of a PNG; the pixels are not read."""
+    file.seek(8)  # the signature
+    pixels = False
+    while len(head := file.read(8)) == 8:
+        kind = head[4:]
+        if pixels and kind in (b"eXIf", b"iTXt", b"tEXt", b"zTXt"):
+            return True
+        pixels = pixels or kind == b"IDAT"
+        file.seek(int.from_bytes(head[:4], "big") + 4, os.SEEK_CUR)  # and its checksum
+    return False
+
+
+def is_turned(
+    image: Image.Image,  # Opened, not decoded
+) -> bool:
+    """Whether EXIF or XMP turns an image by a quarter, decoding only where nothing else tells."""
+    read = Image.Image.getexif  # of what stands in the header
+    if image.format == "PNG" and "exif" not in image.info:
+        at = image.fp.tell()
+        late = says_more_after_pixels(image.fp)
+        image.fp.seek(at)
+        if late:
+            read = type(image).getexif  # decodes
+    return read(image).get(0x0112, 1) >= 5
+
+
 @lru_cache(1 << 20)
 def displayed_size(
     path: str,  # Image file
@@ -179,7 +220,7 @@ def displayed_size(
     try:
         with Image.open(path) as image:
             width, height = image.size
-            turned = image.getexif().get(0x0112, 1) >= 5
+            turned = is_turned(image)
     except FileNotFoundError:
         raise DataError(f"image {path} is missing") from None
     except (OSError, SyntaxError, Image.DecompressionBombError) as e:
@@ -188,18 +229,39 @@ def displayed_size(
 
 
 # %% ../../nbs/2_data/10_sequences.ipynb #849524cf
+def decoded_image(
+    path: str | Path,  # Image file
+) -> Image.Image:  # Mode RGB, upright
+    """Decode a file. Raises DataError when it is damaged."""
+    try:
+        return to_rgb(open_image(Path(path).read_bytes()))
+    except Exception as e:  # decoders raise nearly anything on damaged bytes
+        raise DataError(f"image {path} cannot be read: {e}") from e
+
+
+def resized(
+    image: Image.Image,  # Mode RGB
+    width: int,  # Wanted size in pixels
+    height: int,  # Likewise
+) -> Image.Image:
+    """The image in another size, bicubically."""
+    return image.resize((width, height), Image.Resampling.BICUBIC)
+
+
+def image_tensor(
+    image: Image.Image,  # Mode RGB
+) -> Tensor:  # (3,H,W) fp32 in [-1,1]
+    """The pixels of an image."""
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255 * 2 - 1
+
+
 def load_image(
     path: str | Path,  # Image file
     width: int,  # Wanted size in pixels
     height: int,  # Likewise
 ) -> Tensor:  # (3,H,W) fp32 in [-1,1]
     """Decode and resize. Raises DataError for a damaged file."""
-    try:
-        image = to_rgb(open_image(Path(path).read_bytes()))
-        image = image.resize((width, height), Image.Resampling.BICUBIC)
-    except (OSError, SyntaxError) as e:
-        raise DataError(f"image {path} cannot be read: {e}") from e
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255 * 2 - 1
+    return image_tensor(resized(decoded_image(path), width, height))
 
 
 # %% ../../nbs/2_data/10_sequences.ipynb #852d1bf8
@@ -226,6 +288,8 @@ class Segment:
     role: str = "condition"  # or target
     encoders: tuple[str, ...] | None = None  # None = vae and vit before a target, else vit
     cfg_dropout: bool | None = None  # None = see above
+    sizes: tuple[tuple[int, int], ...] = field(default=(), repr=False, compare=False)
+    # Width and height of each image as displayed; () = not looked at yet
 
 
 # %% ../../nbs/2_data/10_sequences.ipynb #03b24d60
@@ -236,11 +300,17 @@ class Example:
     id: str  # Keys everything random about it
     segments: tuple[Segment, ...]
     where: str = ""  # File and line, for errors
+    fault: str = ""  # Why it is set aside; empty = nothing known against it
 
     @property
     def targets(self) -> bool:
         """Whether there is an image to be drawn."""
         return any(s.role == "target" for s in self.segments)
+
+    @property
+    def files(self) -> list[str]:
+        """All images and frames."""
+        return [path for s in self.segments for path in s.paths]
 
 
 # %% ../../nbs/2_data/10_sequences.ipynb #c01d4315
@@ -307,17 +377,14 @@ def image_paths(
     folder: Path,  # What paths are relative to
     where: str,  # Named in errors
 ) -> tuple[str, ...]:
-    """The image's path, or those of the frames. Raises DataError when a file is missing."""
+    """The image's path, or those of the frames. Raises DataError for anything but paths."""
     if entry["type"] == "image":
         names, must = [entry.get("path")], "path must be a string"
     else:
         names, must = entry.get("frames"), "frames must be a list of paths"
-    if not is_string_list(names) or "" in names:
+    if not is_string_list(names) or any(not name or "\0" in name for name in names):
         raise DataError(f"{where}: {must}")
-    paths = tuple(str(folder / name) for name in names)
-    if missing := [path for path in paths if not Path(path).is_file()]:
-        raise DataError(f"{where}: image file {missing[0]} is missing")
-    return paths
+    return tuple(str(folder / name) for name in names)
 
 
 def read_image_segment(
@@ -552,7 +619,19 @@ def to_segments(
 def read_jsonl(
     path: str | Path,  # One JSON object per line, UTF-8
 ) -> list[Example]:
-    """All examples of a file. Raises DataError naming file and line."""
+    """All examples of a file, whose images are all there. Raises DataError naming file and line."""
+    examples = read_examples(path)
+    for example in examples:
+        for file in example.files:
+            if not Path(file).is_file():
+                raise DataError(f"{example.where}: image file {file} is missing")
+    return examples
+
+
+def read_examples(
+    path: str | Path,  # One JSON object per line, UTF-8
+) -> list[Example]:
+    """All examples of a file; no image is looked for. Raises DataError naming file and line."""
     path = Path(path)
     if not path.is_file():
         raise DataError(f"{path} is missing; a file with one JSON object per line is needed")
@@ -598,6 +677,42 @@ def read_example(
     if not any(s.loss or s.next or s.role == "target" for s in segments):
         raise DataError(f"{where}: nothing to learn; a text with loss or a target image is needed")
     return Example(str(record.get("id", number)), segments, where)
+
+
+# %% ../../nbs/2_data/10_sequences.ipynb #d006b4cc
+def open_examples(
+    path: str | Path,  # One JSON object per line, UTF-8
+    max_bad_fraction: float = 0.05,  # Largest part of the examples that may be set aside, 0..1
+    quarantine: str | Path | None = None,  # File for those set aside; None = not written
+    cache: str | Path | None = None,  # Folder that keeps findings; None = decode every image
+) -> list[Example]:  # All, with `fault` where an image cannot be used
+    """The examples of a file, every image verified.
+
+    Raises DataError naming file and line, and when too many examples are bad.
+    """
+    examples = read_examples(path)
+    files = dict.fromkeys(file for example in examples for file in example.files)
+    images = {file: Row(file, file, file) for file in files}
+    verify_once(Files(Path(), list(images.values())), f"{Path(path).absolute()}", cache)
+    examples = [verified_example(example, images) for example in examples]
+    rows = [Row(example.where, id=example.id, fault=example.fault) for example in examples]
+    set_aside(rows, max_bad_fraction, quarantine, path)
+    return examples
+
+
+def verified_example(
+    example: Example,  # As read
+    images: dict[str, Row],  # What was found, by file
+) -> Example:  # With the sizes of its images, or with `fault`
+    """An example after its images have been looked at."""
+    for file in example.files:
+        if fault := images[file].fault:
+            return replace(example, fault=f"{fault}: {file}")
+    segments = []
+    for segment in example.segments:
+        rows = [images[file] for file in segment.paths]
+        segments.append(replace(segment, sizes=tuple((row.width, row.height) for row in rows)))
+    return replace(example, segments=tuple(segments))
 
 
 # %% ../../nbs/2_data/10_sequences.ipynb #93eff382
@@ -1033,7 +1148,7 @@ def item_sources(
             continue
         path = segment.paths[frame]
         try:
-            size = displayed_size(path)
+            size = segment.sizes[frame] if segment.sizes else displayed_size(path)
             if item["type"] == "vit_image":
                 width, height = group.vit_size(example).size(*size, shared)
             else:
@@ -1157,36 +1272,60 @@ class SampleStream:
             g.name: GlobalOrder(len(g.examples), 1, stream_seed(seed, "order", g.name))
             for g in groups
         }
+        self.aside = {g.name: {e.id for e in g.examples if e.fault} for g in groups}
         self.taken = {g.name: 0 for g in groups}
         self.draws = 0
-        self.skipped = 0
+        self.skipped = 0  # Draws that were too long
+
+    def draw(
+        self,
+        name: str,  # Of a group
+        position: int,  # Number of the draw in it
+    ) -> tuple[int, Example] | None:  # Epoch, example; None = set aside
+        """One draw of a group; the same whenever it is asked for."""
+        ((epoch, index),) = self.orders[name].batch(position)
+        example = self.groups[name].examples[index]
+        return None if example.id in self.aside[name] else (epoch, example)
 
     def sample(
         self,
         name: str,  # Of a group
         position: int,  # Number of the draw in it
-    ) -> PlannedSample:
-        """One draw of a group; the same whenever it is asked for."""
-        ((epoch, index),) = self.orders[name].batch(position)
-        group = self.groups[name]
-        example = group.examples[index]
+    ) -> PlannedSample | None:  # None = set aside
+        """One draw of a group, planned; the same whenever it is asked for."""
+        drawn = self.draw(name, position)
+        if drawn is None:
+            return None
+        epoch, example = drawn
         return plan_sample(
-            group, position, epoch, example, self.encode, self.rules, self.dropout, self.seed
+            self.groups[name],
+            position,
+            epoch,
+            example,
+            self.encode,
+            self.rules,
+            self.dropout,
+            self.seed,
         )
 
     def take(
         self,
         name: str,  # Of a group
     ) -> PlannedSample:
-        """The next sample of a group that is not too long. DataError when a whole epoch is."""
-        for _ in self.groups[name].examples:
+        """The next sample of a group that can be used. DataError when none can.
+
+        Examples that are set aside or too long are passed over, the latter counted.
+        """
+        for _ in range(2 * len(self.groups[name].examples)):  # first of one epoch, last of the next
             sample = self.sample(name, self.taken[name])
             self.taken[name] += 1
+            if sample is None:
+                continue
             if sample.full_length <= self.max_sample:
                 return sample
             self.skipped += 1
         raise DataError(
-            f"every example of group {name!r} has more than "
+            f"every example of group {name!r} that can be used has more than "
             f"max_sample_tokens={self.max_sample} tokens"
         )
 
@@ -1308,6 +1447,7 @@ class PackStream(SampleStream):
             packs=self.packs,
             skipped=self.skipped,
             waiting=[[sample.group, sample.position] for sample in self.waiting],
+            aside={name: sorted(ids) for name, ids in self.aside.items() if ids},
             fingerprint=self.fingerprint(),
         )
 
@@ -1315,7 +1455,10 @@ class PackStream(SampleStream):
         self,
         state: dict,  # Of `state_dict`
     ):
-        """Continue exactly. Raises ValueError when data, seed or budgets have changed."""
+        """Continue exactly. Raises ValueError when data, seed or budgets have changed.
+
+        What was set aside stays so; what cannot be used any more is passed over from now on.
+        """
         if state["fingerprint"] != self.fingerprint():
             raise ValueError(
                 "data, seed, dropout or token budgets differ from the saved run: "
@@ -1325,7 +1468,10 @@ class PackStream(SampleStream):
         self.draws = state["draws"]
         self.packs = state["packs"]
         self.skipped = state["skipped"]
-        self.waiting = [self.sample(name, position) for name, position in state["waiting"]]
+        for name, ids in state.get("aside", {}).items():
+            self.aside[name] |= set(ids)
+        waiting = [self.sample(name, position) for name, position in state["waiting"]]
+        self.waiting = [sample for sample in waiting if sample]
 
 
 # %% ../../nbs/2_data/10_sequences.ipynb #de6c8ac2

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import bisect
 import collections
+import contextlib
 import glob
 import hashlib
 import itertools
 import json
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -41,9 +43,12 @@ __all__ = [
     "Findings",
     "find_source",
     "verify_images",
+    "verify_once",
     "Collection",
+    "set_aside",
     "open_collection",
     "JoinedCollections",
+    "joined_quarantine",
     "open_collections",
 ]
 
@@ -178,6 +183,24 @@ def _write_findings(file: Path, known: Findings):
     write_atomic(file, sink.getvalue().to_pybytes())
 
 
+def verify_once(
+    source: Reader,  # Its rows are filled in
+    place: str,  # Names the collection in `cache`
+    cache: str | Path | None = None,  # Folder that keeps findings; None = verify everything
+    max_pixels: int = MAX_PIXELS,  # Largest width*height of an image
+    workers: int | None = None,  # Threads; None = one per available core
+):
+    """`verify_images`, of what has changed since the findings in `cache` were written."""
+    known = {}
+    if cache:
+        digest = hashlib.sha256(place.encode()).hexdigest()
+        findings = Path(cache) / f"verified-{digest[:16]}.parquet"
+        known = _read_findings(findings)
+    found = verify_images(source, max_pixels, workers or min(cores(), 32), known)
+    if cache and found != known:
+        _write_findings(findings, found)
+
+
 # %% ../../nbs/2_data/04_sources.ipynb #7c98bf68
 _NEIGHBOURS = 1000  # samples that count as one shard where there are no shards
 
@@ -264,10 +287,15 @@ def _refusal(where: str | Path, count: int, rejected: list[dict], limit: str, qu
     )
 
 
-def _set_aside(
-    rows: list[Row], max_bad_fraction: float, quarantine: str | Path | None, where: str | Path
-) -> tuple[list[Row], list[dict]]:
-    """Kept rows and rejected records. Raises DataError when too many are bad or none is left."""
+def set_aside(
+    rows: list[Row],  # With the faults that were found
+    max_bad_fraction: float,  # Largest part of the rows that may be set aside, 0..1
+    quarantine: str | Path | None,  # File for the rows set aside; None = not written
+    where: str | Path,  # The collection, for the message
+) -> tuple[list[Row], list[dict]]:  # Rows to keep; source and reason of the others
+    """Set bad rows aside. Raises DataError when too many are bad or none is left."""
+    if not 0 <= max_bad_fraction <= 1:
+        raise DataError(f"max_bad_fraction is {max_bad_fraction}: expected 0 to 1")
     kept, rejected = _separate(rows)
     if quarantine:
         _write_quarantine(quarantine, rejected)
@@ -298,18 +326,9 @@ def open_collection(
     """
     if not str(path).strip():
         raise DataError("data: the path is empty")
-    if not 0 <= max_bad_fraction <= 1:
-        raise DataError(f"max_bad_fraction is {max_bad_fraction}: expected 0 to 1")
     source = find_source(path, metadata)
-    known = {}
-    if cache:
-        place = hashlib.sha256(f"{Path(path).absolute()}|{metadata}".encode()).hexdigest()
-        findings = Path(cache) / f"verified-{place[:16]}.parquet"
-        known = _read_findings(findings)
-    found = verify_images(source, max_pixels, workers or min(cores(), 32), known)
-    if cache and found != known:
-        _write_findings(findings, found)
-    kept, rejected = _set_aside(source.rows, max_bad_fraction, quarantine, path)
+    verify_once(source, f"{Path(path).absolute()}|{metadata}", cache, max_pixels, workers)
+    kept, rejected = set_aside(source.rows, max_bad_fraction, quarantine, path)
     return Collection(source, kept, rejected)
 
 
@@ -346,6 +365,29 @@ class JoinedCollections:
         return replace(self.parts[k][i - self.first[k]], id=self.ids[i])
 
 
+@contextlib.contextmanager
+def joined_quarantine(
+    quarantine: str | Path | None,  # File for all rows set aside; None = not written
+    count: int,  # Collections
+) -> Iterator[list[Path | None]]:  # A file for each of them
+    """One quarantine of several collections, written at the end, also when one is refused."""
+    if not quarantine:
+        yield [None] * count
+        return
+    whole = Path(quarantine)
+    asides = [whole.with_suffix(f".{k}.jsonl") for k in range(count)]
+    try:
+        yield asides
+    finally:  # also when one of them is refused: then the reasons are wanted most
+        written = [aside for aside in asides if aside.exists()]
+        if written:
+            write_atomic(whole, b"".join(aside.read_bytes() for aside in written))
+        else:
+            whole.unlink(missing_ok=True)
+        for aside in written:
+            aside.unlink()
+
+
 def open_collections(
     paths: list[str | Path],  # See `open_collection`
     quarantine: str | Path | None = None,  # File for all rows set aside; None = not written
@@ -354,19 +396,9 @@ def open_collections(
     """Open one or several collections. Raises DataError as `open_collection` does."""
     if len(paths) == 1:
         return open_collection(paths[0], quarantine=quarantine, **options)
-    asides = [quarantine and Path(quarantine).with_suffix(f".{k}.jsonl") for k in range(len(paths))]
-    whole = Path(quarantine) if quarantine else None
-    try:
+    with joined_quarantine(quarantine, len(paths)) as asides:
         parts = [
             open_collection(path, quarantine=aside, **options)
             for path, aside in zip(paths, asides, strict=True)
         ]
-        return JoinedCollections(parts)
-    finally:  # also when one of them is refused: then the reasons are wanted most
-        written = [a for a in asides if a and a.exists()]
-        if written:
-            write_atomic(whole, b"".join(a.read_bytes() for a in written))
-        elif whole:
-            whole.unlink(missing_ok=True)
-        for a in written:
-            a.unlink()
+    return JoinedCollections(parts)

@@ -7,6 +7,8 @@ __all__ = [
     "PATH_FIELDS",
     "EXCEPTION",
     "TRACEBACK",
+    "BEGIN",
+    "LAUNCHER_NOTICED",
     "LaunchError",
     "RunFailedError",
     "project_root",
@@ -38,6 +40,8 @@ __all__ = [
     "LogEcho",
     "follow",
     "exception_line",
+    "traceback_end",
+    "said_errors",
     "first_traceback",
     "recognised",
     "job_log",
@@ -87,7 +91,7 @@ from pydantic import BaseModel, ConfigDict
 
 from ..core.aliases import ALIASES, SWITCHES
 from ..core.checkpoint_folders import check_same_run, checkpoint_info, find_checkpoint
-from ..core.diagnosis import Case, Finding, recognise
+from ..core.diagnosis import Case, Finding, is_echo, recognise
 from sciftune.core.ownership import (
     LAUNCHER,
     FolderInUseError,
@@ -234,7 +238,7 @@ def recipe_from(
 
 # %% ../../nbs/9_lab/02_launch.ipynb #907e6f38
 EXCEPTION = re.compile(
-    r"^(?:\[rank\d+\]:\s?)?"
+    r"^(?:\[rank\d+\]:\s?|rank \d+: )?"
     r"((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Warning|Failed|Refused)\b.*)"
 )
 
@@ -682,6 +686,8 @@ def follow(
 
 # %% ../../nbs/9_lab/02_launch.ipynb #17fd7d1b
 TRACEBACK = "Traceback (most recent call last)"
+BEGIN = re.compile(rf"((?:\[rank\d+\]:\s?)?){re.escape(TRACEBACK)}")  # Not in a launcher's report
+LAUNCHER_NOTICED = "ChildFailedError"
 
 
 def exception_line(
@@ -696,23 +702,52 @@ def exception_line(
     return default
 
 
-def first_traceback(
-    log: str,  # Output of the job
-    most: int = 60,  # Lines
-) -> str:  # Empty when there is none
-    """The traceback of the rank that failed first, with the exceptions that led to it."""
-    lines = log.splitlines()
-    begins = [index for index, line in enumerate(lines) if TRACEBACK in line]
-    if not begins:
-        return ""
-    rank = lines[begins[0]].partition("Traceback")[0]  # '[rank1]: '
-    mine = [line for line in lines[begins[0] :] if line.startswith(rank)]
+def traceback_end(
+    mine: list[str],  # What a rank said from the beginning of a traceback on
+    most: int,  # Lines, when it does not end
+) -> int:  # Number of its last line
+    """Where a traceback ends, with the exceptions that it led to."""
     end = exception_line(mine, default=most)
     while end + 2 < len(mine) and any(
         "exception" in line and line.strip().endswith(":") for line in mine[end + 1 : end + 4]
     ):  # a chain: "During handling …", "The above exception …"
         end = exception_line(mine, end + 1, default=len(mine))
-    return "\n".join(mine[: end + 1][-most:])
+    return end
+
+
+def said_errors(
+    log: str,  # Output of the job
+    most: int = 60,  # Lines of a traceback
+) -> Iterator[str]:
+    """All tracebacks, and the lines of errors that explain themselves, in the order of the log."""
+    lines = log.splitlines()
+    ended = {}  # '[rank1]: ' -> last line of its traceback
+    for number, line in enumerate(lines):
+        if line.startswith("rank ") and EXCEPTION.match(line):
+            yield line
+        if not (begin := BEGIN.match(line)) or number <= ended.get(begin[1], -1):
+            continue
+        numbers = [n for n in range(number, len(lines)) if lines[n].startswith(begin[1])]
+        end = traceback_end([lines[n] for n in numbers], most)
+        ended[begin[1]] = numbers[: end + 1][-1]
+        yield "\n".join(lines[n] for n in numbers[: end + 1][-most:])
+
+
+def first_traceback(
+    log: str,  # Output of the job
+    most: int = 60,  # Lines
+) -> str:  # Empty when there is none
+    """What the rank that failed first said: a traceback, or an error that explains itself.
+
+    A rank that only noticed that another one was gone, and the launcher, count when nobody else
+    said anything.
+    """
+    first = ""
+    for said in said_errors(log, most):
+        if not is_echo(said) and LAUNCHER_NOTICED not in said:
+            return said
+        first = first or said
+    return first
 
 
 # %% ../../nbs/9_lab/02_launch.ipynb #d0822892
@@ -758,7 +793,10 @@ def failure(
         lines += ["", *(f"recognised: {finding}" for finding in known)]
     if trace:
         lines += ["", trace]
-    before = itertools.takewhile(lambda line: TRACEBACK not in line, log.splitlines())
+    begins = trace.partition("\n")[0] or TRACEBACK
+    before = itertools.takewhile(
+        lambda line: TRACEBACK not in line and line != begins, log.splitlines()
+    )
     what = "before that" if trace else "last lines"
     return "\n".join([*lines, "", f"{what}, in {run.log}:", *list(before)[-tail:]])
 
@@ -1064,8 +1102,10 @@ def launch_here(
             with environment(**engine_env(run)):
                 fork_ranks(run, launch.processes)
         except Exception as error:
-            known = recognised(run, job_log(run) + str(error), None)
-            lines = [f"the run failed: {failure_line(str(error))}; see {run.log}"]
+            log = f"{job_log(run)}\n{error}"
+            known = recognised(run, log, None)
+            said = first_traceback(log) or str(error)
+            lines = [f"the run failed: {failure_line(said)}; see {run.log}"]
             lines += [f"recognised: {finding}" for finding in known]
             raise RunFailedError("\n".join(lines)) from error
 

@@ -213,7 +213,7 @@ class BagelConfig:
     vae_factor: int = 8
     latent_side: int = 64  # latent_side**2 positions of latent tokens
     timestep_shift: float = 1.0
-    rotary: str = "auto"  # Frequencies: float32, bfloat16 (rounded), auto; see `rotary_tables`
+    rotary: str = "auto"  # Frequencies: float32, bfloat16 (rounded), auto (by what is computed in)
     visual_gen: bool = True  # Build the generating part
     visual_und: bool = True  # Build the seeing part
     freeze_und: bool = False  # No gradient passes through understanding tokens, layer by layer
@@ -955,13 +955,12 @@ def hidden_states(
     inputs: tuple,  # Of `input_streams`
     positions: Tensor,  # Position ids (L,)
     attend: Callable,  # (layer, q, k, v) -> out
-    sampling: bool,  # Rotary frequencies as in sampling
 ) -> Tensor:  # (L, hidden) in packed order
     """The stack, after the final norms."""
     und, gen, und_at, gen_at = inputs
     c = model.config
     low = und.dtype == torch.bfloat16 or torch.is_autocast_enabled(und.device.type)
-    rounded = dict(float32=False, bfloat16=True, auto=sampling or low)[c.rotary]
+    rounded = dict(float32=False, bfloat16=True, auto=low)[c.rotary]
     tables = rotary_tables(positions, c.head_dim, c.rope_theta, rounded)
     layout = StreamLayout(und_at, gen_at, *tables, attend)
     return layout.packed(*model.language_model.model(und, gen, layout))
@@ -1002,7 +1001,7 @@ def token_errors(
     x_t, velocity, t = noisy_latents(model, batch, latents, noise)
     inputs = input_streams(model, batch, x_t, t)
     attend = batch_attention(batch, model.attention, none.device)
-    hidden = hidden_states(model, inputs, batch["packed_position_ids"], attend, sampling=False)
+    hidden = hidden_states(model, inputs, batch["packed_position_ids"], attend)
     ce = token_cross_entropy(
         hidden[batch.get("ce_loss_indexes", none)],
         batch.get("packed_label_ids", none),
@@ -1030,7 +1029,7 @@ def cached_forward(
     empty = batch["packed_text_ids"].new_zeros(0, model.config.latent_size, dtype=torch.float32)
     x_t, t = batch.get("packed_vae_tokens", empty), batch.get("packed_times", empty[:, 0])
     inputs = input_streams(model, batch, x_t, t)
-    hidden = hidden_states(model, inputs, batch["packed_position_ids"], attend, sampling=True)
+    hidden = hidden_states(model, inputs, batch["packed_position_ids"], attend)
     if head == "logits":
         return model.language_model.lm_head(hidden[-1:]).float()
     if head == "velocity":

@@ -19,6 +19,7 @@ __all__ = [
     "guided_velocity",
     "generate_image",
     "Context",
+    "input_pixels",
     "respond",
 ]
 
@@ -30,6 +31,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from sciftune.data.sequences import (
@@ -37,9 +39,10 @@ from sciftune.data.sequences import (
     PackingRules,
     Resize,
     SpecialTokens,
-    displayed_size,
+    decoded_image,
     image_patches,
-    load_image,
+    image_tensor,
+    resized,
 )
 from sciftune.models.bagel import (
     config_of,
@@ -423,6 +426,20 @@ class Context:
 IMAGE_SIZE, SEEN_SIZE = Resize(16, 1024, 512), Resize(14, 980, 224)  # As published
 
 
+def input_pixels(
+    path: str | Path,  # Image file
+    vae_rule: Resize = IMAGE_SIZE,  # Its first size, and that for the autoencoder
+    vit_rule: Resize = SEEN_SIZE,  # Size for the vision tower, made of the first
+) -> tuple[Tensor, Tensor]:  # For the tower, for the autoencoder: (3,H,W) in [-1,1]
+    """An input image as the model reads it. Raises DataError for a damaged file."""
+
+    def fitted(image: Image.Image, rule: Resize) -> Image.Image:
+        return resized(image, *rule.size(*image.size))
+
+    image = fitted(decoded_image(path), vae_rule)
+    return image_tensor(fitted(image, vit_rule)), image_tensor(fitted(image, vae_rule))
+
+
 @torch.no_grad()
 def respond(
     model: nn.Module,  # BagelModel, bare or wrapped by an engine
@@ -434,7 +451,7 @@ def respond(
     system: str | None = None,  # Think first: this text asks for it
     guidance: Guidance | None = None,  # Of a picture; None = that of text to image
     generator: torch.Generator | None = None,  # On the CPU: noise and sampled text
-    vae_rule: Resize = IMAGE_SIZE,  # Sizes of images for the autoencoder
+    vae_rule: Resize = IMAGE_SIZE,  # Sizes of input images, see `input_pixels`
     vit_rule: Resize = SEEN_SIZE,  # ... for the vision tower
     device: torch.device | str = "cpu",  # Of the model
     **how,  # max_tokens, temperature, same_calls of `generate_text`
@@ -449,10 +466,8 @@ def respond(
         if isinstance(piece, str):
             context.text(tokenizer(piece)["input_ids"])
             continue
-        path = str(piece[1])
-        size = displayed_size(path)
-        pixels = load_image(path, *vae_rule.size(*size)) if height else None
-        context.image(load_image(path, *vit_rule.size(*size)), pixels)
+        seen, pixels = input_pixels(piece[1], vae_rule, vit_rule)
+        context.image(seen, pixels if height else None)
     if not height:
         return tokenizer.decode(context.generate_text(generator=generator, **how)), None
     rules.grid("vae_image", width, height)  # refuses a size that the model cannot draw

@@ -8,7 +8,8 @@ import shutil
 
 import pytest
 import torch
-from forked import ENGINES, deviation, losses, train
+from forked import ENGINES, deviation, log, losses, train
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from sciftune.core.recipe import resolve
@@ -280,3 +281,50 @@ def test_starts_from_an_earlier_run(root, reference):
     assert all(
         torch.equal(made[n].flatten(), earlier[n].bfloat16()) for n in earlier if n.startswith(LLM)
     )
+
+
+def pictures(folder, count=30):
+    """A collection of drawings, one text that is far too long, and the recipe that reads it."""
+    folder.mkdir()
+    for n in range(count):
+        Image.effect_noise((64, 48), 40 + n).save(folder / f"{n}.png")
+    lines = [dict(text_prompt=f"noise {n}", image_path=f"{n}.png") for n in range(count)]
+    lines.append(dict(segments=[dict(type="text", text="word " * 999, loss=True)]))
+    file = folder / "all.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    recipe = {name: value for name, value in BASE.items() if name != "figures"}
+    return recipe | dict(data=str(file), held_out=2, steps=4, checkpoint_steps=2)
+
+
+def test_an_unreadable_image_is_set_aside_before_training(root):
+    recipe = pictures(root / "pictures")
+    whole = train(RunDir(root / "whole"), **recipe)
+    torn = root / "pictures" / "7.png"
+    torn.write_bytes(torn.read_bytes()[:200])
+    run = RunDir(root / "torn")
+    m = train(run, num_processes=2, **recipe | ENGINES["fsdp"])
+    assert set(losses(m)) == {1, 2, 3, 4}
+    (row,) = map(json.loads, run.quarantine.read_text().splitlines())
+    assert row["source"] == "all.jsonl:8" and "truncated" in row["reason"]
+    assert json.loads(run.record.read_text())["rejected"] == 1
+    assert "1 examples set aside" in log(run)
+    # the run that met it in mid-training goes on without it
+    run = RunDir(root / "past")
+    began = root / "whole" / "checkpoints" / "step_000002"
+    m = train(run, num_processes=2, **recipe | ENGINES["fsdp"], resume=str(began))
+    assert set(losses(m)) == {3, 4}
+    drawn = losses(whole, "total_samples")
+    assert drawn[4] - drawn[2] >= 31  # steps 3 and 4 draw every example
+    # half of the images are more than is allowed
+    for n in range(0, 30, 2):
+        (root / "pictures" / f"{n}.png").unlink()
+    with pytest.raises(RuntimeError, match="16 of 31 rows cannot be used, more than max_bad_frac"):
+        train(RunDir(root / "many"), **recipe)
+
+
+def test_samples_that_are_too_long_are_counted(root):
+    run = RunDir(root / "counted")
+    m = train(run, **pictures(root / "more") | dict(steps=3, checkpoint_steps=0))
+    counts = losses(m, "too_long_samples")
+    assert 0 < counts[3] <= 4 and list(counts.values()) == sorted(counts.values())
+    assert "more than max_sample_tokens=400 tokens" in log(run)

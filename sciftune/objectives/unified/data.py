@@ -8,6 +8,7 @@ __all__ = [
     "jsonl_files",
     "hold_out_examples",
     "vision_size",
+    "open_files",
     "open_groups",
     "token_counts",
     "UnifiedBatches",
@@ -35,11 +36,13 @@ from sciftune.data.sequences import (
     PlannedSample,
     Resize,
     load_pack,
+    open_examples,
     plan_sample,
     read_jsonl,
     split_starts,
     step_totals,
 )
+from ...data.sources import joined_quarantine
 from ...toys.dialogues import figures_jsonl
 from ...training.encoding import hold_out
 
@@ -106,15 +109,36 @@ def vision_size(
     return Resize(14, side, min(side, 14 * (side // 28)))
 
 
+# %% ../../../nbs/8_objectives/unified/03_data.ipynb #4cde4b17
+def open_files(
+    recipe: Recipe,  # Its data, max_bad_fraction and run_root
+    files: list[Path | str],  # JSONL files
+    quarantine: Path | None = None,  # File for the examples set aside; None = not written
+) -> list[list[Example]]:  # Of each file
+    """All examples, with `fault` where an image cannot be used. DataError when too many are."""
+    cache = cache_root(recipe.run_root) / "verified"
+    with joined_quarantine(quarantine, len(files)) as asides:
+        return [
+            open_examples(file, recipe.max_bad_fraction, aside, cache)
+            for file, aside in zip(files, asides, strict=True)
+        ]
+
+
 # %% ../../../nbs/8_objectives/unified/03_data.ipynb #d5aa12bc
 def open_groups(
     recipe: Recipe,  # Its data, sizes and what is held out
+    quarantine: Path | None = None,  # File for the examples set aside; None = not written
 ) -> tuple[list[Group], list[Example]]:  # To train on, held out
-    """Read the files. Raises DataError naming file and line."""
+    """Read the files. Raises DataError naming file and line, and when too many are bad."""
     groups, held = [], []
     images = Resize(16, recipe.resolution, max(16, recipe.resolution // 2))
-    for name, entry in jsonl_files(recipe).items():
-        examples, aside = hold_out_examples(recipe, read_jsonl(entry["data"]))
+    entries = jsonl_files(recipe)
+    files = [entry["data"] for entry in entries.values()]
+    if recipe.validation_data:
+        files.append(recipe.validation_data)
+    opened = open_files(recipe, files, quarantine)
+    for (name, entry), found in zip(entries.items(), opened, strict=False):
+        examples, aside = hold_out_examples(recipe, found)
         held += aside
         weight = entry.get("weight")
         groups.append(
@@ -128,7 +152,7 @@ def open_groups(
             )
         )
     if recipe.validation_data:
-        held += read_jsonl(recipe.validation_data)
+        held += opened[-1]
     return groups, held
 
 
@@ -219,7 +243,13 @@ class UnifiedBatches:
     ) -> PackedBatch:
         """Open the images of a pack. Raises DataError for a file that cannot be read."""
         rules, seed = self.sequences.rules, self.sequences.seed
-        return host_lengths(load_pack(pack, rules, seed, self.pad_to))
+        try:
+            return host_lengths(load_pack(pack, rules, seed, self.pad_to))
+        except DataError as error:
+            raise DataError(
+                f"{error}; it could be read when the run began: mend the file, or go on with "
+                "resume=latest, which sets the example aside"
+            ) from error
 
     def count(
         self,
@@ -235,6 +265,7 @@ class UnifiedBatches:
             tokens=total["tokens"],
             samples=total["samples"],
             total_samples=self.samples,
+            too_long_samples=self.sequences.skipped,
             total_ce_tokens=total["ce"],
             total_mse_tokens=total["mse"],
             packing=total["tokens"] / (len(packs) * self.sequences.max),
@@ -287,8 +318,10 @@ class HeldOutPacks:
         samples = [
             plan_sample(group, i, 0, example, encode, rules, nothing_dropped, 0)
             for i, example in enumerate(held)
+            if not example.fault
         ]
         self.samples = [s for s in samples if s.full_length <= max_tokens]
+        self.too_long = len(samples) - len(self.samples)
 
     def __len__(self) -> int:
         return len(self.samples)

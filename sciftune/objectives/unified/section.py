@@ -21,6 +21,7 @@ RECORDS = [
         work="sciftune.objectives.unified.work:UnifiedWork",
         reads=(
             "held_out",
+            "max_bad_fraction",
             "timestep_shift",
             "text_tokens",
             "lora_rank",
@@ -43,7 +44,7 @@ class UnifiedSection(Section):
         10240, "a packed sequence is given out when it holds so many tokens", ge=16
     )
     max_tokens: int = field(11520, "and never holds more", ge=16)
-    max_sample_tokens: int = field(10240, "longer samples are passed over", ge=16)
+    max_sample_tokens: int = field(10240, "longer samples are passed over, and counted", ge=16)
     text_loss_weight: float = field(
         1.0, "of the cross entropy per text token; the published stages use 0.25", ge=0
     )

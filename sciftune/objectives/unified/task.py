@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ...core.plan import Plan
 from ...core.randomness import stream
-from ...core.recipe import Recipe, RecipeError
+from ...core.recipe import Recipe, RecipeError, learning_rate_at
 from ...core.rundir import write_atomic
 from sciftune.data.sequences import (
     Example,
@@ -160,10 +160,13 @@ def complete_example(
         images = [("image", path) for path in segment.paths]
         inputs += [segment.texts[0]] if segment.type == "text" else images
     width = height = 0
+    vae_rule, vit_rule = group.vae, group.vit_size(example)
     if draws:
         width, height = (group.vae.max_size,) * 2
         if last.paths:
             width, height = group.vae.size(*displayed_size(last.paths[0]))
+    else:  # what is only seen need not be as small as what is drawn
+        vae_rule = replace(vae_rule, max_size=max(vae_rule.max_size, vit_rule.max_size))
     text, pixels = respond(
         model,
         encoders,
@@ -175,8 +178,8 @@ def complete_example(
         generator=stream(seed, "validation", example.id),
         max_tokens=max_tokens,
         same_calls=same_calls,
-        vae_rule=group.vae,
-        vit_rule=group.vit_size(example),
+        vae_rule=vae_rule,
+        vit_rule=vit_rule,
         device=device,
     )
     return pixels if draws else text
@@ -190,16 +193,18 @@ class UnifiedTask(Task):
         super().__init__(*args, **kwargs)
         recipe, engine = self.recipe, self.engine
         self.baseline = None
+        self.said_too_long = 0  # Samples passed over, as last said
         self.heartbeat("data")
         with engine.main_first():
             base = weights_path(recipe, self.family)
-            groups, held = open_groups(recipe)
+            groups, held = open_groups(recipe, self.run_dir.quarantine if engine.main else None)
+        self._set_aside([*held, *(e for group in groups for e in group.examples)])
         revision = recipe.revision or None
         self.base = None if base is None else self.family.resolve(base, revision=revision)
         verify_base(engine, self.base, self.heartbeat)
         self.keep = base is not None
         self.group = groups[0]
-        self.examples = held
+        self.examples = [example for example in held if not example.fault]
         self.heartbeat("loading")
         self.networks = dict(denoiser=self._network())
         self.encoders = self._encoders()
@@ -212,6 +217,12 @@ class UnifiedTask(Task):
             recipe.vision_start_ce_weight,
             self.rules.special.soi,
         )
+
+    def _set_aside(self, examples: list[Example]):
+        """Count the examples with a bad image and say so."""
+        self.rejected = sum(1 for example in examples if example.fault)
+        if self.rejected:
+            self.say(f"{self.rejected} examples set aside, see {self.run_dir.quarantine}")
 
     def _network(self) -> Network:
         """The model under the engine, begun as the recipe says."""
@@ -267,10 +278,19 @@ class UnifiedTask(Task):
         self.held = HeldOutPacks(
             self.group, held, encode, self.rules, recipe.max_sample_tokens, pad_to
         )
+        if self.held.too_long:
+            self.say(
+                f"{self.held.too_long} of {len(held)} held-out examples are left out: they have "
+                f"more than max_sample_tokens={recipe.max_sample_tokens} tokens"
+            )
 
     def batches(self, step: int) -> list:
         """This process's packs of `step`."""
         return self.source(step)
+
+    def rate(self, network: str, step: int) -> float:
+        """Learning rate after `step` steps; the first of a warm-up is 0, as in the release."""
+        return learning_rate_at(self.recipe, step, first=0)
 
     def row(self, row: dict) -> dict:
         """Counts of the step for metrics.jsonl, and FLOPs from the samples' own lengths."""
@@ -278,12 +298,23 @@ class UnifiedTask(Task):
         lens = counts.pop("lens", [])
         if not counts:
             return {}
+        self._say_too_long(counts["too_long_samples"], counts["total_samples"])
         seconds = row["step_time"]
         return counts | dict(
             flops=forward_flops(self.config, lens),
             tokens_per_second=counts["tokens"] / seconds,
             samples_per_second=counts["samples"] / seconds,
             mem_allocated=1024 * row["memory_allocated_gib"],
+        )
+
+    def _say_too_long(self, count: int, samples: int):
+        """Say how many samples were passed over: at the first, and when they have doubled."""
+        if count < max(1, 2 * self.said_too_long):
+            return
+        self.said_too_long = count
+        self.say(
+            f"{count} samples passed over so far, {samples} trained: they have more than "
+            f"max_sample_tokens={self.recipe.max_sample_tokens} tokens"
         )
 
     def validate(self, step: int) -> dict:
