@@ -455,6 +455,7 @@ def cache_data(
         return random_data(recipe, family)
     with engine.main_first():
         base = weights_path(recipe, family)
+        family.check_schedule(base, recipe.revision or None)
         collection = open_recipe_data(recipe, engine, run_dir)
     if engine.main and collection.rejected:
         say(f"{len(collection.rejected)} rows set aside, see {run_dir.quarantine}")

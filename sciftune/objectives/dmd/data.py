@@ -121,6 +121,7 @@ def cache_distillation_data(
     cache, collection, real, source = cache_root(recipe.run_root), None, [], ""
     with engine.main_first():
         base = weights_path(recipe, family)
+        family.check_schedule(base, recipe.revision or None)
         texts, fingerprint = read_captions(recipe.prompts) if recipe.prompts else ([], "")
         if not is_lmdb(recipe.data) and (needs_latents(recipe) or not texts):
             collection = _open_images(recipe, engine, run_dir)
