@@ -109,7 +109,7 @@ def mmdit_flops(
     return float(blocks * (matrices * width**2 * s + 4 * width * s**2))
 
 
-# %% ../../nbs/4_models/02_family.ipynb #bc0242ac
+# %% ../../nbs/4_models/02_family.ipynb #8b60354a
 def build_scheduler(
     config: Mapping,  # Contents of scheduler_config.json
     default: str,  # Class where the configuration names none
@@ -142,18 +142,22 @@ def flow_scheduler(
     scheduler = build_scheduler(config, default)
     name = type(scheduler).__name__
     known = inspect.signature(scheduler.set_timesteps).parameters
-    of_flow = name.startswith("FlowMatch") or scheduler.config.get("use_flow_sigmas")
-    if not of_flow or "sigmas" not in known:
+    if scheduler.config.get("use_flow_sigmas"):
+        levels = dict(num_inference_steps=steps)
+    elif name.startswith("FlowMatch") and "sigmas" in known:
+        levels = dict(sigmas=np.linspace(1, 1 / steps, steps))
+    else:
         raise RecipeError(
             f"model_path: scheduler_config.json names a {name}, which is no scheduler of a flow "
             f"model that takes noise levels; {default} is one"
         )
-    even = np.linspace(1, 1 / steps, steps)
-    scheduler.set_timesteps(sigmas=even, **(dict(mu=mu) if "mu" in known else {}))
+    if "mu" in known and scheduler.config.get("use_dynamic_shifting"):
+        levels |= dict(mu=mu)
+    scheduler.set_timesteps(**levels)
     return scheduler
 
 
-# %% ../../nbs/4_models/02_family.ipynb #8950c315
+# %% ../../nbs/4_models/02_family.ipynb #fcc48622
 def step_options(
     scheduler: diffusers.SchedulerMixin,
     noise: Tensor,  # Where the pictures begin (B,C,h,w)

@@ -125,8 +125,7 @@ def cache_distillation_data(
         texts, fingerprint = read_captions(recipe.prompts) if recipe.prompts else ([], "")
         if not is_lmdb(recipe.data) and (needs_latents(recipe) or not texts):
             collection = _open_images(recipe, engine, run_dir)
-        parts = ("vae", *family.text_components)
-        folder = family.resolve(base, parts, recipe.revision or None)
+        folder = family.resolve(base, ("vae", *family.text_components), recipe.revision or None)
         jobs = EncodingJobs(recipe, family, collection, folder)
         tensors = TensorCache(cache / "tensors" / recipe.model)
         if collection or is_lmdb(recipe.data):
