@@ -98,9 +98,7 @@ def min_snr_weights(
         )
     a = level(alphas_cumprod() if alphas is None else alphas, t, t)
     snr = a / (1 - a)
-    if prediction == "v_prediction":
-        return snr.clamp(max=gamma) / (snr + 1)
-    return (gamma / snr).clamp(max=1)
+    return snr.clamp(max=gamma) / (snr + 1 if prediction == "v_prediction" else snr)
 
 
 # %% ../../nbs/4_models/06_ddpm.ipynb #c1875a16
@@ -114,7 +112,7 @@ def epsilon_loss(
     return (per_sample if weight is None else per_sample * weight).mean()
 
 
-# %% ../../nbs/4_models/06_ddpm.ipynb #2e600548
+# %% ../../nbs/4_models/06_ddpm.ipynb #bd92d9a2
 PREDICTIONS = ("epsilon", "v_prediction")  # What a network may predict
 
 
