@@ -8,13 +8,14 @@ import pytest
 import torch
 from forked import train
 
+from sciftune.core.checkpoint_folders import find_checkpoint
 from sciftune.core.presets import preset_files, presets
 from sciftune.core.recipe import resolve
 from sciftune.core.registry import records
 from sciftune.core.rundir import RunDir
 from sciftune.lab.convert import convert_command
 from sciftune.strategies.lora import add_lora, is_adapter
-from sciftune.training.checkpoints import CheckpointTensors, find_checkpoint
+from sciftune.training.checkpoints import CheckpointTensors
 from sciftune.training.task import Export
 
 CLOSE = 1e-4  # largest difference between what the trained network and the exported one predict
