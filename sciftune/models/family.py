@@ -109,7 +109,7 @@ def mmdit_flops(
     return float(blocks * (matrices * width**2 * s + 4 * width * s**2))
 
 
-# %% ../../nbs/4_models/02_family.ipynb #8b60354a
+# %% ../../nbs/4_models/02_family.ipynb #b29e9714
 def build_scheduler(
     config: Mapping,  # Contents of scheduler_config.json
     default: str,  # Class where the configuration names none
@@ -157,7 +157,7 @@ def flow_scheduler(
     return scheduler
 
 
-# %% ../../nbs/4_models/02_family.ipynb #fcc48622
+# %% ../../nbs/4_models/02_family.ipynb #67c81045
 def step_options(
     scheduler: diffusers.SchedulerMixin,
     noise: Tensor,  # Where the pictures begin (B,C,h,w)
@@ -587,10 +587,11 @@ class Family(ABC):
         self,
         path: str | Path,  # Diffusers folder or hub id
         revision: str = None,  # Hub revision
+        steps: int = 0,  # Of the sampler; 0 = the pipeline's
     ):
         """RecipeError unless the folder's own scheduler suits this family; see `scheduler`."""
         own, side = self.sampling(path, revision), 16 * self.size_multiple
-        self.scheduler(side, side, own["steps"], own["schedule"])
+        self.scheduler(side, side, steps or own["steps"], own["schedule"])
 
     def sigmas(
         self,

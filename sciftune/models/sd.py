@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..core.registry import FamilyRecord
+from ..core.sections import RecipeError
 from .ddpm import STEPS, NoiseSchedule, timesteps_of
 from .family import Encoders, Family, build_scheduler, compute_dtype, stack_rows
 from .weights import load_text_encoder, pipeline_index
@@ -381,9 +382,9 @@ class SD15(Family):
         own = self.schedule if path is None else self.sampling(path, revision)["schedule"]
         return NoiseSchedule.from_config(dict(_class_name=self.scheduler_class) | own)
 
-    def check_schedule(self, path: str | Path, revision: str = None):
+    def check_schedule(self, path: str | Path, revision: str = None, steps: int = 0):
         """RecipeError unless the folder's scheduler can sample, and its betas be trained on."""
-        super().check_schedule(path, revision)
+        super().check_schedule(path, revision, steps)
         self.noise_schedule(path, revision)
 
     def shift_mu(
@@ -403,7 +404,13 @@ class SD15(Family):
         if not 1 <= steps <= STEPS:
             raise ValueError(f"validation_sample_steps {steps}: 1 to {STEPS}")
         scheduler = build_scheduler(schedule or self.schedule, self.scheduler_class)
-        scheduler.set_timesteps(steps)
+        try:
+            scheduler.set_timesteps(steps)
+        except ValueError as e:
+            raise RecipeError(
+                f"validation_sample_steps: {type(scheduler).__name__} of scheduler_config.json "
+                f"cannot take {steps} steps: {e}"
+            ) from e
         return scheduler
 
     def sigmas(self, height: int, width: int, steps: int, schedule: Mapping = None) -> Tensor:

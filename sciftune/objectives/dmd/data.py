@@ -37,7 +37,7 @@ from sciftune.training.encoding import (
     data_path,
     encode_missing,
     random_data,
-    weights_path,
+    scheduled_weights,
 )
 
 
@@ -120,8 +120,7 @@ def cache_distillation_data(
         return DistillationData(**vars(data), real=data.train)
     cache, collection, real, source = cache_root(recipe.run_root), None, [], ""
     with engine.main_first():
-        base = weights_path(recipe, family)
-        family.check_schedule(base, recipe.revision or None)
+        base = scheduled_weights(recipe, family)
         texts, fingerprint = read_captions(recipe.prompts) if recipe.prompts else ([], "")
         if not is_lmdb(recipe.data) and (needs_latents(recipe) or not texts):
             collection = _open_images(recipe, engine, run_dir)
