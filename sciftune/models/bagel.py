@@ -1482,7 +1482,6 @@ class Bagel(Family):
     record = RECORDS[0]
     denoiser_component = "."
     vae_class = "AutoencoderKL"
-    prediction = "velocity"
     posterior = "sample"
     size_multiple = 16
     latent_channels = 16
@@ -1735,17 +1734,6 @@ class Bagel(Family):
         parts = denoiser(batch, head="velocity").split(cells)
         images = [unpack_latents(part, rows, columns, c.latent_patch) for part in parts]
         return torch.stack(images).to(x_t.dtype)
-
-    def sigmas(
-        self,
-        height: int,  # Pixels; the grid does not depend on the size
-        width: int,  # Likewise
-        steps: int,  # Evaluations
-        schedule: Mapping | None = None,  # With `shift`; None = that of the published sampler
-    ) -> Tensor:  # (steps+1,) from 1 to 0
-        """The times of a sampler."""
-        shift = (schedule or self.schedule).get("shift", self.schedule["shift"])
-        return shift_time(torch.linspace(1, 0, steps + 1), shift)
 
     def flops(
         self,

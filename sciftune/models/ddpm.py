@@ -5,6 +5,8 @@
 # %% auto #0
 __all__ = [
     "STEPS",
+    "PUBLISHED",
+    "PREDICTIONS",
     "alphas_cumprod",
     "timesteps_of",
     "level",
@@ -12,23 +14,34 @@ __all__ = [
     "x0_from_eps",
     "min_snr_weights",
     "epsilon_loss",
+    "scheduler_betas",
+    "NoiseSchedule",
 ]
 
 # %% ../../nbs/4_models/06_ddpm.ipynb #fb716c9c
+import copy
+import inspect
+from collections.abc import Mapping
 from functools import lru_cache
 
+import diffusers
 import torch
 from torch import Tensor
 
+from ..core.sections import RecipeError
+from .family import build_scheduler
+
 # %% ../../nbs/4_models/06_ddpm.ipynb #16123dd3
 STEPS = 1000
+PUBLISHED = dict(
+    num_train_timesteps=STEPS, beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear"
+)
 
 
 @lru_cache
 def alphas_cumprod() -> Tensor:  # (1000,), fp32
     """The signal's share of the variance after each timestep."""
-    betas = torch.linspace(0.00085**0.5, 0.012**0.5, STEPS, dtype=torch.float32).square()
-    return (1 - betas).cumprod(0)
+    return diffusers.DDPMScheduler(**PUBLISHED).alphas_cumprod
 
 
 # %% ../../nbs/4_models/06_ddpm.ipynb #a79e26c6
@@ -76,15 +89,16 @@ def min_snr_weights(
     t: Tensor,  # (B,) integer timesteps
     gamma: float = 5.0,  # Largest signal-to-noise ratio that counts in full
     alphas: Tensor = None,  # (1000,), those of Stable Diffusion by default
-) -> Tensor:  # (B,) in (0, 1]
-    """Weights of the noise loss after Min-SNR."""
+    prediction: str = "epsilon",  # or 'v_prediction'
+) -> Tensor:  # (B,) in [0, 1]
+    """Weights of the loss after Min-SNR."""
     if not gamma > 0:
         raise ValueError(
             f"gamma is {gamma}; a positive signal-to-noise ratio is needed (5 is usual)"
         )
     a = level(alphas_cumprod() if alphas is None else alphas, t, t)
     snr = a / (1 - a)
-    return snr.clamp(max=gamma) / snr
+    return snr.clamp(max=gamma) / (snr + 1 if prediction == "v_prediction" else snr)
 
 
 # %% ../../nbs/4_models/06_ddpm.ipynb #c1875a16
@@ -96,3 +110,116 @@ def epsilon_loss(
     """Mean squared error of the predicted noise."""
     per_sample = (pred.float() - noise.float()).square().flatten(1).mean(1)
     return (per_sample if weight is None else per_sample * weight).mean()
+
+
+# %% ../../nbs/4_models/06_ddpm.ipynb #bd92d9a2
+PREDICTIONS = ("epsilon", "v_prediction")  # What a network may predict
+
+
+def scheduler_betas(
+    config: Mapping,  # Contents of scheduler_config.json
+) -> Tensor:  # (1000,), fp32
+    """The betas of a scheduler. Raises RecipeError where it has none, or not a thousand."""
+    scheduler = build_scheduler(config, "DDPMScheduler")
+    betas = getattr(scheduler, "betas", None)
+    if not torch.is_tensor(betas):
+        raise RecipeError(
+            f"model_path: scheduler_config.json names a {type(scheduler).__name__}, which has no "
+            "betas; noise prediction needs those that the weights were trained with, as in a "
+            "DDPMScheduler"
+        )
+    known = inspect.signature(type(scheduler)).parameters
+    if config.get("rescale_betas_zero_snr") and "rescale_betas_zero_snr" not in known:
+        raise RecipeError(
+            "model_path: scheduler_config.json sets rescale_betas_zero_snr, which its "
+            f"{type(scheduler).__name__} does not follow; name a DDIMScheduler or leave it out"
+        )
+    if len(betas) != STEPS:
+        raise RecipeError(
+            f"model_path: scheduler_config.json has {len(betas)} timesteps (num_train_timesteps, "
+            f"trained_betas); weights of {STEPS} can be trained, and a few-step student is trained "
+            "from its teacher's folder"
+        )
+    return betas.float()
+
+
+class NoiseSchedule:
+    """How latents are noised, and what the network predicts."""
+
+    def __init__(
+        self,
+        betas: Tensor | None = None,  # (1000,), those of Stable Diffusion by default
+        prediction: str = "epsilon",  # Of `PREDICTIONS`
+    ):
+        self.betas = scheduler_betas(PUBLISHED) if betas is None else betas
+        self.alphas = (1 - self.betas).cumprod(0)
+        self.prediction = prediction
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Mapping,  # Contents of scheduler_config.json
+    ) -> "NoiseSchedule":
+        """The schedule of a folder. Raises RecipeError for one that cannot be trained."""
+        prediction = config.get("prediction_type", "epsilon")
+        if prediction not in PREDICTIONS:
+            raise RecipeError(
+                f"model_path: prediction_type '{prediction}' of scheduler_config.json cannot be "
+                f"trained; {' and '.join(map(repr, PREDICTIONS))} can"
+            )
+        found = cls(scheduler_betas(config), prediction)
+        if prediction == "epsilon" and found.alphas[-1] == 0:
+            raise RecipeError(
+                "model_path: the betas of scheduler_config.json leave nothing of the image at the "
+                "last timestep (rescale_betas_zero_snr), so predicted noise gives no image there; "
+                "prediction_type 'v_prediction' does"
+            )
+        return found
+
+    def to(self, device: torch.device) -> "NoiseSchedule":
+        """The same on a device."""
+        moved = copy.copy(self)
+        moved.betas, moved.alphas = self.betas.to(device), self.alphas.to(device)
+        return moved
+
+    def add_noise(
+        self,
+        x0: Tensor,  # (B, ...) clean latents
+        noise: Tensor,  # (B, ...) unit normal
+        t: Tensor,  # (B,) integer timesteps
+    ) -> Tensor:  # (B, ...) fp32
+        """The noised latents."""
+        return add_noise(x0, noise, t, self.alphas)
+
+    def target(
+        self,
+        x0: Tensor,  # (B, ...) clean latents
+        noise: Tensor,  # (B, ...) the noise in the input
+        t: Tensor,  # (B,) integer timesteps
+    ) -> Tensor:  # (B, ...) fp32
+        """What the network should predict: the noise or the velocity."""
+        if self.prediction == "epsilon":
+            return noise.float()
+        a = level(self.alphas, t, x0)
+        return a.sqrt() * noise.float() - (1 - a).sqrt() * x0.float()
+
+    def x0(
+        self,
+        x: Tensor,  # (B, ...) noised latents
+        made: Tensor,  # (B, ...) the network's prediction
+        t: Tensor,  # (B,) integer timesteps
+        dtype: torch.dtype = torch.float32,  # Of the result
+    ) -> Tensor:  # (B, ...)
+        """The clean latents that a prediction implies, worked out in float64."""
+        if self.prediction == "epsilon":
+            return x0_from_eps(x, made, t, self.alphas.to(dtype))
+        a = level(self.alphas.double(), t, x)
+        return (a.sqrt() * x.double() - (1 - a).sqrt() * made.double()).to(dtype)
+
+    def snr_weights(
+        self,
+        t: Tensor,  # (B,) integer timesteps
+        gamma: float,  # Largest signal-to-noise ratio that counts in full
+    ) -> Tensor:  # (B,) in [0, 1]
+        """Min-SNR weights of the loss of this prediction."""
+        return min_snr_weights(t, gamma, self.alphas, self.prediction)

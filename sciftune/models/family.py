@@ -9,7 +9,10 @@ __all__ = [
     "patchify",
     "unpatchify",
     "mmdit_flops",
-    "flow_sigmas",
+    "build_scheduler",
+    "flow_scheduler",
+    "step_options",
+    "scaled_input",
     "linear_mu",
     "check_captions",
     "stack_rows",
@@ -21,7 +24,9 @@ __all__ = [
 ]
 
 # %% ../../nbs/4_models/02_family.ipynb #6906808e
+import copy
 import gc
+import inspect
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -29,6 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import diffusers
+import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
@@ -36,6 +42,7 @@ from torch import Tensor, nn
 from ..core.randomness import stream
 from ..core.registry import FamilyRecord, find_record, load, records
 from ..core.rundir import replaced_folder
+from ..core.sections import RecipeError
 from sciftune.models.weights import (
     PICKLES,
     Weights,
@@ -102,19 +109,74 @@ def mmdit_flops(
     return float(blocks * (matrices * width**2 * s + 4 * width * s**2))
 
 
+# %% ../../nbs/4_models/02_family.ipynb #b29e9714
+def build_scheduler(
+    config: Mapping,  # Contents of scheduler_config.json
+    default: str,  # Class where the configuration names none
+) -> diffusers.SchedulerMixin:
+    """The scheduler of a configuration. Raises RecipeError where diffusers cannot build it."""
+    name = config.get("_class_name", default)
+    kind = getattr(diffusers, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, diffusers.SchedulerMixin)):
+        raise RecipeError(
+            f"model_path: scheduler_config.json names '{name}', which is no scheduler of diffusers"
+        )
+    try:
+        return kind.from_config(dict(config))
+    except (NotImplementedError, ValueError, TypeError, ImportError) as e:
+        raise RecipeError(
+            f"model_path: diffusers cannot build the {name} of scheduler_config.json: {e}"
+        ) from e
+
+
 # %% ../../nbs/4_models/02_family.ipynb #f71813ad
-def flow_sigmas(
-    schedule: Mapping,  # Scheduler configuration
+def flow_scheduler(
+    config: Mapping,  # Scheduler configuration
     steps: int,  # Denoising steps
     mu: float,  # Resolution shift; without effect unless the schedule shifts dynamically
-) -> Tensor:  # (steps+1,) float32 from 1 to 0
-    """Noise levels of a flow-matching Euler sampler."""
+    default: str = "FlowMatchEulerDiscreteScheduler",  # Class where it names none
+) -> diffusers.SchedulerMixin:  # At its first timestep
+    """The scheduler of a flow model, set to the pipeline's noise levels."""
     if steps < 1:
         raise ValueError(f"validation needs at least one sampling step, got {steps}")
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_config(dict(schedule))
-    even = torch.linspace(1, 1 / steps, steps, dtype=torch.float64).tolist()
-    scheduler.set_timesteps(sigmas=even, mu=mu)
-    return scheduler.sigmas.float()
+    scheduler = build_scheduler(config, default)
+    name = type(scheduler).__name__
+    known = inspect.signature(scheduler.set_timesteps).parameters
+    if scheduler.config.get("use_flow_sigmas"):
+        levels = dict(num_inference_steps=steps)
+    elif name.startswith("FlowMatch") and "sigmas" in known:
+        levels = dict(sigmas=np.linspace(1, 1 / steps, steps))
+    else:
+        raise RecipeError(
+            f"model_path: scheduler_config.json names a {name}, which is no scheduler of a flow "
+            f"model that takes noise levels; {default} is one"
+        )
+    if "mu" in known and scheduler.config.get("use_dynamic_shifting"):
+        levels |= dict(mu=mu)
+    scheduler.set_timesteps(**levels)
+    return scheduler
+
+
+# %% ../../nbs/4_models/02_family.ipynb #67c81045
+def step_options(
+    scheduler: diffusers.SchedulerMixin,
+    noise: Tensor,  # Where the pictures begin (B,C,h,w)
+) -> dict:  # For `scheduler.step`
+    """A generator for each picture, where the scheduler takes one."""
+    if "generator" not in inspect.signature(scheduler.step).parameters:
+        return {}
+    seeds = noise.float().flatten(1)[:, 0].cpu().view(torch.int32).tolist()
+    return dict(generator=[torch.Generator().manual_seed(seed) for seed in seeds])
+
+
+def scaled_input(
+    scheduler: diffusers.SchedulerMixin,
+    x: Tensor,  # Noisy latents (B,C,h,w)
+    step: Tensor,  # Timestep, a scalar
+) -> Tensor:  # (B,C,h,w)
+    """What a network sees of `x`; schedulers of flow models scale nothing and have no such rule."""
+    scale = getattr(scheduler, "scale_model_input", None)
+    return x if scale is None else scale(x, step)
 
 
 # %% ../../nbs/4_models/02_family.ipynb #6cdaeccb
@@ -204,7 +266,7 @@ class Family(ABC):
     text_components: tuple = ("text_encoder", "tokenizer")  # Sub-folders read for captions
     real_config: dict = {}  # Published denoiser configuration
     schedule: dict = {}  # Published scheduler configuration
-    prediction: str = "velocity"  # epsilon - x0; or "epsilon" for DDPM models
+    scheduler_class: str = "FlowMatchEulerDiscreteScheduler"  # Where it names no class
     posterior: str = "sample"  # or "mode": latents are the VAE's mean
     size_multiple: int = 16  # Height and width must be multiples of it
     latent_channels: int = 16  # C of the model-space latents (B,C,h,w)
@@ -479,7 +541,7 @@ class Family(ABC):
         sigma: Tensor,  # Noise levels (B,) in [0,1]
         conditioning: dict,  # Of `collate`
     ) -> Tensor:  # In the shape and type of x_t
-        """What the denoiser predicts: the velocity epsilon - x0, or the noise."""
+        """What the denoiser predicts: the velocity epsilon - x0 in a flow model."""
 
     @abstractmethod
     def decode(
@@ -512,10 +574,31 @@ class Family(ABC):
             file = folder / "scheduler" / "scheduler_config.json"
             if file.is_file():
                 written = json.loads(file.read_text())
-                schedule = {k: v for k, v in written.items() if not k.startswith("_")}
+                schedule = {k: v for k, v in written.items() if k != "_diffusers_version"}
         return dict(
             guidance=self.default_guidance, steps=self.default_sample_steps, schedule=schedule
         )
+
+    def scheduler(
+        self,
+        height: int,
+        width: int,
+        steps: int,
+        schedule: Mapping = None,  # That of `sampling(path)`, None = the published one
+    ) -> diffusers.SchedulerMixin:
+        """The scheduler of a configuration, at the timesteps that the pipeline visits."""
+        mu = self.shift_mu(height, width, steps, schedule)
+        return flow_scheduler(schedule or self.schedule, steps, mu, self.scheduler_class)
+
+    def check_schedule(
+        self,
+        path: str | Path,  # Diffusers folder or hub id
+        revision: str = None,  # Hub revision
+        steps: int = 0,  # Of the sampler; 0 = the pipeline's
+    ):
+        """RecipeError unless the folder's own scheduler suits this family; see `scheduler`."""
+        own, side = self.sampling(path, revision), 16 * self.size_multiple
+        self.scheduler(side, side, steps or own["steps"], own["schedule"])
 
     def sigmas(
         self,
@@ -524,9 +607,8 @@ class Family(ABC):
         steps: int,
         schedule: Mapping = None,  # That of `sampling(path)`, None = the published one
     ) -> Tensor:  # (steps+1,) from 1 to 0
-        """The noise levels that the pipeline visits with this scheduler configuration."""
-        mu = self.shift_mu(height, width, steps, schedule)
-        return flow_sigmas(schedule or self.schedule, steps, mu)
+        """The noise levels of `scheduler`."""
+        return self.scheduler(height, width, steps, schedule).sigmas.float()
 
     def guide(
         self,
@@ -537,26 +619,40 @@ class Family(ABC):
         """Classifier-free guidance: uncond + scale*(cond - uncond)."""
         return uncond + scale * (cond - uncond)
 
+    def predict_at(
+        self,
+        denoiser: nn.Module,
+        x_t: Tensor,  # Noisy latents (B,C,h,w)
+        t: Tensor,  # Timesteps of a scheduler (B,), 0 to 1000
+        conditioning: dict,  # Of `collate`
+    ) -> Tensor:  # In the shape and type of x_t
+        """What the denoiser predicts at a scheduler's timestep."""
+        return self.predict(denoiser, x_t, t.float() / 1000, conditioning)
+
     @torch.no_grad()
     def sample(
         self,
         denoiser: nn.Module,
         noise: Tensor,  # Standard normal (B,C,h,w)
-        sigmas: Tensor,  # Of `sigmas` (steps+1,)
+        scheduler: diffusers.SchedulerMixin,  # Of `scheduler`; left as it is
         conditioning: dict,
         unconditional: dict = None,  # Guides when given and guidance > 1
         guidance: float = None,  # None = the pipeline's
     ) -> Tensor:  # Latents (B,C,h,w)
-        """Euler's rule from `noise` down the sigmas. Every rank makes the same number of calls."""
+        """The scheduler's steps from noise to latents, with as many calls on every rank."""
         guidance = self.default_guidance if guidance is None else guidance
         guided = unconditional is not None and guidance > 1
-        x = noise.float()
-        for level, next_level in zip(sigmas[:-1].tolist(), sigmas[1:].tolist(), strict=True):
-            sigma = torch.full((len(x),), level, device=x.device)
-            v = self.predict(denoiser, x, sigma, conditioning)
+        scheduler = copy.deepcopy(scheduler)
+        options = step_options(scheduler, noise)
+        x = noise.float() * getattr(scheduler, "init_noise_sigma", 1.0)
+        for step in scheduler.timesteps:
+            z = scaled_input(scheduler, x, step)
+            t = torch.full((len(x),), step.item(), dtype=step.dtype, device=x.device)
+            made = self.predict_at(denoiser, z, t, conditioning)
             if guided:
-                v = self.guide(v, self.predict(denoiser, x, sigma, unconditional), guidance)
-            x = x + (next_level - level) * v
+                without = self.predict_at(denoiser, z, t, unconditional)
+                made = self.guide(made, without, guidance)
+            x = scheduler.step(made, step, x, return_dict=False, **options)[0]
         return x
 
     # --- folders
@@ -649,7 +745,7 @@ def draw_pictures(
     )
     encoders.text.clear()
     denoiser = family.load_denoiser(folder, torch.float32, device).eval()
-    sigmas = family.sigmas(side, side, steps, family.sampling(folder)["schedule"])
+    scheduler = family.scheduler(side, side, steps, family.sampling(folder)["schedule"])
     shape, pictures = family.latent_shape(side, side), []
     for first in range(0, len(rows), batch):
         some = rows[first : first + batch]
@@ -658,7 +754,7 @@ def draw_pictures(
         x = family.sample(
             denoiser,
             torch.stack(draws).to(device),
-            sigmas,
+            scheduler,
             family.collate(some),
             family.collate([empty] * len(some)) if guidance > 1 else None,
             guidance,

@@ -238,15 +238,15 @@ class Flux1(Family):
         self,
         denoiser: nn.Module,
         noise: Tensor,  # Standard normal (B,16,h,w)
-        sigmas: Tensor,  # Of `sigmas` (steps+1,)
+        scheduler: diffusers.SchedulerMixin,  # Of `scheduler`; left as it is
         conditioning: dict,
         unconditional: dict = None,  # Not used: guidance is an input of the model
         guidance: float = None,
     ) -> Tensor:  # Latents (B,16,h,w)
-        """Euler's rule with one prediction per step."""
+        """The scheduler's steps with one prediction each."""
         scale = self.default_guidance if guidance is None else guidance
         told = dict(conditioning, guidance=torch.full((len(noise),), scale, device=noise.device))
-        return super().sample(denoiser, noise, sigmas, told, None, 1.0)
+        return super().sample(denoiser, noise, scheduler, told, None, 1.0)
 
     @torch.no_grad()
     def decode(

@@ -7,6 +7,7 @@ __all__ = [
     "RECORDS",
     "SD15_UNET",
     "SDXL_UNET",
+    "SDXL_SCHEDULE",
     "TINY_SD15",
     "TINY_SDXL",
     "unet_flops",
@@ -29,8 +30,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..core.registry import FamilyRecord
-from .ddpm import STEPS, add_noise, alphas_cumprod, timesteps_of, x0_from_eps
-from .family import Encoders, Family, compute_dtype, stack_rows
+from ..core.sections import RecipeError
+from .ddpm import STEPS, NoiseSchedule, timesteps_of
+from .family import Encoders, Family, build_scheduler, compute_dtype, stack_rows
 from .weights import load_text_encoder, pipeline_index
 from ..toys import tiny
 
@@ -92,6 +94,13 @@ SDXL_UNET = dict(
     addition_embed_type="text_time",
     addition_time_embed_dim=256,
     projection_class_embeddings_input_dim=2816,
+)
+SDXL_SCHEDULE = dict(
+    beta_start=0.00085,
+    beta_end=0.012,
+    beta_schedule="scaled_linear",
+    steps_offset=1,
+    timestep_spacing="leading",
 )
 
 
@@ -164,6 +173,7 @@ def _run_block(
 def few_step_scheduler(
     steps: int,  # Steps K of the student
     conditioning_timestep: int = 999,  # What a one-step student is told (399 for XL)
+    schedule: NoiseSchedule | None = None,  # Of the teacher; None = the published one
 ) -> diffusers.LCMScheduler:  # Visits 999, 999-1000/K, ...
     """Scheduler for a distilled student; sample with `num_inference_steps=K, guidance_scale=0`.
 
@@ -172,10 +182,11 @@ def few_step_scheduler(
     last = STEPS if steps > 1 else conditioning_timestep + 1
     if steps < 1 or last % steps:
         raise ValueError(f"{steps} steps do not divide {last} timesteps; use 1, 2, 4, 5 or 8")
-    betas = (torch.linspace(0.00085**0.5, 0.012**0.5, STEPS) ** 2).tolist()[:last]
+    schedule = schedule or NoiseSchedule()
     return diffusers.LCMScheduler(
         num_train_timesteps=last,
-        trained_betas=betas,
+        trained_betas=schedule.betas[:last].tolist(),
+        prediction_type=schedule.prediction,
         original_inference_steps=steps,
         set_alpha_to_one=False,
         clip_sample=False,
@@ -225,7 +236,6 @@ class SD15(Family):
     denoiser_class = "UNet2DConditionModel"
     denoiser_component = "unet"
     vae_class = "AutoencoderKL"
-    prediction = "epsilon"
     real_config = SD15_UNET
     schedule = tiny.SD_SCHEDULE
     lora_targets = ("to_k", "to_q", "to_v", "to_out.0")
@@ -235,6 +245,7 @@ class SD15(Family):
     text_tokens = 77
     max_text_tokens = 77
     default_guidance = 7.5
+    scheduler_class = "PNDMScheduler"
 
     def check_config(self, config: Mapping):
         """ValueError for inpainting and similar variants, which read more channels."""
@@ -325,18 +336,18 @@ class SD15(Family):
         x = x.to(compute_dtype(denoiser))
         return x, t, conditioning["text"].to(x.dtype), self.added_conditions(x, conditioning)
 
-    def epsilon(
+    def predict_at(
         self,
         denoiser: nn.Module,
-        x: Tensor,  # Noised latents (B,4,h,w)
-        t: Tensor,  # Integer timesteps (B,)
+        x_t: Tensor,  # Noised latents (B,4,h,w)
+        t: Tensor,  # Timesteps (B,)
         conditioning: dict,
     ) -> Tensor:  # (B,4,h,w)
-        """The noise that `denoiser` sees in x."""
-        z, t, text, added = self.inputs(denoiser, x, t, conditioning)
+        """What `denoiser` says of x_t: the noise, or the velocity."""
+        z, t, text, added = self.inputs(denoiser, x_t, t, conditioning)
         return denoiser(
             z, t, encoder_hidden_states=text, added_cond_kwargs=added, return_dict=False
-        )[0].to(x.dtype)
+        )[0].to(x_t.dtype)
 
     def features(
         self,
@@ -358,9 +369,23 @@ class SD15(Family):
         sigma: Tensor,  # t/1000 (B,)
         conditioning: dict,
     ) -> Tensor:  # (B,4,h,w)
-        """The noise at the nearest integer timestep."""
+        """The noise or the velocity at the nearest integer timestep."""
         self.check_inputs(x_t, sigma)
-        return self.epsilon(denoiser, x_t, timesteps_of(sigma), conditioning)
+        return self.predict_at(denoiser, x_t, timesteps_of(sigma), conditioning)
+
+    def noise_schedule(
+        self,
+        path: str | Path = None,  # Folder or hub id, None = the published one
+        revision: str = None,  # Hub revision
+    ) -> NoiseSchedule:
+        """Betas and prediction of the weights. Raises RecipeError where they cannot be trained."""
+        own = self.schedule if path is None else self.sampling(path, revision)["schedule"]
+        return NoiseSchedule.from_config(dict(_class_name=self.scheduler_class) | own)
+
+    def check_schedule(self, path: str | Path, revision: str = None, steps: int = 0):
+        """RecipeError unless the folder's scheduler can sample, and its betas be trained on."""
+        super().check_schedule(path, revision, steps)
+        self.noise_schedule(path, revision)
 
     def shift_mu(
         self, height: int, width: int, steps: int = None, schedule: Mapping = None
@@ -372,38 +397,26 @@ class SD15(Family):
         """ValueError: nothing is shifted."""
         return self.shift_mu(height, width, schedule=schedule)
 
-    def sigmas(self, height: int, width: int, steps: int, schedule: Mapping = None) -> Tensor:
-        """Timesteps/1000 at the spacing of the scheduler configuration, then 0: (steps+1,)."""
+    def scheduler(
+        self, height: int, width: int, steps: int, schedule: Mapping = None
+    ) -> diffusers.SchedulerMixin:
+        """The scheduler of a configuration, at its own timesteps."""
         if not 1 <= steps <= STEPS:
             raise ValueError(f"validation_sample_steps {steps}: 1 to {STEPS}")
-        known = ("num_train_timesteps", "timestep_spacing", "steps_offset")
-        chosen = {k: v for k, v in (schedule or self.schedule).items() if k in known}
-        scheduler = diffusers.DDIMScheduler(**chosen)
-        scheduler.set_timesteps(steps)
-        return torch.tensor([*scheduler.timesteps.tolist(), 0]) / STEPS
+        scheduler = build_scheduler(schedule or self.schedule, self.scheduler_class)
+        try:
+            scheduler.set_timesteps(steps)
+        except ValueError as e:
+            raise RecipeError(
+                f"validation_sample_steps: {type(scheduler).__name__} of scheduler_config.json "
+                f"cannot take {steps} steps: {e}"
+            ) from e
+        return scheduler
 
-    @torch.no_grad()
-    def sample(
-        self,
-        denoiser: nn.Module,
-        noise: Tensor,  # Standard normal (B,4,h,w)
-        sigmas: Tensor,  # Of `sigmas` (steps+1,)
-        conditioning: dict,
-        unconditional: dict = None,
-        guidance: float = None,
-    ) -> Tensor:  # Latents (B,4,h,w)
-        """DDIM without added noise."""
-        guidance = self.default_guidance if guidance is None else guidance
-        guided = unconditional is not None and guidance > 1
-        alphas, x = alphas_cumprod().to(noise.device), noise.float()
-        steps = timesteps_of(sigmas).to(x.device)
-        for level, next_level in zip(steps[:-1], steps[1:], strict=True):
-            t, t_next = level.expand(len(x)), next_level.expand(len(x))
-            e = self.epsilon(denoiser, x, t, conditioning)
-            if guided:
-                e = self.guide(e, self.epsilon(denoiser, x, t, unconditional), guidance)
-            x = add_noise(x0_from_eps(x, e, t, alphas), e, t_next, alphas)
-        return x
+    def sigmas(self, height: int, width: int, steps: int, schedule: Mapping = None) -> Tensor:
+        """Timesteps/1000 of `scheduler`, then 0: (steps+1,), or more where it calls more often."""
+        timesteps = self.scheduler(height, width, steps, schedule).timesteps
+        return torch.tensor([*timesteps.tolist(), 0]) / STEPS
 
     def flops(self, config: Mapping, height: int, width: int, text_tokens: int) -> float:
         """See `unet_flops`."""
@@ -431,6 +444,8 @@ class SDXL(SD15):
     record = RECORDS[1]
     text_components = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
     default_guidance = 5.0
+    scheduler_class = "EulerDiscreteScheduler"
+    schedule = SDXL_SCHEDULE
     real_config = SDXL_UNET
 
     def encode_captions(
@@ -472,11 +487,5 @@ class SDXL(SD15):
             text_encoder_2=transformers.CLIPTextModelWithProjection(first.config).eval(),
             force_zeros_for_empty_prompt=True,
             add_watermarker=False,
-            scheduler=diffusers.EulerDiscreteScheduler(
-                beta_start=0.00085,
-                beta_end=0.012,
-                beta_schedule="scaled_linear",
-                steps_offset=1,
-                timestep_spacing="leading",
-            ),
+            scheduler=diffusers.EulerDiscreteScheduler(**SDXL_SCHEDULE),
         )

@@ -21,6 +21,7 @@ __all__ = [
     "RandomTensors",
     "random_data",
     "open_recipe_data",
+    "scheduled_weights",
     "cache_data",
 ]
 
@@ -440,6 +441,18 @@ def open_recipe_data(
     )
 
 
+# %% ../../nbs/7_training/07_encoding.ipynb #e28c7efa
+def scheduled_weights(
+    recipe: Recipe,  # Its model_path
+    family: Family,
+) -> Path | str:  # Pipeline folder or hub id
+    """`weights_path`. Raises RecipeError where the folder's scheduler does not suit the model."""
+    base = weights_path(recipe, family)
+    steps = recipe.validation_sample_steps if recipe.validation_images else 1
+    family.check_schedule(base, recipe.revision or None, steps)
+    return base
+
+
 # %% ../../nbs/7_training/07_encoding.ipynb #2fa0859b
 def cache_data(
     recipe: Recipe,
@@ -454,7 +467,7 @@ def cache_data(
     if recipe.model_path.split(":")[0] == "random":
         return random_data(recipe, family)
     with engine.main_first():
-        base = weights_path(recipe, family)
+        base = scheduled_weights(recipe, family)
         collection = open_recipe_data(recipe, engine, run_dir)
     if engine.main and collection.rejected:
         say(f"{len(collection.rejected)} rows set aside, see {run_dir.quarantine}")

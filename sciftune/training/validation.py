@@ -173,14 +173,14 @@ def pipeline_sampler(
     """How the pipeline at `base` draws, with `denoiser` in the place of its own."""
     own = family.sampling(base)
     steps = recipe.validation_sample_steps or own["steps"]
-    sigmas = family.sigmas(recipe.resolution, recipe.resolution, steps, own["schedule"])
+    scheduler = family.scheduler(recipe.resolution, recipe.resolution, steps, own["schedule"])
     if guidance is None:
         asked = recipe.validation_guidance
         guidance = asked if asked >= 0 else own["guidance"]
 
     def draw(numbers: list[int], noise: Tensor, conditioning: dict) -> Tensor:
         unconditional = negative(len(numbers)) if guidance > 1 else None
-        return family.sample(denoiser, noise, sigmas, conditioning, unconditional, guidance)
+        return family.sample(denoiser, noise, scheduler, conditioning, unconditional, guidance)
 
     return draw
 

@@ -58,7 +58,7 @@ def wrap(net, engine, recompute):
 def networks(engine, recompute, gan):
     discriminator = (discriminator_head(16, 8, groups=4), SD.features) if gan else ()
     plain = dict(
-        critic=Critic(unet(2), SD.epsilon, *discriminator),
+        critic=Critic(unet(2), SD.predict_at, *discriminator),
         generator=unet(1),
         teacher=unet(0).requires_grad_(False),
     )
@@ -104,7 +104,7 @@ def run(engine, rank=0, world=1, recompute=False, steps=1, gan=True):
     torch.set_num_threads(1)
     nets = networks(engine, recompute, gan)
     optimizers = {k: torch.optim.AdamW(nets[k].parameters(), 1e-4) for k in ("generator", "critic")}
-    objective = DMD2(DMDSettings(generator_every=2, gan=gan, steps=steps), SD.epsilon)
+    objective = DMD2(DMDSettings(generator_every=2, gan=gan, steps=steps), SD.predict_at)
     mine = range(rank * SAMPLES // world, (rank + 1) * SAMPLES // world)
     out = []
     for i, batch in enumerate(batches(mine)):

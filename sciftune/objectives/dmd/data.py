@@ -37,7 +37,7 @@ from sciftune.training.encoding import (
     data_path,
     encode_missing,
     random_data,
-    weights_path,
+    scheduled_weights,
 )
 
 
@@ -120,12 +120,11 @@ def cache_distillation_data(
         return DistillationData(**vars(data), real=data.train)
     cache, collection, real, source = cache_root(recipe.run_root), None, [], ""
     with engine.main_first():
-        base = weights_path(recipe, family)
+        base = scheduled_weights(recipe, family)
         texts, fingerprint = read_captions(recipe.prompts) if recipe.prompts else ([], "")
         if not is_lmdb(recipe.data) and (needs_latents(recipe) or not texts):
             collection = _open_images(recipe, engine, run_dir)
-        parts = ("vae", *family.text_components)
-        folder = family.resolve(base, parts, recipe.revision or None)
+        folder = family.resolve(base, ("vae", *family.text_components), recipe.revision or None)
         jobs = EncodingJobs(recipe, family, collection, folder)
         tensors = TensorCache(cache / "tensors" / recipe.model)
         if collection or is_lmdb(recipe.data):

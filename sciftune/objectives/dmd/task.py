@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from ...core.plan import Plan
 from ...core.randomness import stream
 from ...core.recipe import Recipe, RecipeError, learning_rate_at
-from ...models.ddpm import alphas_cumprod
+from ...models.ddpm import NoiseSchedule
 from ...models.family import Family
 from ...models.sd import few_step_scheduler
 from .data import DistillationBatches, cache_distillation_data
@@ -119,7 +119,7 @@ def build_critic(
     """
     denoiser = build_denoiser(recipe, family, base, engine, plan)
     if not recipe.gan:
-        return Critic(denoiser, family.epsilon)
+        return Critic(denoiser, family.predict_at)
     config = family.config(base)
     widths = config["block_out_channels"]
     latent_side = family.latent_shape(recipe.resolution, recipe.resolution)[1]
@@ -132,7 +132,7 @@ def build_critic(
     groups = config.get("norm_num_groups", 32)
     head = discriminator_head(widths[-1], size, groups, recipe.seed)
     head = head.to(engine.policy_of(recipe).weights)
-    return Critic(denoiser, family.epsilon, head, family.features)
+    return Critic(denoiser, family.predict_at, head, family.features)
 
 
 # %% ../../../nbs/8_objectives/dmd/04_task.ipynb #3513960d
@@ -263,10 +263,11 @@ class Distillation:
         device: torch.device,
         encode: Callable
         | None = None,  # texts -> conditioning, where captions are encoded while training
+        schedule: NoiseSchedule | None = None,  # Of the teacher; None = the published one
     ):
         kind = DecoupledDMD if recipe.objective == "dmd_decoupled" else DMD2
-        alphas = alphas_cumprod().to(device)
-        self.dmd = kind(dmd_settings(recipe), family.epsilon, alphas)
+        schedule = (schedule or NoiseSchedule()).to(device)
+        self.dmd = kind(dmd_settings(recipe), family.predict_at, schedule)
         self.teacher = teacher
         self.unconditional = unconditional
         self.encode = encode
@@ -291,8 +292,10 @@ def student_sampler(
     recipe: Recipe,
     family: Family,
     generator: Callable,  # Network or module
+    schedule: NoiseSchedule | None = None,  # Of the teacher; None = the published one
 ) -> Callable:  # (numbers of the prompts, noise (B,C,h,w), conditioning) -> latents (B,C,h,w)
     """How a few-step generator draws."""
+    schedule = schedule or NoiseSchedule()
     steps = [recipe.conditioning_timestep]
     if recipe.denoising_steps > 1:
         steps = denoising_steps(recipe.denoising_steps)
@@ -304,10 +307,10 @@ def student_sampler(
             return torch.stack(rows).to(noise.device)
 
         def predict(x: Tensor, t: Tensor) -> Tensor:
-            return family.epsilon(generator, x, t, conditioning)
+            return family.predict_at(generator, x, t, conditioning)
 
-        alphas = alphas_cumprod().to(noise.device)
-        return run_generator(predict, noise, steps, len(steps), fresh, alphas)
+        on_device = schedule.to(noise.device)
+        return run_generator(predict, noise, steps, len(steps), fresh, on_device)
 
     return draw
 
@@ -351,8 +354,9 @@ class DistillationTask(Task):
         negative = self.data.tensors[self.data.negative_key]
         self.unconditional = to_device(family.collate([negative]), engine.device)
         encode = self.encoder() if self.data.live else None
+        self.schedule = family.noise_schedule(base)
         self.objective = Distillation(
-            recipe, family, self.teacher, self.unconditional, engine.device, encode
+            recipe, family, self.teacher, self.unconditional, engine.device, encode, self.schedule
         )
         self.source = DistillationBatches(
             recipe, family, self.data, engine.rank, engine.world, engine.device
@@ -432,7 +436,8 @@ class DistillationTask(Task):
         if not self.data.prompts:
             return {}
         with evaluating(self.networks["generator"]) as generator:
-            self.sample(f"step_{step:06d}", student_sampler(self.recipe, self.family, generator))
+            draw = student_sampler(self.recipe, self.family, generator, self.schedule)
+            self.sample(f"step_{step:06d}", draw)
         if not self.teacher_sampled:
             self.sample_teacher()
         return dict(validation_time=time.time() - began)
@@ -463,7 +468,8 @@ class DistillationTask(Task):
         """A pipeline that samples in few steps, or adapters and a scheduler."""
         recipe, out = export.recipe, export.out
         steps = recipe.denoising_steps
-        scheduler = few_step_scheduler(steps, recipe.conditioning_timestep)
+        schedule = export.family.noise_schedule(export.base(("scheduler",)))
+        scheduler = few_step_scheduler(steps, recipe.conditioning_timestep, schedule)
         written = export_trained(export, "generator", scheduler=scheduler)
         if recipe.lora_rank:
             return (

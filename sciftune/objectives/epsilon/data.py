@@ -6,10 +6,12 @@
 __all__ = ["integer_timesteps", "EpsilonBatches"]
 
 # %% ../../../nbs/8_objectives/epsilon/03_data.ipynb #d9fdecf9
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
-from ...models.ddpm import STEPS, min_snr_weights
+from ...models.ddpm import STEPS, NoiseSchedule
 from ..flow.data import FlowBatches
 from ..flow.loss import density
 
@@ -28,6 +30,11 @@ def integer_timesteps(
 class EpsilonBatches(FlowBatches):
     """Micro-batches whose sigma is t/1000."""
 
+    @cached_property
+    def schedule(self) -> NoiseSchedule:
+        """Betas and prediction of the folder that is trained from."""
+        return self.family.noise_schedule(self.base)
+
     def micro(
         self,
         items: list[tuple],  # (sample, epoch, u)
@@ -37,5 +44,5 @@ class EpsilonBatches(FlowBatches):
         gamma = self.recipe.snr_gamma
         batch = super().micro(items)
         batch["sigma"] = t.float() / STEPS
-        batch["weight"] = min_snr_weights(t, gamma) if gamma else torch.ones(len(t))
+        batch["weight"] = self.schedule.snr_weights(t, gamma) if gamma else torch.ones(len(t))
         return batch

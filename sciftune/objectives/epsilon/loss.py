@@ -6,15 +6,22 @@
 __all__ = ["NoisePrediction"]
 
 # %% ../../../nbs/8_objectives/epsilon/02_loss.ipynb #8aeb58b8
+from functools import cached_property
+
 from torch import Tensor, nn
 
-from ...models.ddpm import add_noise, alphas_cumprod, timesteps_of
+from ...models.ddpm import NoiseSchedule, timesteps_of
 from ..flow.loss import FlowMatching
 
 
 # %% ../../../nbs/8_objectives/epsilon/02_loss.ipynb #a56ba077
 class NoisePrediction(FlowMatching):
-    """Train one denoiser to predict the noise."""
+    """Train one denoiser to predict the noise, or what its folder says."""
+
+    @cached_property
+    def schedule(self) -> NoiseSchedule:
+        """Betas and prediction of the folder that is trained from."""
+        return self.family.noise_schedule(self.base)
 
     def per_sample(
         self,
@@ -22,8 +29,10 @@ class NoisePrediction(FlowMatching):
         batch: dict,  # x0, noise (B,C,h,w), sigma (B,) = t/1000, conditioning
     ) -> Tensor:  # (B,) fp32
         """Unweighted loss of each sample of a micro-batch."""
-        t = timesteps_of(batch["sigma"])
-        x_t = add_noise(batch["x0"], batch["noise"], t, alphas_cumprod())
+        x0, noise, t = batch["x0"], batch["noise"], timesteps_of(batch["sigma"])
+        if self.schedule.alphas.device != x0.device:  # copied once, not in every step
+            self.schedule = self.schedule.to(x0.device)
+        x_t = self.schedule.add_noise(x0, noise, t)
         made = self.family.predict(denoiser, x_t, batch["sigma"], batch["conditioning"])
-        error = made.float() - batch["noise"].float()
+        error = made.float() - self.schedule.target(x0, noise, t)
         return error.square().flatten(1).mean(1)

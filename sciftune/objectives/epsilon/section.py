@@ -13,7 +13,7 @@ from ...core.sections import Section, field
 RECORDS = [
     ObjectiveRecord(
         name="epsilon",
-        summary="predict the noise at an integer timestep (Stable Diffusion)",
+        summary="predict the noise or the velocity at an integer timestep (Stable Diffusion)",
         section="sciftune.objectives.epsilon.section:EpsilonSection",
         task="sciftune.objectives.epsilon.task:EpsilonTask",
         starting_loss=2.5,

@@ -13,7 +13,7 @@ from ..flow.task import FlowTask
 
 # %% ../../../nbs/8_objectives/epsilon/04_task.ipynb #1f4fa629
 class EpsilonTask(FlowTask):
-    """Fine-tune a denoiser that predicts noise."""
+    """Fine-tune a denoiser that predicts the noise, or what its folder says."""
 
     objective_class = NoisePrediction
     batches_class = EpsilonBatches

@@ -7,6 +7,7 @@ __all__ = ["draw_u", "FlowBatches", "held_out_batch"]
 
 # %% ../../../nbs/8_objectives/flow/03_data.ipynb #01a86a6f
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ class FlowBatches:
         negative_key: str,  # Cache key of the unconditional caption
         rank: int = 0,
         world: int = 1,  # Processes
+        base: Path | None = None,  # Folder that is trained from, where its schedule matters
     ):
         self.recipe = recipe
         self.family = family
@@ -57,6 +59,7 @@ class FlowBatches:
         self.negative_key = negative_key
         self.rank = rank
         self.world = world
+        self.base = base
         self.order = sample_order(recipe, samples)
 
     def __call__(self, step: int) -> list[dict]:

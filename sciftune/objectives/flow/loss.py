@@ -7,6 +7,7 @@ __all__ = ["noised", "flow_loss", "density", "shift", "shift_factor", "weight", 
 
 # %% ../../../nbs/8_objectives/flow/02_loss.ipynb #9436b11b
 import math
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -110,9 +111,15 @@ class FlowMatching:
 
     networks = ("denoiser",)
 
-    def __init__(self, recipe: Recipe, family: Family):
+    def __init__(
+        self,
+        recipe: Recipe,
+        family: Family,
+        base: Path | None = None,  # Folder that is trained from, where its schedule matters
+    ):
         self.recipe = recipe
         self.family = family
+        self.base = base
 
     def turns(self, step: int) -> tuple[Turn, ...]:
         """The denoiser's turn, in every step."""

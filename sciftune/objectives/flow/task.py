@@ -79,7 +79,8 @@ class FlowTask(Task):
         self.rejected = self.data.rejected
         self.keep = base is not None and not recipe.model_path.startswith("random")
         self.baseline = None  # Held-out loss of the model as it started
-        self.objective = self.objective_class(recipe, family)
+        scheduled = base if self.keep else None  # random weights follow the published schedule
+        self.objective = self.objective_class(recipe, family, scheduled)
         self.heartbeat("loading")
         model = build_denoiser(recipe, family, base, engine, self.plan)
         values = parameter_source(recipe, family, base, engine, model)
@@ -92,6 +93,7 @@ class FlowTask(Task):
             self.data.negative_key,
             engine.rank,
             engine.world,
+            scheduled,
         )
 
     def batches(self, step: int) -> list[dict]:
