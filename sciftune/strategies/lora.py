@@ -189,6 +189,7 @@ def add_lora(
     """Freeze the denoiser and put adapters in.
 
     Real ones get their values, those of a meta model stay on meta.
+    Raises RecipeError where `lora_path` holds other adapters than the recipe asks for.
     """
     denoiser.requires_grad_(False)
     config = lora_config(recipe, chosen_layers(denoiser, family, recipe))
@@ -202,11 +203,10 @@ def add_lora(
             continue
         m.__class__ = Adapter if isinstance(m, nn.Linear) else ConvAdapter
         p = m.weight
-        new = (
-            torch.empty(p.shape, dtype=torch.float32, device="meta")
-            if p.is_meta
-            else value(name + ".weight", p.shape).to(p.device)
-        )
+        if p.is_meta and not recipe.lora_path:
+            new = torch.empty(p.shape, dtype=torch.float32, device="meta")
+        else:  # read on meta, too: the plan refuses adapters of other layers
+            new = value(name + ".weight", p.shape).to(p.device)
         m.weight = nn.Parameter(new)
     return value
 
