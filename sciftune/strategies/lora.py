@@ -37,6 +37,7 @@ from typing import Any
 
 import diffusers
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -457,10 +458,12 @@ def _read_peft(folder: Path) -> tuple[dict, int, float]:
     try:
         config = json.loads((folder / "adapter_config.json").read_text())
         tensors = load_file(folder / "adapter_model.safetensors")
-    except OSError as e:
-        raise RecipeError(f"lora_path: {folder} holds no adapters of peft ({e})") from e
+        rank, alpha = config["r"], float(config["lora_alpha"])
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as e:
+        why = f"{type(e).__name__}: {e}"
+        raise RecipeError(f"lora_path: {folder} holds no adapters of peft ({why})") from e
     names = {name: name.removeprefix(PEFT_PREFIX) for name in tensors}
-    return {names[n]: t for n, t in tensors.items()}, config["r"], float(config["lora_alpha"])
+    return {names[n]: t for n, t in tensors.items()}, rank, alpha
 
 
 def read_lora(
@@ -533,7 +536,10 @@ class Merged(Mapping):
     ):
         self.tensors, rank, alpha = lora_record(lora, family)
         self.scale, self.weights = alpha / rank, weights
-        self.names = {k.replace(".lora_A.", ".") for k in self.tensors if ".lora_A." in k}
+        pairs = {k: k.replace(".lora_A.", ".lora_B.") for k in self.tensors if ".lora_A." in k}
+        if torn := [b for b in pairs.values() if b not in self.tensors]:
+            raise ValueError(f"{lora} is no whole LoRA: {torn[0]} is missing")
+        self.names = {k.replace(".lora_A.", ".") for k in pairs}
         if lost := sorted(self.names - set(weights)):
             raise ValueError(f"{lora} was made for another model: {lost[0]} is not in the base")
         for name in sorted(self.names):
