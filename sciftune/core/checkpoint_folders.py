@@ -112,7 +112,8 @@ def resume_candidates(
         path = run.checkpoints / resume
     if not path.is_dir():
         known = [p.name for p in complete_checkpoints(run)]
-        raise RecipeError(f"resume: no checkpoint folder {resume}; use 'latest' or one of {known}")
+        there = f"or one of {known}" if known else "with the name of a run that has checkpoints"
+        raise RecipeError(f"resume: no checkpoint folder {resume}; use 'latest' {there}")
     return [path]
 
 

@@ -367,8 +367,9 @@ def _lines(error: ValidationError) -> list[str]:
     lines = []
     for finding in error.errors():
         name = ".".join(map(str, finding["loc"]))
-        message = finding["msg"].removeprefix("Value error, ")
+        message = finding["msg"].removeprefix("Value error, ").removeprefix(f"{name}: ")
         given = masked(repr(finding["input"]))
+        given = given if len(given) <= 80 else f"{given[:60]}..., {len(given)} characters"
         lines.append(f"{name}: {message}; got {given}" if name else message)
     return lines
 
