@@ -15,6 +15,7 @@ __all__ = [
     "first_usable",
     "find_checkpoint",
     "check_same_run",
+    "check_start_from",
 ]
 
 # %% ../../nbs/1_core/13_checkpoint_folders.ipynb #5abcc846
@@ -111,7 +112,8 @@ def resume_candidates(
         path = run.checkpoints / resume
     if not path.is_dir():
         known = [p.name for p in complete_checkpoints(run)]
-        raise RecipeError(f"resume: no checkpoint folder {resume}; use 'latest' or one of {known}")
+        there = f"or one of {known}" if known else "with the name of a run that has checkpoints"
+        raise RecipeError(f"resume: no checkpoint folder {resume}; use 'latest' {there}")
     return [path]
 
 
@@ -183,3 +185,17 @@ def _about_steps(differences: dict[str, tuple], recipe: Recipe) -> str:
         "every rate would have been another. To train further give start_from=<the checkpoint> in "
         "a new run; with lr_schedule='constant' a run can be made longer"
     )
+
+
+# %% ../../nbs/1_core/13_checkpoint_folders.ipynb #4b9ab640
+def check_start_from(
+    path: str | Path,  # `Recipe.start_from`
+) -> None:
+    """Raise RecipeError when a run cannot begin with a checkpoint, as far as its folder says."""
+    if Path(path).is_file():
+        raise RecipeError(
+            f"start_from: {path} is a file; give the folder of a checkpoint, or an exported folder "
+            "as model_path"
+        )
+    if why := checkpoint_fault(Path(path)):
+        raise RecipeError(f"start_from: {path} is no usable checkpoint ({why})")

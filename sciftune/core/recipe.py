@@ -21,6 +21,8 @@ __all__ = [
     "Recipe",
     "checked",
     "restored",
+    "foreign_names",
+    "foreign_meanings",
     "resolve",
     "launch_preset",
     "learning_rate_at",
@@ -40,7 +42,14 @@ from typing import Any
 import yaml
 from pydantic import ValidationError, model_validator
 
-from .aliases import ALIASES, translated
+from sciftune.core.aliases import (
+    COMMON_NAMES,
+    SWITCHES,
+    ForeignNames,
+    Processes,
+    strategy_settings,
+    translated,
+)
 from .presets import PresetError, preset_values
 from sciftune.core.registry import (
     ObjectiveRecord,
@@ -135,7 +144,8 @@ def why_unread(
     claims = {kind: names for kind, names in readers(name).items() if names}
     if claims and not any(values[kind] in names for kind, names in claims.items()):
         (kind, names), *_ = claims.items()
-        return f"{name}: needs {kind} {_listed(names)}; '{values[kind]}' does not read it"
+        why = f"{name}: needs {kind} {_listed(names)}; '{values[kind]}' does not read it"
+        return "; ".join(filter(None, (why, facts(Fields, name)["instead"])))
     needs = facts(Fields, name)["needs"]
     if not is_on(needs, values):
         return f"{name}: needs {_spoken(needs)}; without it nothing reads this field"
@@ -357,8 +367,9 @@ def _lines(error: ValidationError) -> list[str]:
     lines = []
     for finding in error.errors():
         name = ".".join(map(str, finding["loc"]))
-        message = finding["msg"].removeprefix("Value error, ")
+        message = finding["msg"].removeprefix("Value error, ").removeprefix(f"{name}: ")
         given = masked(repr(finding["input"]))
+        given = given if len(given) <= 80 else f"{given[:60]}..., {len(given)} characters"
         lines.append(f"{name}: {message}; got {given}" if name else message)
     return lines
 
@@ -422,17 +433,66 @@ def restored(
     return recipe
 
 
+# %% ../../nbs/1_core/05_recipe.ipynb #47f92fcc
+@functools.cache
+def foreign_names() -> ForeignNames:
+    """What other scripts call fields. Raises RegistryError for a name with two meanings."""
+    fields, fixed = dict(COMMON_NAMES.fields), dict(COMMON_NAMES.fixed)
+    taken = {*Fields.model_fields, *fields, *fixed, *SWITCHES, *strategy_settings()}
+    for section in objective_sections():
+        for own, found in ((section.aliases, fields), (section.fixed, fixed)):
+            if twice := sorted(taken & own.keys()):
+                raise RegistryError(f"{section.__name__}: the name '{twice[0]}' is taken")
+            taken |= own.keys()
+            found |= own
+    return ForeignNames(fields, fixed)
+
+
+def _refuse_others_names(given: Collection[str], objective: str):
+    """Raise RecipeError for a name that belongs to the section of another objective."""
+    for section, objectives in objective_sections().items():
+        others = sorted({*section.aliases, *section.fixed} & set(given))
+        if not others or objective in objectives:
+            continue
+        needs = f"{others[0]}: needs objective {_listed(objectives)}"
+        field = section.aliases.get(others[0])
+        instead = facts(Fields, field)["instead"] if field in Fields.model_fields else ""
+        why = f"{needs}; '{objective}' does not read it"
+        raise RecipeError("; ".join(filter(None, (why, instead))))
+
+
+def foreign_meanings() -> dict[str, str]:  # Name -> what it becomes, as Markdown
+    """All names of other scripts that are understood, for people."""
+    names = foreign_names()
+    meanings = {name: f"`{field}`" for name, field in names.fields.items()} | SWITCHES
+    for name, (only, why) in names.fixed.items():
+        meanings[name] = f"nothing; only `{only}` is taken: {why}"
+    for name, values in strategy_settings().items():
+        said = "; ".join(f"{v}: {_fields_text(f)}" for v, f in sorted(values.items()))
+        meanings[name] = said
+    return dict(sorted(meanings.items()))
+
+
+def _fields_text(fields: Mapping[str, Any]) -> str:
+    """Fields with their values; one that must be given beside them stands alone."""
+    return ", ".join(f"`{n}`" if v is None else f"`{n}={v!r}`" for n, v in fields.items())
+
+
 # %% ../../nbs/1_core/05_recipe.ipynb #a289270a
 def resolve(
+    here: Processes | None = None,  # Processes of a run that names no number; None = not known
+    /,
     **params: Any,  # Recipe fields and foreign names; None = the preset's value
 ) -> Recipe:
     """The recipe of `params`. Raises `RecipeError` for unknown names, presets and values."""
-    given = translated({k: v for k, v in params.items() if v is not None})
+    given = {k: v for k, v in params.items() if v is not None}
     model = given.get("model", "qwenimage")
     try:
         preset = preset_values(model, given.get("preset", "tiny"), given.get("objective"))
     except (PresetError, RegistryError) as error:
         raise RecipeError(str(error)) from None
+    _refuse_others_names(given, given.get("objective") or preset["objective"])
+    given = translated(given, preset, foreign_names(), here)
     return checked(preset | given, weak=preset.keys() - given.keys())
 
 
@@ -441,7 +501,8 @@ def launch_preset(
     given: Mapping[str, Any],  # Recipe fields and foreign names; None counts as not given
 ) -> str:  # nano_style or tiny
     """The preset of a launch that names none."""
-    named = {ALIASES.get(name, name) for name, value in given.items() if value is not None}
+    names = foreign_names().fields
+    named = {names.get(name, name) for name, value in given.items() if value is not None}
     family = records("models").get(given.get("model") or "qwenimage")
     shown = family and family.nano and not named & {"model_path", "objective"}
     return "nano_style" if shown else "tiny"

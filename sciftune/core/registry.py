@@ -93,6 +93,9 @@ class StrategyRecord(Record):
     sharded: bool = False  # Whether parameters are spread, so that no process holds all
     hooks_layers: bool = False  # Whether it gathers in hooks on every layer, as ZeRO-3 does
     own_master_weights: bool = False  # Keeps fp32 ones itself: bf16-master24 saves nothing
+    # Settings of other scripts that choose it: names -> value -> recipe fields besides `strategy`,
+    # None = must be given too
+    aliases: dict[tuple[str, ...], dict[str, dict]] = {}
 
 
 # %% ../../nbs/1_core/01_registry.ipynb #68c87453

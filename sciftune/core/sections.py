@@ -27,7 +27,7 @@ __all__ = [
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
@@ -50,17 +50,20 @@ def field(
     needs: str = "",  # When it is read: 'switch', 'switch=value', 'switch>number', several with '|'
     optional: bool = False,  # Read only by objectives and strategies whose record names it
     weighted: bool = False,  # Several values with weights, as `data_sources` reads them
+    instead: str = "",  # What a run that does not read it may give, for people
     **limits: Any,  # Of pydantic: ge, le, gt, lt
 ) -> FieldInfo:
     """A recipe field with what others must know about it."""
-    extra = dict(identity=identity, needs=needs, optional=optional, weighted=weighted)
+    extra = dict(
+        identity=identity, needs=needs, optional=optional, weighted=weighted, instead=instead
+    )
     return Field(default, description=description, json_schema_extra=extra, **limits)
 
 
 def facts(
     model: type[BaseModel],  # A section, or the recipe
     name: str,  # Of a field
-) -> Mapping[str, Any]:  # identity, needs, optional, weighted
+) -> Mapping[str, Any]:  # identity, needs, optional, weighted, instead
     """What `field` was told about a field."""
     return model.model_fields[name].json_schema_extra
 
@@ -133,6 +136,9 @@ class Section(BaseModel):
     A number where text is wanted is taken as text, a number that is not finite is refused, and what
     may be secret in an address is masked (see `core.secrets`).
     """
+
+    aliases: ClassVar[Mapping[str, str]] = {}  # Name in other scripts -> field, or another name
+    fixed: ClassVar[Mapping[str, tuple]] = {}  # Name in other scripts -> (its only value, why)
 
     model_config = ConfigDict(
         frozen=True,
@@ -350,6 +356,13 @@ class DataSection(Section):
         data_sources(data)
         return data
 
+    @field_validator("metadata")
+    @classmethod
+    def _list(cls, path: str) -> str:
+        if path and Path(path).suffix not in (".json", ".jsonl", ".csv"):
+            raise ValueError("must be a .json, .jsonl or .csv file")
+        return path
+
     @field_validator("resolution")
     @classmethod
     def _multiple(cls, side: int) -> int:
@@ -411,6 +424,7 @@ class ScheduleSection(Section):
         "step is shorter than making its batch",
         identity=False,
         optional=True,
+        instead="leave it out, a thread makes the batches",
         ge=0,
         le=64,
     )
@@ -529,7 +543,9 @@ class TrainedSection(Section):
     lora_path: str = field(
         "",
         "LoRA file or folder to go on from, of the same rank; empty = new adapters",
+        optional=True,
         needs="lora_rank",
+        instead="it starts new adapters; give start_from to go on from a checkpoint",
     )
     lora_base: Literal["bf16", "fp8", "nf4"] = field(
         "bf16",

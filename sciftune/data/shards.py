@@ -26,8 +26,12 @@ from .readers import CAPTION_KEYS, Parquet, Row, captions_of
 def tar_members(
     file: BinaryIO,  # Open and seekable
     name: str,  # For messages
-) -> tuple[list[tuple[str, int, int]], str]:  # (member, offset, bytes); why the list ends early
-    """List the files in a tar. Raises DataError when it is none or is compressed."""
+) -> list[tuple[str, int, int]]:  # (member, offset, bytes)
+    """List the files in a tar.
+
+    Raises DataError when it is none, is compressed, or ends early: how much is missing then, nobody
+    can tell.
+    """
     try:
         tar = tarfile.open(fileobj=file, mode="r:")  # noqa: SIM115 (the caller's file)
     except tarfile.TarError as e:
@@ -36,18 +40,22 @@ def tar_members(
             "in its middle: unpack it with gunzip"
         ) from e
     found = []
+    after = 0  # where the last member ends
     end = file.seek(0, io.SEEK_END)
     try:
         for m in tar:
             progress(f"{name}: {m.name} listed")
             if m.offset_data + m.size > end:
-                return found, f"ends in the middle of {m.name}; copy the shard again"
+                raise DataError(f"{name}: ends in the middle of {m.name}; copy the shard again")
+            after = m.offset_data + -(-m.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
             if m.isfile():
                 found.append((m.name, m.offset_data, m.size))
     except (tarfile.TarError, EOFError, OSError) as e:
         last = found[-1][0] if found else "its start"
-        return found, f"broken after {last}: {e}; copy the shard again"
-    return found, ""
+        raise DataError(f"{name}: broken after {last}: {e}; copy the shard again") from e
+    if end - after < tarfile.BLOCKSIZE:
+        raise DataError(f"{name}: ends without the empty block of an end; copy the shard again")
+    return found
 
 
 def tar_captions(
@@ -91,7 +99,7 @@ class Tars:
                 self._list(n, PurePosixPath(bare(path)).name, f)
 
     def _list(self, n: int, name: str, file: BinaryIO):
-        members, why = tar_members(file, name)
+        members = tar_members(file, name)
         samples = {}  # name up to the first dot -> {suffix: (offset, bytes)}
         for member, at, size in members:
             folder, _, leaf = member.rpartition("/")
@@ -107,8 +115,6 @@ class Tars:
             except DataError as e:
                 row.fault = str(e)
             self.rows.append(row)
-        if why:
-            self.rows.append(Row(name, id=name, fault=f"broken shard: {why}"))
 
     @staticmethod
     def _captions(file: BinaryIO, parts: dict, image: tuple | None) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from sciftune.core.checkpoint_folders import (
+    CheckpointError,
     checkpoint_damage,
     checkpoint_fault,
     checkpoint_info,
@@ -48,7 +49,10 @@ def checkpoint_recipe(
     fault = checkpoint_fault(checkpoint) or checkpoint_damage(checkpoint)
     if fault:
         raise ValueError(f"this is no complete checkpoint of a run: {fault}")
-    return restored(checkpoint_info(checkpoint)["recipe"])
+    recipe = checkpoint_info(checkpoint).get("recipe")
+    if not isinstance(recipe, dict):
+        raise ValueError(f"{checkpoint / 'info.json'} names no recipe; give another checkpoint")
+    return restored(recipe)
 
 
 def convert_checkpoint(
@@ -61,7 +65,8 @@ def convert_checkpoint(
 ) -> str:  # What was written
     """Write what a checkpoint trained: the component, or adapters.
 
-    Raises ValueError when `checkpoint` is no checkpoint, has no average, or `out` is in use.
+    Raises ValueError when `checkpoint` is no checkpoint, has no average, or `out` is in use,
+    CheckpointError when its tensors cannot be read.
     """
     recipe = checkpoint_recipe(checkpoint).model_copy(update=dict(max_shard_size=max_shard_size))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -93,7 +98,7 @@ def convert_command(
     options = (given.dtype, given.ema, given.max_shard_size, given.pipeline)
     try:
         written = convert_checkpoint(given.checkpoint, given.out, *options)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, CheckpointError) as error:
         sys.exit(f"zero_to_bf16: {error}")
     print(f"wrote {written}")
 

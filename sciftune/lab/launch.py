@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = [
-    "PATH_FIELDS",
+    "INPUT_FIELDS",
     "EXCEPTION",
     "TRACEBACK",
     "BEGIN",
@@ -15,6 +15,7 @@ __all__ = [
     "launch_notebook_path",
     "absolute_path",
     "absolute_data",
+    "absolute_input",
     "with_absolute_paths",
     "parameters_of",
     "recipe_from",
@@ -33,6 +34,8 @@ __all__ = [
     "differences",
     "reserved",
     "keep_run_secrets",
+    "check_data",
+    "check_port",
     "prepare_run",
     "announce",
     "start",
@@ -89,8 +92,12 @@ from typing import Any, Self, TextIO
 import psutil
 from pydantic import BaseModel, ConfigDict
 
-from ..core.aliases import ALIASES, SWITCHES
-from ..core.checkpoint_folders import check_same_run, checkpoint_info, find_checkpoint
+from sciftune.core.checkpoint_folders import (
+    check_same_run,
+    check_start_from,
+    checkpoint_info,
+    find_checkpoint,
+)
 from ..core.diagnosis import Case, Finding, is_echo, recognise
 from sciftune.core.ownership import (
     LAUNCHER,
@@ -101,8 +108,15 @@ from sciftune.core.ownership import (
     owned_folder,
 )
 from ..core.plan import Plan
-from ..core.processes import world_size
-from ..core.recipe import FORMAT, Recipe, RecipeError, launch_preset, resolve
+from ..core.processes import processes_here, world_size
+from sciftune.core.recipe import (
+    FORMAT,
+    Recipe,
+    RecipeError,
+    foreign_meanings,
+    launch_preset,
+    resolve,
+)
 from ..core.registry import nearest
 from ..core.rundir import RunDir, new_run, write_atomic
 from ..core.secrets import keep_secrets
@@ -164,27 +178,35 @@ def absolute_data(
     found = absolute_path(path, root)
     if glob.glob(found) or Path(found).exists():
         return found
+    raise LaunchError(f"{_nothing('data', path, root)}; data='figures' makes its own")
+
+
+def _nothing(field: str, path: str, root: Path) -> str:
+    """That a path of the recipe names nothing, and where it was looked for."""
     looked = " and ".join(dict.fromkeys([str(Path.cwd()), str(root)]))
-    raise LaunchError(
-        f"data: no such file or folder: {path} (looked in {looked}); data='figures' makes its own"
-    )
+    return f"{field}: no such file or folder: {path} (looked in {looked})"
 
 
 # %% ../../nbs/9_lab/02_launch.ipynb #df6ad4fa
-PATH_FIELDS = (
-    "nvme_path",
-    "prompts",
-    "start_from",
-    "validation_data",
-    "metadata",
-    "lora_path",
-)
+INPUT_FIELDS = ("prompts", "start_from", "validation_data", "metadata", "lora_path")
+
+
+def absolute_input(
+    field: str,  # One of `INPUT_FIELDS`
+    path: str,  # Its value
+    root: Path,  # The repository
+) -> str:
+    """A file or folder that a run reads, as an absolute path. LaunchError where there is none."""
+    found = absolute_path(path, root)
+    if found and "://" not in found and not Path(found).exists():
+        raise LaunchError(_nothing(field, path, root))
+    return found
 
 
 def with_absolute_paths(
     recipe: Recipe,
 ) -> Recipe:
-    """`recipe` freed from the working directory. Raises LaunchError for data that is not there."""
+    """`recipe` freed from the working directory. Raises LaunchError for missing inputs."""
     root = project_root()
     run_root = Path(recipe.run_root).expanduser()
     parts = recipe.sources
@@ -192,7 +214,8 @@ def with_absolute_paths(
         data = absolute_data(recipe.data, root)
     else:
         data = ",".join(f"{absolute_data(path, root)}:{weight}" for path, weight in parts)
-    paths = {name: absolute_path(getattr(recipe, name), root) for name in PATH_FIELDS}
+    paths = {name: absolute_input(name, getattr(recipe, name), root) for name in INPUT_FIELDS}
+    paths["nvme_path"] = absolute_path(recipe.nvme_path, root)
     if recipe.model_path not in ("tiny", "nano", "random"):
         paths["model_path"] = absolute_path(recipe.model_path, root)
     if recipe.resume != "latest":
@@ -222,7 +245,7 @@ def recipe_from(
     written = given.pop("format", FORMAT)  # of a kept recipe.yaml, given with papermill -f
     if written != FORMAT:
         raise LaunchError(f"recipe: format {written} is unknown; this version writes {FORMAT}")
-    known = {*Recipe.model_fields, *ALIASES, *SWITCHES}
+    known = Recipe.model_fields.keys() | foreign_meanings().keys()
     unknown = [
         f"unknown parameter '{name}'{nearest(name, Recipe.model_fields)}"
         for name in given
@@ -231,7 +254,8 @@ def recipe_from(
     if unknown:
         raise LaunchError("\n".join(unknown))
     try:
-        return resolve(**given | {"preset": given.get("preset") or launch_preset(given)})
+        preset = given.get("preset") or launch_preset(given)
+        return resolve(processes_here, **given | {"preset": preset})
     except RecipeError as error:
         raise LaunchError(str(error)) from None
 
@@ -449,11 +473,16 @@ def _check_resume(run: RunDir | None, recipe: Recipe):
 
     What can be told without the data and before anything is written.
     """
-    if not recipe.resume or (run and state(run) == "running"):
-        return
-    folder = run or RunDir(Path(recipe.run_root) / (recipe.name or "new"))
-    if path := find_checkpoint(folder, recipe.resume):
+    if recipe.start_from:
+        check_start_from(recipe.start_from)
+    if path := _checkpoint(run, recipe):
         check_same_run(checkpoint_info(path), recipe)
+
+
+def _checkpoint(run: RunDir | None, recipe: Recipe) -> Path | None:
+    """The checkpoint that `recipe` goes on from. Raises RecipeError without a usable one."""
+    folder = run or RunDir(Path(recipe.run_root) / (recipe.name or "new"))
+    return find_checkpoint(folder, recipe.resume)
 
 
 def _not_taken(run: RunDir, recipe: Recipe):
@@ -526,47 +555,112 @@ def keep_run_secrets(
         ) from None
 
 
+# %% ../../nbs/9_lab/02_launch.ipynb #f568bd1c
+def check_data(
+    recipe_path: Path,  # A written recipe
+    checkpoint: Path,  # That it goes on from
+):
+    """Raise LaunchError when the data have changed since the checkpoint, or cannot be read."""
+    done = run_module("sciftune.training.resumption", recipe_path, checkpoint)
+    if done.returncode == 2:
+        raise LaunchError(done.stdout.strip())
+    if done.returncode:
+        raise LaunchError(f"the data cannot be compared: {failure_line(done.stderr)}")
+
+
+def check_port(
+    recipe: Recipe,
+    world: int,  # Processes over all machines
+):
+    """Raise LaunchError when the port at which the processes shall meet cannot be opened here."""
+    port = recipe.main_process_port
+    if recipe.launcher != "job" or world == 1 or not port or recipe.machine_rank:
+        return
+    try:
+        socket.create_server(("127.0.0.1" if recipe.num_machines == 1 else "", port)).close()
+    except OSError as error:
+        raise LaunchError(
+            f"main_process_port: {port} cannot be opened on this machine "
+            f"({os.strerror(error.errno)}); give another port, or 0 for a free one"
+        ) from None
+
+
+# %% ../../nbs/9_lab/02_launch.ipynb #1084ae40
 def prepare_run(
     recipe: Recipe,
 ) -> RunDir:  # With recipe.yaml, plan.json, accelerate.yaml, command.txt, launch.json
     """Plan the run and write its folder, completely or not at all. Raises LaunchError."""
     recipe = with_absolute_paths(recipe)
     try:
-        world_size(recipe)
+        _check_run_root(Path(recipe.run_root))
+        world = world_size(recipe)
         run = choose_folder(recipe)
-        _check_resume(run, recipe)
-        fresh = run is None
-        run = run or new_run(recipe)
+        if run is None or state(run) != "running":
+            _check_resume(run, recipe)
+            check_port(recipe, world)
+            run = _written_run(run, recipe)
     except RecipeError as error:
         raise LaunchError(str(error)) from None
     except FileExistsError:  # another launch of this name was quicker
         return prepare_run(recipe)
-    if state(run) == "running":
-        announce(run)
-        return run
-    named = recipe.model_copy(update={"name": run.path.name})
-    with reserved(run):
-        fresh = fresh and not run.recipe.exists()  # else another launch was here in between
-        try:
-            choose_folder(named)  # nobody else changes it any more
-            _write_run(run, named)
-        except BaseException:
-            if fresh:
-                shutil.rmtree(run.path, ignore_errors=True)
-            raise
+    except OSError as error:
+        raise LaunchError(_refused_by_system(recipe, error)) from None
     announce(run)
     return run
 
 
+def _check_run_root(root: Path):
+    """Raise LaunchError where a file stands in the place of a folder."""
+    there = next(path for path in (root, *root.parents) if path.exists())
+    if not there.is_dir():
+        raise LaunchError(f"run_root: {there} is a file; give a folder")
+
+
+def _refused_by_system(recipe: Recipe, error: OSError) -> str:
+    """What the file system says, for a person."""
+    where = error.filename or recipe.run_root
+    if Path(recipe.run_root).is_dir() and not Path(where).parent.exists():
+        return f"name: {Path(where).parent} was removed while this launch began; launch again"
+    return (
+        f"run_root: {where} cannot be written ({error.strerror}); give a folder that you may "
+        "write, with room on its disk"
+    )
+
+
+def _written_run(run: RunDir | None, recipe: Recipe) -> RunDir:
+    """The folder of a run, a new one where there is none, with everything in it."""
+    fresh = run is None
+    run = run or new_run(recipe)
+    named = recipe.model_copy(update={"name": run.path.name})
+    with reserved(run):
+        choose_folder(named)  # nobody else changes it any more
+        with _removed_on_error(run, fresh and not run.recipe.exists()):
+            _write_run(run, named)
+    return run
+
+
+@contextlib.contextmanager
+def _removed_on_error(run: RunDir, mine: bool) -> Iterator[None]:
+    """Remove a folder of this launch's own making when the body raises."""
+    try:
+        yield
+    except BaseException:
+        if mine:
+            shutil.rmtree(run.path, ignore_errors=True)
+        raise
+
+
 def _write_run(run: RunDir, recipe: Recipe):
-    """Plan the run, then write its files."""
-    keep_run_secrets(run, recipe)
+    """Check with torch what needs torch, aside; then write."""
     with tempfile.TemporaryDirectory() as aside:
+        keep_run_secrets(run, recipe)
         written = recipe.save(Path(aside) / "recipe.yaml")
         plan = plan_run(written, Path(aside) / "plan.json", recipe.plan_check)
-    recipe.save(run.recipe)
-    plan.save(run.plan)
-    write_launch_files(run)
+        if checkpoint := _checkpoint(run, recipe):
+            check_data(written, checkpoint)
+        recipe.save(run.recipe)
+        plan.save(run.plan)
+        write_launch_files(run)
 
 
 # %% ../../nbs/9_lab/02_launch.ipynb #a7a8c357

@@ -23,6 +23,11 @@ RECORDS = [
         implementation="DDP",
         summary="a whole copy of the model per process, gradients averaged",
         reads=("lora_base",),
+        aliases={
+            ("sharding_strategy", "fsdp_sharding_strategy", "strategy"): {"NO_SHARD": {}},
+            ("sharding_strategy", "fsdp_sharding_strategy"): {"3": {}},
+            ("zero_stage",): {"0": {}},
+        },
     )
 ]
 

@@ -28,6 +28,20 @@ RECORDS = [
         reads=("reshard", "prefetch", "reduce_type", "hybrid_shard"),
         offloads=("params",),
         sharded=True,
+        aliases={
+            ("sharding_strategy", "fsdp_sharding_strategy", "strategy"): {
+                "FULL_SHARD": {"reshard": True},
+                "SHARD_GRAD_OP": {"reshard": False},
+                "HYBRID_SHARD": {"reshard": True, "hybrid_shard": None},
+                "HYBRID_SHARD_ZERO2": {"reshard": False, "hybrid_shard": None},
+            },
+            ("sharding_strategy", "fsdp_sharding_strategy"): {
+                "1": {"reshard": True},
+                "2": {"reshard": False},
+                "4": {"reshard": True, "hybrid_shard": None},
+                "5": {"reshard": False, "hybrid_shard": None},
+            },
+        },
     )
 ]
 

@@ -44,6 +44,7 @@ from typing import Any
 
 import diffusers
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -196,6 +197,7 @@ def add_lora(
     """Freeze the denoiser and put adapters in.
 
     Real ones get their values, those of a meta model stay on meta.
+    Raises RecipeError where `lora_path` holds other adapters than the recipe asks for.
     """
     denoiser.requires_grad_(False)
     config = lora_config(recipe, chosen_layers(denoiser, family, recipe))
@@ -209,11 +211,10 @@ def add_lora(
             continue
         m.__class__ = Adapter if isinstance(m, nn.Linear) else ConvAdapter
         p = m.weight
-        new = (
-            torch.empty(p.shape, dtype=torch.float32, device="meta")
-            if p.is_meta
-            else value(name + ".weight", p.shape).to(p.device)
-        )
+        if p.is_meta and not recipe.lora_path:
+            new = torch.empty(p.shape, dtype=torch.float32, device="meta")
+        else:  # read on meta, too: the plan refuses adapters of other layers
+            new = value(name + ".weight", p.shape).to(p.device)
         m.weight = nn.Parameter(new)
     return value
 
@@ -546,10 +547,12 @@ def _read_peft(folder: Path) -> tuple[dict, int, float]:
     try:
         config = json.loads((folder / "adapter_config.json").read_text())
         tensors = load_file(folder / "adapter_model.safetensors")
-    except OSError as e:
-        raise RecipeError(f"lora_path: {folder} holds no adapters of peft ({e})") from e
+        rank, alpha = config["r"], float(config["lora_alpha"])
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as e:
+        why = f"{type(e).__name__}: {e}"
+        raise RecipeError(f"lora_path: {folder} holds no adapters of peft ({why})") from e
     names = {name: name.removeprefix(PEFT_PREFIX) for name in tensors}
-    return {names[n]: t for n, t in tensors.items()}, config["r"], float(config["lora_alpha"])
+    return {names[n]: t for n, t in tensors.items()}, rank, alpha
 
 
 def read_lora(
@@ -622,7 +625,10 @@ class Merged(Mapping):
     ):
         self.tensors, rank, alpha = lora_record(lora, family)
         self.scale, self.weights = alpha / rank, weights
-        self.names = {k.replace(".lora_A.", ".") for k in self.tensors if ".lora_A." in k}
+        pairs = {k: k.replace(".lora_A.", ".lora_B.") for k in self.tensors if ".lora_A." in k}
+        if torn := [b for b in pairs.values() if b not in self.tensors]:
+            raise ValueError(f"{lora} is no whole LoRA: {torn[0]} is missing")
+        self.names = {k.replace(".lora_A.", ".") for k in pairs}
         if lost := sorted(self.names - set(weights)):
             raise ValueError(f"{lora} was made for another model: {lost[0]} is not in the base")
         for name in sorted(self.names):

@@ -42,6 +42,7 @@ RECORDS = [
     StrategyRecord(
         name="zero1",
         implementation="Zero1",
+        aliases={("zero_stage",): {"1": {}}},
         summary="DeepSpeed ZeRO-1: optimizer states spread over the processes",
         offloads=("optimizer",),
         own_master_weights=True,
@@ -49,6 +50,7 @@ RECORDS = [
     StrategyRecord(
         name="zero2",
         implementation="Zero2",
+        aliases={("zero_stage",): {"2": {}}},
         summary="DeepSpeed ZeRO-2: optimizer states and gradients spread",
         offloads=("optimizer",),
         own_master_weights=True,
@@ -56,6 +58,7 @@ RECORDS = [
     StrategyRecord(
         name="zero3",
         implementation="Zero3",
+        aliases={("zero_stage",): {"3": {}}},
         summary="DeepSpeed ZeRO-3: parameters, gradients and optimizer states spread",
         sharded=True,
         hooks_layers=True,

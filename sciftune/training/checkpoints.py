@@ -624,6 +624,12 @@ class CheckpointTensors(Mapping):
             with open(self.path / place.relative_path, "rb") as file:
                 file.seek(place.offset)
                 raw = file.read(place.length)
-            values = torch.load(io.BytesIO(raw), weights_only=True).reshape(-1)
+            try:
+                values = torch.load(io.BytesIO(raw), weights_only=True).reshape(-1)
+            except Exception as error:  # damaged bytes raise errors of any type
+                raise CheckpointError(
+                    f"{self.path / place.relative_path} is damaged: {name} cannot be read "
+                    f"({type(error).__name__})"
+                ) from None
             whole[start : start + values.numel()] = values
         return whole

@@ -428,14 +428,13 @@ def random_data(recipe: Recipe, family: Family) -> CachedData:
 # %% ../../nbs/7_training/07_encoding.ipynb #afdb6034
 def open_recipe_data(
     recipe: Recipe,
-    engine: Engine,
-    run_dir: RunDir,
+    quarantine: Path | None = None,  # File for the rows that are set aside; None = not written
 ) -> object:  # Collection or JoinedCollections, see `data.sources`
-    """Open the collections of `recipe.data`; rank 0 writes down the rows that are set aside."""
+    """Open the collections of `recipe.data`."""
     return open_collections(
         [data_path(recipe, path) for path, _ in recipe.sources],
         max_bad_fraction=recipe.max_bad_fraction,
-        quarantine=run_dir.quarantine if engine.main else None,
+        quarantine=quarantine,
         cache=cache_root(recipe.run_root) / "verified",
         metadata=recipe.metadata or None,
     )
@@ -468,7 +467,7 @@ def cache_data(
         return random_data(recipe, family)
     with engine.main_first():
         base = scheduled_weights(recipe, family)
-        collection = open_recipe_data(recipe, engine, run_dir)
+        collection = open_recipe_data(recipe, run_dir.quarantine if engine.main else None)
     if engine.main and collection.rejected:
         say(f"{len(collection.rejected)} rows set aside, see {run_dir.quarantine}")
     train, held = hold_out_by_source(recipe, collection)

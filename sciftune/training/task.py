@@ -27,7 +27,7 @@ import torch.distributed.checkpoint as dcp
 from diffusers import SchedulerMixin
 from torch import Tensor, nn
 
-from ..core.checkpoint_folders import checkpoint_fault
+from ..core.checkpoint_folders import check_start_from
 from ..core.plan import Plan
 from ..core.progress import progress
 from ..core.randomness import stream_seed
@@ -196,8 +196,7 @@ class EarlierRun:
                 f"start_from: {path} is a pickle, which can run code when opened, and is refused; "
                 "give the folder of a checkpoint, or an exported folder as model_path"
             )
-        if why := checkpoint_fault(self.path):
-            raise RecipeError(f"start_from: {path} is no usable checkpoint ({why})")
+        check_start_from(self.path)
         self.tensors = CheckpointTensors(self.path, network, self.state)
         if not self.tensors.keys():
             hint = "it was trained without ema_decay" if ema else "it belongs to another objective"
@@ -425,6 +424,14 @@ class Task:
         """Compare the bytes of an earlier run's checkpoint, each rank its share. All ranks."""
         if fault := usable_fault(self.engine, path, self.heartbeat):
             raise RecipeError(f"start_from: {fault}")
+
+    @classmethod
+    def data_fingerprint(
+        cls,
+        recipe: Recipe,
+    ) -> str | None:  # None = only a run can tell
+        """What `fingerprint` of a run would be, of the data as they are now."""
+        return None
 
     def batches(self, step: int) -> list:
         """This rank's micro-batches of `step`, on the CPU."""

@@ -148,6 +148,11 @@ class AutoencoderTask(Task):
             recipe, self.pictures, self.train, coder.channels, engine.rank, engine.world
         )
 
+    @classmethod
+    def data_fingerprint(cls, recipe: Recipe) -> str:
+        """Of the collection."""
+        return open_pictures(recipe).fingerprint
+
     def batches(self, step: int) -> list[dict]:
         """This rank's micro-batches of `step`."""
         return self.source(step)

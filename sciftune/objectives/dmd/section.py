@@ -6,7 +6,7 @@
 __all__ = ["RECORDS", "DistillationSection"]
 
 # %% ../../../nbs/8_objectives/dmd/01_section.ipynb #cbc3bcc2
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ...core.registry import ObjectiveRecord, find_record
 from ...core.sections import Section, field
@@ -36,6 +36,7 @@ RECORDS = [
             "text_tokens",
             "cache_batch",
             "lora_rank",
+            "lora_path",
             "start_from",
             "gradient_checkpointing",
             "compile",
@@ -78,6 +79,7 @@ RECORDS = [
             "text_tokens",
             "cache_batch",
             "lora_rank",
+            "lora_path",
             "start_from",
             "gradient_checkpointing",
             "compile",
@@ -103,6 +105,15 @@ RECORDS = [
 # %% ../../../nbs/8_objectives/dmd/01_section.ipynb #148ee41c
 class DistillationSection(Section):
     """Turns, steps of the generator, guidance, discriminator, critic."""
+
+    aliases: ClassVar = dict(
+        generator_lr="learning_rate",
+        guidance_lr="critic_learning_rate",
+        real_guidance_scale="real_guidance",
+        dfake_gen_update_ratio="generator_every",
+        generator_lora="use_lora",
+    )
+    fixed: ClassVar = dict(fake_guidance_scale=(1.0, "the critic is asked without guidance"))
 
     prompts: str = field(
         "",

@@ -39,6 +39,7 @@ RECORDS = [
             "data_workers",
             "trained_layers",
             "lora_rank",
+            "lora_path",
             "start_from",
             "gradient_checkpointing",
             "compile",

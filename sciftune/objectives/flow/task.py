@@ -21,7 +21,7 @@ from ...strategies.engine import Engine
 from ...strategies.lora import lora_flops
 from ...strategies.network import Network
 from ...toys.reader import read_validation
-from ...training.encoding import CachedData, cache_data
+from ...training.encoding import CachedData, cache_data, open_recipe_data
 from sciftune.training.task import (
     Export,
     Task,
@@ -95,6 +95,13 @@ class FlowTask(Task):
             engine.world,
             scheduled,
         )
+
+    @classmethod
+    def data_fingerprint(cls, recipe: Recipe) -> str:
+        """Of the collections; random latents have no data."""
+        if recipe.model_path.startswith("random"):
+            return "random"
+        return open_recipe_data(recipe).fingerprint
 
     def batches(self, step: int) -> list[dict]:
         """This rank's micro-batches of `step`, on the CPU."""

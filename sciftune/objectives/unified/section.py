@@ -6,7 +6,7 @@
 __all__ = ["RECORDS", "UnifiedSection"]
 
 # %% ../../../nbs/8_objectives/unified/01_section.ipynb #deff18b1
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ...core.registry import ObjectiveRecord
 from ...core.sections import Section, field
@@ -39,6 +39,15 @@ RECORDS = [
 # %% ../../../nbs/8_objectives/unified/01_section.ipynb #05f08899
 class UnifiedSection(Section):
     """Packing, weights of the two losses, what is left out or frozen."""
+
+    aliases: ClassVar = dict(
+        ce_weight="text_loss_weight",
+        mse_weight="image_loss_weight",
+        expected_num_tokens="expected_tokens",
+        max_num_tokens="max_tokens",
+        max_num_tokens_per_sample="max_sample_tokens",
+        val_data_path="validation_data",
+    )
 
     expected_tokens: int = field(
         10240, "a packed sequence is given out when it holds so many tokens", ge=16
@@ -75,7 +84,10 @@ class UnifiedSection(Section):
         "auto", "'auto' = flex attention on a GPU, dense masks on a CPU", identity=False
     )
     validation_data: str = field(
-        "", "jsonl for the held-out loss beside the held_out samples", identity=False
+        "",
+        "jsonl for the held-out loss beside the held_out samples",
+        identity=False,
+        instead="held_out=16 keeps so many samples of data for the held-out loss",
     )
 
     @staticmethod

@@ -1,0 +1,399 @@
+"""Bad inputs, each with the one sentence that a user sees.
+
+    python tests/tools/refusals.py     writes docs/generated/refusals.md
+
+The same table is tried by tests/test_refusals.py. Everything happens in this process: nothing is
+planned, started or trained, because each input is refused before.
+"""
+
+import contextlib
+import errno
+import functools
+import io
+import json
+import os
+import shlex
+import shutil
+import socket
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from sciftune.core.recipe import RecipeError, resolve
+from sciftune.core.registry import RegistryError
+from sciftune.data.images import DataError
+from sciftune.data.sources import open_collection
+from sciftune.lab import launch
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs/generated/refusals.md"
+EXPLAINED = (launch.LaunchError, RecipeError, RegistryError, DataError, ValueError, SystemExit)
+
+
+@dataclass(frozen=True)
+class Case:
+    """An input that is refused."""
+
+    topic: str  # Heading on the page
+    wrong: str  # What is given, for people
+    says: str  # What the sentence must hold: the field, file or row, and what would be right
+    give: Callable[[Path], object]  # (scene): gives it, and is refused
+    kinds: tuple[type[BaseException], ...] = field(default=EXPLAINED)
+
+
+# The scene: what the cases find on the disk
+
+
+def png(side: int = 16) -> bytes:
+    """A grey square."""
+    made = io.BytesIO()
+    Image.new("RGB", (side, side), "grey").save(made, "PNG")
+    return made.getvalue()
+
+
+@contextlib.contextmanager
+def scene() -> Iterator[Path]:
+    """A folder with a finished run, checkpoints good and bad, and files that are none of these."""
+    with tempfile.TemporaryDirectory() as name, contextlib.chdir(name):
+        folder = Path(name).resolve()
+        (folder / "file").write_text("no folder")
+        (folder / "empty").mkdir()
+        finished = resolve(run_root=str(folder / "runs"), name="done", lr_schedule="cosine")
+        finished = launch.with_absolute_paths(finished)
+        for run in ("done", "damaged", "not-finite", "cut", "unnamed"):
+            step = folder / "runs" / run / "checkpoints" / "step_000100"
+            step.mkdir(parents=True)
+            kept = finished.model_copy(update=dict(name=run))
+            kept.save(step.parents[1] / "recipe.yaml")
+            (step.parents[1] / "metrics.jsonl").write_text("{}\n")
+            (step / "tensors").write_bytes(b"1234")
+            record = dict(recipe=kept.model_dump(mode="json"), data="abc", files={"tensors": 4})
+            record |= dict(finite=False, not_finite=["denoiser"]) if run == "not-finite" else {}
+            record |= dict(files={"tensors": 8}) if run == "cut" else {}
+            record |= dict(recipe=None) if run == "unnamed" else {}
+            text = "{" if run == "damaged" else json.dumps(record)
+            (step / "info.json").write_text(text)
+        yield folder
+
+
+@contextlib.contextmanager
+def written(folder: Path, files: dict[str, bytes]) -> Iterator[Path]:
+    """A folder with these files, for a while."""
+    place = folder / "given"
+    place.mkdir()
+    for file, content in files.items():
+        (place / file).parent.mkdir(parents=True, exist_ok=True)
+        (place / file).write_bytes(content)
+    try:
+        yield place
+    finally:
+        shutil.rmtree(place)
+
+
+# Ways to give something
+
+
+def never_planned(*_: object) -> None:
+    """Stands in for the planner: what reaches it was not refused."""
+    raise AssertionError("not refused before the plan")
+
+
+def launched(folder: Path, **given: object) -> None:
+    """As the launch notebook does, up to the plan; '{folder}' in a value is the scene."""
+    values = {
+        name: value.format(folder=folder) if isinstance(value, str) else value
+        for name, value in given.items()
+    }
+    planner, launch.plan_run = launch.plan_run, never_planned
+    try:
+        recipe = launch.recipe_from(dict(preset="tiny", run_root=str(folder / "runs")) | values)
+        launch.prepare_run(recipe)
+    finally:
+        launch.plan_run = planner
+
+
+def asked(topic: str, says: str, **given: object) -> Case:
+    """A launch with parameters."""
+    values = {n: shlex.quote(str(v).format(folder="FOLDER")) for n, v in given.items()}
+    words = " ".join(f"-p {n} {v}" for n, v in values.items())
+    return Case(topic, f"`{words}`", says, functools.partial(launched, **given))
+
+
+def system_says(number: int) -> Callable[[Path], None]:
+    """A launch whose new run folder the system refuses with an error number."""
+
+    def give(folder: Path) -> None:
+        def refused(recipe: object) -> None:
+            raise OSError(number, os.strerror(number), str(folder / "runs" / "new"))
+
+        plain, launch.new_run = launch.new_run, refused
+        try:
+            launched(folder, name="new")
+        finally:
+            launch.new_run = plain
+
+    return give
+
+
+def port_taken(folder: Path) -> None:
+    """A launch over two processes at a port where somebody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        try:
+            launched(folder, strategy="ddp", num_processes=2, cpu=True, main_process_port=port)
+        except launch.LaunchError as error:
+            raise launch.LaunchError(str(error).replace(str(port), "PORT")) from None
+
+
+def collection(wrong: str, says: str, files: dict[str, bytes], name: str = "") -> Case:
+    """A folder of data with these files; `name` = the one of them that is opened."""
+
+    def give(folder: Path) -> None:
+        with written(folder, files) as place:
+            open_collection(place / name)
+
+    return Case("Data", wrong, says, give)
+
+
+def listed(*rows: dict, suffix: str = "jsonl") -> dict[str, bytes]:
+    """A picture and a list that should name it."""
+    lines = "\n".join(json.dumps(row) for row in rows)
+    return {"a.png": png(), f"metadata.{suffix}": lines.encode()}
+
+
+def table(**columns: list) -> bytes:
+    """A parquet file."""
+    made = io.BytesIO()
+    pq.write_table(pa.table(columns), made)
+    return made.getvalue()
+
+
+def tar(size: int | None = None) -> bytes:
+    """A tar of a picture and its caption, or its first bytes."""
+    import tarfile
+
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as opened:
+        for name, content in (("a.png", png()), ("a.txt", b"a square")):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            opened.addfile(member, io.BytesIO(content))
+    return made.getvalue()[:size]
+
+
+def model_folder(wrong: str, says: str, files: dict[str, str], weights: bool = False) -> Case:
+    """A folder given as model_path for klein, with these files."""
+
+    def give(folder: Path) -> None:
+        from sciftune.models.family import get_family
+
+        with written(folder, {name: text.encode() for name, text in files.items()}) as place:
+            family = get_family("klein")
+            family.denoiser_weights(place) if weights else family.config(place)
+
+    return Case("Model folder", wrong, says, give)
+
+
+def command(name: str, says: str, *words: str) -> Case:
+    """A command line of the converters."""
+
+    def give(folder: Path) -> None:
+        from sciftune.lab import convert
+
+        call = dict(zero_to_bf16=convert.convert_command, merge_lora=convert.merge_command)[name]
+        call([word.format(folder=folder) for word in words])
+
+    shown = " ".join(("scripts/" + name, *words)).replace("{folder}", "FOLDER")
+    return Case("Converters", f"`{shown}`", says, give)
+
+
+# The table
+
+KLEIN = json.dumps(dict(_class_name="Flux2KleinPipeline", transformer=["diffusers", "x"]))
+OTHER = {"model_index.json": '{"_class_name": "FluxPipeline"}', "transformer/config.json": "{}"}
+CASES = [
+    asked("Recipe", "unknown parameter 'modle' (did you mean 'model'?)", modle="klein"),
+    asked("Recipe", "model: unknown 'qwen' (did you mean 'qwenimage'?)", model="qwen"),
+    asked("Recipe", "preset: unknown 'tinny' for model 'qwenimage'", preset="tinny"),
+    asked("Recipe", "steps: Input should be a valid integer", steps="abc"),
+    asked("Recipe", "steps: Input should be greater than or equal to 1", steps=0),
+    asked("Recipe", "learning_rate: Input should be a finite number", learning_rate=float("inf")),
+    asked("Recipe", "resolution: must be a multiple of 16, for example 96", resolution=100),
+    asked("Recipe", "strategy: unknown 'zero9' (did you mean", strategy="zero9"),
+    asked("Recipe", "objective: 'epsilon' does not suit qwenimage", objective="epsilon"),
+    asked("Recipe", "global_batch: 6 is not a multiple", global_batch=6, micro_batch=4),
+    asked("Recipe", "lora_alpha: needs lora_rank", lora_alpha=8),
+    asked("Recipe", "needs strategy 'fsdp'; 'single' does not read it", prefetch=2),
+    asked("Recipe", "use 'ddp', 'fsdp'", num_processes=2),
+    asked("Recipe", "main_process_ip: needed with num_machines > 1", num_machines=2),
+    asked("Recipe", "metadata: must be a .json, .jsonl or .csv file", metadata="list.txt"),
+    asked("Recipe", "needs a positive weight behind a colon", data="figures:1,other"),
+    asked("Recipe", "trackers: unknown tracker", trackers="tensorbord"),
+    asked("Recipe", "lora_path: needs objective", model="bagel", lora_rank=4, lora_path="a"),
+    asked("Names of other scripts", "write precision='bf16-mixed'", use_fp16=True),
+    asked("Names of other scripts", "write lora_rank=16", use_lora=True),
+    asked("Names of other scripts", "write run_root='out' and name='a'", checkpoint_dir="out/a"),
+    asked("Names of other scripts", "given twice, as batch_size=4", batch_size=4, micro_batch=2),
+    asked("Names of other scripts", "known: 0, 1, 2, 3", zero_stage=5),
+    asked(
+        "Names of other scripts",
+        "needs hybrid_shard or num_shard beside it",
+        fsdp_sharding_strategy="HYBRID_SHARD_ZERO2",
+    ),
+    asked("Names of other scripts", "held_out=16 keeps so many samples", val_data_path="v.jsonl"),
+    asked("Names of other scripts", "needs objective 'dmd2'", generator_lr=1e-5),
+    asked("Name and folders", "run_root: must name a folder, for example 'runs'", run_root=""),
+    asked("Name and folders", "file is a file; give a folder", run_root="{folder}/file"),
+    asked("Name and folders", "is a file; give a folder", run_root="{folder}/file/runs"),
+    asked("Name and folders", "must be a plain folder name, not a path", name="../x"),
+    Case(
+        "Name and folders",
+        "`-p name` of 100 wide characters",
+        "of at most 100 characters and 240 bytes",
+        functools.partial(launched, name="図" * 100),
+    ),
+    asked("Name and folders", "or resume=latest to continue it", name="done"),
+    asked("Name and folders", "belongs to another recipe (steps", name="done", steps=7),
+    asked("Files", "data: no such file or folder: /nowhere", data="/nowhere"),
+    asked("Files", "metadata: no such file or folder: /no.csv", metadata="/no.csv"),
+    asked("Files", "start_from: no such file or folder", start_from="/nowhere"),
+    asked("Files", "start_from: FOLDER/empty is no usable", start_from="{folder}/empty"),
+    asked("Files", "give the folder of a checkpoint", start_from="{folder}/file"),
+    asked("Files", "lora_path: no such file or folder", lora_rank=4, lora_path="/no"),
+    asked("Files", "prompts: no such", model="sd15", objective="dmd2", prompts="/no.txt"),
+    asked("Checkpoint", "'latest' with the name of a run", resume="/nowhere"),
+    asked("Checkpoint", "finds no run 'dnoe'", name="dnoe", resume="latest"),
+    asked("Checkpoint", "no readable info.json", name="damaged", resume="latest"),
+    asked("Checkpoint", "tensors has 4 bytes instead of 8", name="cut", resume="latest"),
+    asked("Checkpoint", "not finite numbers", name="not-finite", resume="step_000100"),
+    asked("Checkpoint", "seed: 0 in the checkpoint, 1 now", name="done", resume="latest", seed=1),
+    asked(
+        "Checkpoint",
+        "To train further give start_from",
+        name="done",
+        resume="latest",
+        lr_schedule="cosine",
+        steps=200,
+    ),
+    Case(
+        "Disk",
+        "a run_root where this user may not write",
+        "run_root: FOLDER/runs/new cannot be written (Permission denied)",
+        system_says(errno.EACCES),
+    ),
+    Case(
+        "Disk",
+        "a disk without room",
+        "cannot be written (No space left on device); give a folder that you may write, with room",
+        system_says(errno.ENOSPC),
+    ),
+    Case(
+        "Network",
+        "`-p main_process_port PORT`, where another program listens",
+        "(Address already in use); give another port, or 0 for a free one",
+        port_taken,
+    ),
+    asked("Network", "main_process_port: Input should be less than 65536", main_process_port=99999),
+    collection("an empty folder", "nothing in it: expected images with .txt files", {}),
+    collection("an image without caption", "missing file: a.txt", {"a.png": png()}),
+    collection("an empty caption", "empty caption", {"a.png": png(), "a.txt": b" "}),
+    collection("half an image", "a.png", {"a.png": png()[:30], "a.txt": b"a square"}),
+    collection("a JSON list that is none", "expected a list of objects", {"metadata.json": b"{}"}),
+    collection("broken JSON", "not valid JSON", {"metadata.json": b"[{"}),
+    collection("a broken line", "metadata.jsonl:1: bad JSON line", {"metadata.jsonl": b"{a"}),
+    collection("a row without image", "expected one of the keys file_path", listed({"text": "x"})),
+    collection(
+        "a row outside the folder",
+        "path outside the data root: ../a.png",
+        listed({"image": "../a.png", "text": "x"}),
+    ),
+    collection("a row twice", "duplicated id", listed(*[{"image": "a.png", "text": "x"}] * 2)),
+    collection("a CSV of other columns", "expected one of file_path", {"metadata.csv": b"a,b\n"}),
+    collection("an unknown kind of list", "expected .json, .jsonl, .csv", {"a.xml": b""}, "a.xml"),
+    collection("two lists", "name one of them", {"a.csv": b"", "b.jsonl": b""}),
+    collection("half a parquet", "must be copied again", {"a.parquet": table(a=[1])[:-20]}),
+    collection("a parquet of no images", "no image column", {"a.parquet": table(text=["x"])}),
+    collection("half a tar", "copy the shard again", {"a.tar": tar(700)}),
+    collection("a tar.gz named .tar", "unpack it with gunzip", {"a.tar": b"\x1f\x8b" + bytes(999)}),
+    model_folder("a folder without a pipeline", "has no model_index.json", {"x": ""}),
+    model_folder("a broken index", "is not valid JSON", {"model_index.json": "{"}),
+    model_folder("an index of nothing", "does not name a pipeline", {"model_index.json": "{}"}),
+    model_folder("another model", "is a FluxPipeline folder", OTHER),
+    model_folder("no component", "is the download complete?", {"model_index.json": KLEIN}),
+    model_folder(
+        "weights as a pickle",
+        "save it again as safetensors",
+        {"model_index.json": KLEIN, "transformer/diffusion_pytorch_model.bin": ""},
+        weights=True,
+    ),
+    model_folder(
+        "half a weight file",
+        "is damaged or cut off",
+        {"model_index.json": KLEIN, "transformer/diffusion_pytorch_model.safetensors": "x"},
+        weights=True,
+    ),
+    command("zero_to_bf16", "nowhere is no folder; give one like", "/nowhere", "out"),
+    command("zero_to_bf16", "is a run; give one of its checkpoints", "{folder}/runs/done", "out"),
+    command(
+        "zero_to_bf16",
+        "no readable info.json",
+        "{folder}/runs/damaged/checkpoints/step_000100",
+        "out",
+    ),
+    command(
+        "zero_to_bf16",
+        "names no recipe",
+        "{folder}/runs/unnamed/checkpoints/step_000100",
+        "out",
+    ),
+    command("merge_lora", "is not a folder that exists", "/nowhere", "/lora", "out"),
+]
+
+
+def sentence(case: Case, folder: Path) -> str:
+    """What the user sees, with FOLDER for the scene. AssertionError where nothing is refused."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            case.give(folder)
+        except AssertionError:
+            raise
+        except case.kinds as error:
+            return str(error).replace(str(folder), "FOLDER")
+    raise AssertionError(f"{case.wrong} was not refused")
+
+
+def page(folder: Path) -> str:
+    """docs/generated/refusals.md."""
+    lines = [
+        "# What is refused, and what it says",
+        "",
+        "Every row was tried; the right column is what a user reads. The same table is tried by",
+        "`tests/test_refusals.py`. Regenerate with `python tests/tools/refusals.py`.",
+    ]
+    for topic in dict.fromkeys(case.topic for case in CASES):
+        lines += ["", f"## {topic}", "", "| given | said |", "|---|---|"]
+        for case in CASES:
+            if case.topic == topic:
+                said = "<br>".join(sentence(case, folder).split("\n")).replace("|", "\\|")
+                lines.append(f"| {case.wrong} | {said} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Write the page."""
+    with scene() as folder:
+        text = page(folder)
+    PAGE.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
