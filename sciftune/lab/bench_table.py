@@ -91,6 +91,7 @@ class Predictor:
             recipe.resolution,
             recipe.text_tokens,
             recipe.lora_rank,
+            recipe.lora_base,
         )
         if key not in self.profiles:
             self.profiles[key] = profile(recipe, get_family(recipe.model), vae=False)
@@ -152,7 +153,8 @@ def objective_words(
     """The objective with what belongs to it."""
     gan = " + GAN" if recipe.gan else ""
     adapters = f", LoRA {recipe.lora_rank}" if recipe.lora_rank else ""
-    return recipe.objective + gan + adapters
+    narrow = f" on {recipe.lora_base}" if recipe.lora_base != "bf16" else ""
+    return recipe.objective + gan + adapters + narrow
 
 
 def strategy_words(
@@ -369,7 +371,10 @@ def setting_words(
     row: dict,
 ) -> str:
     """Model and precision."""
-    kind = "LoRA" if row.get("lora_rank") else row["precision"].removeprefix("bf16-")
+    kind = row["precision"].removeprefix("bf16-")
+    if row.get("lora_rank"):
+        base = row.get("lora_base", "bf16")
+        kind = "LoRA" if base == "bf16" else f"LoRA on {base}"
     return f"{row['model']}, {kind}"
 
 
