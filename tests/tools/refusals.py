@@ -9,12 +9,14 @@ planned, started or trained, because each input is refused before.
 import contextlib
 import errno
 import functools
+import importlib
 import io
 import json
 import os
 import shlex
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 import warnings
@@ -119,11 +121,29 @@ def launched(folder: Path, **given: object) -> None:
         launch.plan_run = planner
 
 
+def planned(folder: Path, **given: object) -> None:
+    """A launch whose plan is made, in this process."""
+
+    def run_module(module: str, *arguments: object) -> subprocess.CompletedProcess:
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            code = importlib.import_module(module).main([str(word) for word in arguments])
+        assert code, "the plan refuses nothing"
+        return subprocess.CompletedProcess(arguments, code, "", said.getvalue())
+
+    plain, launch.run_module = launch.run_module, run_module
+    try:
+        values = {n: v.format(folder=folder) if isinstance(v, str) else v for n, v in given.items()}
+        launch.prepare_run(resolve(run_root=str(folder / "runs"), **values))
+    finally:
+        launch.run_module = plain
+
+
 def asked(topic: str, says: str, **given: object) -> Case:
-    """A launch with parameters."""
+    """A launch with parameters; those that need the model reach the plan."""
+    give = planned if topic == "Layers and adapters" else launched
     values = {n: shlex.quote(str(v).format(folder="FOLDER")) for n, v in given.items()}
     words = " ".join(f"-p {n} {v}" for n, v in values.items())
-    return Case(topic, f"`{words}`", says, functools.partial(launched, **given))
+    return Case(topic, f"`{words}`", says, functools.partial(give, **given))
 
 
 def system_says(number: int) -> Callable[[Path], None]:
@@ -268,6 +288,10 @@ CASES = [
     asked("Files", "give the folder of a checkpoint", start_from="{folder}/file"),
     asked("Files", "lora_path: no such file or folder", lora_rank=4, lora_path="/no"),
     asked("Files", "prompts: no such", model="sd15", objective="dmd2", prompts="/no.txt"),
+    asked("Layers and adapters", "lora_targets: no linear layer", lora_rank=4, lora_targets="fc"),
+    asked("Layers and adapters", "lora_path: FOLDER/file", lora_rank=4, lora_path="{folder}/file"),
+    asked("Layers and adapters", "trained_layers: qwenimage has no 'fc'", trained_layers="fc"),
+    asked("Layers and adapters", "model_path '/no' is not a folder that exists", model_path="/no"),
     asked("Checkpoint", "'latest' with the name of a run", resume="/nowhere"),
     asked("Checkpoint", "finds no run 'dnoe'", name="dnoe", resume="latest"),
     asked("Checkpoint", "no readable info.json", name="damaged", resume="latest"),
