@@ -658,8 +658,8 @@ class Zero3(Zero):
     def zero_config(self) -> dict:
         """Stage 3 gathers ahead and keeps small parameters whole.
 
-        With a compiler it leaves linears alone: its own ask for each parameter's number, which
-        would make a graph per block.
+        With a compiler, linear layers stay torch's: DeepSpeed's read the id of each parameter,
+        for which every block would be compiled again.
         """
         section = super().zero_config()
         if self.recipe.offload in ("params", "nvme"):
