@@ -1,6 +1,9 @@
 """Kill real runs at random moments, resume them, and add what happened to docs/kills.jsonl.
 
-    python tests/tools/kills.py [--kills 100] [--case NAME ...] [--seed 0] [--table FOLDER]
+    python tests/tools/kills.py [--kills 100] [--minutes 600] [--case NAME ...] [--table FOLDER]
+
+It ends after the run in which that many kills are reached or so many minutes have passed. Several
+can run at once, each with a folder of its own for the lines.
 
 Every run is started as `launch` starts it. One of its processes, or all, get SIGKILL: the wrapper,
 the agent (launcher), a rank, a process that makes batches; after some steps, inside a save or
@@ -238,14 +241,17 @@ never killed; an orphan is a process that lived on for more than {GONE} s. {date
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--minutes", type=float, default=600)
     parser.add_argument("--case", action="append", choices=CASES)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--table", type=Path, default=ROOT / "docs")
     given = parser.parse_args()
+    given.table.mkdir(parents=True, exist_ok=True)
     cases = given.case or list(CASES)
     rng, done, references = random.Random(given.seed), 0, {}
+    end = time.monotonic() + 60 * given.minutes
     with tempfile.TemporaryDirectory() as folder:
-        while done < given.kills:
+        while done < given.kills and time.monotonic() < end:
             case = next((case for case in cases if case not in references), None)
             case = case or rng.choice(cases)
             if case not in references:
