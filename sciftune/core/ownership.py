@@ -8,6 +8,7 @@ __all__ = [
     "ROLES",
     "SIGN_EVERY",
     "SILENT_AFTER",
+    "RELEASED_AFTER",
     "is_orphan",
     "end_with_parent",
     "FolderInUseError",
@@ -237,6 +238,28 @@ class FolderLock:
                 os.utime(self.handle)
 
 
+# %% ../../nbs/1_core/07_ownership.ipynb #d231c85e
+RELEASED_AFTER = 10.0  # Seconds that the system may take to close the files of a dead process
+
+
+def _has_ended(owner: Owner) -> bool:
+    """Whether the process of `owner`, of this machine, runs no more."""
+    if owner.host != os.uname().nodename:
+        return False
+    try:
+        return psutil.Process(owner.pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _lasting_holder(file: Path) -> Owner | None:
+    """Who holds a lock, once the system has closed the files of a process that has ended."""
+    end = time.monotonic() + RELEASED_AFTER
+    while (owner := holder(file)) and _has_ended(owner) and time.monotonic() < end:
+        time.sleep(FolderLock.pause)
+    return owner
+
+
 # %% ../../nbs/1_core/07_ownership.ipynb #1513c3e6
 def folder_owner(
     folder: str | Path,  # Of a run
@@ -245,7 +268,7 @@ def folder_owner(
     launcher = int(os.environ.get(LAUNCHER) or 0)
     mine = {(os.uname().nodename, os.getpid()), (os.uname().nodename, launcher)}
     for name in ROLES.values():
-        owner = holder(Path(folder) / name)
+        owner = _lasting_holder(Path(folder) / name)
         if owner and (owner.host, owner.pid) not in mine:
             return owner
     return None

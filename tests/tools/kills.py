@@ -47,13 +47,14 @@ COMMON = dict(
 )
 BAGEL = dict(
     model="bagel",
+    data_workers=None,
     micro_batch=None,
     expected_tokens=320,
     max_tokens=400,
     max_sample_tokens=400,
     text_tokens=8,
 )
-DMD = dict(model="sd15", objective="dmd2", generator_every=2, ema_decay=0.9)
+DMD = dict(model="sd15", objective="dmd2", generator_every=2, ema_decay=0.9, data_workers=None)
 TWO = dict(num_processes=2)
 CASES = {
     "single": ENGINES["single"],
