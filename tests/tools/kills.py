@@ -54,7 +54,14 @@ BAGEL = dict(
     max_sample_tokens=400,
     text_tokens=8,
 )
-DMD = dict(model="sd15", objective="dmd2", generator_every=2, ema_decay=0.9, data_workers=None)
+DMD = dict(
+    model="sd15",
+    objective="dmd2",
+    generator_every=2,
+    ema_decay=0.9,
+    data_workers=None,
+    held_out=None,
+)
 TWO = dict(num_processes=2)
 CASES = {
     "single": ENGINES["single"],
