@@ -169,6 +169,7 @@ class FolderLock:
         patience: float = 0.0,  # Seconds to wait for another machine's record to grow old
     ) -> None:
         """Lock and write the record. Raises FolderInUseError."""
+        _lasting_holder(self.file)  # which waits while the system ends one that was killed
         for _ in range(self.tries):
             handle = os.open(self.file, os.O_RDWR | os.O_CREAT, 0o644)
             if _flock(handle, fcntl.LOCK_EX) is not False and self._is_there(handle):
@@ -247,8 +248,8 @@ def _has_ended(owner: Owner) -> bool:
     if owner.host != os.uname().nodename:
         return False
     try:
-        return psutil.Process(owner.pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
+        return not psutil.Process(owner.pid).cmdline()  # Its memory is given up, its files not yet
+    except psutil.NoSuchProcess:  # Also for a zombie
         return True
 
 

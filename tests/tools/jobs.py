@@ -60,11 +60,19 @@ def stand_ins():
         launch.plan_run, launch.write_launch_files = kept
 
 
+def command_line(process):
+    "The command of a process; empty when it has just ended."
+    with contextlib.suppress(psutil.Error):
+        return process.cmdline()
+    return []
+
+
 def ranks(run):
     "Ranks of `run`, and the processes that make their batches."
-    trainers = [p for p in living(run) if "sciftune.training.trainer" in p.cmdline()]
-    trainers = [p for p in trainers if "sciftune.strategies.agent" not in p.cmdline()]
-    rank = [p for p in trainers if p.parent() not in trainers]
+    lines = {p: command_line(p) for p in living(run)}
+    trainers = [p for p, line in lines.items() if "sciftune.training.trainer" in line]
+    trainers = [p for p in trainers if "sciftune.strategies.agent" not in lines[p]]
+    rank = [p for p in trainers if p.ppid() not in {parent.pid for parent in trainers}]
     return rank, [p for p in trainers if p not in rank]
 
 
