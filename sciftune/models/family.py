@@ -17,6 +17,9 @@ __all__ = [
     "check_captions",
     "stack_rows",
     "compute_dtype",
+    "stack_sizes",
+    "inside",
+    "attended",
     "Encoders",
     "Family",
     "get_family",
@@ -226,6 +229,44 @@ def compute_dtype(
 ) -> torch.dtype:  # Type of its floating parameters
     """The type in which a denoiser wants its inputs."""
     return next(p.dtype for p in denoiser.parameters() if p.is_floating_point())
+
+
+# %% ../../nbs/4_models/02_family.ipynb #0727d3ac
+def stack_sizes(
+    latents: list[Tensor],  # (C,h,w) each
+) -> tuple[Tensor, list | None]:  # (B,C,H,W), and (h,w) of each where they differ
+    """Stack latents in the top left corner of the largest height and width."""
+    sizes = [tuple(x.shape[-2:]) for x in latents]
+    if len(set(sizes)) == 1:
+        return torch.stack(latents), None
+    height, width = (max(sides) for sides in zip(*sizes, strict=True))
+    beside = [(0, width - w, 0, height - h) for h, w in sizes]
+    rows = [nn.functional.pad(x, pad) for x, pad in zip(latents, beside, strict=True)]
+    return torch.stack(rows), sizes
+
+
+def inside(
+    sizes: list,  # (h,w) of each sample
+    height: int,
+    width: int,
+    device: torch.device = "cpu",  # Where the mask is made
+) -> Tensor:  # (B,height,width), True = part of the image
+    """Tell image from padding."""
+    h, w = torch.tensor([list(size) for size in sizes], device=device)[..., None, None].unbind(1)
+    row = torch.arange(height, device=device)[None, :, None]
+    column = torch.arange(width, device=device)[None, None]
+    return (row < h) & (column < w)
+
+
+def attended(
+    sizes: list,  # (h,w) of each sample
+    x: Tensor,  # Latents (B,C,H,W)
+    patch: int,  # Latent pixels per token side
+    text: Tensor,  # (B,T), 0 = padding of a caption that is not attended to
+) -> Tensor:  # (B,1,1,T+N), True = attended to
+    """The mask over [text, image] of a joint attention."""
+    image = inside(sizes, *x.shape[2:], x.device)[:, ::patch, ::patch].flatten(1)
+    return torch.cat((text.bool(), image), 1)[:, None, None]
 
 
 # %% ../../nbs/4_models/02_family.ipynb #f0939249

@@ -437,7 +437,7 @@ class SD15(Family):
         )
 
 
-# %% ../../nbs/4_models/07_sd.ipynb #c35d8ea9
+# %% ../../nbs/4_models/07_sd.ipynb #9ed3f300
 class SDXL(SD15):
     """Stable Diffusion XL."""
 
@@ -468,10 +468,12 @@ class SDXL(SD15):
         conditioning: dict,
     ) -> dict | None:
         """Pooled text, and the size numbers of the picture unless the conditioning has its own."""
-        h, w = (n * self.latent_factor for n in x.shape[2:])
         ids = conditioning.get("time_ids")
         if ids is None:
-            ids = torch.tensor([h, w, 0, 0, h, w], device=x.device).expand(len(x), 6)
+            sizes = conditioning.get("sizes") or [x.shape[2:]]
+            pixels = [[n * self.latent_factor for n in size] for size in sizes]
+            rows = [[h, w, 0, 0, h, w] for h, w in pixels]
+            ids = torch.tensor(rows, device=x.device).expand(len(x), 6)
         return dict(text_embeds=conditioning["pooled"].to(x.dtype), time_ids=ids)
 
     def build_tiny(self) -> diffusers.StableDiffusionXLPipeline:

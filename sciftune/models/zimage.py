@@ -15,7 +15,7 @@ __all__ = [
     "ZImage",
 ]
 
-# %% ../../nbs/4_models/10_zimage.ipynb #1ee42699
+# %% ../../nbs/4_models/10_zimage.ipynb #54cdde6a
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from sciftune.models.family import (
     check_captions,
     compute_dtype,
     mmdit_flops,
+    stack_sizes,
 )
 from .weights import load_text_encoder
 from ..toys import tiny
@@ -132,7 +133,7 @@ def turn_states(
     return [states[valid].clone() for states, valid in rows]
 
 
-# %% ../../nbs/4_models/10_zimage.ipynb #0fdb6b96
+# %% ../../nbs/4_models/10_zimage.ipynb #ca820cce
 TINY_Z_IMAGE = dict(
     Z_IMAGE,
     dim=32,
@@ -207,11 +208,12 @@ class ZImage(Family):
         """Velocity epsilon - x0: the negative of what the network gives at time 1 - sigma."""
         self.check_inputs(x_t, sigma)
         dtype = compute_dtype(denoiser)
-        pictures = list(x_t.to(dtype).unsqueeze(2).unbind(0))
+        sizes = conditioning.get("sizes") or [x_t.shape[2:]] * len(x_t)
+        pictures = [x[:, None, :h, :w] for x, (h, w) in zip(x_t.to(dtype), sizes, strict=True)]
         captions = [text.to(dtype) for text in conditioning["text"]]
         time = (1000 - 1000 * sigma) / 1000
         out = denoiser(pictures, time, captions, return_dict=False)[0]
-        return -torch.stack(out).squeeze(2).to(x_t.dtype)
+        return -stack_sizes([velocity.squeeze(1) for velocity in out])[0].to(x_t.dtype)
 
     @torch.no_grad()
     def decode(
