@@ -296,7 +296,7 @@ class Encoders:
             torch.cuda.empty_cache()
 
 
-# %% ../../nbs/4_models/02_family.ipynb #5341179b
+# %% ../../nbs/4_models/02_family.ipynb #6ff97794
 class Family(ABC):
     """One kind of image generator: how it loads, encodes, predicts, samples and saves."""
 
@@ -313,6 +313,7 @@ class Family(ABC):
     latent_channels: int = 16  # C of the model-space latents (B,C,h,w)
     latent_factor: int = 8  # Pixels per latent pixel
     token_factor: int = 16  # Pixels per token side
+    mixes_sizes: bool = True  # Whether padding beside a smaller image can be hidden from it
     text_tokens: int = 512  # Caption length at inference
     max_text_tokens: int = 512  # Longest caption that the model has room for
     negative_caption: str = ""  # Unconditional prompt, also for caption dropout

@@ -228,7 +228,7 @@ TINY_SDXL = dict(
 )
 
 
-# %% ../../nbs/4_models/07_sd.ipynb #fc25d3b5
+# %% ../../nbs/4_models/07_sd.ipynb #bc3460c7
 class SD15(Family):
     """Stable Diffusion 1.5."""
 
@@ -242,6 +242,7 @@ class SD15(Family):
     size_multiple = 8
     latent_channels = 4
     token_factor = 8
+    mixes_sizes = False
     text_tokens = 77
     max_text_tokens = 77
     default_guidance = 7.5
@@ -437,7 +438,7 @@ class SD15(Family):
         )
 
 
-# %% ../../nbs/4_models/07_sd.ipynb #9ed3f300
+# %% ../../nbs/4_models/07_sd.ipynb #1f6bf517
 class SDXL(SD15):
     """Stable Diffusion XL."""
 
@@ -468,12 +469,10 @@ class SDXL(SD15):
         conditioning: dict,
     ) -> dict | None:
         """Pooled text, and the size numbers of the picture unless the conditioning has its own."""
+        h, w = (n * self.latent_factor for n in x.shape[2:])
         ids = conditioning.get("time_ids")
         if ids is None:
-            sizes = conditioning.get("sizes") or [x.shape[2:]]
-            pixels = [[n * self.latent_factor for n in size] for size in sizes]
-            rows = [[h, w, 0, 0, h, w] for h, w in pixels]
-            ids = torch.tensor(rows, device=x.device).expand(len(x), 6)
+            ids = torch.tensor([h, w, 0, 0, h, w], device=x.device).expand(len(x), 6)
         return dict(text_embeds=conditioning["pooled"].to(x.dtype), time_ids=ids)
 
     def build_tiny(self) -> diffusers.StableDiffusionXLPipeline:

@@ -54,7 +54,7 @@ from ..toys.charts import drawn
 from .export import verify_base
 
 
-# %% ../../nbs/7_training/07_encoding.ipynb #794ee775
+# %% ../../nbs/7_training/07_encoding.ipynb #4bf0a34f
 @dataclass(frozen=True)
 class CachedSample:
     """A sample whose tensors are in the cache."""
@@ -65,7 +65,7 @@ class CachedSample:
     more_keys: tuple = ()  # Images of further sizes
     sizes: tuple = ()  # (height, width) of each, where they differ from sample to sample
     place: tuple = (0, 0)  # Number of its collection, and of its shard there
-    buckets: tuple = ()  # (height, width) that each of `sizes` goes to, the same unless padded
+    buckets: tuple = ()  # (height, width) of each: samples of one bucket may share a micro-batch
 
     def image(self, epoch: int) -> str:
         """The key of the image that an epoch trains on."""
@@ -152,7 +152,7 @@ def caption_texts(
     )
 
 
-# %% ../../nbs/7_training/07_encoding.ipynb #8609d976
+# %% ../../nbs/7_training/07_encoding.ipynb #3c9f97a7
 class EncodingJobs:
     """The images and captions that a run wants encoded, by cache key."""
 
@@ -196,6 +196,8 @@ class EncodingJobs:
         else:
             buckets = tuple(sizing.bucket(name, *shape, draw) for draw in range(sizing.draws))
             sizes = tuple(sizing.fitted(*shape, bucket) for bucket in buckets)
+        if not self.family.mixes_sizes:
+            buckets = sizes
         first, *more = [self.image(i, *size) for size in sizes]
         return CachedSample(name, first, captions, tuple(more), sizes, place, buckets)
 
