@@ -43,6 +43,7 @@ TORCH_FREE = [  # imported by the kernel that launches, whose forks torch could 
     "toys.figures",
     "objectives.*.section",
     "lab.plots",
+    "lab.scores",
     "lab.report",
     "lab.launch",
     "lab.bench",
