@@ -1,6 +1,6 @@
 """What must hold before any test runs, and what is generated from the notebooks.
 
-    python tests/tools/gate.py sync     bring modules, README.md and the packaged notebook into step
+    python tests/tools/gate.py sync     bring modules, README.md, packaged notebooks into step
     python tests/tools/gate.py tidy     only format the modules that nbdev has written
     python tests/tools/gate.py check    say what is wrong, one line per problem
 
@@ -47,6 +47,9 @@ TORCH_FREE = [  # imported by the kernel that launches, whose forks torch could 
     "lab.launch",
     "lab.bench",
     "lab.distillation",
+    "lab.contents",
+    "lab.tables",
+    "lab.command",
 ]
 FORMATTED = ["nbs", "tests", "scripts"]
 LARGEST_NOTEBOOK = 300_000  # bytes
@@ -133,7 +136,23 @@ def sync(root: Path) -> None:
     run_python("-c", "from nbdev.doclinks import nbdev_export; nbdev_export()", cwd=root)
     tidy_modules(root)
     write_readme(root)
-    shutil.copy(root / "nbs/launch.ipynb", root / "sciftune/lab/launch.ipynb")
+    package_notebooks(root)
+
+
+def has_parameters(notebook: Path) -> bool:
+    """Whether papermill can give a notebook parameters."""
+    cells = json.loads(notebook.read_text())["cells"]
+    return any("parameters" in cell["metadata"].get("tags", []) for cell in cells)
+
+
+def package_notebooks(root: Path) -> None:
+    """Copy the notebooks that are run by name beside the module that runs them."""
+    chosen = {path.name: path for path in (root / "nbs").glob("*.ipynb") if has_parameters(path)}
+    for path in (root / "sciftune/lab").glob("*.ipynb"):
+        if path.name not in chosen:
+            path.unlink()
+    for path in chosen.values():
+        shutil.copy(path, root / "sciftune/lab")
 
 
 def known_files(root: Path) -> list[str]:
