@@ -21,6 +21,9 @@ __all__ = [
     "RandomTensors",
     "random_data",
     "open_recipe_data",
+    "WithHeldOut",
+    "open_with_held_out",
+    "in_both",
     "scheduled_weights",
     "square",
     "held_out_prompts",
@@ -46,7 +49,7 @@ from ..core.rundir import RunDir, cache_root
 from ..data.buckets import Sizing, cut_line
 from ..data.cache import TensorCache, cache_key
 from ..data.images import pixels
-from ..data.sources import open_collections
+from ..data.sources import joined_quarantine, open_collection, open_collections
 from ..models.family import Family
 from ..planner.profile import weights_path
 from ..strategies.engine import Engine
@@ -412,8 +415,14 @@ class RandomTensors:
 def random_data(recipe: Recipe, family: Family) -> CachedData:
     """What `cache_data` gives for random weights: squares, which every `fit` leaves as they are.
 
-    There are no prompts, since there is no VAE. Raises RecipeError for drawn sizes.
+    There are no prompts, since there is no VAE. Raises RecipeError for validation_data and for
+    drawn sizes.
     """
+    if recipe.validation_data:
+        raise RecipeError(
+            "validation_data: random weights are trained on random latents; leave validation_data "
+            "out with model_path='random'"
+        )
     if recipe.random_hw_adapt:
         raise RecipeError(
             "random_hw_adapt: random weights are trained on random latents of one size; leave it "
@@ -453,6 +462,69 @@ def open_recipe_data(
         cache=cache_root(recipe.run_root) / "verified",
         metadata=recipe.metadata or None,
     )
+
+
+# %% ../../nbs/7_training/07_encoding.ipynb #5e1f0b02
+class WithHeldOut:
+    """A collection, and behind it the one that is held out."""
+
+    def __init__(
+        self,
+        train: object,  # Collection or JoinedCollections
+        held: object,  # Collection
+    ):
+        self.train = train
+        self.held = held
+        self.ids = [*train.ids, *(f"held:{name}" for name in held.ids)]
+        for name in ("captions", "sizes", "digests", "shards", "rejected"):
+            setattr(self, name, [*getattr(train, name), *getattr(held, name)])
+        self.fingerprint = train.fingerprint
+
+    def __len__(self):
+        return len(self.ids)
+
+    def part(
+        self,
+        i: int,  # Number of a sample
+    ) -> int:
+        """The number of the collection that a training sample comes from."""
+        inside = i < len(self.train) and hasattr(self.train, "part")
+        return self.train.part(i) if inside else 0
+
+    def __getitem__(self, i):
+        first = len(self.train)
+        return self.train[i] if i < first else self.held[i - first]
+
+
+def open_with_held_out(
+    recipe: Recipe,
+    quarantine: Path | None = None,  # File for the rows that are set aside; None = not written
+) -> tuple:  # Collection, numbers of its training samples, numbers of its held-out samples
+    """The data of a recipe, split by `held_out`, or with `validation_data` behind them."""
+    if not recipe.validation_data:
+        collection = open_recipe_data(recipe, quarantine)
+        return collection, *hold_out_by_source(recipe, collection)
+    with joined_quarantine(quarantine, 2) as (first, second):
+        train = open_recipe_data(recipe, first)
+        held = open_collection(
+            data_path(recipe, recipe.validation_data),
+            max_bad_fraction=recipe.max_bad_fraction,
+            quarantine=second,
+            cache=cache_root(recipe.run_root) / "verified",
+        )
+    collection = WithHeldOut(train, held)
+    return collection, list(range(len(train))), list(range(len(train), len(collection)))
+
+
+def in_both(
+    collection: object,  # Of `open_with_held_out`
+    train: list[int],  # Numbers of training samples
+    held: list[int],  # Numbers of held-out samples
+) -> int:
+    """How many images of a held-out set of its own are trained on."""
+    known = {collection.digests[i] for i in train}
+    both = sum(collection.digests[i] in known for i in held)
+    return both if isinstance(collection, WithHeldOut) else 0
 
 
 # %% ../../nbs/7_training/07_encoding.ipynb #e28c7efa
@@ -501,10 +573,12 @@ def cache_data(
         return random_data(recipe, family)
     with engine.main_first():
         base = scheduled_weights(recipe, family)
-        collection = open_recipe_data(recipe, run_dir.quarantine if engine.main else None)
+        quarantine = run_dir.quarantine if engine.main else None
+        collection, train, held = open_with_held_out(recipe, quarantine)
     if engine.main and collection.rejected:
         say(f"{len(collection.rejected)} rows set aside, see {run_dir.quarantine}")
-    train, held = hold_out_by_source(recipe, collection)
+    if engine.main and (twice := in_both(collection, train, held)):
+        say(f"{twice} of {len(held)} images of validation_data are in data, too")
     folder = family.resolve(base, ("vae", *family.text_components), recipe.revision or None)
     verify_base(engine, folder, heartbeat)
     jobs = EncodingJobs(recipe, family, collection, folder)
