@@ -42,6 +42,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from ..core.digests import read_digests, write_digests
 from ..core.randomness import stream
 from ..core.registry import FamilyRecord, find_record, load, records
 from ..core.rundir import replaced_folder
@@ -753,7 +754,8 @@ class Family(ABC):
         """Write `out` = the pipeline at `base` with another denoiser, maybe another scheduler.
 
         Weights are hard links where the file system allows it, and `out` appears only when it is
-        complete. Raises ValueError when the denoiser is incomplete or `out` is the base.
+        complete, with the digests of all its files.
+        Raises ValueError when the denoiser is incomplete or `out` is the base.
         """
         component_folder, out = Path(component_folder), Path(out)
         index = pipeline_index(self.resolve(base, revision=revision, weights=False))
@@ -779,6 +781,8 @@ class Family(ABC):
                 for file in sorted(source.rglob("*")):
                     if file.is_file() and file.suffix not in PICKLES:
                         link_or_copy(file, aside / part / file.relative_to(source))
+            known = read_digests(component_folder)["crc32"]
+            write_digests(aside, {f"{self.denoiser_component}/{n}": d for n, d in known.items()})
         return out
 
 

@@ -74,7 +74,7 @@ def pipeline_with_vae(
                 link_or_copy(file, aside / path)
         nn.Module.to(vae, dtype)
         vae.save_pretrained(aside / "vae", safe_serialization=True)
-        write_digests(aside / "vae")
+        write_digests(aside)
     return out
 
 
