@@ -44,6 +44,8 @@ TORCH_FREE = [  # imported by the kernel that launches, whose forks torch could 
     "objectives.*.section",
     "lab.plots",
     "lab.report",
+    "lab.summary",
+    "lab.page",
     "lab.launch",
     "lab.bench",
     "lab.distillation",
