@@ -18,7 +18,7 @@ __all__ = [
     "run_report",
 ]
 
-# %% ../../nbs/9_lab/04_report.ipynb #ffe6ddcf
+# %% ../../nbs/9_lab/04_report.ipynb #33a8bf78
 import os
 import subprocess
 import sys
@@ -30,8 +30,8 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from ..core.recipe import Recipe
 from ..core.rundir import RunDir
 from .distillation import DISTILLATION_CELLS
-from .page import write_page
 from .plots import as_run
+from .report_page import write_page
 
 # %% ../../nbs/9_lab/04_report.ipynb #b63bb95d
 FIRST_CELL = """import json

@@ -46,7 +46,7 @@ TORCH_FREE = [  # imported by the kernel that launches, whose forks torch could 
     "lab.scores",
     "lab.report",
     "lab.summary",
-    "lab.page",
+    "lab.report_page",
     "lab.launch",
     "lab.bench",
     "lab.distillation",
