@@ -22,6 +22,7 @@ __all__ = [
     "random_data",
     "open_recipe_data",
     "scheduled_weights",
+    "write_truth",
     "cache_data",
 ]
 
@@ -43,7 +44,7 @@ from ..core.recipe import Recipe, RecipeError
 from ..core.rundir import RunDir, cache_root
 from ..data.buckets import Sizing
 from ..data.cache import TensorCache, cache_key
-from ..data.images import pixels
+from ..data.images import open_image, pixels, to_rgb
 from ..data.sources import open_collections
 from ..models.family import Family
 from ..planner.profile import weights_path
@@ -452,6 +453,23 @@ def scheduled_weights(
     return base
 
 
+# %% ../../nbs/7_training/07_encoding.ipynb #8f1cd71c
+def write_truth(
+    collection: object,  # Collection or JoinedCollections
+    chosen: list[int],  # Of its samples, in the order of the prompts
+    folder: Path,  # validation_images/truth of a run
+    largest: int = 1024,  # Pixels of the longer side
+):
+    """Write the true figures of validation prompts as numbered PNG files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, i in enumerate(chosen):
+        picture = to_rgb(open_image(collection[i].image))
+        picture.thumbnail((largest, largest))
+        aside = folder / f".{number:02d}.png"
+        picture.save(aside, format="PNG")
+        aside.replace(folder / f"{number:02d}.png")
+
+
 # %% ../../nbs/7_training/07_encoding.ipynb #2fa0859b
 def cache_data(
     recipe: Recipe,
@@ -473,6 +491,9 @@ def cache_data(
     train, held = hold_out_by_source(recipe, collection)
     folder = family.resolve(base, ("vae", *family.text_components), recipe.revision or None)
     verify_base(engine, folder, heartbeat)
+    if engine.main and not recipe.validation_prompts:
+        shown = (held or train)[: recipe.validation_images]
+        write_truth(collection, shown, run_dir.validation_images / "truth")
     jobs = EncodingJobs(recipe, family, collection, folder)
     shown = recipe.validation_images
     prompts = list(recipe.validation_prompts) or [

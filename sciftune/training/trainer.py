@@ -59,7 +59,7 @@ from .ema import EMA
 from .heartbeat import Heartbeat
 from .metrics import DeferredMetrics, Stopwatch, memory_now, mfu, peak_flops
 from .prefetch import Prefetcher
-from .reporting import Reporter, UpdateChecks, check_finite
+from .reporting import Reporter, UpdateChecks, check_finite, samples_line
 from .task import get_task
 
 
@@ -98,6 +98,7 @@ class Run:
         self.task = get_task(recipe.objective)(
             self.recipe, self.engine, run_dir, self.plan, self.reporter.say, self.stage
         )
+        self._count_samples()
         self.networks = self.task.networks
         self.averages = self._averages()
         self.checkpointer = Checkpointer(
@@ -127,6 +128,11 @@ class Run:
         for note in engine.policy.notes:
             self.reporter.say("note: " + note)
 
+    def _count_samples(self) -> None:
+        """Say what trains."""
+        if self.task.samples:
+            self.reporter.say(samples_line(self.recipe, *self.task.samples))
+
     def _averages(self) -> dict[str, EMA]:
         if not self.recipe.ema_decay:
             return {}
@@ -139,11 +145,18 @@ class Run:
             record = run_record() | dict(
                 data=self.task.fingerprint,
                 rejected=self.task.rejected,
+                samples=self._samples(),
                 world_size=self.engine.world,
                 policy=self.engine.policy.name,
             )
             write_atomic(self.dir.record, json.dumps(record, indent=1))
         self.engine.trackers(self.dir)
+
+    def _samples(self) -> dict | None:
+        """How many train and how many are held out, where the task has counted them."""
+        if not self.task.samples:
+            return None
+        return dict(zip(("train", "held_out"), self.task.samples, strict=True))
 
     def stage(
         self,
@@ -359,7 +372,8 @@ def _timed_step(
     mine = batches(step)
     waited = time.perf_counter() - began
     run.watch.mark("data")
-    measured = step == run.start + 1 or _due(step + 1, run.recipe.validation_steps)
+    highest = step + 1 == run.recipe.warmup_steps  # where the rate is
+    measured = step == run.start + 1 or highest or _due(step + 1, run.recipe.validation_steps)
     if measured:
         run.checks.before()
     numbers = train_step(run, step, mine)
