@@ -13,6 +13,7 @@ from ..core.diagnosis import Finding
 from ..core.plan import Plan
 from ..core.recipe import Recipe
 from ..core.rundir import RunDir
+from ..core.time_left import TimeLeft
 from ..strategies.engine import Engine
 from ..strategies.network import Network
 from .metrics import memory_now, progress_line
@@ -71,7 +72,8 @@ class Reporter:
         self.engine = engine
         self.run_dir = run_dir
         self.monitor = Monitor(recipe, plan)
-        self.seconds = None  # per step, smoothed
+        every = (recipe.validation_steps, recipe.checkpoint_steps)
+        self.left = TimeLeft(recipe.steps, *every)
 
     def say(
         self,
@@ -111,8 +113,18 @@ class Reporter:
         if not self.engine.main:
             return
         self.findings(row["step"], self.monitor.held_out(row))
+        self.left.between("validation", row.get("validation_time", 0.0))
         self.write(row)
         self._track({k: v for k, v in row.items() if k == "step" or isinstance(v, float)})
+
+    def checkpoint(
+        self,
+        step: int,
+        seconds: float,  # That training has waited for it
+    ) -> None:
+        """A checkpoint was begun, or written where it is not written in the background."""
+        self.left.between("checkpoint", seconds)
+        self.write(dict(event="checkpoint", step=step, seconds=seconds))
 
     def findings(
         self,
@@ -143,12 +155,13 @@ class Reporter:
         self.engine.accelerator.log(values, step=row["step"])
 
     def _progress(self, row: dict, last: bool) -> None:
-        spent = row["step_time"]
-        self.seconds = spent if self.seconds is None else 0.9 * self.seconds + 0.1 * spent
-        in_two_seconds = int(2 / self.seconds) or 1
+        self.left.step(row["step"], row["step_time"])
+        seconds = self.left.step_time
+        in_two_seconds = int(2 / seconds) or 1
         every = max(1, min(self.recipe.steps // 20, in_two_seconds))
         if row["step"] % every == 0 or last:
-            self.say(progress_line(row["step"], self.recipe.steps, row["loss"], self.seconds))
+            now = (row["step"], self.recipe.steps, row["loss"])
+            self.say(progress_line(*now, seconds, self.left.seconds()))
 
 
 # %% ../../nbs/7_training/13_reporting.ipynb #bfabcad9

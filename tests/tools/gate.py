@@ -47,6 +47,7 @@ TORCH_FREE = [  # imported by the kernel that launches, whose forks torch could 
     "lab.report",
     "lab.summary",
     "lab.report_page",
+    "lab.live",
     "lab.launch",
     "lab.bench",
     "lab.distillation",
