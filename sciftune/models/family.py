@@ -17,6 +17,7 @@ __all__ = [
     "check_captions",
     "stack_rows",
     "compute_dtype",
+    "user_turn",
     "Encoders",
     "Family",
     "get_family",
@@ -228,6 +229,21 @@ def compute_dtype(
     return next(p.dtype for p in denoiser.parameters() if p.is_floating_point())
 
 
+# %% ../../nbs/4_models/02_family.ipynb #01953e62
+def user_turn(
+    tokenizer: transformers.PreTrainedTokenizerBase,  # With a chat template
+    caption: str,
+    thinking: bool,  # Whether the answer that follows may begin with thoughts
+) -> str:
+    """Put a caption into the tokenizer's chat template, up to where the answer begins."""
+    return tokenizer.apply_chat_template(
+        [dict(role="user", content=caption)],
+        tokenize=False,
+        add_generation_prompt=True,
+        enable_thinking=thinking,
+    )
+
+
 # %% ../../nbs/4_models/02_family.ipynb #f0939249
 @dataclass
 class Encoders:
@@ -255,7 +271,7 @@ class Encoders:
             torch.cuda.empty_cache()
 
 
-# %% ../../nbs/4_models/02_family.ipynb #5341179b
+# %% ../../nbs/4_models/02_family.ipynb #df682cb4
 class Family(ABC):
     """One kind of image generator: how it loads, encodes, predicts, samples and saves."""
 
@@ -435,6 +451,31 @@ class Family(ABC):
     def load_tokenizer(self, folder: Path) -> transformers.PreTrainedTokenizerBase:
         """The tokenizer in a component folder."""
         return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+    def load_tokenizers(
+        self,
+        folder: str | Path,  # Pipeline folder on this machine
+    ) -> dict[str, transformers.PreTrainedTokenizerBase]:  # By component
+        """The tokenizers alone: all that counting tokens needs."""
+        names = [name for name in self.text_components if name.startswith("tokenizer")]
+        return {name: self.load_tokenizer(Path(folder) / name) for name in names}
+
+    def tokenized_text(
+        self,
+        tokenizer: transformers.PreTrainedTokenizerBase,  # One of the model's
+        caption: str,
+    ) -> str:
+        """What a tokenizer is given for a caption: with the model's template, where it has one."""
+        return caption
+
+    def token_limit(
+        self,
+        component: str,  # Name of a tokenizer in `text_components`
+        tokenizer: transformers.PreTrainedTokenizerBase,  # The tokenizer
+        text_tokens: int = None,  # Of the recipe, None = at inference's length
+    ) -> int:
+        """Tokens of `tokenized_text` after which a caption is cut for this text encoder."""
+        return self.check_text_tokens(text_tokens)
 
     def load_encoders(
         self,

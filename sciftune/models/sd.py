@@ -228,7 +228,7 @@ TINY_SDXL = dict(
 )
 
 
-# %% ../../nbs/4_models/07_sd.ipynb #fc25d3b5
+# %% ../../nbs/4_models/07_sd.ipynb #7f94689f
 class SD15(Family):
     """Stable Diffusion 1.5."""
 
@@ -279,6 +279,15 @@ class SD15(Family):
             return_tensors="pt",
         ).input_ids
         return encoder(ids.to(encoder.device), output_hidden_states=True)
+
+    def token_limit(
+        self,
+        component: str,
+        tokenizer: transformers.PreTrainedTokenizerBase,
+        text_tokens: int = None,
+    ) -> int:
+        """The tokenizer's own length, whatever `text_tokens` says."""
+        return tokenizer.model_max_length
 
     def encode_captions(
         self, encoders: Encoders, captions: list[str], text_tokens: int = None

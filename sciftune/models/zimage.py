@@ -15,7 +15,7 @@ __all__ = [
     "ZImage",
 ]
 
-# %% ../../nbs/4_models/10_zimage.ipynb #1ee42699
+# %% ../../nbs/4_models/10_zimage.ipynb #07838e4a
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from sciftune.models.family import (
     check_captions,
     compute_dtype,
     mmdit_flops,
+    user_turn,
 )
 from .weights import load_text_encoder
 from ..toys import tiny
@@ -105,7 +106,7 @@ def load_qwen3_but_last(
     return lm
 
 
-# %% ../../nbs/4_models/10_zimage.ipynb #4f655d70
+# %% ../../nbs/4_models/10_zimage.ipynb #f0e4a4c4
 @torch.no_grad()
 def turn_states(
     lm: nn.Module,  # See `load_qwen3_but_last`
@@ -114,15 +115,7 @@ def turn_states(
     text_tokens: int,  # Where a turn is cut
 ) -> list[Tensor]:  # One (T_i, width) tensor per caption
     """Hidden states of one user turn per caption, unpadded."""
-    turns = [
-        tokenizer.apply_chat_template(
-            [dict(role="user", content=caption)],
-            tokenize=False,
-            add_generation_prompt=True,
-            enable_thinking=True,
-        )
-        for caption in captions
-    ]
+    turns = [user_turn(tokenizer, caption, thinking=True) for caption in captions]
     batch = tokenizer(
         turns, max_length=text_tokens, truncation=True, padding=True, return_tensors="pt"
     ).to(next(lm.parameters()).device)
@@ -132,7 +125,7 @@ def turn_states(
     return [states[valid].clone() for states, valid in rows]
 
 
-# %% ../../nbs/4_models/10_zimage.ipynb #0fdb6b96
+# %% ../../nbs/4_models/10_zimage.ipynb #500097d9
 TINY_Z_IMAGE = dict(
     Z_IMAGE,
     dim=32,
@@ -183,6 +176,10 @@ class ZImage(Family):
         vae = encoders.vae
         z = vae.encode(pixels.to(vae.device, vae.dtype)).latent_dist.mode().float()
         return dict(mean=(z - vae.config.shift_factor) * vae.config.scaling_factor)
+
+    def tokenized_text(self, tokenizer: transformers.PreTrainedTokenizerBase, caption: str) -> str:
+        """The caption as a user's turn."""
+        return user_turn(tokenizer, caption, thinking=True)
 
     def encode_captions(
         self, encoders: Encoders, captions: list[str], text_tokens: int = None
