@@ -7,6 +7,8 @@ __all__ = [
     "bucket_sizes",
     "nearest_size",
     "crop_loss",
+    "size_inside",
+    "share_kept",
     "Sizing",
     "BucketOrder",
     "rank_share",
@@ -64,6 +66,42 @@ def crop_loss(
     """The part of the image that a centre crop to `size` cuts off."""
     scale = max(size[1] / width, size[0] / height)
     return 1 - size[0] * size[1] / (scale**2 * width * height)
+
+
+# %% ../../nbs/2_data/06_buckets.ipynb #711a87e0
+@lru_cache(65536)
+def size_inside(
+    width: int,  # Of the image
+    height: int,
+    size: tuple,  # (height, width) that it must fit into, multiples of 16
+) -> tuple[int, int]:  # (height, width), multiples of 16
+    """The size of the whole image inside another size."""
+    scale = min(size[1] / width, size[0] / height)
+    return tuple(
+        min(most, max(16, round(side * scale / 16) * 16))
+        for side, most in zip((height, width), size, strict=True)
+    )
+
+
+# %% ../../nbs/2_data/06_buckets.ipynb #f5b5a914
+def share_kept(
+    fit: str,  # 'bucket', 'pad' or 'crop'
+    width: int,  # Of the image
+    height: int,
+    resolution: int = 1024,  # Side of the square, pixels
+    sizes: tuple | None = None,  # (height, width) of the buckets; None = those of a recipe's zeros
+) -> float:  # 0 to 1
+    """The share of an image's pixels that training sees. Raises ValueError for another `fit`."""
+    if fit == "pad":
+        return 1.0
+    if fit == "crop":
+        return 1 - crop_loss(width, height, (resolution, resolution))
+    if fit != "bucket":
+        raise ValueError(f"fit: '{fit}'; allowed: 'bucket', 'pad', 'crop'")
+    if sizes is None:
+        step = max(16, resolution // 16 // 16 * 16)
+        sizes = bucket_sizes(resolution, resolution // 2 // step * step, 2 * resolution, step)
+    return 1 - crop_loss(width, height, nearest_size(width, height, sizes))
 
 
 # %% ../../nbs/2_data/06_buckets.ipynb #2b7bf6c4

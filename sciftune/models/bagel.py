@@ -1481,6 +1481,7 @@ class Bagel(Family):
 
     record = RECORDS[0]
     denoiser_component = "."
+    text_components = ()  # Its captions are tokens of the one model
     vae_class = "AutoencoderKL"
     posterior = "sample"
     size_multiple = 16

@@ -23,7 +23,7 @@ __all__ = [
     "draw_pictures",
 ]
 
-# %% ../../nbs/4_models/02_family.ipynb #6906808e
+# %% ../../nbs/4_models/02_family.ipynb #d16aecab
 import copy
 import gc
 import inspect
@@ -50,10 +50,12 @@ from sciftune.models.weights import (
     component_config,
     freeze,
     link_or_copy,
+    load_text_encoder,
     materialise,
     pipeline_index,
     randomise,
     resolve_folder,
+    text_encoder_numel,
     weight_files,
 )
 from ..toys.tiny import save_stand_in
@@ -255,7 +257,7 @@ class Encoders:
             torch.cuda.empty_cache()
 
 
-# %% ../../nbs/4_models/02_family.ipynb #5341179b
+# %% ../../nbs/4_models/02_family.ipynb #1726c30c
 class Family(ABC):
     """One kind of image generator: how it loads, encodes, predicts, samples and saves."""
 
@@ -428,9 +430,31 @@ class Family(ABC):
         vae = getattr(diffusers, self.vae_class)
         return freeze(vae.from_pretrained(folder, dtype=dtype, use_safetensors=True)).to(device)
 
+    def text_model(
+        self,
+        folder: Path,  # Component folder of a text encoder
+    ) -> tuple[str, transformers.PretrainedConfig]:  # transformers class, its configuration
+        """What is built of a text encoder: as a rule all that model_index.json names."""
+        kind = pipeline_index(folder.parent).get(folder.name, [None, None])[1]
+        if kind is None or not hasattr(transformers, kind):
+            raise ValueError(f"{folder.parent / 'model_index.json'} names no {folder.name}")
+        config = getattr(transformers, kind).config_class
+        return kind, config.from_pretrained(folder, local_files_only=True)
+
     def load_text(self, folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
         """The text encoder in a component folder."""
-        raise ValueError(f"{self.name} has no text encoder {folder.name!r}")
+        kind, config = self.text_model(folder)
+        return load_text_encoder(folder, kind, dtype, device, config=config)
+
+    def text_numel(
+        self,
+        path: str | Path,  # Diffusers folder or hub id
+        revision: str = None,  # Hub revision
+    ) -> int:
+        """Parameters of all text encoders as they are loaded, from their configurations alone."""
+        folder = self.resolve(path, self.text_components, revision, weights=False)
+        encoders = [c for c in self.text_components if not c.startswith("tokenizer")]
+        return sum(text_encoder_numel(*self.text_model(folder / name)) for name in encoders)
 
     def load_tokenizer(self, folder: Path) -> transformers.PreTrainedTokenizerBase:
         """The tokenizer in a component folder."""

@@ -16,7 +16,7 @@ __all__ = [
     "Flux1",
 ]
 
-# %% ../../nbs/4_models/05_flux1.ipynb #7a69747c
+# %% ../../nbs/4_models/05_flux1.ipynb #de3b4e20
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -35,7 +35,6 @@ from sciftune.models.family import (
     stack_rows,
     unpack,
 )
-from .weights import load_text_encoder
 from ..toys import tiny
 
 # %% ../../nbs/4_models/05_flux1.ipynb #17deaf7c
@@ -134,7 +133,7 @@ TINY_FLUX1 = dict(
 SCHNELL_SCHEDULE = dict(tiny.FLUX_SCHEDULE, shift=1.0, use_dynamic_shifting=False)
 
 
-# %% ../../nbs/4_models/05_flux1.ipynb #e4b8d451
+# %% ../../nbs/4_models/05_flux1.ipynb #588bf43f
 class Flux1(Family):
     """FLUX.1-dev, and -schnell where the folder holds it."""
 
@@ -174,11 +173,6 @@ class Flux1(Family):
         if path is not None and not self.config(path, revision)["guidance_embeds"]:
             found.update(guidance=1.0, steps=4)
         return found
-
-    def load_text(self, folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-        """T5's encoder or CLIP."""
-        kind = "T5EncoderModel" if folder.name == "text_encoder_2" else "CLIPTextModel"
-        return load_text_encoder(folder, kind, dtype, device)
 
     @torch.no_grad()
     def encode_images(

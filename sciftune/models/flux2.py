@@ -12,14 +12,14 @@ __all__ = [
     "NANO_KLEIN",
     "flux2_flops",
     "empirical_mu",
-    "load_qwen3",
+    "qwen3_config",
     "qwen3_states",
     "flux2_position_ids",
     "Klein",
     "Klein4B",
 ]
 
-# %% ../../nbs/4_models/04_flux2.ipynb #b8785113
+# %% ../../nbs/4_models/04_flux2.ipynb #e961aa7e
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -39,7 +39,7 @@ from sciftune.models.family import (
     stack_rows,
     unpatchify,
 )
-from .weights import load_text_encoder, pipeline_index
+from .weights import pipeline_index
 from ..toys import nano, tiny
 
 # %% ../../nbs/4_models/04_flux2.ipynb #dd25d46a
@@ -124,15 +124,13 @@ def empirical_mu(
     return diffusers.pipelines.flux2.pipeline_flux2_klein.compute_empirical_mu(tokens, steps)
 
 
-# %% ../../nbs/4_models/04_flux2.ipynb #b503d109
+# %% ../../nbs/4_models/04_flux2.ipynb #96336f42
 QWEN3_LAYERS = (9, 18, 27)  # decoder layers counted from 1, before any final norm
 
 
-def load_qwen3(
+def qwen3_config(
     folder: Path,  # text_encoder folder
-    dtype: torch.dtype,  # Type of its parameters
-    device: torch.device = "cpu",  # Where it goes
-) -> nn.Module:  # The first 27 layers, without norm and vocabulary
+) -> transformers.PretrainedConfig:  # Of the first 27 layers
     """The part of Qwen3 that klein uses; ValueError when it has too few layers."""
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     last = QWEN3_LAYERS[-1]
@@ -143,15 +141,13 @@ def load_qwen3(
     config.num_hidden_layers = last
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:last]
-    lm = load_text_encoder(folder, "Qwen3Model", dtype, device, config=config)
-    lm.norm = nn.Identity()
-    return lm
+    return config
 
 
-# %% ../../nbs/4_models/04_flux2.ipynb #11274b54
+# %% ../../nbs/4_models/04_flux2.ipynb #47ba4c0c
 @torch.no_grad()
 def qwen3_states(
-    lm: nn.Module,  # See `load_qwen3`
+    lm: nn.Module,  # Of `Flux2.load_text`
     tokenizer: transformers.PreTrainedTokenizerBase,  # Its tokenizer
     captions: list[str],  # Captions
     text_tokens: int,  # Where a turn is cut
@@ -230,7 +226,7 @@ NANO_KLEIN = dict(
 _TURN = "user\nassistant\n<think>\n\n</think>\n\n"  # the chat template's own words
 
 
-# %% ../../nbs/4_models/04_flux2.ipynb #89457c39
+# %% ../../nbs/4_models/04_flux2.ipynb #1b322281
 class Klein(Family):
     """FLUX.2 klein 9B."""
 
@@ -272,9 +268,15 @@ class Klein(Family):
             found.update(guidance=1.0, steps=4)
         return found
 
+    def text_model(self, folder: Path) -> tuple[str, transformers.PretrainedConfig]:
+        """See `qwen3_config`."""
+        return "Qwen3Model", qwen3_config(folder)
+
     def load_text(self, folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-        """See `load_qwen3`."""
-        return load_qwen3(folder, dtype, device)
+        """The first 27 layers of Qwen3, without norm and vocabulary."""
+        lm = super().load_text(folder, dtype, device)
+        lm.norm = nn.Identity()
+        return lm
 
     def latent_stats(self, vae: nn.Module) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of the patchified latents, each (1,128,1,1) fp32."""

@@ -16,7 +16,7 @@ __all__ = [
     "QwenImage",
 ]
 
-# %% ../../nbs/4_models/03_qwenimage.ipynb #21f2b047
+# %% ../../nbs/4_models/03_qwenimage.ipynb #23813de1
 import functools
 import re
 from collections.abc import Mapping
@@ -37,7 +37,6 @@ from sciftune.models.family import (
     pack,
     unpack,
 )
-from .weights import load_text_encoder
 from ..toys import nano, tiny
 
 # %% ../../nbs/4_models/03_qwenimage.ipynb #57d90d2c
@@ -186,7 +185,7 @@ NANO_QWEN_IMAGE = dict(
 )
 
 
-# %% ../../nbs/4_models/03_qwenimage.ipynb #22bc38e2
+# %% ../../nbs/4_models/03_qwenimage.ipynb #98324750
 class QwenImage(Family):
     """Qwen-Image and Qwen-Image-2512."""
 
@@ -210,7 +209,7 @@ class QwenImage(Family):
 
     def load_text(self, folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
         """Qwen2.5-VL's inner language model, without vocabulary head and vision tower."""
-        whole = load_text_encoder(folder, "Qwen2_5_VLForConditionalGeneration", dtype, device)
+        whole = super().load_text(folder, dtype, device)
         whole.model.visual = None
         return whole.model
 

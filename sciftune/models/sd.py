@@ -17,7 +17,7 @@ __all__ = [
     "SDXL",
 ]
 
-# %% ../../nbs/4_models/07_sd.ipynb #34ed9186
+# %% ../../nbs/4_models/07_sd.ipynb #c5858a1e
 import json
 from collections.abc import Mapping
 from functools import lru_cache
@@ -33,7 +33,6 @@ from ..core.registry import FamilyRecord
 from ..core.sections import RecipeError
 from .ddpm import STEPS, NoiseSchedule, timesteps_of
 from .family import Encoders, Family, build_scheduler, compute_dtype, stack_rows
-from .weights import load_text_encoder, pipeline_index
 from ..toys import tiny
 
 # %% ../../nbs/4_models/07_sd.ipynb #15e0fcf8
@@ -228,7 +227,7 @@ TINY_SDXL = dict(
 )
 
 
-# %% ../../nbs/4_models/07_sd.ipynb #fc25d3b5
+# %% ../../nbs/4_models/07_sd.ipynb #4ef064e1
 class SD15(Family):
     """Stable Diffusion 1.5."""
 
@@ -258,11 +257,6 @@ class SD15(Family):
     def load_tokenizer(self, folder: Path) -> transformers.CLIPTokenizer:
         """CLIP's tokenizer, whose class published folders do not always name."""
         return transformers.CLIPTokenizer.from_pretrained(folder, local_files_only=True)
-
-    def load_text(self, folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-        """The class that model_index.json names for this component."""
-        kind = pipeline_index(folder.parent)[folder.name][1]
-        return load_text_encoder(folder, kind, dtype, device)
 
     @torch.no_grad()
     def text_states(

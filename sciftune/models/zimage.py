@@ -10,12 +10,12 @@ __all__ = [
     "SEQUENCE_MULTIPLE",
     "TINY_Z_IMAGE",
     "z_image_flops",
-    "load_qwen3_but_last",
+    "qwen3_but_last",
     "turn_states",
     "ZImage",
 ]
 
-# %% ../../nbs/4_models/10_zimage.ipynb #1ee42699
+# %% ../../nbs/4_models/10_zimage.ipynb #9f8025e1
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -32,7 +32,6 @@ from sciftune.models.family import (
     compute_dtype,
     mmdit_flops,
 )
-from .weights import load_text_encoder
 from ..toys import tiny
 
 # %% ../../nbs/4_models/10_zimage.ipynb #3e01fdfa
@@ -89,26 +88,22 @@ def z_image_flops(
     )
 
 
-# %% ../../nbs/4_models/10_zimage.ipynb #0195220f
-def load_qwen3_but_last(
+# %% ../../nbs/4_models/10_zimage.ipynb #1318420c
+def qwen3_but_last(
     folder: Path,  # text_encoder folder
-    dtype: torch.dtype,  # Type of its parameters
-    device: torch.device = "cpu",  # Where it goes
-) -> nn.Module:  # All layers but the last, without norm and vocabulary
+) -> transformers.PretrainedConfig:  # Of all layers but the last
     """The part of Qwen3 that Z-Image uses."""
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     config.num_hidden_layers -= 1
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[: config.num_hidden_layers]
-    lm = load_text_encoder(folder, "Qwen3Model", dtype, device, config=config)
-    lm.norm = nn.Identity()
-    return lm
+    return config
 
 
-# %% ../../nbs/4_models/10_zimage.ipynb #4f655d70
+# %% ../../nbs/4_models/10_zimage.ipynb #18a006b0
 @torch.no_grad()
 def turn_states(
-    lm: nn.Module,  # See `load_qwen3_but_last`
+    lm: nn.Module,  # Of `ZImage.load_text`
     tokenizer: transformers.PreTrainedTokenizerBase,  # Its tokenizer
     captions: list[str],  # Captions
     text_tokens: int,  # Where a turn is cut
@@ -132,7 +127,7 @@ def turn_states(
     return [states[valid].clone() for states, valid in rows]
 
 
-# %% ../../nbs/4_models/10_zimage.ipynb #0fdb6b96
+# %% ../../nbs/4_models/10_zimage.ipynb #8247a7c4
 TINY_Z_IMAGE = dict(
     Z_IMAGE,
     dim=32,
@@ -168,9 +163,15 @@ class ZImage(Family):
         """States of one turn, at most."""
         return dict(text=(self.text_length(text_tokens), config["cap_feat_dim"]))
 
+    def text_model(self, folder: Path) -> tuple[str, transformers.PretrainedConfig]:
+        """See `qwen3_but_last`."""
+        return "Qwen3Model", qwen3_but_last(folder)
+
     def load_text(self, folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-        """See `load_qwen3_but_last`."""
-        return load_qwen3_but_last(folder, dtype, device)
+        """All layers of Qwen3 but the last, without norm and vocabulary."""
+        lm = super().load_text(folder, dtype, device)
+        lm.norm = nn.Identity()
+        return lm
 
     @torch.no_grad()
     def encode_images(

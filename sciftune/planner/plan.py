@@ -38,13 +38,14 @@ __all__ = [
     "suggestions",
     "adapters_instead",
     "settled",
+    "encoding_note",
     "plan",
     "silenced",
     "write_plan",
     "main",
 ]
 
-# %% ../../nbs/6_planner/05_plan.ipynb #61a6397f
+# %% ../../nbs/6_planner/05_plan.ipynb #1593b50e
 import contextlib
 import itertools
 import math
@@ -64,6 +65,7 @@ from ..core.processes import world_size
 from ..core.recipe import Recipe, RecipeError
 from ..core.registry import StrategyRecord, find_record, records
 from ..core.rundir import RunDir, gpus
+from ..models.weights import ENCODING_ROOM
 from .ledger import Ledger, Phase, checkpointed_blocks
 from .profile import BlockTimes, Profile, profile, weights_path
 from sciftune.planner.speed import (
@@ -440,7 +442,29 @@ def settled(
     return last
 
 
-# %% ../../nbs/6_planner/05_plan.ipynb #b4cee1bd
+# %% ../../nbs/6_planner/05_plan.ipynb #3af837b8
+def encoding_note(
+    recipe: Recipe,  # The run
+    family: Family,  # The model's family
+    base: Path | str | None,  # Of `weights_path`
+    machine: Machine,  # Where it runs
+) -> str | None:  # None where the text encoders fit on the GPU
+    """How captions are encoded on a card that is smaller than the text encoders."""
+    drawn = recipe.model_path.partition(":")[0] == "random"
+    if base is None or drawn or not machine.cuda or not family.text_components:
+        return None
+    need = 2 * family.text_numel(base, recipe.revision or None) / 2**30
+    room = max(0.0, machine.usable(1) - ENCODING_ROOM)
+    if need <= room:
+        return None
+    return (
+        f"captions: the text encoder has {need:.3g} GiB in bf16, {room:.3g} GiB of the GPU are "
+        f"free for it, so {need - room:.3g} GiB of its layers wait in the host memory of each "
+        "process and are copied to the GPU for each batch of captions, once, before training"
+    )
+
+
+# %% ../../nbs/6_planner/05_plan.ipynb #1cc6b01f
 def _all_rows(
     profile: Profile, recipe: Recipe, strategy: Strategy, machine: Machine, mine: PlanRow
 ) -> list[PlanRow]:
@@ -523,6 +547,7 @@ def plan(
     strategy, notes = settled(model, asked, machine), list(asked.policy.notes)
     if recipe.profile_block and machine.cuda and torch.cuda.is_available():
         model = replace(model, times=_measured_times(recipe, family, base, dtype, notes))
+    notes += filter(None, [encoding_note(recipe, family, base, machine)])
     mine = plan_row(model, strategy, machine)
     words = _better(model, recipe, strategy, machine, mine)
     if machine.cuda and not mine.fits and not words:
