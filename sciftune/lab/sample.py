@@ -376,13 +376,14 @@ def wrapped(text: str, width: int) -> str:  # Lines
     return "\n".join(textwrap.wrap(text, max(width, 4)))
 
 
-# %% ../../nbs/9_lab/19_sample.ipynb #d881ca1d
+# %% ../../nbs/9_lab/19_sample.ipynb #5290c35a
 def check_parameters(
     names: Mapping[str, object],  # globals() of a notebook
-    known: str,  # Its parameters, separated by spaces
+    known: str,  # Its parameters, separated by spaces; constants are in capitals
 ):
     """Raise ValueError naming a parameter that the notebook does not have."""
     plain = (str, int, float, bool, list, dict, type(None))
-    given = {n for n, v in names.items() if not n.startswith("_") and isinstance(v, plain)}
+    named = {n: v for n, v in names.items() if not n.startswith("_") and not n.isupper()}
+    given = {n for n, v in named.items() if isinstance(v, plain)}
     for name in sorted(given - set(known.split()) - {"In", "Out"}):
         raise ValueError(f"parameter: unknown '{name}'{nearest(name, known.split())}")

@@ -492,9 +492,9 @@ def named_colours(
     return {name: known[name] for name in dict.fromkeys(found)}
 
 
-# %% ../../nbs/9_lab/17_scores.ipynb #ae37295b
-NEAREST = 0.005  # Share of the pixels that show a colour, at least
-PRESENT = 15.0  # Largest distance in CIELAB of a colour that is there
+# %% ../../nbs/9_lab/17_scores.ipynb #3dd92c42
+NEAREST = 0.01  # Share of the pixels that show a colour, at least
+PRESENT = 10.0  # Largest distance in CIELAB of a colour that is there
 
 
 def colour_parts(
