@@ -94,7 +94,7 @@ def page_text(
     return with_empty_lines(site_links(text))
 
 
-# %% ../../nbs/9_lab/25_site.ipynb #5b55df81
+# %% ../../nbs/9_lab/25_site.ipynb #f1c65adf
 def shown_cells(
     notebook: NotebookNode,
 ) -> Iterator[NotebookNode]:
@@ -118,6 +118,7 @@ def write_notebook_page(
     """Write a notebook with its outputs as a page."""
     node = nbformat.read(notebook, as_version=4)
     node.cells = list(shown_cells(node))
+    node.metadata.setdefault("language_info", {"name": "python"})
     files = {"output_files_dir": f"{page.stem}_files", "unique_key": page.stem}
     body, resources = MarkdownExporter().from_notebook_node(node, resources=files)
     page.parent.mkdir(parents=True, exist_ok=True)
