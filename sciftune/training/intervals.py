@@ -14,6 +14,8 @@ __all__ = [
 ]
 
 # %% ../../nbs/7_training/16_intervals.ipynb #6badcdff
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -35,11 +37,11 @@ def loss_by_sigma(
 # %% ../../nbs/7_training/16_intervals.ipynb #631f9432
 def latent_sums(
     latents: Tensor,  # (B,...)
+    mean: Callable = lambda rows: rows.flatten(1).mean(1),  # (B,...) -> (B,), without padding
 ) -> Tensor:  # (3,) fp32: samples, sum of their means, sum of their mean squares
     """What mean and standard deviation of latents are computed from."""
-    rows = latents.detach().float().flatten(1)
-    means = rows.mean(1).sum()
-    squares = rows.square().mean(1).sum()
+    rows = latents.detach().float()
+    means, squares = mean(rows).sum(), mean(rows.square()).sum()
     return torch.stack([torch.full_like(means, len(rows)), means, squares])
 
 

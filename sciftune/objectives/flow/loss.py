@@ -166,7 +166,8 @@ class FlowMatching:
             key = ("dropout", *batch["ids"], *batch["epochs"])
             torch.manual_seed(stream_seed(self.recipe.seed, *key))
         losses = self.per_sample(networks["denoiser"], batch)
-        sums = dict(latents=latent_sums(batch["x0"]))
+        sizes = batch["conditioning"].get("sizes")
+        sums = dict(latents=latent_sums(batch["x0"], lambda x: own_mean(x, sizes)))
         if ranges := self.recipe.loss_sigmas:
             sums["loss_sigma"] = loss_by_sigma(losses, batch["sigma"], ranges)
         return (losses * batch["weight"]).mean(), sums
