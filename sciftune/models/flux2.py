@@ -19,7 +19,7 @@ __all__ = [
     "Klein4B",
 ]
 
-# %% ../../nbs/4_models/04_flux2.ipynb #e961aa7e
+# %% ../../nbs/4_models/04_flux2.ipynb #b74171af
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from ..core.registry import FamilyRecord
 from sciftune.models.family import (
     Encoders,
     Family,
+    attended,
     check_captions,
     compute_dtype,
     mmdit_flops,
@@ -226,7 +227,7 @@ NANO_KLEIN = dict(
 _TURN = "user\nassistant\n<think>\n\n</think>\n\n"  # the chat template's own words
 
 
-# %% ../../nbs/4_models/04_flux2.ipynb #1b322281
+# %% ../../nbs/4_models/04_flux2.ipynb #72d2cc7c
 class Klein(Family):
     """FLUX.2 klein 9B."""
 
@@ -325,6 +326,10 @@ class Klein(Family):
         self.check_inputs(x_t, sigma)
         b, _, h, w = x_t.shape
         dtype, device, text = compute_dtype(denoiser), x_t.device, conditioning["text"]
+        attention, sizes = None, conditioning.get("sizes")
+        if sizes is not None:
+            everything = torch.ones(text.shape[:2], device=device)
+            attention = dict(attention_mask=attended(sizes, x_t, 1, everything))
         out = denoiser(
             hidden_states=x_t.flatten(2).transpose(1, 2).to(dtype),
             timestep=sigma,
@@ -332,6 +337,7 @@ class Klein(Family):
             guidance=None,
             txt_ids=flux2_position_ids(b, 1, 1, text.shape[1], device),
             img_ids=flux2_position_ids(b, h, w, 1, device),
+            joint_attention_kwargs=attention,
             return_dict=False,
         )[0]
         return out.transpose(1, 2).unflatten(2, (h, w)).to(x_t.dtype)
