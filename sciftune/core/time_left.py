@@ -10,7 +10,7 @@ from collections import deque
 from statistics import fmean, median
 
 
-# %% ../../nbs/1_core/16_time_left.ipynb #974465a8
+# %% ../../nbs/1_core/16_time_left.ipynb #c1955476
 class TimeLeft:
     """The time until the end of a run, in seconds."""
 
@@ -24,6 +24,7 @@ class TimeLeft:
         self.steps = steps
         self.every = dict(validation=validation_steps, checkpoint=checkpoint_steps)
         self.spent = dict(validation=[], checkpoint=[])  # Seconds of each so far
+        self.last = dict(validation=0, checkpoint=0)  # Steps taken when each was done last
         self.first = None  # Seconds of the first step
         self.recent = deque(maxlen=recent)
         self.done = 0  # Steps taken
@@ -47,6 +48,7 @@ class TimeLeft:
     ):
         """Something was done between two steps."""
         self.spent[kind].append(seconds)
+        self.last[kind] = self.done
 
     @property
     def step_time(self) -> float | None:  # None before the first step
@@ -63,9 +65,13 @@ class TimeLeft:
     def _due(self, kind: str) -> int:
         """How often it will be done; at the end of the run, too."""
         every = self.every[kind]
-        if not every or self.done >= self.steps:
+        if not every:
             return 0
-        return -(-self.steps // every) - self.done // every
+        all_of_them = -(-self.steps // every)
+        if self.done == self.steps:
+            return int(self.last[kind] < self.steps)
+        waiting = self.done % every == 0 and self.last[kind] < self.done
+        return all_of_them - self.done // every + waiting
 
     def _cost(self, kind: str) -> float:
         return fmean(self.spent[kind]) if self.spent[kind] else 0.0

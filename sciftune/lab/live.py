@@ -48,7 +48,7 @@ from .report_page import PagePlot, color_variables, data_uri, drawings, write_pa
 from .summary import picture_rows, recipe_of, troubles_of
 
 
-# %% ../../nbs/9_lab/27_live.ipynb #c3b1f06f
+# %% ../../nbs/9_lab/27_live.ipynb #fd138068
 @dataclass(frozen=True)
 class RunProgress:
     """What a run has done so far, and how long it will take."""
@@ -81,8 +81,8 @@ def time_left(
             left.between("validation", row["validation_time"])
         elif row.get("event") == "checkpoint":
             left.between("checkpoint", row["seconds"])
-    for row in train_rows(run):
-        left.step(row["step"], row["step_time"])
+        elif "loss" in row and "event" not in row:
+            left.step(row["step"], row["step_time"])
     return left
 
 

@@ -544,10 +544,11 @@ def scheduled_weights(
 def write_truth(
     collection: object,  # Collection or JoinedCollections
     chosen: list[int],  # Of its samples, in the order of the prompts
-    folder: Path,  # validation_images/truth of a run
+    run_dir: RunDir,
     largest: int = 1024,  # Pixels of the longer side
 ):
-    """Write the true figures of validation prompts as numbered PNG files."""
+    """Write the true figures of validation prompts to validation_images/truth, numbered."""
+    folder = run_dir.validation_images / "truth"
     folder.mkdir(parents=True, exist_ok=True)
     for number, i in enumerate(chosen):
         picture = to_rgb(open_image(collection[i].image))
@@ -599,22 +600,20 @@ def cache_data(
         say(f"{twice} of {len(held)} images of validation_data are in data, too")
     folder = family.resolve(base, ("vae", *family.text_components), recipe.revision or None)
     verify_base(engine, folder, heartbeat)
-    if engine.main and not recipe.validation_prompts:
-        shown = (held or train)[: recipe.validation_images]
-        write_truth(collection, shown, run_dir.validation_images / "truth")
     jobs = EncodingJobs(recipe, family, collection, folder)
     shown = recipe.validation_images
     prompts = held_out_prompts(jobs, (held or train)[:shown])
     if recipe.validation_prompts:
         prompts = [(text, square(recipe)) for text in recipe.validation_prompts]
+    elif engine.main:
+        write_truth(collection, (held or train)[:shown], run_dir)
     for text in (family.negative_caption, *(text for text, _ in prompts)):
         jobs.caption(text)
     kept = set(held)
     samples = [jobs.sample(i, held=i in kept) for i in range(len(collection))]
     if engine.main:
         say(cut_line([collection.sizes[i] for i in train], recipe))
-        sizes = {size for i in train for size in samples[i].buckets}
-        if sizes:
+        if sizes := {size for i in train for size in samples[i].buckets}:
             say(f"{len(sizes)} sizes around {recipe.resolution}²")
     tensors = TensorCache(cache_root(recipe.run_root) / "tensors" / recipe.model)
     encode_missing(jobs, tensors, engine, say, heartbeat)

@@ -1,9 +1,11 @@
-"""JupyterLab in a real headless browser opens launch.ipynb, runs all cells and shows the plots.
+"""In a real headless browser: JupyterLab runs launch.ipynb, whose view grows while the job runs,
+and the page of the run at two widths, light and dark.
 
 Skipped, with its reason, where no browser is installed.
 """
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -12,8 +14,12 @@ import time
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
+from sciftune.core.recipe import resolve
+from sciftune.core.rundir import RunDir
 from sciftune.lab.launch import free_port
+from sciftune.lab.report_page import write_page
 
 pytestmark = pytest.mark.browser
 CHROMIUM = next(
@@ -29,10 +35,10 @@ FLAGS = [
 ]
 SMALL = dict(
     preset="tiny",
-    steps=6,
+    steps=40,
     figures=32,
     held_out=4,
-    validation_steps=3,
+    validation_steps=20,
     validation_images=2,
     validation_sample_steps=2,
     checkpoint_steps=0,
@@ -104,6 +110,8 @@ def test_all_cells_run_in_the_browser(lab, tmp_path):
         page.wait_for_selector(".jp-Notebook .jp-Cell")
         page.get_by_role("menuitem", name="Run", exact=True).click()
         page.get_by_text("Run All Cells", exact=True).click()
+        shown = [watched_step(page, at_least=1), watched_step(page, at_least=10)]
+        page.screenshot(path=str(tmp_path / "live.png"))
         page.wait_for_selector("text=report.html")
         errors = page.locator(", ".join(ERRORS)).count()
         pictures = page.locator(".jp-OutputArea-output img").count()
@@ -111,5 +119,76 @@ def test_all_cells_run_in_the_browser(lab, tmp_path):
         picture = Path(os.environ.get("SCIFTUNE_SCREENSHOT", tmp_path / "lab.png"))
         page.screenshot(path=str(picture))
         browser.close()
-    assert errors == 0 and pictures >= 8 and "step 6/6" in text and picture.stat().st_size > 50_000
+    assert errors == 0 and pictures >= 8 and "step 40/40" in text
+    assert 1 <= shown[0][0] < shown[1][0] < 40  # while the job was running
+    assert shown[0][1] != shown[1][1]  # the curve has grown
+    assert picture.stat().st_size > 50_000
     assert (tmp_path / "runs/in-lab/report.html").exists()
+
+
+def watched_step(page, at_least):
+    "(step, curve) of the live view once it has come to a step."
+    page.wait_for_function(
+        """least => {
+            const view = document.querySelector(".sciftune-live")
+            const step = view && view.innerText.match(/step (\\d+) of/)
+            return step && Number(step[1]) >= least && view.querySelector("svg")
+        }""",
+        arg=at_least,
+        polling=200,
+    )
+    return page.evaluate(
+        """() => {
+            const view = document.querySelector(".sciftune-live")
+            const step = Number(view.innerText.match(/step (\\d+) of/)[1])
+            return [step, view.querySelector("svg").outerHTML]
+        }"""
+    )
+
+
+@pytest.mark.skipif(
+    CHROMIUM is None, reason="no browser on this machine (Debian: apt-get install chromium)"
+)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1200, 400])
+def test_the_page_of_a_run_fits_its_window(tmp_path, width, scheme):
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="no playwright in this environment (pip install playwright)"
+    )
+    run = imagined_run(tmp_path / "a run")
+    with playwright.sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        page = browser.new_page(viewport=dict(width=width, height=900), color_scheme=scheme)
+        page.goto(write_page(run).as_uri())
+        wide = page.evaluate("document.documentElement.scrollWidth")
+        back = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        text = page.evaluate("getComputedStyle(document.body).color")
+        ends = page.locator(".ends img").first.bounding_box()
+        numbers = page.locator(".numbers").bounding_box()
+        browser.close()
+    assert wide <= width
+    assert (brightness(back) > brightness(text)) == (scheme == "light")
+    assert numbers["x"] >= 0 and numbers["x"] + numbers["width"] <= width
+    assert ends["width"] > 100 and (width == 400 or ends["y"] < 900)  # on the first screen
+
+
+def brightness(color):
+    return sum(int(part) for part in re.findall(r"\d+", color)[:3])
+
+
+def imagined_run(folder):
+    folder.mkdir()
+    run = RunDir(folder)
+    resolve(steps=20, learning_rate=3e-4).save(run.recipe)
+    for step in range(1, 21):
+        row = dict(step=step, loss=1 / step, lr=1e-3, grad_norm=1.0, step_time=0.1)
+        run.append_metrics(row | dict(memory_allocated_gib=0.2, time=50.0 + step))
+    for step in (0, 20):
+        bins = {"0-0.5": 1.0, "0.5-1": 0.5}
+        held = dict(step=step, held_out=1 - step / 40, held_out_baseline=1.0, held_out_sigma=bins)
+        run.append_metrics(held)
+        place = run.validation_images / f"step_{step:06d}"
+        place.mkdir(parents=True)
+        for number in range(3):
+            Image.new("RGB", (64, 64), (9 * step, 90, 40 * number)).save(place / f"0{number}.png")
+    return run
