@@ -4,12 +4,15 @@
 
 # %% auto #0
 __all__ = [
+    "NO_CLIP",
+    "NO_FID",
     "Target",
     "asked_labels",
     "quoted",
     "known_labels",
     "run_targets",
     "prompt_targets",
+    "ClipScore",
     "score_picture",
     "chart_reader",
     "Job",
@@ -191,12 +194,46 @@ def prompt_targets(
     return [Target(p, quoted(p) or None, "quotes" if quoted(p) else "") for p in prompts]
 
 
-# %% ../../nbs/9_lab/18_evaluate.ipynb #7b951158
+# %% ../../nbs/9_lab/18_evaluate.ipynb #e1c4952a
+NO_CLIP = "no CLIP weights: give clip=<a CLIP folder of transformers>"
+NO_FID = "its Inception weights are published as pickles, which are refused to be opened"
+
+
+class ClipScore:
+    """CLIP scores by a model on disk. Raises ValueError where the folder holds none."""
+
+    def __init__(
+        self,
+        folder: str | Path,  # CLIP of transformers, safetensors
+    ):
+        from transformers import CLIPModel, CLIPProcessor
+
+        if not (Path(folder) / "config.json").is_file():
+            raise ValueError(f"clip: {folder} holds no config.json; give a CLIP folder")
+        own = dict(local_files_only=True)
+        self.model = CLIPModel.from_pretrained(folder, use_safetensors=True, **own).eval()
+        self.processor = CLIPProcessor.from_pretrained(folder, **own)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        image: Image.Image,
+        caption: str,
+    ) -> float:  # 0 to 100
+        """The score of a picture and its caption."""
+        length = self.model.config.text_config.max_position_embeddings
+        cut = dict(return_tensors="pt", padding=True, truncation=True, max_length=length)
+        made = self.model(**self.processor(text=[caption], images=[image.convert("RGB")], **cut))
+        return 100 * max(0.0, float((made.image_embeds * made.text_embeds).sum()))
+
+
+# %% ../../nbs/9_lab/18_evaluate.ipynb #eb6acc29
 def score_picture(
     image: Image.Image,
     target: Target,
     file: str = "",  # Where the picture is
     reader: ChartReader | None = None,  # Of kind and number; None = not scored
+    clip: ClipScore | None = None,  # None = not scored
 ) -> Picture:
     """All scores of one picture."""
     parts, words = {}, []
@@ -208,6 +245,8 @@ def score_picture(
         pixels = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1) / 127.5 - 1
         parts |= mark_parts(reader.read(pixels[None])[0], target.prompt)
     parts |= colour_parts(image, target.prompt)
+    if clip is not None:
+        parts["clip"] = (clip(image, target.prompt), 1)
     return Picture(file, target.prompt, parts, tuple(words))
 
 
@@ -217,7 +256,7 @@ def chart_reader() -> ChartReader | None:
     return load_reader(folder) if folder else None
 
 
-# %% ../../nbs/9_lab/18_evaluate.ipynb #340e77f3
+# %% ../../nbs/9_lab/18_evaluate.ipynb #cb6cd3fa
 @dataclass(frozen=True)
 class Job:
     """One set of weights, and what it is asked."""
@@ -233,6 +272,7 @@ class Job:
     guidance: float = -1.0  # Below 0 = as the source says
     side: int = 0  # Pixels; 0 = as the source says
     batch: int = 8  # Pictures at once
+    clip: str = ""  # CLIP folder of transformers; '' = no CLIP score
 
     def requests(self) -> list[Request]:
         """A picture per target."""
@@ -265,7 +305,7 @@ def job_of(
     return Job(**values | dict(targets=tuple(Target(**t) for t in targets)))
 
 
-# %% ../../nbs/9_lab/18_evaluate.ipynb #b9824d6d
+# %% ../../nbs/9_lab/18_evaluate.ipynb #433e26df
 def evaluate_part(
     job: Job,
     folder: Path,  # Where the pictures go
@@ -275,11 +315,11 @@ def evaluate_part(
     source = find_weights(job.where, job.state, job.base)
     device = f"cuda:{part[0] % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
     images = draw_samples(source, job.requests(), job.strength, job.batch, device, part)
-    reader = chart_reader()
+    reader, clip = chart_reader(), ClipScore(job.clip) if job.clip else None
     found = {}
     for i, image in sorted(images.items()):
         image.save(folder / f"{i:03d}.png")
-        found[i] = score_picture(image, job.targets[i], f"{i:03d}.png", reader)
+        found[i] = score_picture(image, job.targets[i], f"{i:03d}.png", reader, clip)
     lines = [json.dumps([i, picture.line()]) for i, picture in found.items()]
     (folder / f"part-{part[0]}.jsonl").write_text("\n".join(lines))
     return found
@@ -346,9 +386,9 @@ def _row(name: str, source: ModelSource, job: Job, pictures: list[Picture]) -> E
     """The row of an evaluation."""
     truths = sorted({t.truth for t in job.targets} - {""})
     words = [word for picture in pictures for word in picture.words]
-    why = {}
+    why = dict(fid=NO_FID) | ({} if job.clip else dict(clip=NO_CLIP))
     if truths and not can_read_text():
-        why = dict.fromkeys(("recall", "precision", "cer"), READER_MISSING)
+        why |= dict.fromkeys(("recall", "precision", "cer"), READER_MISSING)
     series = source.series if job.strength else "base"
     return Evaluation(
         name,
