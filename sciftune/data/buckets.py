@@ -116,7 +116,7 @@ class Sizing:
             r.bucket_max or 2 * r.resolution,
         )
         self.sides = sorted(int(s) for s in r.bucket_sides.split(",") if s) or [r.resolution]
-        self.draws = r.random_hw_draws if r.random_hw_adapt else 1
+        self.draws = r.random_hw_draws or 1 if r.random_hw_adapt else 1
         if r.random_hw_adapt and not r.bucket_sides:
             self.sides = list(range(self.low, r.resolution + 1, self.step))
 

@@ -24,6 +24,7 @@ __all__ = [
     "WithHeldOut",
     "open_with_held_out",
     "in_both",
+    "size_draws",
     "scheduled_weights",
     "cache_data",
 ]
@@ -511,6 +512,17 @@ def in_both(
     return both if isinstance(collection, WithHeldOut) else 0
 
 
+# %% ../../nbs/7_training/07_encoding.ipynb #5e1f0e02
+def size_draws(
+    recipe: Recipe,
+    samples: int,  # In the training set
+) -> int:
+    """How many sizes are drawn for each sample."""
+    if recipe.random_hw_draws or not recipe.random_hw_adapt:
+        return Sizing(recipe).draws
+    return -(-recipe.steps * recipe.global_batch // samples)
+
+
 # %% ../../nbs/7_training/07_encoding.ipynb #e28c7efa
 def scheduled_weights(
     recipe: Recipe,  # Its model_path
@@ -553,6 +565,7 @@ def cache_data(
     ]
     for text in (family.negative_caption, *prompts):
         jobs.caption(text)
+    jobs.sizing.draws = size_draws(recipe, len(train))
     squares = set(held)
     samples = [jobs.sample(i, square=i in squares) for i in range(len(collection))]
     if engine.main and recipe.varied:
