@@ -13,7 +13,7 @@ from pydantic import field_validator
 from ...core.registry import ObjectiveRecord
 from ...core.sections import Section, field
 
-# %% ../../../nbs/8_objectives/flow/01_section.ipynb #198d19ff
+# %% ../../../nbs/8_objectives/flow/01_section.ipynb #cd5b550f
 RECORDS = [
     ObjectiveRecord(
         name="flow",
@@ -37,7 +37,7 @@ RECORDS = [
             "caption_prefix",
             "caption_template",
             "text_tokens",
-            "enable_bucket",
+            "fit",
             "random_hw_adapt",
             "cache_batch",
             "data_workers",
