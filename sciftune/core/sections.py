@@ -315,9 +315,9 @@ class DataSection(Section):
     )
     random_hw_draws: int = field(
         1,
-        "sizes drawn per sample, used in turn by epochs; each is cached",
+        "sizes drawn per sample, used in turn by epochs, each cached; 0 = one for every epoch",
         needs="random_hw_adapt",
-        ge=1,
+        ge=0,
         le=16,
     )
     bucket_min: int = field(

@@ -113,7 +113,7 @@ class Sizing:
         r = self.recipe = recipe
         self.low, self.high, self.step = r.sides()
         self.sides = sorted(int(s) for s in r.bucket_sides.split(",") if s) or [r.resolution]
-        self.draws = r.random_hw_draws if r.random_hw_adapt else 1
+        self.draws = r.random_hw_draws or 1 if r.random_hw_adapt else 1
         if r.random_hw_adapt and not r.bucket_sides:
             self.sides = list(range(self.low, r.resolution + 1, self.step))
 

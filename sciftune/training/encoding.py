@@ -24,6 +24,7 @@ __all__ = [
     "WithHeldOut",
     "open_with_held_out",
     "in_both",
+    "size_draws",
     "scheduled_weights",
     "write_truth",
     "square",
@@ -528,6 +529,17 @@ def in_both(
     return both if isinstance(collection, WithHeldOut) else 0
 
 
+# %% ../../nbs/7_training/07_encoding.ipynb #5e1f0e02
+def size_draws(
+    recipe: Recipe,
+    samples: int,  # In the training set
+) -> int:
+    """How many sizes are drawn for each sample."""
+    if recipe.random_hw_draws or not recipe.random_hw_adapt:
+        return Sizing(recipe).draws
+    return -(-recipe.steps * recipe.global_batch // samples)
+
+
 # %% ../../nbs/7_training/07_encoding.ipynb #e28c7efa
 def scheduled_weights(
     recipe: Recipe,  # Its model_path
@@ -578,6 +590,13 @@ def held_out_prompts(
 
 
 # %% ../../nbs/7_training/07_encoding.ipynb #dc717432
+def _say_found(collection: object, train: list, held: list, run_dir: RunDir, say: Callable):
+    if collection.rejected:
+        say(f"{len(collection.rejected)} rows set aside, see {run_dir.quarantine}")
+    if twice := in_both(collection, train, held):
+        say(f"{twice} of {len(held)} images of validation_data are in data, too")
+
+
 def cache_data(
     recipe: Recipe,
     family: Family,
@@ -594,10 +613,8 @@ def cache_data(
         base = scheduled_weights(recipe, family)
         quarantine = run_dir.quarantine if engine.main else None
         collection, train, held = open_with_held_out(recipe, quarantine)
-    if engine.main and collection.rejected:
-        say(f"{len(collection.rejected)} rows set aside, see {run_dir.quarantine}")
-    if engine.main and (twice := in_both(collection, train, held)):
-        say(f"{twice} of {len(held)} images of validation_data are in data, too")
+    if engine.main:
+        _say_found(collection, train, held, run_dir, say)
     folder = family.resolve(base, ("vae", *family.text_components), recipe.revision or None)
     verify_base(engine, folder, heartbeat)
     jobs = EncodingJobs(recipe, family, collection, folder)
@@ -609,6 +626,7 @@ def cache_data(
         write_truth(collection, (held or train)[:shown], run_dir)
     for text in (family.negative_caption, *(text for text, _ in prompts)):
         jobs.caption(text)
+    jobs.sizing.draws = size_draws(recipe, len(train))
     kept = set(held)
     samples = [jobs.sample(i, held=i in kept) for i in range(len(collection))]
     if engine.main:

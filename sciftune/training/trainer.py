@@ -66,6 +66,7 @@ from sciftune.training.checkpoints import (
 )
 from .ema import EMA
 from .heartbeat import Heartbeat
+from .host_memory import HostMemory
 from .intervals import Sums, line_due, with_numbers
 from .metrics import DeferredMetrics, Stopwatch, memory_now, mfu, peak_flops
 from .prefetch import Prefetcher
@@ -123,6 +124,7 @@ class Run:
         self.dir = run_dir
         self.timeline = Timeline()
         self.timeline.enter("engine")
+        self.host = HostMemory()
         self.plan = Plan.load(run_dir.plan)
         self.engine = Engine(recipe, self.plan)
         self.recipe = self.engine.recipe  # what the recipe left to the plan is decided in it
@@ -188,6 +190,10 @@ class Run:
             )
             write_atomic(self.dir.record, json.dumps(record, indent=1))
         self.engine.trackers(self.dir)
+
+    def host_gib(self) -> float:
+        """The most that this rank has taken of the host, its share of the machines' mean."""
+        return self.host.peak / 2**30 / self.recipe.num_machines
 
     def _samples(self) -> dict | None:
         """How many train and how many are held out, where the task has counted them."""
@@ -359,6 +365,7 @@ def _over_ranks(run: Run, means: dict[str, Tensor], sums: dict[str, Tensor]) -> 
     device = run.engine.device
     parts = {name: torch.full((), float(asked), device=device) for name, asked in requests.items()}
     parts |= {name: mean / run.engine.world for name, mean in means.items()} | sums
+    parts["host_memory_gib"] = torch.full((), run.host_gib(), device=device)
     total = run.engine.total(torch.cat([part.float().reshape(-1) for part in parts.values()]))
     pieces = total.split([part.numel() for part in parts.values()])
     named = zip(parts.items(), pieces, strict=True)
@@ -467,12 +474,13 @@ def finish_run(
     complete = step >= recipe.steps
     source = run.checkpoint_to_export() if complete and recipe.export and task.keep else None
     run.heartbeat.beat("done", step)
-    run.engine.barrier()
+    host = sum(run.engine.gather_objects(run.host_gib()))
+    run.host.close()
     if run.engine.main and complete:
         if source:
             run.heartbeat.beat("export", step)
             task.export(source, "ema" if run.averages else "weight")
-        memory = memory_now(run.engine.device)
+        memory = memory_now(run.engine.device) | dict(host_memory_gib=host)
         run.reporter.write(dict(event="finished", step=step, **memory))
     run.heartbeat.close()
 
