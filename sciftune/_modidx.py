@@ -3878,6 +3878,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'sciftune.toys.reader.drawn_examples': ( '3_toys/reader.html#drawn_examples',
                                                                                'sciftune/toys/reader.py'),
                                       'sciftune.toys.reader.following': ('3_toys/reader.html#following', 'sciftune/toys/reader.py'),
+                                      'sciftune.toys.reader.is_square': ('3_toys/reader.html#is_square', 'sciftune/toys/reader.py'),
                                       'sciftune.toys.reader.load_reader': ('3_toys/reader.html#load_reader', 'sciftune/toys/reader.py'),
                                       'sciftune.toys.reader.loaded_pictures': ( '3_toys/reader.html#loaded_pictures',
                                                                                 'sciftune/toys/reader.py'),
