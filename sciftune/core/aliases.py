@@ -41,6 +41,7 @@ ALIASES = dict(
     eps="adam_epsilon",
     train_data_dir="data",
     train_data_path="data",
+    val_data_path="validation_data",
     train_data_meta="metadata",
     image_sample_size="resolution",
     enable_bucket="fit",

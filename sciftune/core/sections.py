@@ -348,7 +348,16 @@ class DataSection(Section):
         needs="fit=bucket|fit=pad",
     )
     held_out: int = field(
-        16, "samples kept out of training for the held-out loss", optional=True, ge=0
+        16,
+        "samples kept out of training for the held-out loss",
+        optional=True,
+        needs="validation_data=",
+        ge=0,
+    )
+    validation_data: str = field(
+        "",
+        "a held-out set of its own, in a form that data can have, in the place of held_out samples",
+        optional=True,
     )
     cache_batch: int = field(
         4, "samples per encoder call while caching", identity=False, optional=True, ge=1
@@ -636,6 +645,14 @@ class OutputSection(Section):
     """Metrics, checkpoints, export."""
 
     log_steps: int = field(1, "a metrics line every so many steps", identity=False, ge=1)
+    loss_sigmas: int = field(
+        5,
+        "ranges of sigma by which metrics tell the training loss apart; 0 = none",
+        identity=False,
+        optional=True,
+        ge=0,
+        le=100,
+    )
     trackers: str = field(
         "", "'wandb', 'tensorboard' or both, separated by a comma", identity=False
     )

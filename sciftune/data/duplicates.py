@@ -125,7 +125,7 @@ def _decoded_ahead(collection: Sequence, pool: ThreadPoolExecutor) -> Iterator[n
         yield from list(pool.map(small_copy, [collection[i].image for i in some]))
 
 
-# %% ../../nbs/2_data/11_duplicates.ipynb #8d4e05e4
+# %% ../../nbs/2_data/11_duplicates.ipynb #326f89bb
 BANDS = 17
 MOST_BITS = BANDS - 1  # Differences up to which a pair is found for certain
 LEAST_LIKENESS = 0.98
@@ -159,7 +159,7 @@ def likeness(
     other: np.ndarray,  # (m, 16, 16, 3) uint8
 ) -> np.ndarray:  # (m,) from -1 to 1
     """Compare coarse copies by the cosine of their deviations from their means."""
-    a, b = (v.reshape(len(v), -1).astype(np.float32) for v in (one, other))
+    a, b = (v.reshape(len(v), 3 * COARSE**2).astype(np.float32) for v in (one, other))
     a -= a.mean(1, keepdims=True)
     b -= b.mean(1, keepdims=True)
     norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)

@@ -20,6 +20,7 @@ __all__ = [
     "stack_sizes",
     "inside",
     "attended",
+    "user_turn",
     "Encoders",
     "Family",
     "get_family",
@@ -42,6 +43,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from ..core.digests import read_digests, write_digests
 from ..core.randomness import stream
 from ..core.registry import FamilyRecord, find_record, load, records
 from ..core.rundir import replaced_folder
@@ -271,6 +273,21 @@ def attended(
     return torch.cat((text.bool(), image), 1)[:, None, None]
 
 
+# %% ../../nbs/4_models/02_family.ipynb #3a045d30
+def user_turn(
+    tokenizer: transformers.PreTrainedTokenizerBase,  # With a chat template
+    caption: str,
+    thinking: bool,  # Whether the answer that follows may begin with thoughts
+) -> str:
+    """Put a caption into the tokenizer's chat template, up to where the answer begins."""
+    return tokenizer.apply_chat_template(
+        [dict(role="user", content=caption)],
+        tokenize=False,
+        add_generation_prompt=True,
+        enable_thinking=thinking,
+    )
+
+
 # %% ../../nbs/4_models/02_family.ipynb #f0939249
 @dataclass
 class Encoders:
@@ -298,7 +315,7 @@ class Encoders:
             torch.cuda.empty_cache()
 
 
-# %% ../../nbs/4_models/02_family.ipynb #aca18752
+# %% ../../nbs/4_models/02_family.ipynb #24ea0361
 class Family(ABC):
     """One kind of image generator: how it loads, encodes, predicts, samples and saves."""
 
@@ -501,6 +518,31 @@ class Family(ABC):
     def load_tokenizer(self, folder: Path) -> transformers.PreTrainedTokenizerBase:
         """The tokenizer in a component folder."""
         return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+    def load_tokenizers(
+        self,
+        folder: str | Path,  # Pipeline folder on this machine
+    ) -> dict[str, transformers.PreTrainedTokenizerBase]:  # By component
+        """The tokenizers alone: all that counting tokens needs."""
+        names = [name for name in self.text_components if name.startswith("tokenizer")]
+        return {name: self.load_tokenizer(Path(folder) / name) for name in names}
+
+    def tokenized_text(
+        self,
+        tokenizer: transformers.PreTrainedTokenizerBase,  # One of the model's
+        caption: str,
+    ) -> str:
+        """What a tokenizer is given for a caption: with the model's template, where it has one."""
+        return caption
+
+    def token_limit(
+        self,
+        component: str,  # Name of a tokenizer in `text_components`
+        tokenizer: transformers.PreTrainedTokenizerBase,  # The tokenizer
+        text_tokens: int = None,  # Of the recipe, None = at inference's length
+    ) -> int:
+        """Tokens of `tokenized_text` after which a caption is cut for this text encoder."""
+        return self.check_text_tokens(text_tokens)
 
     def load_encoders(
         self,
@@ -753,7 +795,8 @@ class Family(ABC):
         """Write `out` = the pipeline at `base` with another denoiser, maybe another scheduler.
 
         Weights are hard links where the file system allows it, and `out` appears only when it is
-        complete. Raises ValueError when the denoiser is incomplete or `out` is the base.
+        complete, with the digests of all its files.
+        Raises ValueError when the denoiser is incomplete or `out` is the base.
         """
         component_folder, out = Path(component_folder), Path(out)
         index = pipeline_index(self.resolve(base, revision=revision, weights=False))
@@ -779,6 +822,8 @@ class Family(ABC):
                 for file in sorted(source.rglob("*")):
                     if file.is_file() and file.suffix not in PICKLES:
                         link_or_copy(file, aside / part / file.relative_to(source))
+            known = read_digests(component_folder)["crc32"]
+            write_digests(aside, {f"{self.denoiser_component}/{n}": d for n, d in known.items()})
         return out
 
 

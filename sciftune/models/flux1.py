@@ -16,12 +16,13 @@ __all__ = [
     "Flux1",
 ]
 
-# %% ../../nbs/4_models/05_flux1.ipynb #d6f957e3
+# %% ../../nbs/4_models/05_flux1.ipynb #0348e321
 from collections.abc import Mapping
 from pathlib import Path
 
 import diffusers
 import torch
+import transformers
 from torch import Tensor, nn
 
 from ..core.registry import FamilyRecord
@@ -134,7 +135,7 @@ TINY_FLUX1 = dict(
 SCHNELL_SCHEDULE = dict(tiny.FLUX_SCHEDULE, shift=1.0, use_dynamic_shifting=False)
 
 
-# %% ../../nbs/4_models/05_flux1.ipynb #b4d5b715
+# %% ../../nbs/4_models/05_flux1.ipynb #7d1e2636
 class Flux1(Family):
     """FLUX.1-dev, and -schnell where the folder holds it."""
 
@@ -189,6 +190,15 @@ class Flux1(Family):
             mean=(posterior.mean.float() - vae.config.shift_factor) * vae.config.scaling_factor,
             scale=posterior.std.float() * vae.config.scaling_factor,
         )
+
+    def token_limit(
+        self,
+        component: str,
+        tokenizer: transformers.PreTrainedTokenizerBase,
+        text_tokens: int = None,
+    ) -> int:
+        """`text_tokens` for T5; CLIP always reads 77."""
+        return 77 if component == "tokenizer" else self.check_text_tokens(text_tokens)
 
     def encode_captions(
         self, encoders: Encoders, captions: list[str], text_tokens: int = None

@@ -19,7 +19,7 @@ __all__ = [
     "Klein4B",
 ]
 
-# %% ../../nbs/4_models/04_flux2.ipynb #b74171af
+# %% ../../nbs/4_models/04_flux2.ipynb #ab13ba7d
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -39,6 +39,7 @@ from sciftune.models.family import (
     patchify,
     stack_rows,
     unpatchify,
+    user_turn,
 )
 from .weights import pipeline_index
 from ..toys import nano, tiny
@@ -145,7 +146,7 @@ def qwen3_config(
     return config
 
 
-# %% ../../nbs/4_models/04_flux2.ipynb #47ba4c0c
+# %% ../../nbs/4_models/04_flux2.ipynb #9c111c71
 @torch.no_grad()
 def qwen3_states(
     lm: nn.Module,  # Of `Flux2.load_text`
@@ -155,15 +156,7 @@ def qwen3_states(
     length: int,  # Length of every result, 512
 ) -> Tensor:  # (B, length, 3*width)
     """Hidden states 9, 18, 27 of one user turn, pads included."""
-    turns = [
-        tokenizer.apply_chat_template(
-            [dict(role="user", content=caption)],
-            tokenize=False,
-            add_generation_prompt=True,
-            enable_thinking=False,
-        )
-        for caption in captions
-    ]
+    turns = [user_turn(tokenizer, caption, thinking=False) for caption in captions]
     batch = tokenizer(
         turns, padding="max_length", truncation=True, max_length=length, return_tensors="pt"
     ).to(next(lm.parameters()).device)
@@ -227,7 +220,7 @@ NANO_KLEIN = dict(
 _TURN = "user\nassistant\n<think>\n\n</think>\n\n"  # the chat template's own words
 
 
-# %% ../../nbs/4_models/04_flux2.ipynb #72d2cc7c
+# %% ../../nbs/4_models/04_flux2.ipynb #a32277c2
 class Klein(Family):
     """FLUX.2 klein 9B."""
 
@@ -296,6 +289,19 @@ class Klein(Family):
         mean, std = self.latent_stats(encoders.vae)
         posterior = encoders.vae.encode(pixels.to(mean.device, encoders.vae.dtype)).latent_dist
         return dict(mean=(patchify(posterior.mode().float()) - mean) / std)
+
+    def tokenized_text(self, tokenizer: transformers.PreTrainedTokenizerBase, caption: str) -> str:
+        """The caption as a user's turn."""
+        return user_turn(tokenizer, caption, thinking=False)
+
+    def token_limit(
+        self,
+        component: str,
+        tokenizer: transformers.PreTrainedTokenizerBase,
+        text_tokens: int = None,
+    ) -> int:
+        """`text_tokens`, and no more than the tokenizer takes (a nano one takes fewer)."""
+        return min(self.check_text_tokens(text_tokens), tokenizer.model_max_length)
 
     def encode_captions(
         self, encoders: Encoders, captions: list[str], text_tokens: int = None

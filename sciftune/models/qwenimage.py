@@ -186,7 +186,7 @@ NANO_QWEN_IMAGE = dict(
 )
 
 
-# %% ../../nbs/4_models/03_qwenimage.ipynb #af2c2389
+# %% ../../nbs/4_models/03_qwenimage.ipynb #f78bab75
 class QwenImage(Family):
     """Qwen-Image and Qwen-Image-2512."""
 
@@ -237,6 +237,19 @@ class QwenImage(Family):
             mean=(posterior.mean[:, :, 0].float() - mean) / std,
             scale=posterior.std[:, :, 0].float() / std,
         )
+
+    def tokenized_text(self, tokenizer: transformers.PreTrainedTokenizerBase, caption: str) -> str:
+        """The caption in the pipeline's template."""
+        return qwen_image_template()[0].format(caption)
+
+    def token_limit(
+        self,
+        component: str,
+        tokenizer: transformers.PreTrainedTokenizerBase,
+        text_tokens: int = None,
+    ) -> int:
+        """`text_tokens` after those of the template's beginning, which are dropped."""
+        return qwen_image_template()[1] + self.check_text_tokens(text_tokens)
 
     def encode_captions(
         self, encoders: Encoders, captions: list[str], text_tokens: int = None

@@ -15,7 +15,7 @@ __all__ = [
     "ZImage",
 ]
 
-# %% ../../nbs/4_models/10_zimage.ipynb #baedd3aa
+# %% ../../nbs/4_models/10_zimage.ipynb #ccf3b7dc
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from sciftune.models.family import (
     compute_dtype,
     mmdit_flops,
     stack_sizes,
+    user_turn,
 )
 from ..toys import tiny
 
@@ -101,7 +102,7 @@ def qwen3_but_last(
     return config
 
 
-# %% ../../nbs/4_models/10_zimage.ipynb #18a006b0
+# %% ../../nbs/4_models/10_zimage.ipynb #ed1a7803
 @torch.no_grad()
 def turn_states(
     lm: nn.Module,  # Of `ZImage.load_text`
@@ -110,15 +111,7 @@ def turn_states(
     text_tokens: int,  # Where a turn is cut
 ) -> list[Tensor]:  # One (T_i, width) tensor per caption
     """Hidden states of one user turn per caption, unpadded."""
-    turns = [
-        tokenizer.apply_chat_template(
-            [dict(role="user", content=caption)],
-            tokenize=False,
-            add_generation_prompt=True,
-            enable_thinking=True,
-        )
-        for caption in captions
-    ]
+    turns = [user_turn(tokenizer, caption, thinking=True) for caption in captions]
     batch = tokenizer(
         turns, max_length=text_tokens, truncation=True, padding=True, return_tensors="pt"
     ).to(next(lm.parameters()).device)
@@ -128,7 +121,7 @@ def turn_states(
     return [states[valid].clone() for states, valid in rows]
 
 
-# %% ../../nbs/4_models/10_zimage.ipynb #01ac79a1
+# %% ../../nbs/4_models/10_zimage.ipynb #4ac05db2
 TINY_Z_IMAGE = dict(
     Z_IMAGE,
     dim=32,
@@ -185,6 +178,10 @@ class ZImage(Family):
         vae = encoders.vae
         z = vae.encode(pixels.to(vae.device, vae.dtype)).latent_dist.mode().float()
         return dict(mean=(z - vae.config.shift_factor) * vae.config.scaling_factor)
+
+    def tokenized_text(self, tokenizer: transformers.PreTrainedTokenizerBase, caption: str) -> str:
+        """The caption as a user's turn."""
+        return user_turn(tokenizer, caption, thinking=True)
 
     def encode_captions(
         self, encoders: Encoders, captions: list[str], text_tokens: int = None

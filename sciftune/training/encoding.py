@@ -21,7 +21,11 @@ __all__ = [
     "RandomTensors",
     "random_data",
     "open_recipe_data",
+    "WithHeldOut",
+    "open_with_held_out",
+    "in_both",
     "scheduled_weights",
+    "write_truth",
     "square",
     "held_out_prompts",
     "cache_data",
@@ -45,8 +49,8 @@ from ..core.recipe import Recipe, RecipeError
 from ..core.rundir import RunDir, cache_root
 from ..data.buckets import Sizing, cut_line
 from ..data.cache import TensorCache, cache_key
-from ..data.images import pixels
-from ..data.sources import open_collections
+from ..data.images import open_image, pixels, to_rgb
+from ..data.sources import joined_quarantine, open_collection, open_collections
 from ..models.family import Family
 from ..planner.profile import weights_path
 from ..strategies.engine import Engine
@@ -412,8 +416,14 @@ class RandomTensors:
 def random_data(recipe: Recipe, family: Family) -> CachedData:
     """What `cache_data` gives for random weights: squares, which every `fit` leaves as they are.
 
-    There are no prompts, since there is no VAE. Raises RecipeError for drawn sizes.
+    There are no prompts, since there is no VAE. Raises RecipeError for validation_data and for
+    drawn sizes.
     """
+    if recipe.validation_data:
+        raise RecipeError(
+            "validation_data: random weights are trained on random latents; leave validation_data "
+            "out with model_path='random'"
+        )
     if recipe.random_hw_adapt:
         raise RecipeError(
             "random_hw_adapt: random weights are trained on random latents of one size; leave it "
@@ -455,6 +465,69 @@ def open_recipe_data(
     )
 
 
+# %% ../../nbs/7_training/07_encoding.ipynb #5e1f0b02
+class WithHeldOut:
+    """A collection, and behind it the one that is held out."""
+
+    def __init__(
+        self,
+        train: object,  # Collection or JoinedCollections
+        held: object,  # Collection
+    ):
+        self.train = train
+        self.held = held
+        self.ids = [*train.ids, *(f"held:{name}" for name in held.ids)]
+        for name in ("captions", "sizes", "digests", "shards", "rejected"):
+            setattr(self, name, [*getattr(train, name), *getattr(held, name)])
+        self.fingerprint = train.fingerprint
+
+    def __len__(self):
+        return len(self.ids)
+
+    def part(
+        self,
+        i: int,  # Number of a sample
+    ) -> int:
+        """The number of the collection that a training sample comes from."""
+        inside = i < len(self.train) and hasattr(self.train, "part")
+        return self.train.part(i) if inside else 0
+
+    def __getitem__(self, i):
+        first = len(self.train)
+        return self.train[i] if i < first else self.held[i - first]
+
+
+def open_with_held_out(
+    recipe: Recipe,
+    quarantine: Path | None = None,  # File for the rows that are set aside; None = not written
+) -> tuple:  # Collection, numbers of its training samples, numbers of its held-out samples
+    """The data of a recipe, split by `held_out`, or with `validation_data` behind them."""
+    if not recipe.validation_data:
+        collection = open_recipe_data(recipe, quarantine)
+        return collection, *hold_out_by_source(recipe, collection)
+    with joined_quarantine(quarantine, 2) as (first, second):
+        train = open_recipe_data(recipe, first)
+        held = open_collection(
+            data_path(recipe, recipe.validation_data),
+            max_bad_fraction=recipe.max_bad_fraction,
+            quarantine=second,
+            cache=cache_root(recipe.run_root) / "verified",
+        )
+    collection = WithHeldOut(train, held)
+    return collection, list(range(len(train))), list(range(len(train), len(collection)))
+
+
+def in_both(
+    collection: object,  # Of `open_with_held_out`
+    train: list[int],  # Numbers of training samples
+    held: list[int],  # Numbers of held-out samples
+) -> int:
+    """How many images of a held-out set of its own are trained on."""
+    known = {collection.digests[i] for i in train}
+    both = sum(collection.digests[i] in known for i in held)
+    return both if isinstance(collection, WithHeldOut) else 0
+
+
 # %% ../../nbs/7_training/07_encoding.ipynb #e28c7efa
 def scheduled_weights(
     recipe: Recipe,  # Its model_path
@@ -465,6 +538,23 @@ def scheduled_weights(
     steps = recipe.validation_sample_steps if recipe.validation_images else 1
     family.check_schedule(base, recipe.revision or None, steps)
     return base
+
+
+# %% ../../nbs/7_training/07_encoding.ipynb #8f1cd71c
+def write_truth(
+    collection: object,  # Collection or JoinedCollections
+    chosen: list[int],  # Of its samples, in the order of the prompts
+    folder: Path,  # validation_images/truth of a run
+    largest: int = 1024,  # Pixels of the longer side
+):
+    """Write the true figures of validation prompts as numbered PNG files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, i in enumerate(chosen):
+        picture = to_rgb(open_image(collection[i].image))
+        picture.thumbnail((largest, largest))
+        aside = folder / f".{number:02d}.png"
+        picture.save(aside, format="PNG")
+        aside.replace(folder / f"{number:02d}.png")
 
 
 # %% ../../nbs/7_training/07_encoding.ipynb #03f1f08a
@@ -501,12 +591,17 @@ def cache_data(
         return random_data(recipe, family)
     with engine.main_first():
         base = scheduled_weights(recipe, family)
-        collection = open_recipe_data(recipe, run_dir.quarantine if engine.main else None)
+        quarantine = run_dir.quarantine if engine.main else None
+        collection, train, held = open_with_held_out(recipe, quarantine)
     if engine.main and collection.rejected:
         say(f"{len(collection.rejected)} rows set aside, see {run_dir.quarantine}")
-    train, held = hold_out_by_source(recipe, collection)
+    if engine.main and (twice := in_both(collection, train, held)):
+        say(f"{twice} of {len(held)} images of validation_data are in data, too")
     folder = family.resolve(base, ("vae", *family.text_components), recipe.revision or None)
     verify_base(engine, folder, heartbeat)
+    if engine.main and not recipe.validation_prompts:
+        shown = (held or train)[: recipe.validation_images]
+        write_truth(collection, shown, run_dir.validation_images / "truth")
     jobs = EncodingJobs(recipe, family, collection, folder)
     shown = recipe.validation_images
     prompts = held_out_prompts(jobs, (held or train)[:shown])

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ...core.randomness import stream_seed
 from ...core.recipe import Recipe
 from ...models.family import Family, inside
+from ...training.intervals import latent_sums, loss_by_sigma
 from ...training.task import Turn
 
 
@@ -164,4 +165,8 @@ class FlowMatching:
         if self.recipe.lora_dropout:  # the same masks on any number of processes
             key = ("dropout", *batch["ids"], *batch["epochs"])
             torch.manual_seed(stream_seed(self.recipe.seed, *key))
-        return (self.per_sample(networks["denoiser"], batch) * batch["weight"]).mean(), {}
+        losses = self.per_sample(networks["denoiser"], batch)
+        sums = dict(latents=latent_sums(batch["x0"]))
+        if ranges := self.recipe.loss_sigmas:
+            sums["loss_sigma"] = loss_by_sigma(losses, batch["sigma"], ranges)
+        return (losses * batch["weight"]).mean(), sums
