@@ -13,11 +13,12 @@ __all__ = [
     "flattened",
 ]
 
-# %% ../../nbs/7_training/16_intervals.ipynb #6badcdff
+# %% ../../nbs/7_training/16_intervals.ipynb #d4efa8b6
 import torch
 from torch import Tensor
 
 from ..core.recipe import Recipe
+from ..models.family import own_mean
 
 
 # %% ../../nbs/7_training/16_intervals.ipynb #894090f9
@@ -32,14 +33,15 @@ def loss_by_sigma(
     return torch.zeros(2, ranges, device=losses.device).index_add_(1, number, values)
 
 
-# %% ../../nbs/7_training/16_intervals.ipynb #631f9432
+# %% ../../nbs/7_training/16_intervals.ipynb #c890a056
 def latent_sums(
     latents: Tensor,  # (B,...)
+    sizes: list | None = None,  # (h,w) of each sample where padding is beside some; see `own_mean`
 ) -> Tensor:  # (3,) fp32: samples, sum of their means, sum of their mean squares
     """What mean and standard deviation of latents are computed from."""
-    rows = latents.detach().float().flatten(1)
-    means = rows.mean(1).sum()
-    squares = rows.square().mean(1).sum()
+    rows = latents.detach().float()
+    means = own_mean(rows, sizes).sum()
+    squares = own_mean(rows.square(), sizes).sum()
     return torch.stack([torch.full_like(means, len(rows)), means, squares])
 
 
