@@ -420,6 +420,9 @@ def commands() -> dict[str, Command]:
         "lab": Command("Open the notebooks in JupyterLab.", lab_command, lambda: jupyter),
         "presets": Command("Models and their presets.", presets_command, lambda: presets),
         "fields": Command("Recipe fields by section.", fields_command, fields_text),
+        "sweep": _other(
+            "lab.sweep:sweep_command", "Every combination of some values, then compare."
+        ),
         "prove": _other("lab.prove:prove_command", "Kill a run, resume it, compare the two."),
         "merge_lora": _other("lab.convert:merge_command", "A pipeline with a LoRA merged into it."),
         "zero_to_bf16": _other(

@@ -39,13 +39,14 @@ from sciftune.models.family import (
 )
 from ..toys import tiny
 
-# %% ../../nbs/4_models/05_flux1.ipynb #17deaf7c
+# %% ../../nbs/4_models/05_flux1.ipynb #62614a38
 RECORDS = [
     FamilyRecord(
         name="flux1",
         implementation="Flux1",
         title="FLUX.1",
         hub="black-forest-labs/FLUX.1-dev",
+        license="flux-1-dev-non-commercial-license",
         pipeline_class="FluxPipeline",
         block_classes=("FluxTransformerBlock", "FluxSingleTransformerBlock"),
         blocks=57,

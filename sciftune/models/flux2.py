@@ -44,13 +44,14 @@ from sciftune.models.family import (
 from .weights import pipeline_index
 from ..toys import nano, tiny
 
-# %% ../../nbs/4_models/04_flux2.ipynb #dd25d46a
+# %% ../../nbs/4_models/04_flux2.ipynb #d35e90c4
 RECORDS = [
     FamilyRecord(
         name="klein",
         implementation="Klein",
         title="FLUX.2 klein 9B",
         hub="black-forest-labs/FLUX.2-klein-base-9B",
+        license="flux-non-commercial-license",
         pipeline_class="Flux2KleinPipeline",
         block_classes=("Flux2TransformerBlock", "Flux2SingleTransformerBlock"),
         blocks=32,
@@ -74,6 +75,7 @@ RECORDS = [
         implementation="Klein4B",
         title="FLUX.2 klein 4B",
         hub="black-forest-labs/FLUX.2-klein-base-4B",
+        license="apache-2.0",
         pipeline_class="Flux2KleinPipeline",
         block_classes=("Flux2TransformerBlock", "Flux2SingleTransformerBlock"),
         blocks=25,

@@ -36,13 +36,14 @@ from sciftune.models.family import (
 )
 from ..toys import tiny
 
-# %% ../../nbs/4_models/10_zimage.ipynb #3e01fdfa
+# %% ../../nbs/4_models/10_zimage.ipynb #2a67af77
 RECORDS = [
     FamilyRecord(
         name="zimage",
         implementation="ZImage",
         title="Z-Image",
         hub="Tongyi-MAI/Z-Image",
+        license="apache-2.0",
         pipeline_class="ZImagePipeline",
         block_classes=("ZImageTransformerBlock",),
         blocks=34,

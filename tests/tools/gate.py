@@ -44,6 +44,7 @@ TORCH_FREE = [  # imported by the kernel that launches, whose forks torch could 
     "objectives.*.section",
     "lab.plots",
     "lab.scores",
+    "lab.evaluation_plots",
     "lab.report",
     "lab.summary",
     "lab.report_page",
