@@ -131,7 +131,7 @@ def worst_findings(
     return sorted(findings, key=lambda finding: -finding.score)[:count]
 
 
-# %% ../../nbs/9_lab/16_look.ipynb #05db29d5
+# %% ../../nbs/9_lab/16_look.ipynb #7e14f2e8
 CROPPED = 0.05  # Share of an image's pixels
 ENLARGED = 1.1  # Times its size
 SHRUNK = 4.0  # Times smaller
@@ -166,7 +166,7 @@ def cropped_images(
         f"{len(faults)} of {len(ids)} images lose more than {percent(CROPPED)} of their pixels, "
         f"at most {percent(max(lost))}; {percent(mean)} of all pixels are cut"
     )
-    cure = "enable_bucket=True keeps the aspect ratio"
+    cure = "fit=bucket keeps the aspect ratio, fit=pad all of it"
     return [DataFinding("cropped", says, cure, mean, _ordered(faults))]
 
 
@@ -201,7 +201,7 @@ def scaled_images(
     ]
 
 
-# %% ../../nbs/9_lab/16_look.ipynb #9cb2900c
+# %% ../../nbs/9_lab/16_look.ipynb #2b9e0fef
 def fit_costs(
     recipe: Recipe,
     shapes: Sequence[tuple[int, int]],  # (width, height) of every image
@@ -210,7 +210,7 @@ def fit_costs(
     """Compare cropped squares, buckets and padded squares for a collection."""
     side = recipe.resolution
     step = recipe.bucket_step or max(16, side // 16 // 16 * 16)
-    sizing = Sizing(recipe.model_copy(update=dict(enable_bucket=True, bucket_step=step)))
+    sizing = Sizing(recipe.model_copy(update=dict(fit="bucket", bucket_step=step)))
     square = (side, side)
     chosen = {
         "crop": [square] * len(shapes),
@@ -452,7 +452,7 @@ def blank_images(
     return [DataFinding("blank", says, "remove them", len(faults) / len(ids), faults)]
 
 
-# %% ../../nbs/9_lab/16_look.ipynb #4e362dd3
+# %% ../../nbs/9_lab/16_look.ipynb #330ca4ca
 @dataclass
 class DataLook:
     """What was found in a collection."""
@@ -514,7 +514,8 @@ def training_sizes(
 ) -> list[tuple[int, int]]:  # (height, width) at which each is trained first
     """The sizes that the recipe gives to images."""
     sizing = Sizing(recipe)
-    return [sizing.size(i, *shape) for i, shape in zip(ids, shapes, strict=True)]
+    buckets = [sizing.bucket(i, *shape) for i, shape in zip(ids, shapes, strict=True)]
+    return [sizing.fitted(*shape, size) for shape, size in zip(shapes, buckets, strict=True)]
 
 
 def look_at(
@@ -572,7 +573,7 @@ def _model_flops(recipe: Recipe):
     return lambda height, width: family.flops(config, height, width, recipe.text_tokens)
 
 
-# %% ../../nbs/9_lab/16_look.ipynb #1af77891
+# %% ../../nbs/9_lab/16_look.ipynb #4b5e9a7e
 MANY = 0.1  # Share of the images that are enlarged from which smaller sides pay
 
 
@@ -584,11 +585,11 @@ def recommended_fields(
     shares = {finding.check: finding.share for finding in look.findings}
     wanted = {}
     if shares.get("cropped", 0) > 0.01 and not recipe.varied:
-        wanted["enable_bucket"] = True
+        wanted["fit"] = "bucket"
     if shares.get("enlarged", 0) > MANY:
         side = recipe.resolution
         sides = {max(16, side * part // 4 // 16 * 16) for part in (2, 3, 4)}
-        wanted["enable_bucket"] = True
+        wanted["fit"] = "bucket"
         wanted["bucket_sides"] = ",".join(map(str, sorted(sides)))
     if tokens := wanted_tokens(recipe, look.tokens):
         wanted["text_tokens"] = tokens

@@ -21,6 +21,7 @@ __all__ = [
     "inside",
     "attended",
     "user_turn",
+    "own_mean",
     "Encoders",
     "Family",
     "get_family",
@@ -286,6 +287,19 @@ def user_turn(
         add_generation_prompt=True,
         enable_thinking=thinking,
     )
+
+
+# %% ../../nbs/4_models/02_family.ipynb #c5649ee7
+def own_mean(
+    values: Tensor,  # (B,C,h,w), or (B,...) where all samples have one size
+    sizes: list | None = None,  # (h,w) of each sample; None = the whole
+) -> Tensor:  # (B,)
+    """Mean over the latents of each sample's image, without the padding beside it."""
+    if sizes is None:
+        return values.flatten(1).mean(1)
+    mask = inside(sizes, *values.shape[2:], values.device)[:, None]
+    counts = mask.flatten(1).sum(1) * values.shape[1]
+    return values.masked_fill(~mask, 0).flatten(1).sum(1) / counts
 
 
 # %% ../../nbs/4_models/02_family.ipynb #f0939249

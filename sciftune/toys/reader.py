@@ -15,6 +15,7 @@ __all__ = [
     "following",
     "packaged_reader",
     "read_validation",
+    "is_square",
     "loaded_pictures",
 ]
 
@@ -217,7 +218,7 @@ def following(
     )
 
 
-# %% ../../nbs/3_toys/04_reader.ipynb #a0f462f3
+# %% ../../nbs/3_toys/04_reader.ipynb #d83e2c93
 def packaged_reader() -> Path | None:
     """Find the reader of this installation; None when it has none."""
     folder = Path(__file__).resolve().parent.parent / "assets" / "nano" / "reader"
@@ -237,12 +238,20 @@ def read_validation(
         return {}
     prompts = json.loads((folder / "prompts.json").read_text())
     files = [(folder / f"{i:02d}.png", p) for i, p in enumerate(prompts) if claims(p)]
-    files = [(f, p) for f, p in files if f.is_file()]
+    files = [(f, p) for f, p in files if f.is_file() and is_square(f)]
     if not files:
         return {}
     pictures = loaded_pictures([file for file, _ in files])
     found = following(load_reader(reader), pictures, [prompt for _, prompt in files])
     return dict(follows=found["n"], follows_kind=found["kind"], follows_count=found["count"])
+
+
+def is_square(
+    file: Path,  # Picture file
+) -> bool:
+    """Whether a picture has the shape that the reader knows; one of another shape is no chart."""
+    with Image.open(file) as picture:
+        return picture.width == picture.height
 
 
 def loaded_pictures(

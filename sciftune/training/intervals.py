@@ -13,13 +13,12 @@ __all__ = [
     "flattened",
 ]
 
-# %% ../../nbs/7_training/18_intervals.ipynb #6badcdff
-from collections.abc import Callable
-
+# %% ../../nbs/7_training/18_intervals.ipynb #3fa70567
 import torch
 from torch import Tensor
 
 from ..core.recipe import Recipe
+from ..models.family import own_mean
 
 
 # %% ../../nbs/7_training/18_intervals.ipynb #894090f9
@@ -34,14 +33,15 @@ def loss_by_sigma(
     return torch.zeros(2, ranges, device=losses.device).index_add_(1, number, values)
 
 
-# %% ../../nbs/7_training/18_intervals.ipynb #631f9432
+# %% ../../nbs/7_training/18_intervals.ipynb #e6fb5bff
 def latent_sums(
     latents: Tensor,  # (B,...)
-    mean: Callable = lambda rows: rows.flatten(1).mean(1),  # (B,...) -> (B,), without padding
+    sizes: list | None = None,  # (h,w) of each sample where padding is beside some; see `own_mean`
 ) -> Tensor:  # (3,) fp32: samples, sum of their means, sum of their mean squares
     """What mean and standard deviation of latents are computed from."""
     rows = latents.detach().float()
-    means, squares = mean(rows).sum(), mean(rows.square()).sum()
+    means = own_mean(rows, sizes).sum()
+    squares = own_mean(rows.square(), sizes).sum()
     return torch.stack([torch.full_like(means, len(rows)), means, squares])
 
 

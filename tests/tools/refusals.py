@@ -257,6 +257,8 @@ CASES = [
     asked("Recipe", "needs a positive weight behind a colon", data="figures:1,other"),
     asked("Recipe", "trackers: unknown tracker", trackers="tensorbord"),
     asked("Recipe", "lora_path: needs objective", model="bagel", lora_rank=4, lora_path="a"),
+    asked("Recipe", "fit: needs objective", model="sd15", objective="dmd2", fit="pad"),
+    asked("Recipe", "'bucket', 'pad' or 'crop'", fit="squash"),
     asked("Names of other scripts", "write precision='bf16-mixed'", use_fp16=True),
     asked("Names of other scripts", "write lora_rank=16", use_lora=True),
     asked("Names of other scripts", "write run_root='out' and name='a'", checkpoint_dir="out/a"),

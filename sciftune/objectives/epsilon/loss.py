@@ -5,13 +5,14 @@
 # %% auto #0
 __all__ = ["NoisePrediction"]
 
-# %% ../../../nbs/8_objectives/epsilon/02_loss.ipynb #da02787f
+# %% ../../../nbs/8_objectives/epsilon/02_loss.ipynb #81cae135
 from functools import cached_property
 
 from torch import Tensor, nn
 
 from ...models.ddpm import NoiseSchedule, timesteps_of
-from ..flow.loss import FlowMatching, own_mean
+from ...models.family import own_mean
+from ..flow.loss import FlowMatching
 
 
 # %% ../../../nbs/8_objectives/epsilon/02_loss.ipynb #5c3b0fda
