@@ -145,6 +145,28 @@ def holder(
         os.close(handle)
 
 
+# %% ../../nbs/1_core/07_ownership.ipynb #97f806f9
+RELEASED_AFTER = 10.0  # Seconds that the system may take to close the files of a dead process
+
+
+def _has_ended(owner: Owner) -> bool:
+    """Whether the process of `owner`, of this machine, runs no more."""
+    if owner.host != os.uname().nodename:
+        return False
+    try:
+        return not psutil.Process(owner.pid).cmdline()  # Its memory is given up, its files not yet
+    except psutil.NoSuchProcess:  # Also for a zombie
+        return True
+
+
+def _lasting_holder(file: Path) -> Owner | None:
+    """Who holds a lock, once the system has closed the files of a process that has ended."""
+    end = time.monotonic() + RELEASED_AFTER
+    while (owner := holder(file)) and _has_ended(owner) and time.monotonic() < end:
+        time.sleep(0.05)
+    return owner
+
+
 # %% ../../nbs/1_core/07_ownership.ipynb #3c6c022c
 class FolderLock:
     """A lock of a run folder, with a record of who holds it."""
@@ -237,28 +259,6 @@ class FolderLock:
         while not self.ended.wait(SIGN_EVERY):
             with contextlib.suppress(OSError, TypeError):
                 os.utime(self.handle)
-
-
-# %% ../../nbs/1_core/07_ownership.ipynb #d231c85e
-RELEASED_AFTER = 10.0  # Seconds that the system may take to close the files of a dead process
-
-
-def _has_ended(owner: Owner) -> bool:
-    """Whether the process of `owner`, of this machine, runs no more."""
-    if owner.host != os.uname().nodename:
-        return False
-    try:
-        return not psutil.Process(owner.pid).cmdline()  # Its memory is given up, its files not yet
-    except psutil.NoSuchProcess:  # Also for a zombie
-        return True
-
-
-def _lasting_holder(file: Path) -> Owner | None:
-    """Who holds a lock, once the system has closed the files of a process that has ended."""
-    end = time.monotonic() + RELEASED_AFTER
-    while (owner := holder(file)) and _has_ended(owner) and time.monotonic() < end:
-        time.sleep(FolderLock.pause)
-    return owner
 
 
 # %% ../../nbs/1_core/07_ownership.ipynb #1513c3e6

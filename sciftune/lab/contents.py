@@ -79,7 +79,7 @@ def names_of(
     return [node.name, *methods]
 
 
-# %% ../../nbs/9_lab/10_contents.ipynb #ad343f11
+# %% ../../nbs/9_lab/10_contents.ipynb #1db38362
 FLOORS = {
     "1_core": "What a run is: recipe, run folder, randomness. Almost nothing here imports torch.",
     "2_data": "From files of any kind to cached tensors in an order that every rank knows.",
@@ -99,8 +99,10 @@ class House:
     def __init__(
         self,
         root: Path,  # Of the repository
+        base: str = "",  # What links begin with: nbs/ as seen from the page, '' = from nbs/ itself
     ):
         self.root = root
+        self.base = base
         paths = sorted((root / "nbs").rglob("*.ipynb"))
         every = [Room(path) for path in paths if ".ipynb_checkpoints" not in path.parts]
         self.rooms = {room.module: room for room in every if room.module}
@@ -111,7 +113,7 @@ class House:
         name: str = "",  # A definition of it: 'train', 'Klein.predict'
         text: str = "",  # Of the link; '' = the definition or the notebook's title
     ) -> str:
-        """A markdown link from nbs/index.ipynb, to the heading under which `name` is defined.
+        """A markdown link to the heading under which `name` is defined.
 
         Raises KeyError for what is not there.
         """
@@ -121,7 +123,7 @@ class House:
         place = str(room.path.relative_to(self.root / "nbs"))
         if name and room.definitions[name] != room.title:
             place += "#" + quote(room.definitions[name].replace("`", "").replace(" ", "-"))
-        return f"[{text or (f'`{name}`' if name else room.title)}]({place})"
+        return f"[{text or (f'`{name}`' if name else room.title)}]({self.base}{place})"
 
     def linked(
         self,

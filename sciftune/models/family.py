@@ -18,13 +18,17 @@ __all__ = [
     "check_captions",
     "stack_rows",
     "compute_dtype",
+    "stack_sizes",
+    "inside",
+    "attended",
+    "user_turn",
     "Encoders",
     "Family",
     "get_family",
     "draw_pictures",
 ]
 
-# %% ../../nbs/4_models/02_family.ipynb #6906808e
+# %% ../../nbs/4_models/02_family.ipynb #d16aecab
 import copy
 import gc
 import inspect
@@ -52,12 +56,14 @@ from sciftune.models.weights import (
     component_config,
     freeze,
     link_or_copy,
+    load_text_encoder,
     materialise,
     pipeline_index,
     randomise,
     read_object,
     readable,
     resolve_folder,
+    text_encoder_numel,
     weight_files,
 )
 from ..toys.tiny import save_stand_in
@@ -240,6 +246,59 @@ def compute_dtype(
     return next(p.dtype for p in denoiser.parameters() if p.is_floating_point())
 
 
+# %% ../../nbs/4_models/02_family.ipynb #2ef8b2ae
+def stack_sizes(
+    latents: list[Tensor],  # (C,h,w) each
+) -> tuple[Tensor, list | None]:  # (B,C,H,W), and (h,w) of each where they differ
+    """Stack latents in the top left corner of the largest height and width."""
+    sizes = [tuple(x.shape[-2:]) for x in latents]
+    if len(set(sizes)) == 1:
+        return torch.stack(latents), None
+    height, width = (max(sides) for sides in zip(*sizes, strict=True))
+    beside = [(0, width - w, 0, height - h) for h, w in sizes]
+    rows = [nn.functional.pad(x, pad) for x, pad in zip(latents, beside, strict=True)]
+    return torch.stack(rows), sizes
+
+
+def inside(
+    sizes: list,  # (h,w) of each sample
+    height: int,
+    width: int,
+    device: torch.device = "cpu",  # Where the mask is made
+) -> Tensor:  # (B,height,width), True = part of the image
+    """Tell image from padding."""
+    h, w = torch.tensor([list(size) for size in sizes], device=device)[..., None, None].unbind(1)
+    row = torch.arange(height, device=device)[None, :, None]
+    column = torch.arange(width, device=device)[None, None]
+    return (row < h) & (column < w)
+
+
+def attended(
+    sizes: list,  # (h,w) of each sample
+    x: Tensor,  # Latents (B,C,H,W)
+    patch: int,  # Latent pixels per token side
+    text: Tensor,  # (B,T), 0 = padding of a caption that is not attended to
+) -> Tensor:  # (B,1,1,T+N), True = attended to
+    """The mask over [text, image] of a joint attention."""
+    image = inside(sizes, *x.shape[2:], x.device)[:, ::patch, ::patch].flatten(1)
+    return torch.cat((text.bool(), image), 1)[:, None, None]
+
+
+# %% ../../nbs/4_models/02_family.ipynb #3a045d30
+def user_turn(
+    tokenizer: transformers.PreTrainedTokenizerBase,  # With a chat template
+    caption: str,
+    thinking: bool,  # Whether the answer that follows may begin with thoughts
+) -> str:
+    """Put a caption into the tokenizer's chat template, up to where the answer begins."""
+    return tokenizer.apply_chat_template(
+        [dict(role="user", content=caption)],
+        tokenize=False,
+        add_generation_prompt=True,
+        enable_thinking=thinking,
+    )
+
+
 # %% ../../nbs/4_models/02_family.ipynb #f0939249
 @dataclass
 class Encoders:
@@ -267,7 +326,7 @@ class Encoders:
             torch.cuda.empty_cache()
 
 
-# %% ../../nbs/4_models/02_family.ipynb #5341179b
+# %% ../../nbs/4_models/02_family.ipynb #24ea0361
 class Family(ABC):
     """One kind of image generator: how it loads, encodes, predicts, samples and saves."""
 
@@ -284,6 +343,7 @@ class Family(ABC):
     latent_channels: int = 16  # C of the model-space latents (B,C,h,w)
     latent_factor: int = 8  # Pixels per latent pixel
     token_factor: int = 16  # Pixels per token side
+    mixes_sizes: bool = True  # Whether padding beside a smaller image can be hidden from it
     text_tokens: int = 512  # Caption length at inference
     max_text_tokens: int = 512  # Longest caption that the model has room for
     negative_caption: str = ""  # Unconditional prompt, also for caption dropout
@@ -440,15 +500,62 @@ class Family(ABC):
         vae = getattr(diffusers, self.vae_class)
         return freeze(vae.from_pretrained(folder, dtype=dtype, use_safetensors=True)).to(device)
 
+    def text_model(
+        self,
+        folder: Path,  # Component folder of a text encoder
+    ) -> tuple[str, transformers.PretrainedConfig]:  # transformers class, its configuration
+        """What is built of a text encoder: as a rule all that model_index.json names."""
+        kind = pipeline_index(folder.parent).get(folder.name, [None, None])[1]
+        if kind is None or not hasattr(transformers, kind):
+            raise ValueError(f"{folder.parent / 'model_index.json'} names no {folder.name}")
+        config = getattr(transformers, kind).config_class
+        return kind, config.from_pretrained(folder, local_files_only=True)
+
     def load_text(self, folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
         """The text encoder in a component folder."""
-        raise ValueError(f"{self.name} has no text encoder {folder.name!r}")
+        kind, config = self.text_model(folder)
+        return load_text_encoder(folder, kind, dtype, device, config=config)
+
+    def text_numel(
+        self,
+        path: str | Path,  # Diffusers folder or hub id
+        revision: str = None,  # Hub revision
+    ) -> int:
+        """Parameters of all text encoders as they are loaded, from their configurations alone."""
+        folder = self.resolve(path, self.text_components, revision, weights=False)
+        encoders = [c for c in self.text_components if not c.startswith("tokenizer")]
+        return sum(text_encoder_numel(*self.text_model(folder / name)) for name in encoders)
 
     def load_tokenizer(self, folder: Path) -> transformers.PreTrainedTokenizerBase:
         """The tokenizer in a component folder."""
         if not any((folder / file).is_file() for file in VOCABULARIES):
             raise ValueError(f"{folder} has no vocabulary ({VOCABULARIES[0]}); copy it again")
         return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+    def load_tokenizers(
+        self,
+        folder: str | Path,  # Pipeline folder on this machine
+    ) -> dict[str, transformers.PreTrainedTokenizerBase]:  # By component
+        """The tokenizers alone: all that counting tokens needs."""
+        names = [name for name in self.text_components if name.startswith("tokenizer")]
+        return {name: self.load_tokenizer(Path(folder) / name) for name in names}
+
+    def tokenized_text(
+        self,
+        tokenizer: transformers.PreTrainedTokenizerBase,  # One of the model's
+        caption: str,
+    ) -> str:
+        """What a tokenizer is given for a caption: with the model's template, where it has one."""
+        return caption
+
+    def token_limit(
+        self,
+        component: str,  # Name of a tokenizer in `text_components`
+        tokenizer: transformers.PreTrainedTokenizerBase,  # The tokenizer
+        text_tokens: int = None,  # Of the recipe, None = at inference's length
+    ) -> int:
+        """Tokens of `tokenized_text` after which a caption is cut for this text encoder."""
+        return self.check_text_tokens(text_tokens)
 
     def load_encoders(
         self,

@@ -12,14 +12,14 @@ __all__ = [
     "NANO_KLEIN",
     "flux2_flops",
     "empirical_mu",
-    "load_qwen3",
+    "qwen3_config",
     "qwen3_states",
     "flux2_position_ids",
     "Klein",
     "Klein4B",
 ]
 
-# %% ../../nbs/4_models/04_flux2.ipynb #b8785113
+# %% ../../nbs/4_models/04_flux2.ipynb #ab13ba7d
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -32,23 +32,26 @@ from ..core.registry import FamilyRecord
 from sciftune.models.family import (
     Encoders,
     Family,
+    attended,
     check_captions,
     compute_dtype,
     mmdit_flops,
     patchify,
     stack_rows,
     unpatchify,
+    user_turn,
 )
-from .weights import load_text_encoder, pipeline_index
+from .weights import pipeline_index
 from ..toys import nano, tiny
 
-# %% ../../nbs/4_models/04_flux2.ipynb #dd25d46a
+# %% ../../nbs/4_models/04_flux2.ipynb #d35e90c4
 RECORDS = [
     FamilyRecord(
         name="klein",
         implementation="Klein",
         title="FLUX.2 klein 9B",
         hub="black-forest-labs/FLUX.2-klein-base-9B",
+        license="flux-non-commercial-license",
         pipeline_class="Flux2KleinPipeline",
         block_classes=("Flux2TransformerBlock", "Flux2SingleTransformerBlock"),
         blocks=32,
@@ -72,6 +75,7 @@ RECORDS = [
         implementation="Klein4B",
         title="FLUX.2 klein 4B",
         hub="black-forest-labs/FLUX.2-klein-base-4B",
+        license="apache-2.0",
         pipeline_class="Flux2KleinPipeline",
         block_classes=("Flux2TransformerBlock", "Flux2SingleTransformerBlock"),
         blocks=25,
@@ -124,15 +128,13 @@ def empirical_mu(
     return diffusers.pipelines.flux2.pipeline_flux2_klein.compute_empirical_mu(tokens, steps)
 
 
-# %% ../../nbs/4_models/04_flux2.ipynb #b503d109
+# %% ../../nbs/4_models/04_flux2.ipynb #96336f42
 QWEN3_LAYERS = (9, 18, 27)  # decoder layers counted from 1, before any final norm
 
 
-def load_qwen3(
+def qwen3_config(
     folder: Path,  # text_encoder folder
-    dtype: torch.dtype,  # Type of its parameters
-    device: torch.device = "cpu",  # Where it goes
-) -> nn.Module:  # The first 27 layers, without norm and vocabulary
+) -> transformers.PretrainedConfig:  # Of the first 27 layers
     """The part of Qwen3 that klein uses; ValueError when it has too few layers."""
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     last = QWEN3_LAYERS[-1]
@@ -143,30 +145,20 @@ def load_qwen3(
     config.num_hidden_layers = last
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:last]
-    lm = load_text_encoder(folder, "Qwen3Model", dtype, device, config=config)
-    lm.norm = nn.Identity()
-    return lm
+    return config
 
 
-# %% ../../nbs/4_models/04_flux2.ipynb #11274b54
+# %% ../../nbs/4_models/04_flux2.ipynb #9c111c71
 @torch.no_grad()
 def qwen3_states(
-    lm: nn.Module,  # See `load_qwen3`
+    lm: nn.Module,  # Of `Flux2.load_text`
     tokenizer: transformers.PreTrainedTokenizerBase,  # Its tokenizer
     captions: list[str],  # Captions
     text_tokens: int,  # Where a turn is cut
     length: int,  # Length of every result, 512
 ) -> Tensor:  # (B, length, 3*width)
     """Hidden states 9, 18, 27 of one user turn, pads included."""
-    turns = [
-        tokenizer.apply_chat_template(
-            [dict(role="user", content=caption)],
-            tokenize=False,
-            add_generation_prompt=True,
-            enable_thinking=False,
-        )
-        for caption in captions
-    ]
+    turns = [user_turn(tokenizer, caption, thinking=False) for caption in captions]
     batch = tokenizer(
         turns, padding="max_length", truncation=True, max_length=length, return_tensors="pt"
     ).to(next(lm.parameters()).device)
@@ -230,7 +222,7 @@ NANO_KLEIN = dict(
 _TURN = "user\nassistant\n<think>\n\n</think>\n\n"  # the chat template's own words
 
 
-# %% ../../nbs/4_models/04_flux2.ipynb #89457c39
+# %% ../../nbs/4_models/04_flux2.ipynb #a32277c2
 class Klein(Family):
     """FLUX.2 klein 9B."""
 
@@ -272,9 +264,15 @@ class Klein(Family):
             found.update(guidance=1.0, steps=4)
         return found
 
+    def text_model(self, folder: Path) -> tuple[str, transformers.PretrainedConfig]:
+        """See `qwen3_config`."""
+        return "Qwen3Model", qwen3_config(folder)
+
     def load_text(self, folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-        """See `load_qwen3`."""
-        return load_qwen3(folder, dtype, device)
+        """The first 27 layers of Qwen3, without norm and vocabulary."""
+        lm = super().load_text(folder, dtype, device)
+        lm.norm = nn.Identity()
+        return lm
 
     def latent_stats(self, vae: nn.Module) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of the patchified latents, each (1,128,1,1) fp32."""
@@ -293,6 +291,19 @@ class Klein(Family):
         mean, std = self.latent_stats(encoders.vae)
         posterior = encoders.vae.encode(pixels.to(mean.device, encoders.vae.dtype)).latent_dist
         return dict(mean=(patchify(posterior.mode().float()) - mean) / std)
+
+    def tokenized_text(self, tokenizer: transformers.PreTrainedTokenizerBase, caption: str) -> str:
+        """The caption as a user's turn."""
+        return user_turn(tokenizer, caption, thinking=False)
+
+    def token_limit(
+        self,
+        component: str,
+        tokenizer: transformers.PreTrainedTokenizerBase,
+        text_tokens: int = None,
+    ) -> int:
+        """`text_tokens`, and no more than the tokenizer takes (a nano one takes fewer)."""
+        return min(self.check_text_tokens(text_tokens), tokenizer.model_max_length)
 
     def encode_captions(
         self, encoders: Encoders, captions: list[str], text_tokens: int = None
@@ -323,6 +334,10 @@ class Klein(Family):
         self.check_inputs(x_t, sigma)
         b, _, h, w = x_t.shape
         dtype, device, text = compute_dtype(denoiser), x_t.device, conditioning["text"]
+        attention, sizes = None, conditioning.get("sizes")
+        if sizes is not None:
+            everything = torch.ones(text.shape[:2], device=device)
+            attention = dict(attention_mask=attended(sizes, x_t, 1, everything))
         out = denoiser(
             hidden_states=x_t.flatten(2).transpose(1, 2).to(dtype),
             timestep=sigma,
@@ -330,6 +345,7 @@ class Klein(Family):
             guidance=None,
             txt_ids=flux2_position_ids(b, 1, 1, text.shape[1], device),
             img_ids=flux2_position_ids(b, h, w, 1, device),
+            joint_attention_kwargs=attention,
             return_dict=False,
         )[0]
         return out.transpose(1, 2).unflatten(2, (h, w)).to(x_t.dtype)

@@ -17,7 +17,7 @@ __all__ = [
     "SDXL",
 ]
 
-# %% ../../nbs/4_models/07_sd.ipynb #34ed9186
+# %% ../../nbs/4_models/07_sd.ipynb #c5858a1e
 import json
 from collections.abc import Mapping
 from functools import lru_cache
@@ -33,16 +33,16 @@ from ..core.registry import FamilyRecord
 from ..core.sections import RecipeError
 from .ddpm import STEPS, NoiseSchedule, timesteps_of
 from .family import Encoders, Family, build_scheduler, compute_dtype, stack_rows
-from .weights import load_text_encoder, pipeline_index
 from ..toys import tiny
 
-# %% ../../nbs/4_models/07_sd.ipynb #15e0fcf8
+# %% ../../nbs/4_models/07_sd.ipynb #0bec8fc0
 RECORDS = [
     FamilyRecord(
         name="sd15",
         implementation="SD15",
         title="Stable Diffusion 1.5",
         hub="stable-diffusion-v1-5/stable-diffusion-v1-5",
+        license="creativeml-openrail-m",
         pipeline_class="StableDiffusionPipeline",
         block_classes=("BasicTransformerBlock", "ResnetBlock2D"),
         objectives=("epsilon", "dmd2", "dmd_decoupled"),
@@ -59,6 +59,7 @@ RECORDS = [
         implementation="SDXL",
         title="Stable Diffusion XL",
         hub="stabilityai/stable-diffusion-xl-base-1.0",
+        license="openrail++",
         pipeline_class="StableDiffusionXLPipeline",
         block_classes=("BasicTransformerBlock", "ResnetBlock2D"),
         objectives=("epsilon", "dmd2", "dmd_decoupled"),
@@ -228,7 +229,7 @@ TINY_SDXL = dict(
 )
 
 
-# %% ../../nbs/4_models/07_sd.ipynb #fc25d3b5
+# %% ../../nbs/4_models/07_sd.ipynb #41739af4
 class SD15(Family):
     """Stable Diffusion 1.5."""
 
@@ -242,6 +243,7 @@ class SD15(Family):
     size_multiple = 8
     latent_channels = 4
     token_factor = 8
+    mixes_sizes = False
     text_tokens = 77
     max_text_tokens = 77
     default_guidance = 7.5
@@ -259,11 +261,6 @@ class SD15(Family):
         """CLIP's tokenizer, whose class published folders do not always name."""
         return transformers.CLIPTokenizer.from_pretrained(folder, local_files_only=True)
 
-    def load_text(self, folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-        """The class that model_index.json names for this component."""
-        kind = pipeline_index(folder.parent)[folder.name][1]
-        return load_text_encoder(folder, kind, dtype, device)
-
     @torch.no_grad()
     def text_states(
         self, encoders: Encoders, captions: list[str], suffix: str = ""
@@ -279,6 +276,15 @@ class SD15(Family):
             return_tensors="pt",
         ).input_ids
         return encoder(ids.to(encoder.device), output_hidden_states=True)
+
+    def token_limit(
+        self,
+        component: str,
+        tokenizer: transformers.PreTrainedTokenizerBase,
+        text_tokens: int = None,
+    ) -> int:
+        """The tokenizer's own length, whatever `text_tokens` says."""
+        return tokenizer.model_max_length
 
     def encode_captions(
         self, encoders: Encoders, captions: list[str], text_tokens: int = None

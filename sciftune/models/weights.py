@@ -6,6 +6,8 @@
 __all__ = [
     "HUB_ID",
     "PICKLES",
+    "ENCODING_ROOM",
+    "GIB",
     "fetch",
     "read_object",
     "readable",
@@ -22,6 +24,10 @@ __all__ = [
     "materialise",
     "randomise",
     "freeze",
+    "text_encoder_placement",
+    "stored_numel",
+    "free_memory_gib",
+    "text_encoder_numel",
     "load_text_encoder",
     "link_or_copy",
 ]
@@ -424,7 +430,55 @@ def freeze(
     return module.eval().requires_grad_(False)
 
 
-# %% ../../nbs/4_models/01_weights.ipynb #2b73a5fb
+# %% ../../nbs/4_models/01_weights.ipynb #54e2bc6b
+ENCODING_ROOM = 2.0  # GiB kept free for what an encoder computes
+GIB = 2**30
+
+
+def text_encoder_placement(
+    weights_gib: float,  # Of the encoder, in the type it is loaded in
+    free_gib: float,  # Of the device
+    device: torch.device,  # A GPU
+) -> dict:  # Arguments of `from_pretrained`
+    """The whole encoder on `device`, or its first layers and the others in host memory."""
+    room = free_gib - ENCODING_ROOM
+    if weights_gib <= room:
+        return dict(device_map={"": device})
+    index = torch.device(device).index or 0
+    limits = {index: int(max(0.0, room) * GIB), "cpu": int(weights_gib * GIB) + GIB}
+    return dict(device_map="sequential", max_memory=limits)
+
+
+# %% ../../nbs/4_models/01_weights.ipynb #cee22a02
+def stored_numel(
+    folder: Path,  # Component folder
+) -> int:
+    """Elements of all tensors of a component, from the headers of its files."""
+    weights = Weights(folder)
+    return sum(weights.shape(name).numel() for name in weights)
+
+
+def free_memory_gib(
+    device: torch.device,  # A GPU
+) -> float:  # GiB
+    """What can still be allocated on a GPU."""
+    free, _ = torch.cuda.mem_get_info(device)
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return (free + kept) / GIB
+
+
+# %% ../../nbs/4_models/01_weights.ipynb #ef7a728d
+def text_encoder_numel(
+    class_name: str,  # transformers class
+    config: transformers.PretrainedConfig,  # Its configuration
+) -> int:
+    """Parameters of a text encoder; those that it shares count once."""
+    with torch.device("meta"):
+        encoder = getattr(transformers, class_name)(config)
+    return sum(p.numel() for p in encoder.parameters())
+
+
+# %% ../../nbs/4_models/01_weights.ipynb #f098f80a
 def load_text_encoder(
     folder: Path,  # Component folder
     class_name: str,  # transformers class
@@ -432,12 +486,15 @@ def load_text_encoder(
     device: torch.device = "cpu",  # Where it goes
     **kwargs: object,  # For from_pretrained, e.g. config=
 ) -> nn.Module:  # Frozen encoder
-    """Load a transformers model from safetensors; ValueError when the folder is incomplete."""
+    """Load a transformers model from safetensors; ValueError when the folder is incomplete.
+
+    On a GPU that cannot hold it, see `text_encoder_placement`.
+    """
     if not (Path(folder) / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json")
-    weight_files(folder)
-    if torch.device(device).type != "cpu":
-        kwargs["device_map"] = {"": device}
+    weights_gib = stored_numel(folder) * dtype.itemsize / GIB
+    if torch.device(device).type == "cuda":
+        kwargs |= text_encoder_placement(weights_gib, free_memory_gib(device), device)
     log = transformers.utils.logging
     before = log.get_verbosity()
     log.set_verbosity_error()

@@ -10,12 +10,12 @@ __all__ = [
     "SEQUENCE_MULTIPLE",
     "TINY_Z_IMAGE",
     "z_image_flops",
-    "load_qwen3_but_last",
+    "qwen3_but_last",
     "turn_states",
     "ZImage",
 ]
 
-# %% ../../nbs/4_models/10_zimage.ipynb #1ee42699
+# %% ../../nbs/4_models/10_zimage.ipynb #ccf3b7dc
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -31,17 +31,19 @@ from sciftune.models.family import (
     check_captions,
     compute_dtype,
     mmdit_flops,
+    stack_sizes,
+    user_turn,
 )
-from .weights import load_text_encoder
 from ..toys import tiny
 
-# %% ../../nbs/4_models/10_zimage.ipynb #3e01fdfa
+# %% ../../nbs/4_models/10_zimage.ipynb #2a67af77
 RECORDS = [
     FamilyRecord(
         name="zimage",
         implementation="ZImage",
         title="Z-Image",
         hub="Tongyi-MAI/Z-Image",
+        license="apache-2.0",
         pipeline_class="ZImagePipeline",
         block_classes=("ZImageTransformerBlock",),
         blocks=34,
@@ -89,40 +91,28 @@ def z_image_flops(
     )
 
 
-# %% ../../nbs/4_models/10_zimage.ipynb #0195220f
-def load_qwen3_but_last(
+# %% ../../nbs/4_models/10_zimage.ipynb #1318420c
+def qwen3_but_last(
     folder: Path,  # text_encoder folder
-    dtype: torch.dtype,  # Type of its parameters
-    device: torch.device = "cpu",  # Where it goes
-) -> nn.Module:  # All layers but the last, without norm and vocabulary
+) -> transformers.PretrainedConfig:  # Of all layers but the last
     """The part of Qwen3 that Z-Image uses."""
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     config.num_hidden_layers -= 1
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[: config.num_hidden_layers]
-    lm = load_text_encoder(folder, "Qwen3Model", dtype, device, config=config)
-    lm.norm = nn.Identity()
-    return lm
+    return config
 
 
-# %% ../../nbs/4_models/10_zimage.ipynb #4f655d70
+# %% ../../nbs/4_models/10_zimage.ipynb #ed1a7803
 @torch.no_grad()
 def turn_states(
-    lm: nn.Module,  # See `load_qwen3_but_last`
+    lm: nn.Module,  # Of `ZImage.load_text`
     tokenizer: transformers.PreTrainedTokenizerBase,  # Its tokenizer
     captions: list[str],  # Captions
     text_tokens: int,  # Where a turn is cut
 ) -> list[Tensor]:  # One (T_i, width) tensor per caption
     """Hidden states of one user turn per caption, unpadded."""
-    turns = [
-        tokenizer.apply_chat_template(
-            [dict(role="user", content=caption)],
-            tokenize=False,
-            add_generation_prompt=True,
-            enable_thinking=True,
-        )
-        for caption in captions
-    ]
+    turns = [user_turn(tokenizer, caption, thinking=True) for caption in captions]
     batch = tokenizer(
         turns, max_length=text_tokens, truncation=True, padding=True, return_tensors="pt"
     ).to(next(lm.parameters()).device)
@@ -132,7 +122,7 @@ def turn_states(
     return [states[valid].clone() for states, valid in rows]
 
 
-# %% ../../nbs/4_models/10_zimage.ipynb #0fdb6b96
+# %% ../../nbs/4_models/10_zimage.ipynb #4ac05db2
 TINY_Z_IMAGE = dict(
     Z_IMAGE,
     dim=32,
@@ -168,9 +158,15 @@ class ZImage(Family):
         """States of one turn, at most."""
         return dict(text=(self.text_length(text_tokens), config["cap_feat_dim"]))
 
+    def text_model(self, folder: Path) -> tuple[str, transformers.PretrainedConfig]:
+        """See `qwen3_but_last`."""
+        return "Qwen3Model", qwen3_but_last(folder)
+
     def load_text(self, folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-        """See `load_qwen3_but_last`."""
-        return load_qwen3_but_last(folder, dtype, device)
+        """All layers of Qwen3 but the last, without norm and vocabulary."""
+        lm = super().load_text(folder, dtype, device)
+        lm.norm = nn.Identity()
+        return lm
 
     @torch.no_grad()
     def encode_images(
@@ -183,6 +179,10 @@ class ZImage(Family):
         vae = encoders.vae
         z = vae.encode(pixels.to(vae.device, vae.dtype)).latent_dist.mode().float()
         return dict(mean=(z - vae.config.shift_factor) * vae.config.scaling_factor)
+
+    def tokenized_text(self, tokenizer: transformers.PreTrainedTokenizerBase, caption: str) -> str:
+        """The caption as a user's turn."""
+        return user_turn(tokenizer, caption, thinking=True)
 
     def encode_captions(
         self, encoders: Encoders, captions: list[str], text_tokens: int = None
@@ -207,11 +207,12 @@ class ZImage(Family):
         """Velocity epsilon - x0: the negative of what the network gives at time 1 - sigma."""
         self.check_inputs(x_t, sigma)
         dtype = compute_dtype(denoiser)
-        pictures = list(x_t.to(dtype).unsqueeze(2).unbind(0))
+        sizes = conditioning.get("sizes") or [x_t.shape[2:]] * len(x_t)
+        pictures = [x[:, None, :h, :w] for x, (h, w) in zip(x_t.to(dtype), sizes, strict=True)]
         captions = [text.to(dtype) for text in conditioning["text"]]
         time = (1000 - 1000 * sigma) / 1000
         out = denoiser(pictures, time, captions, return_dict=False)[0]
-        return -torch.stack(out).squeeze(2).to(x_t.dtype)
+        return -stack_sizes([velocity.squeeze(1) for velocity in out])[0].to(x_t.dtype)
 
     @torch.no_grad()
     def decode(

@@ -38,13 +38,14 @@ __all__ = [
     "suggestions",
     "adapters_instead",
     "settled",
+    "encoding_note",
     "plan",
     "silenced",
     "write_plan",
     "main",
 ]
 
-# %% ../../nbs/6_planner/05_plan.ipynb #61a6397f
+# %% ../../nbs/6_planner/05_plan.ipynb #1593b50e
 import contextlib
 import itertools
 import math
@@ -64,6 +65,7 @@ from ..core.processes import world_size
 from ..core.recipe import Recipe, RecipeError
 from ..core.registry import StrategyRecord, find_record, records
 from ..core.rundir import RunDir, gpus
+from ..models.weights import ENCODING_ROOM
 from .ledger import Ledger, Phase, checkpointed_blocks
 from .profile import BlockTimes, Profile, profile, weights_path
 from sciftune.planner.speed import (
@@ -156,7 +158,9 @@ def host_parts(
 ) -> dict[str, float]:  # Part -> GiB of a machine while training
     """Host memory of all processes of a machine."""
     recipe, per = ledger.recipe, max(1, ledger.strategy.world // ledger.recipe.num_machines)
-    copies = ledger.work.checkpoint_bytes(ledger.profile, ledger.strategy)
+    copies = 0.0
+    if not ledger.strategy.saves_in_place:
+        copies = ledger.work.checkpoint_bytes(ledger.profile, ledger.strategy)
     train = {k: per * v / 2**30 for k, v in ledger.host_bytes().items()}
     own = dict(processes=per * process_gib)
     return own | train | dict(checkpoint=copies / recipe.num_machines / 2**30)
@@ -186,16 +190,21 @@ def _rounded(parts: dict[str, float], digits: int) -> dict[str, float]:
     return {k: round(v, digits) for k, v in parts.items()}
 
 
-def _verdict(machine: Machine, total: float, usable: float, host: float, phase: Phase) -> str:
+def _host_verdict(machine: Machine, host: float, parts: dict[str, float]) -> str:
+    terms = sorted(
+        ((gib, name) for name, gib in parts.items() if gib >= 0.001 * host), reverse=True
+    )
+    named = ", ".join(f"{name} {gib:.3g}" for gib, name in terms)
+    return f"; host memory: needs {host:.4g} GiB ({named}), the machine has {machine.host:.4g} GiB"
+
+
+def _verdict(machine: Machine, total: float, usable: float, phase: Phase) -> str:
     what = "the GPU" if machine.cuda else "each process"
     if total <= usable:
         text = f"fits: {total:.3g} of {usable:.4g} GiB"
     else:
         text = f"does not fit: needs {total:.4g} GiB, {what} has {usable:.4g} GiB"
-    text += f", most at {phase.name}"
-    if host > machine.host:
-        text += f"; host memory: needs {host:.4g} GiB, the machine has {machine.host:.4g} GiB"
-    return text
+    return f"{text}, most at {phase.name}"
 
 
 def _fitted_ledger(profile: Profile, strategy: Strategy, limit: float) -> Ledger:
@@ -232,6 +241,9 @@ def plan_row(
     host = host_parts(ledger, machine, 2.0 if machine.cuda else total)
     loading = loading_gib(ledger) if machine.cuda else 0.0
     host_total = host["processes"] + max(loading, sum(host.values()) - host["processes"])
+    why = _verdict(machine, total, usable, phase)
+    if host_total > machine.host:
+        why += _host_verdict(machine, host_total, host)
     rates = device_rates(machine.device) if machine.cuda else None
     seconds, seconds_parts = _seconds(ledger, rates) if rates else (None, {})
     return PlanRow(
@@ -251,7 +263,7 @@ def plan_row(
         resident_bytes=round(ledger.costs.resident_bytes()),
         seconds_parts=seconds_parts,
         fits=total <= usable and host_total <= machine.host,
-        why=_verdict(machine, total, usable, host_total, phase),
+        why=why,
     )
 
 
@@ -466,7 +478,29 @@ def settled(
     return last
 
 
-# %% ../../nbs/6_planner/05_plan.ipynb #b4cee1bd
+# %% ../../nbs/6_planner/05_plan.ipynb #3af837b8
+def encoding_note(
+    recipe: Recipe,  # The run
+    family: Family,  # The model's family
+    base: Path | str | None,  # Of `weights_path`
+    machine: Machine,  # Where it runs
+) -> str | None:  # None where the text encoders fit on the GPU
+    """How captions are encoded on a card that is smaller than the text encoders."""
+    drawn = recipe.model_path.partition(":")[0] == "random"
+    if base is None or drawn or not machine.cuda or not family.text_components:
+        return None
+    need = 2 * family.text_numel(base, recipe.revision or None) / 2**30
+    room = max(0.0, machine.usable(1) - ENCODING_ROOM)
+    if need <= room:
+        return None
+    return (
+        f"captions: the text encoder has {need:.3g} GiB in bf16, {room:.3g} GiB of the GPU are "
+        f"free for it, so {need - room:.3g} GiB of its layers wait in the host memory of each "
+        "process and are copied to the GPU for each batch of captions, once, before training"
+    )
+
+
+# %% ../../nbs/6_planner/05_plan.ipynb #1cc6b01f
 def _all_rows(
     profile: Profile, recipe: Recipe, strategy: Strategy, machine: Machine, mine: PlanRow
 ) -> list[PlanRow]:
@@ -551,6 +585,7 @@ def plan(
     strategy, notes = settled(model, asked, machine), list(asked.policy.notes)
     if recipe.profile_block and machine.cuda and torch.cuda.is_available():
         model = replace(model, times=_measured_times(recipe, family, base, dtype, notes))
+    notes += filter(None, [encoding_note(recipe, family, base, machine)])
     mine = plan_row(model, strategy, machine)
     words = _better(model, recipe, strategy, machine, mine)
     if machine.cuda and not mine.fits and not words:

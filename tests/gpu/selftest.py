@@ -1,8 +1,8 @@
 """What only a GPU can show, at tiny size, without nbdev.
 
-    python tests/gpu/selftest.py [WORK_FOLDER]
+    python tests/gpu/selftest.py [WORK_FOLDER [CHECK ...]]
 
-One line per check; exit code 1 when one fails.
+All checks, or those named. One line per check; exit code 1 when one fails.
 """
 
 import json
@@ -42,6 +42,8 @@ PATIENCE = 1800  # seconds for a run: so long that only one that hangs needs the
 
 
 def check(f):
+    if sys.argv[2:] and f.__name__ not in sys.argv[2:]:
+        return
     began = time.time()
     try:
         note = f() or ""
@@ -399,6 +401,49 @@ def streamed_states_train_as_resident_ones():
         i for i, (x, y) in enumerate(zip(a, b, strict=False)) if not torch.equal(x, y)
     ]
     return f"{full:.0f} MiB resident, {half:.0f} and {small:.0f} streamed"
+
+
+@check
+def a_large_text_encoder_waits_in_host_memory():
+    "The same states whole on the GPU and with half of the layers copied for each batch."
+    import transformers
+
+    from sciftune.models import weights
+
+    config = transformers.Qwen3Config(
+        vocab_size=2000,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=16,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+    )
+    folder, gpu = WORK / "encoder", torch.device("cuda", 0)
+    transformers.Qwen3Model(config).bfloat16().save_pretrained(folder)
+    size = weights.stored_numel(folder) * 2 / weights.GIB
+    ids = torch.arange(512, device=gpu).view(4, 128)
+    states, took, memory = [], [], []
+    for free in (100.0, weights.ENCODING_ROOM + size / 2):
+        weights.free_memory_gib = lambda device, free=free: free
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        encoder = weights.load_text_encoder(folder, "Qwen3Model", torch.bfloat16, gpu)
+        assert next(encoder.parameters()).device == gpu
+        with torch.no_grad():
+            states.append(encoder(ids).last_hidden_state)
+            torch.cuda.synchronize()
+            began = time.time()
+            encoder(ids)
+            torch.cuda.synchronize()
+        took.append(time.time() - began)
+        memory.append((torch.cuda.max_memory_allocated() - before) / weights.GIB)
+        del encoder
+        torch.cuda.empty_cache()
+    assert torch.equal(*states) and memory[1] < 0.75 * memory[0], (memory, far(*states))
+    return (
+        f"{size:.2f} GiB: {memory[0]:.2f} and {memory[1]:.2f} GiB, {took[0]:.3f}, {took[1]:.3f} s"
+    )
 
 
 @check

@@ -4,6 +4,8 @@ import os
 import shutil
 import zipfile
 
+from sciftune.core.recipe import Recipe
+
 
 def test_wheel_holds_everything(python, root, tmp_path):
     shutil.copytree(
@@ -20,14 +22,19 @@ def test_wheel_holds_everything(python, root, tmp_path):
     (wheel,) = tmp_path.glob("sciftune-*.whl")
     with zipfile.ZipFile(wheel) as z:
         z.extractall(tmp_path / "site")
-    here = {str(p.relative_to(root)) for p in (root / "sciftune").rglob("*.py")} | {
-        "sciftune/lab/launch.ipynb"
+    here = {
+        str(p.relative_to(root))
+        for kind in ("*.py", "*.ipynb")
+        for p in (root / "sciftune").rglob(kind)
     }
+    assert {"sciftune/lab/launch.ipynb", "sciftune/lab/bench.ipynb"} <= here
     here |= {str(p.relative_to(root)) for p in (root / "sciftune/assets").rglob("*") if p.is_file()}
     assert len(here) > 60 and any(
         n.endswith("nano/klein/transformer/diffusion_pytorch_model.safetensors") for n in here
     )
     assert here <= {str(p.relative_to(tmp_path / "site")) for p in (tmp_path / "site").rglob("*")}
+    (programs,) = (tmp_path / "site").glob("*.dist-info/entry_points.txt")
+    assert "sciftune = sciftune.lab.command:program" in programs.read_text()
     code = (
         "import sciftune.lab.launch as l, sys; print(l.__file__); print(l.launch_notebook_path())"
     )
@@ -38,25 +45,38 @@ def test_wheel_holds_everything(python, root, tmp_path):
     ], r.stderr
 
 
-def test_launch_notebook_works_from_the_wheel_alone(python, root, tmp_path):
+def test_the_command_works_from_the_wheel_alone(python, root, tmp_path):
     shutil.copytree(
         root / "sciftune", tmp_path / "site/sciftune", ignore=shutil.ignore_patterns("__pycache__")
     )
     work = tmp_path / "work"
     work.mkdir()
-    r = python(
-        "-m",
-        "papermill",
-        tmp_path / "site/sciftune/lab/launch.ipynb",
-        "out.ipynb",
-        "-p",
-        "launcher",
-        "print",
-        "-p",
-        "name",
-        "w",
-        "--no-progress-bar",
-        cwd=work,
-        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
-    )
+
+    def sciftune(*words):
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+        return python("-m", "sciftune.lab.command", *words, cwd=work, env=environment)
+
+    given = ("run", "launcher=print", "-p", "name", "w")
+    r = sciftune(*given)
     assert r.returncode == 0 and (work / "runs/w/command.txt").exists(), r.stderr
+    assert (work / "runs/w/launch.ipynb").exists()
+    assert [path.name for path in (work / "runs").iterdir() if path.name != "w"] == []
+    r = sciftune(*given, "stepz=3")
+    assert r.returncode == 1 and r.stdout == "", r.stdout
+    assert r.stderr.splitlines() == [
+        "LaunchError: unknown parameter 'stepz' (did you mean 'steps'?)",
+        "sciftune run: failed, nothing was started",
+    ]
+
+
+def test_help_lists_every_field_without_torch(python):
+    code = """
+import sys
+from sciftune.lab.command import call_command
+call_command(["run", "--help"])
+print(sorted({"torch", "matplotlib", "papermill"} & sys.modules.keys()))
+"""
+    r = python("-c", code)
+    assert r.returncode == 0 and r.stdout.endswith("[]\n"), r.stderr
+    listed = {line.split()[0] for line in r.stdout.splitlines() if line.startswith("  ")}
+    assert Recipe.model_fields.keys() <= listed

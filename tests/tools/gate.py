@@ -1,6 +1,6 @@
 """What must hold before any test runs, and what is generated from the notebooks.
 
-    python tests/tools/gate.py sync     bring modules, README.md and the packaged notebook into step
+    python tests/tools/gate.py sync     bring modules, README.md, pages and the like into step
     python tests/tools/gate.py tidy     only format the modules that nbdev has written
     python tests/tools/gate.py check    say what is wrong, one line per problem
 
@@ -43,13 +43,23 @@ TORCH_FREE = [  # imported by the kernel that launches, whose forks torch could 
     "toys.figures",
     "objectives.*.section",
     "lab.plots",
+    "lab.scores",
+    "lab.evaluation_plots",
     "lab.report",
+    "lab.summary",
+    "lab.report_page",
+    "lab.live",
     "lab.launch",
     "lab.bench",
     "lab.distillation",
+    "lab.contents",
+    "lab.pages",
+    "lab.tables",
+    "lab.command",
 ]
 FORMATTED = ["nbs", "tests", "scripts"]
 LARGEST_NOTEBOOK = 300_000  # bytes
+LONGEST_README = 150  # lines
 NODES_PER_LINE = 9.0  # syntax nodes a line of code: nbdev has 9.0, fastcore 9.7
 LONGEST_FUNCTION = 50  # lines
 MEDIAN_FUNCTION = 10  # lines
@@ -76,26 +86,12 @@ def ruff(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
 # What is generated
 
 
-def output_text(output: dict) -> str:
-    """An output of a cell as markdown."""
-    data = output.get("data", {})
-    if "text/markdown" in data:
-        return "".join(data["text/markdown"])
-    text = "".join(output.get("text", data.get("text/plain", "")))
-    return f"```\n{text.rstrip()}\n```"
-
-
 def write_readme(root: Path) -> None:
-    """README.md from index.ipynb: prose, fenced examples, and the text of their outputs."""
+    """README.md from the prose of index.ipynb."""
     parts = ["<!-- Generated from nbs/index.ipynb by scripts/readme. -->"]
     for cell in json.loads((root / "nbs/index.ipynb").read_text())["cells"]:
-        source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
-            parts.append(links_from_root(source))
-        elif cell["cell_type"] == "code":
-            if not source.startswith("#| hide"):
-                parts.append(f"```python\n{source}\n```")
-            parts += [links_from_root(output_text(output)) for output in cell["outputs"]]
+            parts.append(links_from_root("".join(cell["source"])))
     (root / "README.md").write_text("\n\n".join(part.strip() for part in parts) + "\n")
 
 
@@ -127,13 +123,29 @@ def tidy_modules(root: Path) -> None:
 def sync(root: Path) -> None:
     """Write everything that is generated from the notebooks of `root`."""
     ruff("format", "--quiet", *FORMATTED, cwd=root)
-    execute = ["nbconvert", "--log-level", "ERROR", "--to", "notebook", "--execute", "--inplace"]
-    run_python("-m", *execute, "nbs/index.ipynb", cwd=root)
     run_python("-c", "from nbdev.clean import nbdev_clean; nbdev_clean()", cwd=root)
     run_python("-c", "from nbdev.doclinks import nbdev_export; nbdev_export()", cwd=root)
     tidy_modules(root)
     write_readme(root)
-    shutil.copy(root / "nbs/launch.ipynb", root / "sciftune/lab/launch.ipynb")
+    package_notebooks(root)
+    pages = "from pathlib import Path; from sciftune.lab.pages import write_pages"
+    run_python("-c", f"{pages}; write_pages(Path.cwd())", cwd=root)
+
+
+def has_parameters(notebook: Path) -> bool:
+    """Whether papermill can give a notebook parameters."""
+    cells = json.loads(notebook.read_text())["cells"]
+    return any("parameters" in cell["metadata"].get("tags", []) for cell in cells)
+
+
+def package_notebooks(root: Path) -> None:
+    """Copy the notebooks that are run by name beside the module that runs them."""
+    chosen = {path.name: path for path in (root / "nbs").glob("*.ipynb") if has_parameters(path)}
+    for path in (root / "sciftune/lab").glob("*.ipynb"):
+        if path.name not in chosen:
+            path.unlink()
+    for path in chosen.values():
+        shutil.copy(path, root / "sciftune/lab")
 
 
 def known_files(root: Path) -> list[str]:
@@ -326,6 +338,13 @@ def bad_notebooks() -> Iterator[str]:
             yield f"{name} has a path of one machine in an output: {found[0]}"
 
 
+def long_readme() -> Iterator[str]:
+    """README.md is what a reader sees first."""
+    lines = len((ROOT / "README.md").read_text().splitlines())
+    if lines > LONGEST_README:
+        yield f"README.md has {lines} lines, more than {LONGEST_README}: docs/guides has room"
+
+
 def doubled_numbers() -> Iterator[str]:
     """Notebooks of one folder with the same number: their reading order would be undefined."""
     by_number = defaultdict(list)
@@ -387,7 +406,7 @@ def broken_links() -> Iterator[str]:
     for path, text in texts.items():
         for target in re.findall(r"\]\(([^)\s#]+)(?:#[^)]*)?\)", text):
             there = target.startswith(("http", "mailto:")) or (path.parent / target).exists()
-            if not there and re.search(r"\.(?:ipynb|md|png|py|yaml)$", target):
+            if not there and re.search(r"\.(?:ipynb|md|png|py|yaml|cff)$", target):
                 yield f"{path.relative_to(ROOT)} links to {target}, which is not there"
 
 
@@ -413,6 +432,7 @@ CHECKS = [
     orphans,
     wrong_floors,
     bad_notebooks,
+    long_readme,
     doubled_numbers,
     launch_notebook,
     heavy,

@@ -231,7 +231,7 @@ def write_table(folder):
     dates = sorted({line["date"] for line in lines})
     text = f"""# Kills of real runs
 
-Tiny models on two CPU cores, two processes unless `single`, started as `launch` starts them;
+Tiny models on CPU cores, two processes unless `single`, started as `launch` starts them;
 SIGKILL to one process, chosen at random, or to all. `numbers missing` counts losses and gradient
 norms of any step that the record lacks at the end; the deviation is relative to a run that was
 never killed; an orphan is a process that lived on for more than {GONE} s. {dates[0]} to
