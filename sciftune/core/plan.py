@@ -56,6 +56,7 @@ class Plan(BaseModel):
     notes: tuple[str, ...] = ()  # What differs from what was asked, and warnings
     resident_bytes: float = 0.0  # See `PlanRow`
     step_time: float | None = None  # Seconds per optimizer step
+    step_interval: tuple[float, float] | None = None  # Between which seconds it should lie
     time_from: str | None = None  # Where `step_time` is from
     processes: int = 0
     parameters: int = 0
@@ -85,6 +86,16 @@ class Plan(BaseModel):
     ):
         """Write the plan, aside first, so that a reader never sees half a file."""
         write_atomic(Path(path), json.dumps(self.model_dump(), indent=1))
+
+    def timing(self) -> str:
+        """The predicted time of a step in a sentence; empty when there is none."""
+        if not self.step_time or not self.step_interval:
+            return ""
+        low, high = (f"{seconds:.2g}" for seconds in self.step_interval)
+        what = (
+            f"{self.step_time:.2g} s per step ({low} to {high}) on {self.processes} x {self.device}"
+        )
+        return f"{what}: {self.time_from}"
 
     def refusal(self) -> str:
         """Why the run cannot fit and what would, in one message."""

@@ -18,8 +18,8 @@ from .rundir import gpus
 def on_cpu(
     recipe: Recipe,
 ) -> bool:
-    """Whether the run will use the CPU: asked for, or no GPU here."""
-    return recipe.cpu or not gpus()
+    """Whether the run will use the CPU: asked for, or no GPU here and none planned for."""
+    return recipe.cpu or not (recipe.plan_device or gpus())
 
 
 # %% ../../nbs/1_core/09_processes.ipynb #b11ccd64

@@ -690,6 +690,13 @@ class RunningSection(Section):
         identity=False,
         ge=0,
     )
+    plan_device: str = field(
+        "",
+        "GPU to plan for that need not be here, for example 'RTX 4090'; '' = this machine's",
+        identity=False,
+        optional=True,
+        needs="launcher=print",
+    )
     host_memory_gib: float = field(
         0.0, "host memory to plan for; 0 = what the machine has", identity=False, ge=0
     )

@@ -1283,6 +1283,8 @@ def launch(
     recipe = kept_recipe(run)
     launcher = launcher or recipe.launcher
     print(f"run folder: {run.path}\n{run.command.read_text()}", flush=True)
+    if timing := Plan.load(run.plan).timing():
+        print(f"planned: {timing}", flush=True)
     if launcher == "print":
         return run
     if state(run) == "running":

@@ -113,6 +113,7 @@ from sciftune.models.weights import (
     materialise,
     open_weights,
     randomise,
+    read_object,
     weight_files,
 )
 from ..toys.tiny import qwen_tokenizer, save_stand_in
@@ -1547,10 +1548,8 @@ class Bagel(Family):
             return BagelConfig(**path, **changes)
         folder, vit = self.resolve(path, revision=revision), None
         if (folder / "vit_config.json").is_file():
-            vit = json.loads((folder / "vit_config.json").read_text())
-        llm, top = (
-            json.loads((folder / name).read_text()) for name in ("llm_config.json", "config.json")
-        )
+            vit = read_object(folder / "vit_config.json")
+        llm, top = (read_object(folder / name) for name in ("llm_config.json", "config.json"))
         config = config_from_json(llm, vit, top)
         with suppress(ValueError):  # configs are enough to plan; loading names the missing file
             config = config_from_weights(config, release_files(folder))

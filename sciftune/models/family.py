@@ -4,6 +4,7 @@
 
 # %% auto #0
 __all__ = [
+    "VOCABULARIES",
     "pack",
     "unpack",
     "patchify",
@@ -60,11 +61,21 @@ from sciftune.models.weights import (
     materialise,
     pipeline_index,
     randomise,
+    read_object,
+    readable,
     resolve_folder,
     text_encoder_numel,
     weight_files,
 )
 from ..toys.tiny import save_stand_in
+
+VOCABULARIES = (
+    "tokenizer.json",
+    "vocab.json",
+    "spiece.model",
+    "tokenizer.model",
+    "sentencepiece.bpe.model",
+)  # Without one of them transformers makes an empty tokenizer
 
 
 # %% ../../nbs/4_models/02_family.ipynb #50e6af2a
@@ -531,6 +542,8 @@ class Family(ABC):
 
     def load_tokenizer(self, folder: Path) -> transformers.PreTrainedTokenizerBase:
         """The tokenizer in a component folder."""
+        if not any((folder / file).is_file() for file in VOCABULARIES):
+            raise ValueError(f"{folder} has no vocabulary ({VOCABULARIES[0]}); copy it again")
         return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
     def load_tokenizers(
@@ -575,9 +588,10 @@ class Family(ABC):
         if "text" in parts:
             folder = self.resolve(path, self.text_components, revision)
             for component in self.text_components:
-                if component.startswith("tokenizer"):
-                    encoders.tokenizers[component] = self.load_tokenizer(folder / component)
-                else:
+                with readable(folder / component):
+                    if component.startswith("tokenizer"):
+                        encoders.tokenizers[component] = self.load_tokenizer(folder / component)
+                        continue
                     encoders.text[component] = self.load_text(folder / component, dtype, device)
         return encoders
 
@@ -695,7 +709,7 @@ class Family(ABC):
             folder = self.resolve(path, ("scheduler",), revision, weights=False)
             file = folder / "scheduler" / "scheduler_config.json"
             if file.is_file():
-                written = json.loads(file.read_text())
+                written = read_object(file)
                 schedule = {k: v for k, v in written.items() if k != "_diffusers_version"}
         return dict(
             guidance=self.default_guidance, steps=self.default_sample_steps, schedule=schedule

@@ -9,6 +9,8 @@ __all__ = [
     "ENCODING_ROOM",
     "GIB",
     "fetch",
+    "read_object",
+    "readable",
     "pipeline_index",
     "resolve_folder",
     "component_config",
@@ -37,6 +39,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import accelerate
@@ -86,6 +89,35 @@ def fetch(
     return Path(folder)
 
 
+# %% ../../nbs/4_models/01_weights.ipynb #6a14e934
+def read_object(
+    file: Path,  # JSON of a model folder
+) -> dict:
+    """The object in a JSON file; ValueError naming the file when it holds none."""
+    try:
+        found = json.loads(Path(file).read_text())
+    except ValueError as e:
+        raise ValueError(f"{file} is not valid JSON: {e}") from e
+    if not isinstance(found, dict):
+        kind = "list" if isinstance(found, list) else "text" if isinstance(found, str) else "number"
+        raise ValueError(f"{file} holds a {kind} instead of an object; copy it again")
+    return found
+
+
+# %% ../../nbs/4_models/01_weights.ipynb #5f6e9ff8
+@contextmanager
+def readable(
+    folder: Path,  # Of a component that a library reads
+) -> Iterator[None]:
+    """Raise ValueError naming the folder for what a library finds wrong in it."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError) as error:
+        named = str(folder) in str(error)
+        where = "" if named else f"{folder} cannot be read: "
+        raise ValueError(f"{where}{error}") from error
+
+
 # %% ../../nbs/4_models/01_weights.ipynb #0de55cc0
 def pipeline_index(
     folder: Path,  # Diffusers pipeline folder
@@ -98,11 +130,8 @@ def pipeline_index(
             f"{folder} has no model_index.json, so it is not a diffusers pipeline folder "
             f"(it holds: {', '.join(found) or 'nothing'})"
         )
-    try:
-        index = json.loads(file.read_text())
-    except ValueError as e:
-        raise ValueError(f"{file} is not valid JSON: {e}") from e
-    if not isinstance(index, dict) or "_class_name" not in index:
+    index = read_object(file)
+    if "_class_name" not in index:
         raise ValueError(f"{file} does not name a pipeline (_class_name is missing)")
     return index
 
@@ -144,7 +173,7 @@ def component_config(
     file = Path(folder) / "config.json"
     if not file.is_file():
         raise ValueError(f"{folder} has no config.json")
-    config = json.loads(file.read_text())
+    config = read_object(file)
     if config.get("_class_name") != class_name:
         raise ValueError(f"{file} describes a {config.get('_class_name')}, not a {class_name}")
     known = inspect.signature(getattr(diffusers, class_name).__init__).parameters
@@ -172,11 +201,16 @@ def _indexed_files(
     index: Path,  # *.safetensors.index.json
 ) -> dict[str, Path]:  # Tensor name -> file
     """The map of a sharded component; ValueError names a shard that is not there."""
-    weight_map = json.loads(index.read_text())["weight_map"]
+    weight_map = read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+        raise ValueError(f"{index} has no weight_map of tensor names to files; copy it again")
     files = {name: index.parent / file for name, file in weight_map.items()}
     for file in set(files.values()):
         if file.parent != index.parent or not file.is_file():
             raise ValueError(f"weight file {file}, named in {index.name}, is missing")
+        named = {name for name, place in files.items() if place == file}
+        if lost := sorted(named - set(open_weights(file).keys())):
+            raise ValueError(f"{file} holds no {lost[0]}, which {index.name} says it does")
     return files
 
 

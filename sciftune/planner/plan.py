@@ -72,6 +72,8 @@ from sciftune.planner.speed import (
     DEVICES,
     DeviceRates,
     device_rates,
+    named_device,
+    step_interval,
     step_parts,
     step_seconds,
     time_blocks,
@@ -111,9 +113,14 @@ class Machine:
     @classmethod
     def of(
         cls,
-        recipe: Recipe,  # device_memory_gib, host_memory_gib, cpu
+        recipe: Recipe,  # plan_device, device_memory_gib, host_memory_gib, cpu
     ) -> Machine:
-        """The machine here, with the recipe's own numbers where it gives them."""
+        """The machine here, with the recipe's own numbers where it gives them.
+
+        Raises RecipeError for a `plan_device` of which nothing is known.
+        """
+        if recipe.plan_device:
+            return cls.absent(recipe)
         found = [] if recipe.cpu else gpus()
         planned = recipe.device_memory_gib
         host = recipe.host_memory_gib or psutil.virtual_memory().total / 2**30
@@ -122,6 +129,25 @@ class Machine:
         name = found[0]["name"] if found else f"GPU with {planned:g} GiB"
         memory = planned or min(gpu["memory_gib"] for gpu in found)
         return cls(name, memory, host, len(found), True)
+
+    @classmethod
+    def absent(
+        cls,
+        recipe: Recipe,  # plan_device, device_memory_gib, host_memory_gib
+    ) -> Machine:
+        """A machine with GPUs of its data sheet, as many as the recipe has processes there."""
+        if recipe.cpu:
+            raise RecipeError("plan_device: names a GPU, and cpu=True is a run without; give one")
+        rates = named_device(recipe.plan_device)
+        if recipe.precision == "fp8" and not rates.float8:
+            raise RecipeError(
+                f"precision: {recipe.plan_device} does not multiply float8; use bf16-mixed or "
+                "bf16-master24, or plan for an RTX 4090, L40S, H100 or later"
+            )
+        memory = recipe.device_memory_gib or round(rates.size * 1e9 / 2**30, 1)
+        host = recipe.host_memory_gib or psutil.virtual_memory().total / 2**30
+        count = max(1, recipe.num_processes // recipe.num_machines)
+        return cls(recipe.plan_device, memory, host, count, True)
 
 
 # %% ../../nbs/6_planner/05_plan.ipynb #f3ee20ee
@@ -526,11 +552,13 @@ def _better(
     return suggestions(profile, recipe, machine, strategy.world, below)
 
 
-def _time_source(profile: Profile, row: PlanRow) -> str | None:
+def _time_source(profile: Profile, row: PlanRow, machine: Machine, plan_device: str) -> str | None:
     if not row.seconds_per_step:
         return None
     if profile.times:
         return f"one block of each kind, measured on {profile.times.device}"
+    if machine.device == plan_device:
+        return "predicted from its data sheet and not measured, efficiencies measured on H200s"
     return "an estimate: published peak of the device, efficiencies measured on H200s"
 
 
@@ -562,7 +590,7 @@ def plan(
     words = _better(model, recipe, strategy, machine, mine)
     if machine.cuda and not mine.fits and not words:
         words = adapters_instead(recipe, family, base, machine)
-    free = _free_disk(recipe, mine.disk_gib, notes)
+    free, step = _free_disk(recipe, mine.disk_gib, notes), mine.seconds_per_step
     memory = machine.memory if machine.cuda else machine.memory / asked.world
     return Plan(
         chosen=strategy.label,
@@ -575,8 +603,9 @@ def plan(
         blocks=len(model.blocks),
         notes=notes,
         resident_bytes=mine.resident_bytes,
-        step_time=mine.seconds_per_step,
-        time_from=_time_source(model, mine),
+        step_time=step,
+        step_interval=step and step_interval(step, machine.device),
+        time_from=_time_source(model, mine, machine, recipe.plan_device),
         processes=asked.world,
         parameters=model.numel,
         trained=model.trained,

@@ -34,10 +34,14 @@ __all__ = [
     "OPERATION",
     "CAST_OPERATION",
     "NETWORK",
+    "SEEN",
+    "MEASURED_ON",
     "DeviceRates",
     "device_rates",
+    "named_device",
     "step_parts",
     "step_seconds",
+    "step_interval",
     "finished_at",
     "time_block",
     "time_blocks",
@@ -49,22 +53,26 @@ __all__ = [
 class DeviceRates:
     """What a GPU can do."""
 
-    flops: float  # bf16 FLOP/s, dense
+    flops: float  # bf16 FLOP/s, dense, sums in fp32
     memory: float  # Bytes/s of its memory
     link: float  # Bytes/s to the next GPU
+    size: float  # GB of its memory, of 10^9 bytes
+    float8: bool = True  # Whether it multiplies float8
 
 
 DEVICES = {
-    "B200": DeviceRates(2250e12, 8e12, 600e9),
-    "GH200": DeviceRates(989e12, 4.8e12, 300e9),
-    "H200": DeviceRates(989e12, 4.8e12, 300e9),
-    "H100": DeviceRates(989e12, 3.35e12, 300e9),
-    "H800": DeviceRates(989e12, 3.35e12, 130e9),
-    "A100": DeviceRates(312e12, 2e12, 200e9),
-    "A800": DeviceRates(312e12, 2e12, 130e9),
-    "L40S": DeviceRates(362e12, 0.86e12, 20e9),
-    "A6000": DeviceRates(155e12, 0.77e12, 20e9),
-    "RTX 4090": DeviceRates(165e12, 1e12, 20e9),
+    "B200": DeviceRates(2250e12, 8e12, 600e9, 180),
+    "GH200": DeviceRates(989e12, 4.8e12, 300e9, 141),
+    "H200": DeviceRates(989e12, 4.8e12, 300e9, 141),
+    "H100": DeviceRates(989e12, 3.35e12, 300e9, 80),
+    "H800": DeviceRates(989e12, 3.35e12, 130e9, 80),
+    "A100": DeviceRates(312e12, 2e12, 200e9, 80, float8=False),
+    "A800": DeviceRates(312e12, 2e12, 130e9, 80, float8=False),
+    "L40S": DeviceRates(362e12, 0.86e12, 20e9, 48),
+    "A6000": DeviceRates(155e12, 0.77e12, 20e9, 48, float8=False),
+    "RTX 5090": DeviceRates(209e12, 1.79e12, 40e9, 32),
+    "RTX 4090": DeviceRates(165e12, 1.01e12, 20e9, 24),
+    "RTX 3090": DeviceRates(71e12, 0.94e12, 20e9, 24, float8=False),
 }
 
 
@@ -73,6 +81,20 @@ def device_rates(
 ) -> DeviceRates | None:  # None for an unknown one
     """Rates of a GPU."""
     return next((rates for known, rates in DEVICES.items() if known in name.upper()), None)
+
+
+def named_device(
+    name: str,  # `Recipe.plan_device`
+) -> DeviceRates:
+    """Rates of a GPU that need not be here. Raises RecipeError for an unknown one."""
+    rates = device_rates(name)
+    if rates is None:
+        known = ", ".join(DEVICES)
+        raise RecipeError(
+            f"plan_device: the rates of '{name}' are not known; known: {known}; "
+            "for its memory alone give device_memory_gib"
+        )
+    return rates
 
 
 # %% ../../nbs/6_planner/04_speed.ipynb #571bb909
@@ -142,6 +164,21 @@ def step_seconds(
     busy = max(parts["compute"], parts["host"])
     exchange = max(parts["exchange"] / 2, parts["exchange"] - busy)
     return busy + exchange + parts["update"] + parts["offload"]
+
+
+# %% ../../nbs/6_planner/04_speed.ipynb #1d7e23cd
+SEEN = (0.8, 1.43)  # measured over planned seconds on H200s, the least and the most
+MEASURED_ON = "H200"
+
+
+def step_interval(
+    seconds: float,  # Of `step_seconds`
+    device: str,  # Name of the GPU
+) -> tuple[float, float]:  # Seconds
+    """Between which times a step should take; wider for a GPU that was never measured."""
+    times = 1 if MEASURED_ON in device.upper() else 2
+    low, high = (seconds * factor**times for factor in SEEN)
+    return low, high
 
 
 # %% ../../nbs/6_planner/04_speed.ipynb #c66e325e

@@ -165,8 +165,12 @@ def command_text(
     """command.txt: what to type, on one machine or several."""
     environment = launch_environment(strategy)
     variables = " ".join(f"{k}={shlex.quote(v)}" for k, v in environment.items())
-    text = f"# accelerate\n{variables} {shlex.join(launch_command(run))}\n"
-    if strategy.recipe.num_machines > 1:
+    words, several = launch_command(run), strategy.recipe.num_machines > 1
+    if several:
+        words[4:4] = ["--machine_rank", str(strategy.recipe.machine_rank)]
+    each = ", on each machine with its own --machine_rank" * several
+    text = f"# accelerate{each}\n{variables} {shlex.join(words)}\n"
+    if several:
         line = shlex.join(torchrun_command(strategy, run))
         text += f"# torchrun, on each machine with its own --node_rank\n{variables} {line}\n"
     return f"{text}# Slurm\nsbatch {shlex.quote(str(run.slurm))}\n"

@@ -221,6 +221,12 @@ def model_folder(wrong: str, says: str, files: dict[str, str], weights: bool = F
     return Case("Model folder", wrong, says, give)
 
 
+def weights_index(wrong: str, says: str, text: str) -> Case:
+    """A model folder whose weights are in several files, with this index."""
+    index = "transformer/diffusion_pytorch_model.safetensors.index.json"
+    return model_folder(wrong, says, {"model_index.json": KLEIN, index: text}, weights=True)
+
+
 def command(name: str, says: str, *words: str) -> Case:
     """A command line of the converters."""
 
@@ -364,6 +370,45 @@ CASES = [
         "is damaged or cut off",
         {"model_index.json": KLEIN, "transformer/diffusion_pytorch_model.safetensors": "x"},
         weights=True,
+    ),
+    model_folder(
+        "an index that is a list",
+        "model_index.json holds a list instead of an object",
+        {"model_index.json": "[]"},
+    ),
+    model_folder(
+        "a broken config.json",
+        "transformer/config.json is not valid JSON",
+        {"model_index.json": KLEIN, "transformer/config.json": "{"},
+    ),
+    model_folder(
+        "a config.json that is a list",
+        "transformer/config.json holds a list instead of an object",
+        {"model_index.json": KLEIN, "transformer/config.json": "[]"},
+    ),
+    model_folder(
+        "a config.json of another network",
+        "describes a UNet2DConditionModel, not a Flux2Transformer2DModel",
+        {
+            "model_index.json": KLEIN,
+            "transformer/config.json": '{"_class_name": "UNet2DConditionModel"}',
+        },
+    ),
+    weights_index("a broken index of the weight files", "is not valid JSON", "{"),
+    weights_index("an index that is a number", "holds a number instead of an object", "7"),
+    weights_index("an index without weight_map", "has no weight_map of tensor names", "{}"),
+    weights_index(
+        "an index of numbers", "has no weight_map of tensor names", '{"weight_map": {"a": 1}}'
+    ),
+    weights_index(
+        "an index of a file that is not there",
+        "a.safetensors, named in diffusion_pytorch_model.safetensors.index.json, is missing",
+        '{"weight_map": {"x": "a.safetensors"}}',
+    ),
+    weights_index(
+        "an index of a file outside the folder",
+        "named in diffusion_pytorch_model.safetensors.index.json, is missing",
+        '{"weight_map": {"x": "../../a.safetensors"}}',
     ),
     command("zero_to_bf16", "nowhere is no folder; give one like", "/nowhere", "out"),
     command("zero_to_bf16", "is a run; give one of its checkpoints", "{folder}/runs/done", "out"),

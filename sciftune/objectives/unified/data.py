@@ -218,7 +218,7 @@ class UnifiedBatches:
         while self.step <= step:
             packs = [self.sequences.next_pack() for _ in range(self.global_batch)]
             self.step += 1
-        self.samples += sum(len(pack) for pack in packs)
+            self.samples += sum(len(pack) for pack in packs)
         self.pieces = max(1, *(-(-sum(s.ce for s in pack) // 2048) for pack in packs))
         self._remember(packs)
         return packs
