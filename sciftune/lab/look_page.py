@@ -35,7 +35,7 @@ from .look import DataFinding, DataLook, percent
 from .plots import COLORS, PART_COLORS, Table, add_legend, empty_figure, figure
 
 
-# %% ../../nbs/9_lab/26_look_page.ipynb #3f8182e2
+# %% ../../nbs/9_lab/26_look_page.ipynb #38ad0873
 def findings_table(
     look: DataLook,
 ) -> Table:
@@ -135,14 +135,15 @@ def plot_captions(
     return fig
 
 
-# %% ../../nbs/9_lab/26_look_page.ipynb #1dfbcb35
+# %% ../../nbs/9_lab/26_look_page.ipynb #111900ae
 def training_view(
     recipe: Recipe,
     sample: Sample,
 ) -> np.ndarray:  # (H, W, 3) uint8
     """The pixels that the autoencoder is given."""
-    size = Sizing(recipe).size(sample.id, sample.width, sample.height)
-    return pixels(sample.image, *size)
+    sizing, shape = Sizing(recipe), (sample.width, sample.height)
+    size = sizing.fitted(*shape, sizing.bucket(sample.id, *shape))
+    return pixels(sample.image, *size, whole=recipe.fit == "pad")
 
 
 def kept_frame(

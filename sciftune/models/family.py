@@ -17,6 +17,9 @@ __all__ = [
     "check_captions",
     "stack_rows",
     "compute_dtype",
+    "stack_sizes",
+    "inside",
+    "attended",
     "user_turn",
     "Encoders",
     "Family",
@@ -40,6 +43,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from ..core.digests import read_digests, write_digests
 from ..core.randomness import stream
 from ..core.registry import FamilyRecord, find_record, load, records
 from ..core.rundir import replaced_folder
@@ -231,7 +235,45 @@ def compute_dtype(
     return next(p.dtype for p in denoiser.parameters() if p.is_floating_point())
 
 
-# %% ../../nbs/4_models/02_family.ipynb #85b82f99
+# %% ../../nbs/4_models/02_family.ipynb #2ef8b2ae
+def stack_sizes(
+    latents: list[Tensor],  # (C,h,w) each
+) -> tuple[Tensor, list | None]:  # (B,C,H,W), and (h,w) of each where they differ
+    """Stack latents in the top left corner of the largest height and width."""
+    sizes = [tuple(x.shape[-2:]) for x in latents]
+    if len(set(sizes)) == 1:
+        return torch.stack(latents), None
+    height, width = (max(sides) for sides in zip(*sizes, strict=True))
+    beside = [(0, width - w, 0, height - h) for h, w in sizes]
+    rows = [nn.functional.pad(x, pad) for x, pad in zip(latents, beside, strict=True)]
+    return torch.stack(rows), sizes
+
+
+def inside(
+    sizes: list,  # (h,w) of each sample
+    height: int,
+    width: int,
+    device: torch.device = "cpu",  # Where the mask is made
+) -> Tensor:  # (B,height,width), True = part of the image
+    """Tell image from padding."""
+    h, w = torch.tensor([list(size) for size in sizes], device=device)[..., None, None].unbind(1)
+    row = torch.arange(height, device=device)[None, :, None]
+    column = torch.arange(width, device=device)[None, None]
+    return (row < h) & (column < w)
+
+
+def attended(
+    sizes: list,  # (h,w) of each sample
+    x: Tensor,  # Latents (B,C,H,W)
+    patch: int,  # Latent pixels per token side
+    text: Tensor,  # (B,T), 0 = padding of a caption that is not attended to
+) -> Tensor:  # (B,1,1,T+N), True = attended to
+    """The mask over [text, image] of a joint attention."""
+    image = inside(sizes, *x.shape[2:], x.device)[:, ::patch, ::patch].flatten(1)
+    return torch.cat((text.bool(), image), 1)[:, None, None]
+
+
+# %% ../../nbs/4_models/02_family.ipynb #31c186ed
 def user_turn(
     tokenizer: transformers.PreTrainedTokenizerBase,  # With a chat template
     caption: str,
@@ -273,7 +315,7 @@ class Encoders:
             torch.cuda.empty_cache()
 
 
-# %% ../../nbs/4_models/02_family.ipynb #43276c69
+# %% ../../nbs/4_models/02_family.ipynb #567b0120
 class Family(ABC):
     """One kind of image generator: how it loads, encodes, predicts, samples and saves."""
 
@@ -290,6 +332,7 @@ class Family(ABC):
     latent_channels: int = 16  # C of the model-space latents (B,C,h,w)
     latent_factor: int = 8  # Pixels per latent pixel
     token_factor: int = 16  # Pixels per token side
+    mixes_sizes: bool = True  # Whether padding beside a smaller image can be hidden from it
     text_tokens: int = 512  # Caption length at inference
     max_text_tokens: int = 512  # Longest caption that the model has room for
     negative_caption: str = ""  # Unconditional prompt, also for caption dropout
@@ -752,7 +795,8 @@ class Family(ABC):
         """Write `out` = the pipeline at `base` with another denoiser, maybe another scheduler.
 
         Weights are hard links where the file system allows it, and `out` appears only when it is
-        complete. Raises ValueError when the denoiser is incomplete or `out` is the base.
+        complete, with the digests of all its files.
+        Raises ValueError when the denoiser is incomplete or `out` is the base.
         """
         component_folder, out = Path(component_folder), Path(out)
         index = pipeline_index(self.resolve(base, revision=revision, weights=False))
@@ -778,6 +822,8 @@ class Family(ABC):
                 for file in sorted(source.rglob("*")):
                     if file.is_file() and file.suffix not in PICKLES:
                         link_or_copy(file, aside / part / file.relative_to(source))
+            known = read_digests(component_folder)["crc32"]
+            write_digests(aside, {f"{self.denoiser_component}/{n}": d for n, d in known.items()})
         return out
 
 

@@ -16,7 +16,7 @@ __all__ = [
     "Flux1",
 ]
 
-# %% ../../nbs/4_models/05_flux1.ipynb #46a81073
+# %% ../../nbs/4_models/05_flux1.ipynb #566a4529
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from ..core.registry import FamilyRecord
 from sciftune.models.family import (
     Encoders,
     Family,
+    attended,
     check_captions,
     compute_dtype,
     mmdit_flops,
@@ -134,7 +135,7 @@ TINY_FLUX1 = dict(
 SCHNELL_SCHEDULE = dict(tiny.FLUX_SCHEDULE, shift=1.0, use_dynamic_shifting=False)
 
 
-# %% ../../nbs/4_models/05_flux1.ipynb #7a420c53
+# %% ../../nbs/4_models/05_flux1.ipynb #d24d5b48
 class Flux1(Family):
     """FLUX.1-dev, and -schnell where the folder holds it."""
 
@@ -225,8 +226,13 @@ class Flux1(Family):
         guidance = conditioning.get("guidance")
         if guidance is None:
             guidance = sigma.new_full(sigma.shape, self.train_guidance)
+        attention, sizes = None, conditioning.get("sizes")
+        if sizes is not None:
+            everything = torch.ones(text.shape[:2], device=device)
+            attention = dict(attention_mask=attended(sizes, x_t, 2, everything))
         out = denoiser(
             hidden_states=pack(x_t).to(dtype),
+            joint_attention_kwargs=attention,
             timestep=sigma,
             guidance=guidance if takes_guidance(denoiser) else None,
             return_dict=False,

@@ -19,7 +19,7 @@ __all__ = [
     "Klein4B",
 ]
 
-# %% ../../nbs/4_models/04_flux2.ipynb #e1653b09
+# %% ../../nbs/4_models/04_flux2.ipynb #59671d71
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from ..core.registry import FamilyRecord
 from sciftune.models.family import (
     Encoders,
     Family,
+    attended,
     check_captions,
     compute_dtype,
     mmdit_flops,
@@ -145,7 +146,7 @@ def qwen3_config(
     return config
 
 
-# %% ../../nbs/4_models/04_flux2.ipynb #8621dff5
+# %% ../../nbs/4_models/04_flux2.ipynb #38c0186c
 @torch.no_grad()
 def qwen3_states(
     lm: nn.Module,  # Of `Flux2.load_text`
@@ -219,7 +220,7 @@ NANO_KLEIN = dict(
 _TURN = "user\nassistant\n<think>\n\n</think>\n\n"  # the chat template's own words
 
 
-# %% ../../nbs/4_models/04_flux2.ipynb #188e12fa
+# %% ../../nbs/4_models/04_flux2.ipynb #2e8ed73f
 class Klein(Family):
     """FLUX.2 klein 9B."""
 
@@ -331,6 +332,10 @@ class Klein(Family):
         self.check_inputs(x_t, sigma)
         b, _, h, w = x_t.shape
         dtype, device, text = compute_dtype(denoiser), x_t.device, conditioning["text"]
+        attention, sizes = None, conditioning.get("sizes")
+        if sizes is not None:
+            everything = torch.ones(text.shape[:2], device=device)
+            attention = dict(attention_mask=attended(sizes, x_t, 1, everything))
         out = denoiser(
             hidden_states=x_t.flatten(2).transpose(1, 2).to(dtype),
             timestep=sigma,
@@ -338,6 +343,7 @@ class Klein(Family):
             guidance=None,
             txt_ids=flux2_position_ids(b, 1, 1, text.shape[1], device),
             img_ids=flux2_position_ids(b, h, w, 1, device),
+            joint_attention_kwargs=attention,
             return_dict=False,
         )[0]
         return out.transpose(1, 2).unflatten(2, (h, w)).to(x_t.dtype)

@@ -227,7 +227,7 @@ TINY_SDXL = dict(
 )
 
 
-# %% ../../nbs/4_models/07_sd.ipynb #8b938ccc
+# %% ../../nbs/4_models/07_sd.ipynb #93e893a0
 class SD15(Family):
     """Stable Diffusion 1.5."""
 
@@ -241,6 +241,7 @@ class SD15(Family):
     size_multiple = 8
     latent_channels = 4
     token_factor = 8
+    mixes_sizes = False
     text_tokens = 77
     max_text_tokens = 77
     default_guidance = 7.5

@@ -15,7 +15,7 @@ __all__ = [
     "ZImage",
 ]
 
-# %% ../../nbs/4_models/10_zimage.ipynb #1cef1ca4
+# %% ../../nbs/4_models/10_zimage.ipynb #944f21d9
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from sciftune.models.family import (
     check_captions,
     compute_dtype,
     mmdit_flops,
+    stack_sizes,
     user_turn,
 )
 from ..toys import tiny
@@ -101,7 +102,7 @@ def qwen3_but_last(
     return config
 
 
-# %% ../../nbs/4_models/10_zimage.ipynb #36dfb55d
+# %% ../../nbs/4_models/10_zimage.ipynb #b8508be4
 @torch.no_grad()
 def turn_states(
     lm: nn.Module,  # Of `ZImage.load_text`
@@ -120,7 +121,7 @@ def turn_states(
     return [states[valid].clone() for states, valid in rows]
 
 
-# %% ../../nbs/4_models/10_zimage.ipynb #8e339ca6
+# %% ../../nbs/4_models/10_zimage.ipynb #ddb30c62
 TINY_Z_IMAGE = dict(
     Z_IMAGE,
     dim=32,
@@ -205,11 +206,12 @@ class ZImage(Family):
         """Velocity epsilon - x0: the negative of what the network gives at time 1 - sigma."""
         self.check_inputs(x_t, sigma)
         dtype = compute_dtype(denoiser)
-        pictures = list(x_t.to(dtype).unsqueeze(2).unbind(0))
+        sizes = conditioning.get("sizes") or [x_t.shape[2:]] * len(x_t)
+        pictures = [x[:, None, :h, :w] for x, (h, w) in zip(x_t.to(dtype), sizes, strict=True)]
         captions = [text.to(dtype) for text in conditioning["text"]]
         time = (1000 - 1000 * sigma) / 1000
         out = denoiser(pictures, time, captions, return_dict=False)[0]
-        return -torch.stack(out).squeeze(2).to(x_t.dtype)
+        return -stack_sizes([velocity.squeeze(1) for velocity in out])[0].to(x_t.dtype)
 
     @torch.no_grad()
     def decode(

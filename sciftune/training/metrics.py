@@ -31,12 +31,11 @@ class DeferredMetrics:
     def push(
         self,
         row: dict,  # What the host knows: step, learning rate, times
-        values: dict[str, Tensor],  # What the device computes: name -> scalar ()
-    ) -> list[dict]:  # Finished rows: `row` and the values as floats
+        values: dict[str, Tensor],  # What the device computes: name -> scalar () or sums (...)
+    ) -> list[dict]:  # Finished rows: `row` and the values as floats, or as nested lists of them
         """Queue the numbers of a step; returns those of the steps before."""
         finished = self.flush()
-        scalars = [value.detach().float().reshape(()) for value in values.values()]
-        vector = torch.stack(scalars)
+        vector = torch.cat([value.detach().float().reshape(-1) for value in values.values()])
         if vector.device.type == "cuda":
             host = torch.empty(vector.shape, pin_memory=True)
             host.copy_(vector, non_blocking=True)
@@ -45,16 +44,19 @@ class DeferredMetrics:
         else:
             host = vector.clone()
             copied = None
-        self.pending.append((row, list(values), host, copied))
+        shapes = {name: value.shape for name, value in values.items()}
+        self.pending.append((row, shapes, host, copied))
         return finished
 
     def flush(self) -> list[dict]:
         """Wait for everything queued and return it."""
         finished = []
-        for row, names, host, copied in self.pending:
+        for row, shapes, host, copied in self.pending:
             if copied:
                 copied.synchronize()
-            finished.append(row | dict(zip(names, host.tolist(), strict=True)))
+            parts = host.split([shape.numel() for shape in shapes.values()])
+            named = zip(shapes.items(), parts, strict=True)
+            finished.append(row | {n: part.reshape(s).tolist() for (n, s), part in named})
         self.pending = []
         return finished
 

@@ -15,6 +15,7 @@ from ..core.recipe import Recipe
 from ..core.rundir import RunDir
 from ..strategies.engine import Engine
 from ..strategies.network import Network
+from .intervals import flattened, line_due
 from .metrics import memory_now, progress_line
 from .monitor import Monitor
 from .updates import UpdateMeter, types_in_use, update_warning
@@ -81,12 +82,11 @@ class Reporter:
         """A step is finished: file, trackers, monitor, progress."""
         if not self.engine.main:
             return
-        last = row["step"] == self.recipe.steps
-        if row["step"] % self.recipe.log_steps == 0 or last:
+        if line_due(self.recipe, row["step"]):
             self.write(row)
             self._track(row)
         self.findings(row["step"], self.monitor.row(row))
-        self._progress(row, last)
+        self._progress(row, last=row["step"] == self.recipe.steps)
 
     def validation(
         self,
@@ -97,7 +97,7 @@ class Reporter:
             return
         self.findings(row["step"], self.monitor.held_out(row))
         self.write(row)
-        self._track({k: v for k, v in row.items() if k == "step" or isinstance(v, float)})
+        self._track(row)
 
     def findings(
         self,
@@ -124,8 +124,8 @@ class Reporter:
         self.say(f"peak memory {used:.1f} GiB, planned {planned:.1f} ({error:+.1%})")
 
     def _track(self, row: dict) -> None:
-        values = {key: value for key, value in row.items() if key != "step"}
-        self.engine.accelerator.log(values, step=row["step"])
+        values = flattened(row)
+        self.engine.accelerator.log(values, step=values.pop("step"))
 
     def _progress(self, row: dict, last: bool) -> None:
         spent = row["step_time"]

@@ -57,6 +57,7 @@ from sciftune.training.checkpoints import (
 )
 from .ema import EMA
 from .heartbeat import Heartbeat
+from .intervals import Sums, line_due, with_numbers
 from .metrics import DeferredMetrics, Stopwatch, memory_now, mfu, peak_flops
 from .prefetch import Prefetcher
 from .reporting import Reporter, UpdateChecks, check_finite
@@ -107,6 +108,7 @@ class Run:
         self.newest = None  # checkpoint folder, being written or complete
         self.start = self.task.done = self.resume()
         self.deferred = DeferredMetrics()
+        self.sums = Sums()
         self.watch = Stopwatch(self.engine.device)
         self.stop_request = StopRequest()
         self.checks = UpdateChecks(
@@ -243,7 +245,7 @@ class Run:
     def _completed(self, row: dict) -> dict:
         """The row of a step with times, memory, samples per second, the task's numbers and MFU."""
         times = row.pop("times")()
-        row |= times | memory_now(self.engine.device)
+        row = with_numbers(row) | times | memory_now(self.engine.device)
         row["samples_per_second"] = self.recipe.global_batch / row["step_time"]
         row |= self.task.row(row)
         flops = row.pop("flops", self.flops * self.recipe.global_batch)
@@ -281,12 +283,14 @@ def train_step(
             run.watch.mark("forward")
             network.backward(loss, last=number == len(batches))
             run.watch.mark("backward")
-            _add_means(means, dict(loss=loss) | reported, len(batches))
+            scalars = run.sums.add(reported)
+            _add_means(means, dict(loss=loss) | scalars, len(batches))
         norms[turn.network] = network.step()
         if turn.network in run.averages:
             run.averages[turn.network].update()
         run.watch.mark("optimizer")
-    return _over_ranks(run, means) | _gradient_norms(run, norms)
+    sums = run.sums.take() if line_due(run.recipe, step + 1) else {}
+    return _over_ranks(run, means, sums) | _gradient_norms(run, norms)
 
 
 def _add_means(means: dict, values: dict, count: int) -> None:
@@ -295,11 +299,15 @@ def _add_means(means: dict, values: dict, count: int) -> None:
         means[name] = means.get(name, 0) + value / count
 
 
-def _over_ranks(run: Run, means: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The means over all ranks, and how many ranks were asked to stop."""
+def _over_ranks(run: Run, means: dict[str, Tensor], sums: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Means and sums over all ranks, and how many ranks were asked to stop."""
     asked = torch.full((), float(run.stop_request.asked), device=run.engine.device)
-    total = run.engine.total(torch.stack([asked, *means.values()]))
-    return dict(zip(means, total[1:] / run.engine.world, strict=True)) | dict(stop=total[0])
+    parts = dict(stop=asked) | {name: mean / run.engine.world for name, mean in means.items()}
+    parts |= sums
+    total = run.engine.total(torch.cat([part.float().reshape(-1) for part in parts.values()]))
+    pieces = total.split([part.numel() for part in parts.values()])
+    named = zip(parts.items(), pieces, strict=True)
+    return {name: piece.reshape(part.shape) for (name, part), piece in named}
 
 
 def _gradient_norms(run: Run, norms: dict[str, Tensor]) -> dict[str, Tensor]:

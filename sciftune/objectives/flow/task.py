@@ -32,7 +32,7 @@ from sciftune.training.task import (
 from ...training.validation import held_out_sums, sample_images, to_device
 
 
-# %% ../../../nbs/8_objectives/flow/04_task.ipynb #4d845c9e
+# %% ../../../nbs/8_objectives/flow/04_task.ipynb #104612d3
 def held_out_loss(
     recipe: Recipe,
     objective: FlowMatching,
@@ -54,7 +54,9 @@ def held_out_loss(
             row[1, number % bins] = 1
         return rows
 
-    sums = held_out_sums(denoiser, engine, len(data.held), measure, recipe.micro_batch, heartbeat)
+    kinds = [sample.sizes for sample in data.held]
+    size = recipe.micro_batch
+    sums = held_out_sums(denoiser, engine, len(data.held), measure, size, heartbeat, kinds)
     if sums is None:
         return {}
     total, count = sums

@@ -216,6 +216,8 @@ class UnifiedTask(Task):
             recipe.ce_loss_reweighting,
             recipe.vision_start_ce_weight,
             self.rules.special.soi,
+            recipe.loss_sigmas,
+            self.config.timestep_shift,
         )
 
     def _set_aside(self, examples: list[Example]):
