@@ -1246,6 +1246,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'sciftune.lab.launch.check_data': ('9_lab/launch.html#check_data', 'sciftune/lab/launch.py'),
                                      'sciftune.lab.launch.check_port': ('9_lab/launch.html#check_port', 'sciftune/lab/launch.py'),
                                      'sciftune.lab.launch.choose_folder': ('9_lab/launch.html#choose_folder', 'sciftune/lab/launch.py'),
+                                     'sciftune.lab.launch.data_looked_at': ('9_lab/launch.html#data_looked_at', 'sciftune/lab/launch.py'),
                                      'sciftune.lab.launch.differences': ('9_lab/launch.html#differences', 'sciftune/lab/launch.py'),
                                      'sciftune.lab.launch.engine_env': ('9_lab/launch.html#engine_env', 'sciftune/lab/launch.py'),
                                      'sciftune.lab.launch.environment': ('9_lab/launch.html#environment', 'sciftune/lab/launch.py'),
