@@ -35,7 +35,7 @@ from .look import DataFinding, DataLook, percent
 from .plots import COLORS, PART_COLORS, Table, add_legend, empty_figure, figure
 
 
-# %% ../../nbs/9_lab/26_look_page.ipynb #38ad0873
+# %% ../../nbs/9_lab/26_look_page.ipynb #ab3a0d28
 def findings_table(
     look: DataLook,
 ) -> Table:
@@ -98,7 +98,7 @@ def tokens_table(
     return Table(["text encoder", "reads", "median", "95 %", "longest", "captions cut"], rows)
 
 
-# %% ../../nbs/9_lab/26_look_page.ipynb #19ff8ff0
+# %% ../../nbs/9_lab/26_look_page.ipynb #d8d92558
 def plot_shapes(
     look: DataLook,
     recipe: Recipe,
@@ -108,7 +108,9 @@ def plot_shapes(
         return empty_figure("Sizes", "no image can be read")
     fig, ax = figure("Sizes of the images", "width, pixels", "height, pixels", height=3.2)
     width, height = np.array(look.shapes).T
-    ax.loglog(width, height, ".", ms=4, alpha=0.5, color=COLORS["main"], label="image")
+    ax.loglog(width, height, ".", base=2, ms=4, alpha=0.5, color=COLORS["main"], label="image")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter("{x:g}")
     side = recipe.resolution
     ax.plot(side, side, "s", mfc="none", color=COLORS["second"], label=f"{side} x {side}")
     low, high = min(width.min(), height.min()), max(width.max(), height.max())
