@@ -59,12 +59,13 @@ class Record(BaseModel):
     module: str = ""  # Where the record stands; filled in by the registry
 
 
-# %% ../../nbs/1_core/01_registry.ipynb #b9021d3c
+# %% ../../nbs/1_core/01_registry.ipynb #e71f7953
 class FamilyRecord(Record):
     """A model family: what can be said of it without importing it."""
 
     title: str  # For people
     hub: str  # Hub id of the published weights
+    license: str = ""  # Their licence, as hubs name it; '' = unknown
     pipeline_class: str  # diffusers pipeline
     block_classes: tuple[str, ...]  # Units of sharding, gradient checkpointing and compiling
     objectives: tuple[str, ...]  # That can train it; the first is its default

@@ -6,7 +6,7 @@ model."""
 # %% auto #0
 __all__ = ["TYPES", "checkpoint_recipe", "convert_checkpoint", "convert_command", "merge_command"]
 
-# %% ../../nbs/9_lab/12_convert.ipynb #99b61e77
+# %% ../../nbs/9_lab/12_convert.ipynb #f704998d
 import argparse
 import sys
 from pathlib import Path
@@ -22,10 +22,11 @@ from sciftune.core.checkpoint_folders import (
 )
 from ..core.recipe import Recipe, restored
 from ..core.rundir import RunDir
+from ..training.card import write_model_card
 from ..training.export import merge_lora
 from ..training.task import Export, get_task
 
-# %% ../../nbs/9_lab/12_convert.ipynb #d3bf1526
+# %% ../../nbs/9_lab/12_convert.ipynb #c66c9996
 TYPES = {
     "bf16": torch.bfloat16,
     "bfloat16": torch.bfloat16,
@@ -76,6 +77,7 @@ def convert_checkpoint(
     written = get_task(recipe.objective).write_model(export)
     if not written:
         raise ValueError(f"objective {recipe.objective} writes no model")
+    write_model_card(RunDir(checkpoint.parent.parent), recipe, out)
     return written
 
 

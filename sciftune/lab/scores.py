@@ -9,6 +9,8 @@ __all__ = [
     "HEIGHTS",
     "READER_MISSING",
     "READ_MARGIN",
+    "READER_RULES",
+    "READER_LOOKS",
     "SURE",
     "XYZ",
     "ORDINARY",
@@ -30,6 +32,7 @@ __all__ = [
     "can_read_text",
     "text_reader",
     "read_text",
+    "overlap",
     "figure_labels",
     "opened",
     "mark_parts",
@@ -189,7 +192,7 @@ def _take_words(lines: list[_Line], label: str) -> tuple[_Line, int, int] | None
     return taken[0] if taken else None
 
 
-# %% ../../nbs/9_lab/17_scores.ipynb #68e85bae
+# %% ../../nbs/9_lab/17_scores.ipynb #35e64bf6
 def match_words(
     labels: list[Label],
     readings: list[Reading],
@@ -239,11 +242,11 @@ def _nearest(labels: list[str | None], rest: list[tuple]) -> list[tuple[int, int
 
 
 def _other(run: tuple, allowed: str, free_numbers: bool) -> Word | None:
-    """What was read and belongs to no label; None for mere signs."""
+    """What was read and belongs to no label; None for signs and single letters."""
     line, first, last = run
     text = line.text(first, last)
     plain = squeezed(text)
-    if not any(c.isalnum() for c in plain):
+    if sum(c.isalnum() for c in plain) < 2:
         return None
     numbers = all(is_number(squeezed(w)) for w in line.words[first:last])
     ignored = (plain in allowed) or (free_numbers and numbers)
@@ -306,12 +309,23 @@ def interval(
     return dict(**rounded, pictures=len(sums))
 
 
-# %% ../../nbs/9_lab/17_scores.ipynb #8885f4fd
+# %% ../../nbs/9_lab/17_scores.ipynb #70978f11
 READER_MISSING = (
     "reading words needs rapidocr and onnxruntime, which are not installed: "
     "pip install 'sciftune[evaluate]'"
 )
 READ_MARGIN = 0.06  # Of the longer side, around a picture that is read
+READER_RULES = {
+    "Global.log_level": "error",
+    "Global.use_cls": False,
+    "Global.text_score": 0.0,
+    "Det.thresh": 0.2,
+    "Det.box_thresh": 0.3,
+}
+READER_LOOKS = (
+    {"Det.limit_type": "min", "Det.limit_side_len": 960},  # Smaller pictures are enlarged
+    {"Det.limit_type": "max", "Det.limit_side_len": 800},  # Larger ones are made smaller
+)
 SURE = 0.5  # Readings that the network is less sure of are left out
 
 
@@ -327,7 +341,7 @@ def can_read_text() -> bool:
 @functools.cache
 def text_reader(
     threads: int = 1,  # Of the processor
-) -> object:  # rapidocr.RapidOCR
+) -> tuple:  # rapidocr.RapidOCR, one for each of READER_LOOKS
     """The networks that read text, loaded once. Raises ReaderMissingError without the package."""
     if not can_read_text():
         raise ReaderMissingError(READER_MISSING)
@@ -335,26 +349,39 @@ def text_reader(
 
     onnx = "EngineConfig.onnxruntime."
     counts = {onnx + "intra_op_num_threads": threads, onnx + "inter_op_num_threads": threads}
-    rules = {"Global.use_cls": False, "Global.text_score": 0.0, "Global.log_level": "error"}
-    return RapidOCR(params=rules | counts)
+    return tuple(RapidOCR(params=READER_RULES | look | counts) for look in READER_LOOKS)
 
 
-# %% ../../nbs/9_lab/17_scores.ipynb #56302f65
+# %% ../../nbs/9_lab/17_scores.ipynb #0099c49d
 def read_text(
     image: Image.Image,
 ) -> list[Reading]:  # From top to bottom
     """Read the lines of text of a picture. Raises ReaderMissingError without the package."""
-    reader = text_reader()
     margin = int(READ_MARGIN * max(image.size))
     around = ((margin, margin), (margin, margin), (0, 0))
     pixels = np.pad(np.asarray(image.convert("RGB")), around, mode="edge")
     pixels = np.ascontiguousarray(pixels[..., ::-1])
+    lines = []
+    for reader in text_reader():
+        seen = [_line(reader, pixels, *line, margin) for line in _seen(reader, pixels)]
+        before = list(lines)
+        lines += [new for new in seen if new and not any(overlap(new.box, r.box) for r in before)]
+    return sorted(lines, key=lambda line: (line.box[1], line.box[0]))
+
+
+def overlap(a: tuple, b: tuple) -> bool:
+    """Whether two boxes share more than a fifth of the smaller one."""
+    width, height = (min(a[i + 2], b[i + 2]) - max(a[i], b[i]) for i in (0, 1))
+    smaller = min((c[2] - c[0]) * (c[3] - c[1]) for c in (a, b))
+    return width > 0 and height > 0 and width * height > 0.2 * smaller
+
+
+def _seen(reader: object, pixels: np.ndarray) -> list[tuple]:  # Box (4,2), text, certainty
+    """All lines that a reader sees."""
     seen = reader(pixels, use_det=True)
     if seen.boxes is None or seen.txts is None:
         return []
-    found = zip(np.asarray(seen.boxes), seen.txts, seen.scores, strict=True)
-    lines = [_line(reader, pixels, *line, margin) for line in found]
-    return sorted((line for line in lines if line), key=lambda line: (line.box[1], line.box[0]))
+    return list(zip(np.asarray(seen.boxes), seen.txts, seen.scores, strict=True))
 
 
 def _line(
@@ -465,9 +492,9 @@ def named_colours(
     return {name: known[name] for name in dict.fromkeys(found)}
 
 
-# %% ../../nbs/9_lab/17_scores.ipynb #ae37295b
-NEAREST = 0.005  # Share of the pixels that show a colour, at least
-PRESENT = 15.0  # Largest distance in CIELAB of a colour that is there
+# %% ../../nbs/9_lab/17_scores.ipynb #3dd92c42
+NEAREST = 0.01  # Share of the pixels that show a colour, at least
+PRESENT = 10.0  # Largest distance in CIELAB of a colour that is there
 
 
 def colour_parts(

@@ -117,13 +117,14 @@ from sciftune.models.weights import (
 )
 from ..toys.tiny import qwen_tokenizer, save_stand_in
 
-# %% ../../nbs/4_models/08_bagel.ipynb #c11c2b0b
+# %% ../../nbs/4_models/08_bagel.ipynb #63688615
 RECORDS = [
     FamilyRecord(
         name="bagel",
         implementation="Bagel",
         title="BAGEL",
         hub="ByteDance-Seed/BAGEL-7B-MoT",
+        license="apache-2.0",
         pipeline_class="Bagel",
         block_classes=("Qwen2MoTDecoderLayer", "SiglipEncoderLayer"),
         blocks=28,

@@ -273,7 +273,7 @@ def attended(
     return torch.cat((text.bool(), image), 1)[:, None, None]
 
 
-# %% ../../nbs/4_models/02_family.ipynb #31c186ed
+# %% ../../nbs/4_models/02_family.ipynb #3a045d30
 def user_turn(
     tokenizer: transformers.PreTrainedTokenizerBase,  # With a chat template
     caption: str,
@@ -315,7 +315,7 @@ class Encoders:
             torch.cuda.empty_cache()
 
 
-# %% ../../nbs/4_models/02_family.ipynb #567b0120
+# %% ../../nbs/4_models/02_family.ipynb #24ea0361
 class Family(ABC):
     """One kind of image generator: how it loads, encodes, predicts, samples and saves."""
 

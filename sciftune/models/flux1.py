@@ -16,7 +16,7 @@ __all__ = [
     "Flux1",
 ]
 
-# %% ../../nbs/4_models/05_flux1.ipynb #566a4529
+# %% ../../nbs/4_models/05_flux1.ipynb #0348e321
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -39,13 +39,14 @@ from sciftune.models.family import (
 )
 from ..toys import tiny
 
-# %% ../../nbs/4_models/05_flux1.ipynb #17deaf7c
+# %% ../../nbs/4_models/05_flux1.ipynb #62614a38
 RECORDS = [
     FamilyRecord(
         name="flux1",
         implementation="Flux1",
         title="FLUX.1",
         hub="black-forest-labs/FLUX.1-dev",
+        license="flux-1-dev-non-commercial-license",
         pipeline_class="FluxPipeline",
         block_classes=("FluxTransformerBlock", "FluxSingleTransformerBlock"),
         blocks=57,
@@ -135,7 +136,7 @@ TINY_FLUX1 = dict(
 SCHNELL_SCHEDULE = dict(tiny.FLUX_SCHEDULE, shift=1.0, use_dynamic_shifting=False)
 
 
-# %% ../../nbs/4_models/05_flux1.ipynb #d24d5b48
+# %% ../../nbs/4_models/05_flux1.ipynb #7d1e2636
 class Flux1(Family):
     """FLUX.1-dev, and -schnell where the folder holds it."""
 

@@ -19,7 +19,7 @@ __all__ = [
     "Klein4B",
 ]
 
-# %% ../../nbs/4_models/04_flux2.ipynb #59671d71
+# %% ../../nbs/4_models/04_flux2.ipynb #ab13ba7d
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -44,13 +44,14 @@ from sciftune.models.family import (
 from .weights import pipeline_index
 from ..toys import nano, tiny
 
-# %% ../../nbs/4_models/04_flux2.ipynb #dd25d46a
+# %% ../../nbs/4_models/04_flux2.ipynb #d35e90c4
 RECORDS = [
     FamilyRecord(
         name="klein",
         implementation="Klein",
         title="FLUX.2 klein 9B",
         hub="black-forest-labs/FLUX.2-klein-base-9B",
+        license="flux-non-commercial-license",
         pipeline_class="Flux2KleinPipeline",
         block_classes=("Flux2TransformerBlock", "Flux2SingleTransformerBlock"),
         blocks=32,
@@ -74,6 +75,7 @@ RECORDS = [
         implementation="Klein4B",
         title="FLUX.2 klein 4B",
         hub="black-forest-labs/FLUX.2-klein-base-4B",
+        license="apache-2.0",
         pipeline_class="Flux2KleinPipeline",
         block_classes=("Flux2TransformerBlock", "Flux2SingleTransformerBlock"),
         blocks=25,
@@ -146,7 +148,7 @@ def qwen3_config(
     return config
 
 
-# %% ../../nbs/4_models/04_flux2.ipynb #38c0186c
+# %% ../../nbs/4_models/04_flux2.ipynb #9c111c71
 @torch.no_grad()
 def qwen3_states(
     lm: nn.Module,  # Of `Flux2.load_text`
@@ -220,7 +222,7 @@ NANO_KLEIN = dict(
 _TURN = "user\nassistant\n<think>\n\n</think>\n\n"  # the chat template's own words
 
 
-# %% ../../nbs/4_models/04_flux2.ipynb #2e8ed73f
+# %% ../../nbs/4_models/04_flux2.ipynb #a32277c2
 class Klein(Family):
     """FLUX.2 klein 9B."""
 

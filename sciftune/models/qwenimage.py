@@ -40,13 +40,14 @@ from sciftune.models.family import (
 )
 from ..toys import nano, tiny
 
-# %% ../../nbs/4_models/03_qwenimage.ipynb #57d90d2c
+# %% ../../nbs/4_models/03_qwenimage.ipynb #667b6d87
 RECORDS = [
     FamilyRecord(
         name="qwenimage",
         implementation="QwenImage",
         title="Qwen-Image",
         hub="Qwen/Qwen-Image-2512",
+        license="apache-2.0",
         pipeline_class="QwenImagePipeline",
         block_classes=("QwenImageTransformerBlock",),
         blocks=60,
@@ -186,7 +187,7 @@ NANO_QWEN_IMAGE = dict(
 )
 
 
-# %% ../../nbs/4_models/03_qwenimage.ipynb #57b25903
+# %% ../../nbs/4_models/03_qwenimage.ipynb #f78bab75
 class QwenImage(Family):
     """Qwen-Image and Qwen-Image-2512."""
 

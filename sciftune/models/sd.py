@@ -35,13 +35,14 @@ from .ddpm import STEPS, NoiseSchedule, timesteps_of
 from .family import Encoders, Family, build_scheduler, compute_dtype, stack_rows
 from ..toys import tiny
 
-# %% ../../nbs/4_models/07_sd.ipynb #15e0fcf8
+# %% ../../nbs/4_models/07_sd.ipynb #0bec8fc0
 RECORDS = [
     FamilyRecord(
         name="sd15",
         implementation="SD15",
         title="Stable Diffusion 1.5",
         hub="stable-diffusion-v1-5/stable-diffusion-v1-5",
+        license="creativeml-openrail-m",
         pipeline_class="StableDiffusionPipeline",
         block_classes=("BasicTransformerBlock", "ResnetBlock2D"),
         objectives=("epsilon", "dmd2", "dmd_decoupled"),
@@ -58,6 +59,7 @@ RECORDS = [
         implementation="SDXL",
         title="Stable Diffusion XL",
         hub="stabilityai/stable-diffusion-xl-base-1.0",
+        license="openrail++",
         pipeline_class="StableDiffusionXLPipeline",
         block_classes=("BasicTransformerBlock", "ResnetBlock2D"),
         objectives=("epsilon", "dmd2", "dmd_decoupled"),
@@ -227,7 +229,7 @@ TINY_SDXL = dict(
 )
 
 
-# %% ../../nbs/4_models/07_sd.ipynb #93e893a0
+# %% ../../nbs/4_models/07_sd.ipynb #41739af4
 class SD15(Family):
     """Stable Diffusion 1.5."""
 

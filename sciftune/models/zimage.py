@@ -15,7 +15,7 @@ __all__ = [
     "ZImage",
 ]
 
-# %% ../../nbs/4_models/10_zimage.ipynb #944f21d9
+# %% ../../nbs/4_models/10_zimage.ipynb #ccf3b7dc
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -36,13 +36,14 @@ from sciftune.models.family import (
 )
 from ..toys import tiny
 
-# %% ../../nbs/4_models/10_zimage.ipynb #3e01fdfa
+# %% ../../nbs/4_models/10_zimage.ipynb #2a67af77
 RECORDS = [
     FamilyRecord(
         name="zimage",
         implementation="ZImage",
         title="Z-Image",
         hub="Tongyi-MAI/Z-Image",
+        license="apache-2.0",
         pipeline_class="ZImagePipeline",
         block_classes=("ZImageTransformerBlock",),
         blocks=34,
@@ -102,7 +103,7 @@ def qwen3_but_last(
     return config
 
 
-# %% ../../nbs/4_models/10_zimage.ipynb #b8508be4
+# %% ../../nbs/4_models/10_zimage.ipynb #ed1a7803
 @torch.no_grad()
 def turn_states(
     lm: nn.Module,  # Of `ZImage.load_text`
@@ -121,7 +122,7 @@ def turn_states(
     return [states[valid].clone() for states, valid in rows]
 
 
-# %% ../../nbs/4_models/10_zimage.ipynb #ddb30c62
+# %% ../../nbs/4_models/10_zimage.ipynb #4ac05db2
 TINY_Z_IMAGE = dict(
     Z_IMAGE,
     dim=32,

@@ -25,6 +25,7 @@ __all__ = [
     "open_with_held_out",
     "in_both",
     "scheduled_weights",
+    "write_truth",
     "square",
     "held_out_prompts",
     "cache_data",
@@ -48,7 +49,7 @@ from ..core.recipe import Recipe, RecipeError
 from ..core.rundir import RunDir, cache_root
 from ..data.buckets import Sizing, cut_line
 from ..data.cache import TensorCache, cache_key
-from ..data.images import pixels
+from ..data.images import open_image, pixels, to_rgb
 from ..data.sources import joined_quarantine, open_collection, open_collections
 from ..models.family import Family
 from ..planner.profile import weights_path
@@ -539,6 +540,23 @@ def scheduled_weights(
     return base
 
 
+# %% ../../nbs/7_training/07_encoding.ipynb #8f1cd71c
+def write_truth(
+    collection: object,  # Collection or JoinedCollections
+    chosen: list[int],  # Of its samples, in the order of the prompts
+    folder: Path,  # validation_images/truth of a run
+    largest: int = 1024,  # Pixels of the longer side
+):
+    """Write the true figures of validation prompts as numbered PNG files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, i in enumerate(chosen):
+        picture = to_rgb(open_image(collection[i].image))
+        picture.thumbnail((largest, largest))
+        aside = folder / f".{number:02d}.png"
+        picture.save(aside, format="PNG")
+        aside.replace(folder / f"{number:02d}.png")
+
+
 # %% ../../nbs/7_training/07_encoding.ipynb #03f1f08a
 def square(recipe: Recipe) -> tuple[int, int]:  # (height, width)
     """The size of an image that has no shape of its own."""
@@ -581,6 +599,9 @@ def cache_data(
         say(f"{twice} of {len(held)} images of validation_data are in data, too")
     folder = family.resolve(base, ("vae", *family.text_components), recipe.revision or None)
     verify_base(engine, folder, heartbeat)
+    if engine.main and not recipe.validation_prompts:
+        shown = (held or train)[: recipe.validation_images]
+        write_truth(collection, shown, run_dir.validation_images / "truth")
     jobs = EncodingJobs(recipe, family, collection, folder)
     shown = recipe.validation_images
     prompts = held_out_prompts(jobs, (held or train)[:shown])

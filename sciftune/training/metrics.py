@@ -20,6 +20,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..core.time_left import clock
+
 
 # %% ../../nbs/7_training/02_metrics.ipynb #6e69669b
 class DeferredMetrics:
@@ -131,14 +133,12 @@ def progress_line(
     step: int,  # Steps taken
     steps: int,  # Steps of the run
     loss: float,
-    seconds: float,  # Per step, smoothed
+    seconds: float,  # Per step
+    left: float,  # Seconds until the end, see `core.time_left`
 ) -> str:
     """Step, loss, speed and the time that is left."""
-    minutes, second = divmod(int(seconds * (steps - step)), 60)
-    hour, minute = divmod(minutes, 60)
-    left = f"{hour}:{minute:02}:{second:02}" if hour else f"{minute:02}:{second:02}"
     speed = f"{1 / seconds:.2f} it/s" if seconds < 1 else f"{seconds:.2f} s/it"
-    return f"step {step}/{steps}  loss {loss:.4f}  {speed}  {left} left"
+    return f"step {step}/{steps}  loss {loss:.4f}  {speed}  {clock(left)} left"
 
 
 # %% ../../nbs/7_training/02_metrics.ipynb #0a6eb35a

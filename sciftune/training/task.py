@@ -16,7 +16,7 @@ __all__ = [
     "get_task",
 ]
 
-# %% ../../nbs/7_training/09_task.ipynb #8baf6d0f
+# %% ../../nbs/7_training/09_task.ipynb #393548b4
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -50,6 +50,7 @@ from sciftune.strategies.lora import (
 )
 from ..strategies.network import Network
 from ..strategies.trained_layers import choose_trained
+from .card import write_model_card
 from sciftune.training.checkpoints import (
     CheckpointReader,
     CheckpointTensors,
@@ -360,13 +361,14 @@ def export_trained(
     return f"{sum(count.values())} tensors ({types}) to {out}"
 
 
-# %% ../../nbs/7_training/09_task.ipynb #867ebc71
+# %% ../../nbs/7_training/09_task.ipynb #650aceca
 class Task:
     """What the trainer asks of an objective."""
 
     networks: dict[str, Network]  # Trained networks by name
     fingerprint: str = ""  # Of the data; a resume with other data is refused
     rejected: int = 0  # Rows of the data that were set aside
+    samples: tuple[int, int] | None = None  # To train on, held out; None = not counted
     keep: bool = True  # Whether the trained weights are worth a last checkpoint and an export
     done: int = 0  # Optimizer steps taken, set by the trainer; batches are asked for further ahead
     averaged: tuple = ()  # Networks that ema_decay is for; () = all
@@ -473,9 +475,10 @@ class Task:
         checkpoint: Path,
         state: str,  # 'weight' or 'ema'
     ):
-        """Write `run_dir.model`; rank 0 alone."""
+        """Write `run_dir.model` with its card; rank 0 alone."""
         written = self.write_model(Export(checkpoint, self.run_dir.model, self.recipe, state))
         if written:
+            write_model_card(self.run_dir, self.recipe, self.run_dir.model)
             self.say(f"exported {written}")
 
 

@@ -122,7 +122,7 @@ class AutoencoderTask(Task):
         self.fingerprint = collection.fingerprint
         self.rejected = len(collection.rejected)
         self.baseline = None  # Held-out error of the model as it started
-
+        self.samples = (len(self.train), len(self.held))
         self.pictures = PictureCache(collection, recipe.resolution)
         vae = self.family.load_vae(self.base, engine.policy.weights, engine.device)
         coder = Coder(vae.requires_grad_(True)).train()

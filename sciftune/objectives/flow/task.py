@@ -79,6 +79,7 @@ class FlowTask(Task):
         base = self.data.base
         self.fingerprint = self.data.fingerprint
         self.rejected = self.data.rejected
+        self.samples = (len(self.data.train), len(self.data.held))
         self.keep = base is not None and not recipe.model_path.startswith("random")
         self.baseline = None  # Held-out loss of the model as it started
         scheduled = base if self.keep else None  # random weights follow the published schedule
