@@ -29,6 +29,7 @@ __all__ = [
     "perceptual_bits",
     "Signatures",
     "signatures",
+    "joined_signatures",
     "collection_signatures",
     "candidate_pairs",
     "likeness",
@@ -67,7 +68,7 @@ def perceptual_bits(
     return found > np.median(found, axis=1, keepdims=True)
 
 
-# %% ../../nbs/2_data/11_duplicates.ipynb #0d1adbd3
+# %% ../../nbs/2_data/11_duplicates.ipynb #774c7b3b
 COARSE = 16  # Pixels of the copy that is kept
 BLANK = 2.0  # Standard deviation of grey levels (0 to 255) below which an image is blank
 
@@ -89,6 +90,14 @@ def signatures(
     if not parts:
         parts = [_signed(np.zeros((0, SMALL, SMALL, 3), np.uint8))]
     return Signatures(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
+def joined_signatures(
+    *parts: Signatures,  # Of collections
+) -> Signatures:
+    """Signatures of several collections, one after another."""
+    columns = zip(*((p.bits, p.colours, p.blank) for p in parts), strict=True)
+    return Signatures(*map(np.concatenate, columns))
 
 
 def _signed(copies: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

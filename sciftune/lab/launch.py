@@ -6,6 +6,7 @@
 __all__ = [
     "INPUT_FIELDS",
     "EXCEPTION",
+    "LOOK_SECONDS",
     "TRACEBACK",
     "BEGIN",
     "LAUNCHER_NOTICED",
@@ -37,6 +38,7 @@ __all__ = [
     "keep_run_secrets",
     "check_data",
     "check_port",
+    "data_looked_at",
     "prepare_run",
     "announce",
     "start",
@@ -588,7 +590,35 @@ def check_port(
         ) from None
 
 
-# %% ../../nbs/9_lab/02_launch.ipynb #1084ae40
+# %% ../../nbs/9_lab/02_launch.ipynb #b52da8f5
+LOOK_SECONDS = 15  # That a launch waits for the look at its data when it is planned
+
+
+@contextlib.contextmanager
+def data_looked_at(
+    recipe: Recipe,  # With absolute paths
+    recipe_path: Path,  # The same, written
+    findings: Path,  # Where findings.json shall be
+) -> Iterator[None]:
+    """Look at the data of a run meanwhile, and print the three worst findings."""
+    files = any(path != "figures" and "://" not in path for path, _ in recipe.sources)
+    if not files or recipe.resume or recipe.objective == "unified":
+        yield
+        return
+    words = [sys.executable, "-m", "sciftune.lab.look", str(recipe_path), str(findings)]
+    quiet = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    looking = subprocess.Popen(words, text=True, **quiet)
+    try:
+        yield
+        print(looking.communicate(timeout=LOOK_SECONDS)[0], end="")
+    except subprocess.TimeoutExpired:
+        print("data: not looked at wholly before the launch; scripts/look does")
+    finally:
+        looking.kill()
+        looking.communicate()
+
+
+# %% ../../nbs/9_lab/02_launch.ipynb #e56c5a2f
 def prepare_run(
     recipe: Recipe,
 ) -> RunDir:  # With recipe.yaml, plan.json, accelerate.yaml, command.txt, launch.json
@@ -658,12 +688,16 @@ def _write_run(run: RunDir, recipe: Recipe):
     with tempfile.TemporaryDirectory() as aside:
         keep_run_secrets(run, recipe)
         written = recipe.save(Path(aside) / "recipe.yaml")
-        plan = plan_run(written, Path(aside) / "plan.json", recipe.plan_check)
+        findings = Path(aside) / "findings.json"
+        with data_looked_at(recipe, written, findings):
+            plan = plan_run(written, Path(aside) / "plan.json", recipe.plan_check)
         if checkpoint := _checkpoint(run, recipe):
             check_data(written, checkpoint)
         recipe.save(run.recipe)
         plan.save(run.plan)
         write_launch_files(run)
+        if findings.exists():
+            shutil.copy(findings, run.path)
 
 
 # %% ../../nbs/9_lab/02_launch.ipynb #a7a8c357

@@ -98,7 +98,7 @@ def tokens_table(
     return Table(["text encoder", "reads", "median", "95 %", "longest", "captions cut"], rows)
 
 
-# %% ../../nbs/9_lab/26_look_page.ipynb #19ff8ff0
+# %% ../../nbs/9_lab/26_look_page.ipynb #7d62ba1a
 def plot_shapes(
     look: DataLook,
     recipe: Recipe,
@@ -108,7 +108,9 @@ def plot_shapes(
         return empty_figure("Sizes", "no image can be read")
     fig, ax = figure("Sizes of the images", "width, pixels", "height, pixels", height=3.2)
     width, height = np.array(look.shapes).T
-    ax.loglog(width, height, ".", ms=4, alpha=0.5, color=COLORS["main"], label="image")
+    ax.loglog(width, height, ".", base=2, ms=4, alpha=0.5, color=COLORS["main"], label="image")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter("{x:g}")
     side = recipe.resolution
     ax.plot(side, side, "s", mfc="none", color=COLORS["second"], label=f"{side} x {side}")
     low, high = min(width.min(), height.min()), max(width.max(), height.max())
@@ -135,7 +137,7 @@ def plot_captions(
     return fig
 
 
-# %% ../../nbs/9_lab/26_look_page.ipynb #2a2c2ad7
+# %% ../../nbs/9_lab/26_look_page.ipynb #52145041
 def training_view(
     recipe: Recipe,
     sample: Sample,
@@ -143,7 +145,7 @@ def training_view(
     """The pixels that the autoencoder is given."""
     sizing, shape = Sizing(recipe), (sample.width, sample.height)
     size = sizing.fitted(*shape, sizing.bucket(sample.id, *shape))
-    return pixels(sample.image, *size, recipe.fit == "pad")
+    return pixels(sample.image, *size, whole=recipe.fit == "pad")
 
 
 def kept_frame(
