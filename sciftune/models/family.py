@@ -17,19 +17,20 @@ __all__ = [
     "check_captions",
     "stack_rows",
     "compute_dtype",
+    "image_batch",
     "Encoders",
     "Family",
     "get_family",
     "draw_pictures",
 ]
 
-# %% ../../nbs/4_models/02_family.ipynb #d16aecab
+# %% ../../nbs/4_models/02_family.ipynb #8234f932
 import copy
 import gc
 import inspect
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -228,6 +229,15 @@ def compute_dtype(
 ) -> torch.dtype:  # Type of its floating parameters
     """The type in which a denoiser wants its inputs."""
     return next(p.dtype for p in denoiser.parameters() if p.is_floating_point())
+
+
+# %% ../../nbs/4_models/02_family.ipynb #935824c9
+def image_batch(
+    pictures: Iterable[np.ndarray],  # (H,W,3) uint8 each, of one size, as `data.images.pixels`
+) -> Tensor:  # (B,3,H,W) fp32 in [-1,1], as `Family.encode_images` wants them
+    """Pictures as the input of an encoder: x/127.5 - 1."""
+    rows = [torch.from_numpy(picture).permute(2, 0, 1) for picture in pictures]
+    return torch.stack(rows).float() / 127.5 - 1
 
 
 # %% ../../nbs/4_models/02_family.ipynb #f0939249
