@@ -27,7 +27,7 @@ from .registry import RegistryError, records
 from .secrets import masked
 from .sections import SECTIONS, RecipeError
 
-# %% ../../nbs/1_core/04_aliases.ipynb #0c66d95a
+# %% ../../nbs/1_core/04_aliases.ipynb #41391f02
 ALIASES = dict(
     lr="learning_rate",
     total_steps="steps",
@@ -41,8 +41,10 @@ ALIASES = dict(
     eps="adam_epsilon",
     train_data_dir="data",
     train_data_path="data",
+    val_data_path="validation_data",
     train_data_meta="metadata",
     image_sample_size="resolution",
+    enable_bucket="fit",
     max_train_steps="steps",
     checkpointing_steps="checkpoint_steps",
     checkpoints_total_limit="checkpoints_kept",
@@ -70,7 +72,9 @@ ALIASES = dict(
     NCCL_P2P_DISABLE="nccl_p2p_disable",
 )
 VALUES = dict(
-    precision=dict(no="fp32", bf16="bf16-mixed"), lr_schedule=dict(constant_with_warmup="constant")
+    precision=dict(no="fp32", bf16="bf16-mixed"),
+    lr_schedule=dict(constant_with_warmup="constant"),
+    fit={"True": "bucket", "true": "bucket", "False": "crop", "false": "crop"},
 )
 FIXED = dict(
     use_fp16=(False, "nothing is trained in fp16: write precision='bf16-mixed'"),

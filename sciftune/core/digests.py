@@ -28,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
+from .progress import progress
 from .rundir import write_atomic
 
 # %% ../../nbs/1_core/12_digests.ipynb #cef4d6a7
@@ -114,6 +115,7 @@ def file_digests(
     with open(path, "rb") as file:
         while data := file.read(min(block, DIGEST_BLOCK)):
             blocks.update(data)
+            progress(f"{Path(path).name} read")
     return blocks.digests()
 
 

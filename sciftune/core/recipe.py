@@ -398,8 +398,14 @@ def checked(
         raise RecipeError("\n".join(_lines(error))) from None
 
 
-# %% ../../nbs/1_core/05_recipe.ipynb #bc0722d5
+# %% ../../nbs/1_core/05_recipe.ipynb #6b8debfb
 REMOVED = dict(fake_guidance=1.0)  # Fields of earlier versions and the value that they may have
+
+
+def _with_fit(values: dict) -> dict:
+    """`values` with `fit` for the switch `enable_bucket` of earlier versions."""
+    buckets = values.pop("enable_bucket", None)
+    return values if buckets is None else values | dict(fit="bucket" if buckets else "crop")
 
 
 def _without_removed(values: dict) -> dict:
@@ -419,7 +425,7 @@ def restored(
 
     Values of format 1 that the run does not read are reset with a warning.
     """
-    values = dict(values)
+    values = _with_fit(dict(values))
     written = values.pop("format", 1)
     if written == FORMAT:
         return checked(values)

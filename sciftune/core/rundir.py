@@ -192,6 +192,11 @@ class RunDir:
         return self.path / "status.json"
 
     @property
+    def save_request(self) -> Path:
+        """Asks the trainer for a checkpoint; it takes the file away."""
+        return self.path / "save.request"
+
+    @property
     def heartbeats(self) -> Path:
         """What each rank does now, a file each."""
         return self.path / "heartbeats"

@@ -231,7 +231,7 @@ class ModelSection(Section):
         return path
 
 
-# %% ../../nbs/1_core/02_sections.ipynb #3898e8fd
+# %% ../../nbs/1_core/02_sections.ipynb #e04cad57
 class DataSection(Section):
     """Images, captions, sizes, and what is kept out of training."""
 
@@ -298,15 +298,19 @@ class DataSection(Section):
         "captions",
         optional=True,
     )
-    enable_bucket: bool = field(
-        False,
-        "train on whole images, grouped by aspect ratio, instead of centre-cropped squares",
+    fit: Literal["bucket", "pad", "crop"] = field(
+        "crop",
+        "how an image becomes a training size: 'bucket' = the nearest of a few aspect ratios, "
+        "what does not fit is cut; 'pad' = the whole image, padding kept out of the loss; "
+        "'crop' = the square in its middle",
         optional=True,
+        instead="distillation and the autoencoder see centre-cropped squares, BAGEL whole images "
+        "in sizes of its own",
     )
     random_hw_adapt: bool = field(
         False,
-        "draw the size of a sample: its side between bucket_min and resolution, without "
-        "enable_bucket height and width each",
+        "draw the size of a sample: its side between bucket_min and resolution, with fit='crop' "
+        "height and width each",
         optional=True,
     )
     random_hw_draws: int = field(
@@ -319,21 +323,21 @@ class DataSection(Section):
     bucket_min: int = field(
         0,
         "smallest side of a bucket, a multiple of bucket_step; 0 = half of resolution",
-        needs="enable_bucket|random_hw_adapt",
+        needs="fit=bucket|fit=pad|random_hw_adapt",
         ge=0,
         le=4096,
     )
     bucket_max: int = field(
         0,
         "largest side; 0 = twice resolution",
-        needs="enable_bucket|random_hw_adapt",
+        needs="fit=bucket|fit=pad|random_hw_adapt",
         ge=0,
         le=8192,
     )
     bucket_step: int = field(
         0,
         "sides are multiples of it, itself one of 16; 0 = resolution/16, at least 16",
-        needs="enable_bucket|random_hw_adapt",
+        needs="fit=bucket|fit=pad|random_hw_adapt",
         ge=0,
         le=512,
     )
@@ -341,10 +345,19 @@ class DataSection(Section):
         "",
         "several resolutions: square sides separated by commas, each image at the largest that it "
         "fills; empty = resolution",
-        needs="enable_bucket",
+        needs="fit=bucket|fit=pad",
     )
     held_out: int = field(
-        16, "samples kept out of training for the held-out loss", optional=True, ge=0
+        16,
+        "samples kept out of training for the held-out loss",
+        optional=True,
+        needs="validation_data=",
+        ge=0,
+    )
+    validation_data: str = field(
+        "",
+        "a held-out set of its own, in a form that data can have, in the place of held_out samples",
+        optional=True,
     )
     cache_batch: int = field(
         4, "samples per encoder call while caching", identity=False, optional=True, ge=1
@@ -403,7 +416,7 @@ class DataSection(Section):
     @property
     def varied(self) -> bool:
         """Whether samples differ in size."""
-        return self.enable_bucket or self.random_hw_adapt
+        return self.fit != "crop" or self.random_hw_adapt
 
     def sides(self) -> tuple[int, int, int]:
         """Smallest side, largest side and step of varied sizes, with what 0 stands for put in."""
@@ -632,6 +645,14 @@ class OutputSection(Section):
     """Metrics, checkpoints, export."""
 
     log_steps: int = field(1, "a metrics line every so many steps", identity=False, ge=1)
+    loss_sigmas: int = field(
+        5,
+        "ranges of sigma by which metrics tell the training loss apart; 0 = none",
+        identity=False,
+        optional=True,
+        ge=0,
+        le=100,
+    )
     trackers: str = field(
         "", "'wandb', 'tensorboard' or both, separated by a comma", identity=False
     )

@@ -7,10 +7,13 @@ __all__ = [
     "bucket_sizes",
     "nearest_size",
     "crop_loss",
+    "size_inside",
+    "share_kept",
     "Sizing",
     "BucketOrder",
     "rank_share",
     "size_report",
+    "cut_line",
 ]
 
 # %% ../../nbs/2_data/06_buckets.ipynb #c5a11b2d
@@ -66,17 +69,49 @@ def crop_loss(
     return 1 - size[0] * size[1] / (scale**2 * width * height)
 
 
-# %% ../../nbs/2_data/06_buckets.ipynb #2b7bf6c4
+# %% ../../nbs/2_data/06_buckets.ipynb #711a87e0
+@lru_cache(65536)
+def size_inside(
+    width: int,  # Of the image
+    height: int,
+    size: tuple,  # (height, width) that it must fit into, multiples of 16
+) -> tuple[int, int]:  # (height, width), multiples of 16
+    """The size of the whole image inside another size."""
+    scale = min(size[1] / width, size[0] / height)
+    return tuple(
+        min(most, max(16, round(side * scale / 16) * 16))
+        for side, most in zip((height, width), size, strict=True)
+    )
+
+
+# %% ../../nbs/2_data/06_buckets.ipynb #f5b5a914
+def share_kept(
+    fit: str,  # 'bucket', 'pad' or 'crop'
+    width: int,  # Of the image
+    height: int,
+    resolution: int = 1024,  # Side of the square, pixels
+    sizes: tuple | None = None,  # (height, width) of the buckets; None = those of a recipe's zeros
+) -> float:  # 0 to 1
+    """The share of an image's pixels that training sees. Raises ValueError for another `fit`."""
+    if fit == "pad":
+        return 1.0
+    if fit == "crop":
+        return 1 - crop_loss(width, height, (resolution, resolution))
+    if fit != "bucket":
+        raise ValueError(f"fit: '{fit}'; allowed: 'bucket', 'pad', 'crop'")
+    if sizes is None:
+        step = max(16, resolution // 16 // 16 * 16)
+        sizes = bucket_sizes(resolution, resolution // 2 // step * step, 2 * resolution, step)
+    return 1 - crop_loss(width, height, nearest_size(width, height, sizes))
+
+
+# %% ../../nbs/2_data/06_buckets.ipynb #4137e16f
 class Sizing:
     """The training size of an image, as a recipe says."""
 
     def __init__(self, recipe: Recipe):
         r = self.recipe = recipe
-        self.step = r.bucket_step or max(16, r.resolution // 16 // 16 * 16)
-        self.low, self.high = (
-            r.bucket_min or r.resolution // 2 // self.step * self.step,
-            r.bucket_max or 2 * r.resolution,
-        )
+        self.low, self.high, self.step = r.sides()
         self.sides = sorted(int(s) for s in r.bucket_sides.split(",") if s) or [r.resolution]
         self.draws = r.random_hw_draws if r.random_hw_adapt else 1
         if r.random_hw_adapt and not r.bucket_sides:
@@ -100,23 +135,38 @@ class Sizing:
 
         return bucket_sizes(side, scaled(self.low), scaled(self.high), self.step)
 
-    def size(self, sample: str, width: int, height: int, draw: int = 0) -> tuple[int, int]:
-        """(height, width) of one sample, of pixels `width` x `height`."""
+    def filled(self, width: int, height: int) -> list[int]:
+        """List the sides that an image fills, the smallest where it fills none."""
+        return [s for s in self.sides if s * s <= width * height] or self.sides[:1]
+
+    def bucket(self, sample: str, width: int, height: int, draw: int = 0) -> tuple[int, int]:
+        """(height, width) of the size that one sample, of pixels `width` x `height`, goes to."""
         r = self.recipe
         if not r.varied:
             return r.resolution, r.resolution
-        if not r.enable_bucket:
-            return self.pick(self.sides, sample, draw, "height"), self.pick(
-                self.sides, sample, draw, "width"
-            )
-        filled = [s for s in self.sides if s * s <= width * height] or self.sides[:1]
-        return nearest_size(
-            width,
-            height,
-            self.buckets(
-                self.pick(filled, sample, draw, "side") if r.random_hw_adapt else filled[-1]
-            ),
-        )
+        if r.fit == "crop":
+            sides = [self.pick(self.sides, sample, draw, what) for what in ("height", "width")]
+            return tuple(sides)
+        filled = self.filled(width, height)
+        side = self.pick(filled, sample, draw, "side") if r.random_hw_adapt else filled[-1]
+        return nearest_size(width, height, self.buckets(side))
+
+    def fitted(self, width: int, height: int, bucket: tuple) -> tuple[int, int]:
+        """(height, width) of an image in its bucket: all of it, or with `pad` what it needs."""
+        return size_inside(width, height, bucket) if self.recipe.fit == "pad" else bucket
+
+    def held_out(self, width: int, height: int) -> tuple[int, int]:
+        """(height, width) of an image that is not trained on: its shape, or a square to crop."""
+        r = self.recipe
+        if r.fit == "crop":
+            return r.resolution, r.resolution
+        sizes = self.buckets(self.filled(width, height)[-1])
+        return self.fitted(width, height, nearest_size(width, height, sizes))
+
+    def kept(self, fit: str, width: int, height: int) -> float:
+        """`share_kept` of another `fit` with the recipe's sizes."""
+        sizes = self.buckets(self.filled(width, height)[-1])
+        return share_kept(fit, width, height, self.recipe.resolution, sizes)
 
 
 # %% ../../nbs/2_data/06_buckets.ipynb #ad7ec515
@@ -213,7 +263,7 @@ def rank_share(
     return list(enumerate(micros))[rank::world_size]
 
 
-# %% ../../nbs/2_data/06_buckets.ipynb #584ec3ba
+# %% ../../nbs/2_data/06_buckets.ipynb #08f80550
 def size_report(
     shapes: Sequence,  # (width, height) of every image
     sizing: Sizing,
@@ -224,13 +274,38 @@ def size_report(
     `partial` counts the samples in micro-batches that are not full.
     """
     ids = ids or [str(i) for i in range(len(shapes))]
-    found = [sizing.size(i, w, h) for i, (w, h) in zip(ids, shapes, strict=False)]
-    lost = [crop_loss(w, h, s) for s, (w, h) in zip(found, shapes, strict=False)]
+    found = [sizing.bucket(i, w, h) for i, (w, h) in zip(ids, shapes, strict=False)]
+    lost = [0.0]
+    if sizing.recipe.fit != "pad":
+        lost = [crop_loss(w, h, s) for s, (w, h) in zip(found, shapes, strict=False)]
+    seen = [sizing.fitted(w, h, s) for s, (w, h) in zip(found, shapes, strict=False)]
     count = Counter(found)
     return dict(
         buckets=dict(sorted(count.items())),
         crop_loss=float(np.mean(lost)),
         crop_worst=max(lost),
-        tokens=float(np.mean([h * w / 256 for h, w in found])),
+        tokens=float(np.mean([h * w / 256 for h, w in seen])),
         partial=sum(c % sizing.recipe.micro_batch for c in count.values()),
     )
+
+
+# %% ../../nbs/2_data/06_buckets.ipynb #03e35c71
+def cut_line(
+    shapes: Sequence,  # (width, height) of every image
+    recipe: Recipe,
+    most: int = 20_000,  # Images that are looked at
+) -> str:  # For people
+    """Say what the recipe's `fit` cuts off the images of a collection, and the others would."""
+    some = shapes[:: -(-len(shapes) // most) or 1]
+    sizing = Sizing(recipe)
+
+    def said(part: float) -> str:
+        return f"{part:.{0 if part >= 0.1 or not part else 1}%}".replace("%", " %")
+
+    own = said(size_report(some, sizing)["crop_loss"])
+    others = [how for how in ("crop", "bucket", "pad") if how != recipe.fit]
+    would = ", ".join(
+        f"fit={how} would cut {said(1 - float(np.mean([sizing.kept(how, w, h) for w, h in some])))}"
+        for how in others
+    )
+    return f"fit={recipe.fit} cuts {own} of the pixels of this collection; {would}"

@@ -139,14 +139,18 @@ def open_shard(
 
     Raises ValueError, OSError or SafetensorError for a damaged one.
     """
-    index = unsealed((folder / f"{name}.json").read_bytes())
     path = folder / f"{name}.safetensors"
-    if not isinstance(index, dict) or index.get("format") != 1:
-        raise ValueError("index of an unknown format")
+    try:
+        index = unsealed((folder / f"{name}.json").read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{name}.json: {error}") from None
+    if index.get("format") != 1:
+        raise ValueError(f"{name}.json: index of an unknown format")
     if path.stat().st_size != index["bytes"]:
-        raise ValueError(f"{path.stat().st_size} bytes, the index says {index['bytes']}")
+        size = path.stat().st_size
+        raise ValueError(f"{path.name}: {size} bytes, the index says {index['bytes']}")
     if index.get("header", header := header_digest(path)) != header:
-        raise ValueError("the header was not written so")
+        raise ValueError(f"{path.name}: the header was not written so")
     return index, safe_open(path, framework="pt")
 
 
@@ -305,9 +309,9 @@ class TensorCache:
         except KeyError:
             raise KeyError(f"{key} is not in the cache {self.folder}") from None
         try:
-            tensors = {n: shards[name].get_tensor(f"{key}/{n}").clone() for n in names}
-            self._compare(key, tensors, digest)
-            return tensors
+            tensors = {n: shards[name].get_tensor(f"{key}/{n}") for n in names}
+            self._compare(key, tensors, digest)  # before a copy, which makes 1 of a true 3
+            return {n: tensor.clone() for n, tensor in tensors.items()}
         except (KeyError, ValueError, OSError, SafetensorError) as e:
             with self._lock:
                 self._fault(name, e)

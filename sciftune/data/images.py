@@ -159,25 +159,26 @@ def to_rgb(
     return white
 
 
-# %% ../../nbs/2_data/01_images.ipynb #ea8864d6
+# %% ../../nbs/2_data/01_images.ipynb #c65b4ffd
 def pixels(
     data: bytes,  # Encoded image; the collection has checked it against the pixel bound
     height: int,  # Wanted height in pixels
     width: int,  # Wanted width in pixels
+    whole: bool = False,  # Keep all of it: both sides are scaled, each by its own factor
 ) -> np.ndarray:  # (height, width, 3) uint8
-    """Decode, scale to cover and crop at the centre.
+    """Decode, scale to cover and crop at the centre, or scale the whole image.
 
     Raises Pillow's errors for what is no image.
     """
     image = open_image(data)
     scale = max(width, height) / min(image.size)
-    if scale < 1 / 2:
+    if scale < 1 / 2:  # holds for a whole image, too: neither side is scaled by more
         image.draft(None, tuple(int(np.ceil(2 * scale * side)) for side in image.size))
     image = to_rgb(image)
     w, h = image.size
     s = max(width / w, height / h)
-    dx = max(w - width / s, 0) / 2
-    dy = max(h - height / s, 0) / 2
+    dx = 0 if whole else max(w - width / s, 0) / 2
+    dy = 0 if whole else max(h - height / s, 0) / 2
     kept = (dx, dy, w - dx, h - dy)
     resized = image.resize((width, height), Image.Resampling.LANCZOS, box=kept, reducing_gap=3)
     return np.array(resized)

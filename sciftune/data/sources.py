@@ -43,6 +43,8 @@ __all__ = [
     "Findings",
     "find_source",
     "verify_images",
+    "findings_file",
+    "known_findings",
     "verify_once",
     "Collection",
     "set_aside",
@@ -116,7 +118,7 @@ def find_source(
     return Files(root, folder_rows(root))
 
 
-# %% ../../nbs/2_data/04_sources.ipynb #e0dca9ba
+# %% ../../nbs/2_data/04_sources.ipynb #d0533759
 Findings = dict[str, tuple[int, int, str]]  # stamp -> (width, height, digest)
 
 
@@ -183,6 +185,23 @@ def _write_findings(file: Path, known: Findings):
     write_atomic(file, sink.getvalue().to_pybytes())
 
 
+def findings_file(
+    place: str,  # Names the collection: its absolute path and its list
+    cache: str | Path,  # Folder that keeps findings
+) -> Path:
+    """Where the findings of a collection are kept."""
+    digest = hashlib.sha256(place.encode()).hexdigest()
+    return Path(cache) / f"verified-{digest[:16]}.parquet"
+
+
+def known_findings(
+    place: str,  # Names the collection: its absolute path and its list
+    cache: str | Path,  # Folder that keeps findings
+) -> Findings:  # Empty where it was never verified
+    """What earlier runs have found of the images of a collection."""
+    return _read_findings(findings_file(place, cache))
+
+
 def verify_once(
     source: Reader,  # Its rows are filled in
     place: str,  # Names the collection in `cache`
@@ -191,14 +210,10 @@ def verify_once(
     workers: int | None = None,  # Threads; None = one per available core
 ):
     """`verify_images`, of what has changed since the findings in `cache` were written."""
-    known = {}
-    if cache:
-        digest = hashlib.sha256(place.encode()).hexdigest()
-        findings = Path(cache) / f"verified-{digest[:16]}.parquet"
-        known = _read_findings(findings)
+    known = known_findings(place, cache) if cache else {}
     found = verify_images(source, max_pixels, workers or min(cores(), 32), known)
     if cache and found != known:
-        _write_findings(findings, found)
+        _write_findings(findings_file(place, cache), found)
 
 
 # %% ../../nbs/2_data/04_sources.ipynb #7c98bf68

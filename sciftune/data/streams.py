@@ -142,10 +142,10 @@ class Mixture:
         return [self.at(p) for p in range(step * self.slots, (step + 1) * self.slots)]
 
 
-# %% ../../nbs/2_data/07_streams.ipynb #4fa2db0d
+# %% ../../nbs/2_data/07_streams.ipynb #46c38a65
 def collection_order(
     recipe: Recipe,
-    samples: list,  # Of one collection, by shard: with .place (collection, shard) and .sizes
+    samples: list,  # Of one collection, by shard: with .place (collection, shard) and .buckets
     offset: int = 0,  # Number of the first
     key: str = "",  # Tells collections apart
 ) -> ShardOrder | BucketOrder:
@@ -159,7 +159,7 @@ def collection_order(
         order = ShardOrder(counts, recipe.seed, recipe.shuffle_window, key)
         windows = [order.members(window) for window in order.windows(0)]
     return BucketOrder(
-        [[s.sizes[d] for s in samples] for d in range(len(samples[0].sizes))],
+        [[s.buckets[d] for s in samples] for d in range(len(samples[0].buckets))],
         recipe.micro_batch,
         recipe.global_batch,
         recipe.seed,

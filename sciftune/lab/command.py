@@ -21,6 +21,7 @@ __all__ = [
     "notebooks_folder",
     "lab_options",
     "lab_command",
+    "opened_in_lab",
     "Command",
     "fields_command",
     "presets_command",
@@ -152,6 +153,7 @@ class Execution:
     ) -> tuple[int, bool]:  # (exit code, whether it was interrupted)
         """Run papermill and wait for it; Ctrl-C reaches it too, and it ends the job."""
         environment = os.environ | {"SCIFTUNE_RUN_FILE": str(self.aside / "run")}
+        environment |= {"SCIFTUNE_TERMINAL": "1"} if sys.stdout.isatty() else {}
         interrupted = False
         with open(self.aside / "errors", "wb") as errors:
             process = subprocess.Popen(self.command(options), env=environment, stderr=errors)
@@ -318,8 +320,20 @@ def lab_command(
     token = os.environ.setdefault("JUPYTER_TOKEN", secrets.token_hex(24))
     where = "listens on 127.0.0.1 only; " if local else ""
     print(f"{where}whoever has this token can run commands as you: {token}", file=sys.stderr)
-    call = [sys.executable, "-m", "jupyterlab", "launch.ipynb", *options]
-    return subprocess.call(call, cwd=notebooks_folder())
+    root, notebook = opened_in_lab()
+    call = [sys.executable, "-m", "jupyterlab", str(notebook), *options]
+    return subprocess.call(call, cwd=root)
+
+
+def opened_in_lab() -> tuple[Path, Path]:  # (folder of JupyterLab, notebook in it)
+    """What JupyterLab opens: of a repository a copy below runs/, so that its own stays as it is."""
+    root, folder = project_root(), notebooks_folder()
+    if folder.name != "nbs":  # a copy already
+        return folder, Path("launch.ipynb")
+    (root / "runs").mkdir(exist_ok=True)
+    copy = numbered(root / "runs", "launch")
+    shutil.copy(folder / "launch.ipynb", copy)
+    return root, copy.relative_to(root)
 
 
 # %% ../../nbs/9_lab/20_command.ipynb #1c1a50b6

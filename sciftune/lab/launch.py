@@ -9,6 +9,7 @@ __all__ = [
     "TRACEBACK",
     "BEGIN",
     "LAUNCHER_NOTICED",
+    "NOISE",
     "LaunchError",
     "RunFailedError",
     "project_root",
@@ -40,6 +41,8 @@ __all__ = [
     "announce",
     "start",
     "reserved_for_child",
+    "TracebackFilter",
+    "progress_bar",
     "LogEcho",
     "follow",
     "exception_line",
@@ -52,6 +55,7 @@ __all__ = [
     "processes",
     "stop",
     "kernel_restarts",
+    "RunInterruptedError",
     "interruptible",
     "last_lines",
     "attach",
@@ -69,11 +73,10 @@ __all__ = [
     "launch",
 ]
 
-# %% ../../nbs/9_lab/02_launch.ipynb #006788d1
+# %% ../../nbs/9_lab/02_launch.ipynb #cddf3060
 import contextlib
 import glob
 import importlib.resources
-import itertools
 import json
 import os
 import re
@@ -719,7 +722,51 @@ def reserved_for_child(
     os.close(lock.hand_over())
 
 
-# %% ../../nbs/9_lab/02_launch.ipynb #b7c3e755
+# %% ../../nbs/9_lab/02_launch.ipynb #8846d297
+TRACEBACK = "Traceback (most recent call last)"
+BEGIN = re.compile(rf"((?:\[rank\d+\]:\s?)?){re.escape(TRACEBACK)}")  # Not in a launcher's report
+LAUNCHER_NOTICED = "ChildFailedError"
+NOISE = re.compile(
+    r"^[IWE]\d{4} [\d:.]+ |^Failed to load .*torchao|^Unable to import `torchao`|"
+    r"^Location '.*' is ignored|^\s+warnings\.warn\("
+)  # Lines of libraries that concern nobody
+
+
+class TracebackFilter:
+    """Whether a line of a log belongs to a traceback, or to a launcher's report of one."""
+
+    def __init__(self):
+        self.inside = False
+        self.over = False  # a launcher has noticed the end of a rank: nothing of interest follows
+
+    def __call__(
+        self,
+        line: str,  # Without its end
+    ) -> bool:
+        """Look at the next line."""
+        if TRACEBACK in line or line.startswith("rank ") and line.endswith(" failed:"):
+            self.inside = True
+            return True
+        exception = EXCEPTION.match(line)
+        noticed = LAUNCHER_NOTICED in line or "CalledProcessError" in line
+        self.over |= bool(self.inside and exception and noticed)
+        if exception and (self.inside or line.startswith("rank ")):
+            self.inside = False
+            return True
+        return self.inside or self.over
+
+
+def progress_bar(
+    line: str,  # 'step 12/200  loss 0.81 ...'
+    width: int = 24,  # Characters of the bar
+) -> str:
+    """A progress line with a bar before it."""
+    step, steps = map(int, re.match(r"step (\d+)/(\d+)", line).groups())
+    full = width * step // max(steps, 1)
+    return f"[{'#' * full}{'.' * (width - full)}] {line}"
+
+
+# %% ../../nbs/9_lab/02_launch.ipynb #acbe6c2e
 class LogEcho:
     """Prints lines of a log, progress lines only now and then."""
 
@@ -728,33 +775,50 @@ class LogEcho:
     def __init__(
         self,
         every: float = 1.0,  # Seconds between two progress lines at first
+        terminal: bool | None = None,  # Draw one bar; None = as SCIFTUNE_TERMINAL says
     ):
         self.every = every
+        self.terminal = bool(os.environ.get("SCIFTUNE_TERMINAL")) if terminal is None else terminal
         self.began = time.monotonic()
         self.last = -1e9  # When the last progress line was printed
         self.waiting: str | None = None  # A progress line that was held back
+        self.bar = 0  # Characters of the bar that stands in the terminal
+        self.hidden = TracebackFilter()
 
     def __call__(
         self,
         line: str,  # Without its end
     ):
         """Print `line`, or keep it for `close` when another came a moment ago."""
+        if self.hidden(line) or NOISE.match(line):
+            return
         now = time.monotonic()
-        pause = max(self.every, (now - self.began) / 100)
+        pause = self.every if self.terminal else max(self.every, (now - self.began) / 100)
         if not self.progress.match(line):
             self.close()
             print(line, flush=True)
         elif now - self.last < pause:
             self.waiting = line
         else:
-            print(line, flush=True)
+            self._show(line)
             self.last, self.waiting = now, None
 
+    def _show(self, line: str):
+        if self.terminal:
+            text = progress_bar(line)
+            print("\r" + text.ljust(self.bar), end="", flush=True)
+            self.bar = len(text)
+        else:
+            print(line, flush=True)
+
     def close(self):
-        """Show the last progress line if it was held back."""
+        """Show the last progress line if it was held back, and end the bar's line."""
         if self.waiting:
-            print(self.waiting, flush=True)
+            self._show(self.waiting)
             self.waiting = None
+        if self.bar:
+            print(flush=True)
+            self.bar = 0
 
 
 # %% ../../nbs/9_lab/02_launch.ipynb #44de3f46
@@ -778,12 +842,7 @@ def follow(
         print(rest.decode(errors="replace"), flush=True)
 
 
-# %% ../../nbs/9_lab/02_launch.ipynb #17fd7d1b
-TRACEBACK = "Traceback (most recent call last)"
-BEGIN = re.compile(rf"((?:\[rank\d+\]:\s?)?){re.escape(TRACEBACK)}")  # Not in a launcher's report
-LAUNCHER_NOTICED = "ChildFailedError"
-
-
+# %% ../../nbs/9_lab/02_launch.ipynb #8b708c81
 def exception_line(
     lines: list[str],
     after: int = 0,  # Where to begin
@@ -859,7 +918,7 @@ def recognised(
     return recognise(case, first_traceback(log))
 
 
-# %% ../../nbs/9_lab/02_launch.ipynb #c688ac79
+# %% ../../nbs/9_lab/02_launch.ipynb #53168b3c
 def job_log(
     run: RunDir,  # Its job was started
 ) -> str:
@@ -871,28 +930,22 @@ def job_log(
 
 def failure(
     run: RunDir,  # Its job has ended
-    tail: int = 12,  # Lines of the log to show
+    tail: int = 8,  # Lines of a traceback, or of the log, where nothing was recognised
 ) -> str:
-    """Why the job of `run` ended.
-
-    Exit code, what is known about it, the failing rank's traceback, and the lines before it.
-    """
+    """Why the job of `run` ended, on one screen: cause and cure first, the rest is in log.txt."""
     code, log = read_status(run).get("exit_code"), job_log(run)
     trace = first_traceback(log)
     how = f"failed with exit code {code}"
     if code is None:
         how = "ended without an exit code: killed from outside, or the machine went down"
     lines = [f"the run {how}" + (f": {failure_line(trace)}" if trace else "")]
-    if known := recognised(run, log, code):
-        lines += ["", *(f"recognised: {finding}" for finding in known)]
-    if trace:
-        lines += ["", trace]
-    begins = trace.partition("\n")[0] or TRACEBACK
-    before = itertools.takewhile(
-        lambda line: TRACEBACK not in line and line != begins, log.splitlines()
-    )
-    what = "before that" if trace else "last lines"
-    return "\n".join([*lines, "", f"{what}, in {run.log}:", *list(before)[-tail:]])
+    known = recognised(run, log, code)
+    lines += [f"recognised: {finding}" for finding in known]
+    if not known and BEGIN.match(trace):
+        lines += ["the end of its traceback:", *trace.splitlines()[-tail:]]
+    elif not known and not trace:
+        lines += ["its last lines:", *log.splitlines()[-tail:]]
+    return "\n".join([*lines, f"everything it said: {run.log}"])
 
 
 # %% ../../nbs/9_lab/02_launch.ipynb #79ab7567
@@ -955,7 +1008,14 @@ def kernel_restarts(
     return False
 
 
-# %% ../../nbs/9_lab/02_launch.ipynb #c7705658
+# %% ../../nbs/9_lab/02_launch.ipynb #b5141509
+class RunInterruptedError(KeyboardInterrupt):
+    """The cell was interrupted; a notebook shows one line and no traceback."""
+
+    def _render_traceback_(self, *args: Any, **kw: Any) -> list[str]:
+        return ["interrupted"]
+
+
 @contextlib.contextmanager
 def interruptible(
     run: RunDir,
@@ -966,14 +1026,14 @@ def interruptible(
     except KeyboardInterrupt:
         if kernel_restarts():
             print(f"the job goes on; run the cells again to attach to {run.path}", flush=True)
-            raise
+            raise RunInterruptedError from None
         ended = stop(run)
         print(
             f"interrupted: the job and its {ended} processes have been ended; "
             "resume=latest continues from the last checkpoint",
             flush=True,
         )
-        raise
+        raise RunInterruptedError from None
 
 
 # %% ../../nbs/9_lab/02_launch.ipynb #5c9f7de9

@@ -6,12 +6,14 @@
 __all__ = [
     "COLORS",
     "PART_COLORS",
+    "EMPTY",
     "MODALITIES",
     "STEP_PARTS",
     "as_run",
     "train_rows",
     "validation_rows",
     "column",
+    "evenly",
     "smooth",
     "figure",
     "add_legend",
@@ -31,6 +33,7 @@ __all__ = [
     "plot_step_time",
     "planned_peak_of",
     "plot_memory",
+    "plot_host_memory",
     "image_steps",
     "read_prompts",
     "image_grid",
@@ -42,6 +45,7 @@ __all__ = [
     "median_of",
     "plan_against_use",
     "update_rows",
+    "telling_updates",
     "plot_updates",
     "failure_of",
     "recognised_troubles",
@@ -107,6 +111,17 @@ def column(
     """The values of `key`, nan where there is none."""
     values = [row.get(key) for row in rows]
     return np.array([np.nan if value is None else float(value) for value in values])
+
+
+# %% ../../nbs/9_lab/01_plots.ipynb #fd095642
+def evenly(
+    rows: list[dict],  # Of metrics.jsonl
+    most: int = 1000,
+) -> list[dict]:  # The first and the last among them
+    """At most `most` rows at even distances."""
+    if len(rows) <= most:
+        return rows
+    return [rows[round(i)] for i in np.linspace(0, len(rows) - 1, most)]
 
 
 # %% ../../nbs/9_lab/01_plots.ipynb #9cd731da
@@ -184,13 +199,17 @@ def add_legend(
         )
 
 
-# %% ../../nbs/9_lab/01_plots.ipynb #80961490
+# %% ../../nbs/9_lab/01_plots.ipynb #15a9766e
+EMPTY = "empty"  # Mark of a figure without data: `Figure.get_gid`
+
+
 def empty_figure(
     title: str,
     why: str,  # What is missing
 ) -> Figure:
     """A figure that says that there is nothing to draw yet."""
     fig, ax = figure(title, "", "", height=0.9)
+    fig.set_gid(EMPTY)
     ax.axis("off")
     ax.text(0, 0.5, why, fontsize=8, color=COLORS["dark"], va="center", transform=ax.transAxes)
     return fig
@@ -411,7 +430,7 @@ def plot_learning_rate(
     return fig
 
 
-# %% ../../nbs/9_lab/01_plots.ipynb #f7c735ad
+# %% ../../nbs/9_lab/01_plots.ipynb #5fd75061
 MODALITIES = {"text_tokens": "text", "vit_tokens": "images seen", "vae_tokens": "latents"}
 
 
@@ -443,6 +462,7 @@ def plot_tokens(
     if not rows:
         return empty_figure("Tokens per step", "no step of unified training yet")
     packing, speed = np.mean(column(rows, "packing")), np.median(column(rows, "tokens_per_second"))
+    rows = evenly(rows)
     fig, ax = figure(
         f"Tokens per step: packs {packing:.0%} full, {speed:,.0f} tokens per second",
         "optimizer step",
@@ -476,7 +496,7 @@ def step_time_parts(
     return parts | {"other": np.maximum(rest, 0)}
 
 
-# %% ../../nbs/9_lab/01_plots.ipynb #2d26ee70
+# %% ../../nbs/9_lab/01_plots.ipynb #62d6932b
 def plot_step_time(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> Figure:
@@ -485,8 +505,10 @@ def plot_step_time(
     if not rows:
         return empty_figure("Step time", "no step yet")
     fig, ax = figure("Step time", "optimizer step", "seconds per step")
-    parts, x = step_time_parts(rows), column(rows, "step")
+    parts = step_time_parts(rows)
     labels = [f"{k}\n(median {np.nanmedian(v):.3g} s)" for k, v in parts.items()]
+    rows = evenly(rows)
+    parts, x = step_time_parts(rows), column(rows, "step")
     if len(x) > 1:
         ax.stackplot(x, *parts.values(), labels=labels, colors=PART_COLORS, step="mid")
     else:
@@ -529,6 +551,28 @@ def plot_memory(
             planned, color=COLORS["dark"], ls="--", lw=1, label=f"plan: {planned:.3g} {unit}"
         )
     ax.set_ylim(0, 1.1 * max(k * peak, 0 if math.isnan(planned) else planned))
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    add_legend(ax)
+    return fig
+
+
+# %% ../../nbs/9_lab/01_plots.ipynb #7110ef66
+def plot_host_memory(
+    run: RunDir | str | Path,  # A run folder or its path
+) -> Figure:
+    """Memory of the host at each step against the plan."""
+    rows, run = train_rows(run), as_run(run)
+    used = column(rows, "host_memory_gib")
+    if not np.isfinite(used).any():
+        return empty_figure("Host memory", "no host memory measured yet")
+    fig, ax = figure("Host memory", "optimizer step", "memory (GiB)")
+    ax.plot(column(rows, "step"), used, color=COLORS["main"], lw=1.5, label="used")
+    plan = Plan.load(run.plan)
+    planned = plan.run.host_gib if plan.chosen else 0.0
+    if planned:
+        style = dict(color=COLORS["dark"], ls="--", lw=1)
+        ax.axhline(planned, label=f"plan: {planned:.3g} GiB", **style)
+    ax.set_ylim(0, 1.1 * max(np.nanmax(used), planned))
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     add_legend(ax)
     return fig
@@ -735,12 +779,29 @@ def update_rows(
     return sorted(measured, key=lambda row: row["step"])
 
 
-# %% ../../nbs/9_lab/01_plots.ipynb #a7798190
+# %% ../../nbs/9_lab/01_plots.ipynb #98a26176
+def telling_updates(
+    run: RunDir | str | Path,  # A run folder or its path
+) -> list[dict]:  # One per network
+    """The measurement at the highest learning rate, of several the last one.
+
+    At the end of a schedule that goes to zero updates vanish in any type of number.
+    """
+    rates = {row["step"]: row.get("lr") or 0.0 for row in train_rows(run)}
+    found = {}
+    for row in update_rows(run):
+        rate = row.get("lr", rates.get(row["step"], 0.0))
+        name = row.get("network")
+        if name not in found or rate >= 0.99 * found[name][0]:
+            found[name] = (rate, row)
+    return [row for _, row in found.values()]
+
+
 def plot_updates(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> Figure:
-    """Weights that changed and realised over ideal update, per block, when last measured."""
-    rows = list({r.get("network"): r for r in update_rows(run)}.values())
+    """Weights that changed and realised over ideal update, per block, where the rate is highest."""
+    rows = telling_updates(run)
     if not rows:
         return empty_figure(
             "Updates",

@@ -17,6 +17,10 @@ __all__ = [
     "check_captions",
     "stack_rows",
     "compute_dtype",
+    "stack_sizes",
+    "inside",
+    "attended",
+    "user_turn",
     "image_batch",
     "Encoders",
     "Family",
@@ -24,7 +28,7 @@ __all__ = [
     "draw_pictures",
 ]
 
-# %% ../../nbs/4_models/02_family.ipynb #8234f932
+# %% ../../nbs/4_models/02_family.ipynb #fd86261a
 import copy
 import gc
 import inspect
@@ -40,6 +44,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from ..core.digests import read_digests, write_digests
 from ..core.randomness import stream
 from ..core.registry import FamilyRecord, find_record, load, records
 from ..core.rundir import replaced_folder
@@ -231,7 +236,60 @@ def compute_dtype(
     return next(p.dtype for p in denoiser.parameters() if p.is_floating_point())
 
 
-# %% ../../nbs/4_models/02_family.ipynb #935824c9
+# %% ../../nbs/4_models/02_family.ipynb #2ef8b2ae
+def stack_sizes(
+    latents: list[Tensor],  # (C,h,w) each
+) -> tuple[Tensor, list | None]:  # (B,C,H,W), and (h,w) of each where they differ
+    """Stack latents in the top left corner of the largest height and width."""
+    sizes = [tuple(x.shape[-2:]) for x in latents]
+    if len(set(sizes)) == 1:
+        return torch.stack(latents), None
+    height, width = (max(sides) for sides in zip(*sizes, strict=True))
+    beside = [(0, width - w, 0, height - h) for h, w in sizes]
+    rows = [nn.functional.pad(x, pad) for x, pad in zip(latents, beside, strict=True)]
+    return torch.stack(rows), sizes
+
+
+def inside(
+    sizes: list,  # (h,w) of each sample
+    height: int,
+    width: int,
+    device: torch.device = "cpu",  # Where the mask is made
+) -> Tensor:  # (B,height,width), True = part of the image
+    """Tell image from padding."""
+    h, w = torch.tensor([list(size) for size in sizes], device=device)[..., None, None].unbind(1)
+    row = torch.arange(height, device=device)[None, :, None]
+    column = torch.arange(width, device=device)[None, None]
+    return (row < h) & (column < w)
+
+
+def attended(
+    sizes: list,  # (h,w) of each sample
+    x: Tensor,  # Latents (B,C,H,W)
+    patch: int,  # Latent pixels per token side
+    text: Tensor,  # (B,T), 0 = padding of a caption that is not attended to
+) -> Tensor:  # (B,1,1,T+N), True = attended to
+    """The mask over [text, image] of a joint attention."""
+    image = inside(sizes, *x.shape[2:], x.device)[:, ::patch, ::patch].flatten(1)
+    return torch.cat((text.bool(), image), 1)[:, None, None]
+
+
+# %% ../../nbs/4_models/02_family.ipynb #3a045d30
+def user_turn(
+    tokenizer: transformers.PreTrainedTokenizerBase,  # With a chat template
+    caption: str,
+    thinking: bool,  # Whether the answer that follows may begin with thoughts
+) -> str:
+    """Put a caption into the tokenizer's chat template, up to where the answer begins."""
+    return tokenizer.apply_chat_template(
+        [dict(role="user", content=caption)],
+        tokenize=False,
+        add_generation_prompt=True,
+        enable_thinking=thinking,
+    )
+
+
+# %% ../../nbs/4_models/02_family.ipynb #92e17417
 def image_batch(
     pictures: Iterable[np.ndarray],  # (H,W,3) uint8 each, of one size, as `data.images.pixels`
 ) -> Tensor:  # (B,3,H,W) fp32 in [-1,1], as `Family.encode_images` wants them
@@ -267,7 +325,7 @@ class Encoders:
             torch.cuda.empty_cache()
 
 
-# %% ../../nbs/4_models/02_family.ipynb #1726c30c
+# %% ../../nbs/4_models/02_family.ipynb #24ea0361
 class Family(ABC):
     """One kind of image generator: how it loads, encodes, predicts, samples and saves."""
 
@@ -284,6 +342,7 @@ class Family(ABC):
     latent_channels: int = 16  # C of the model-space latents (B,C,h,w)
     latent_factor: int = 8  # Pixels per latent pixel
     token_factor: int = 16  # Pixels per token side
+    mixes_sizes: bool = True  # Whether padding beside a smaller image can be hidden from it
     text_tokens: int = 512  # Caption length at inference
     max_text_tokens: int = 512  # Longest caption that the model has room for
     negative_caption: str = ""  # Unconditional prompt, also for caption dropout
@@ -469,6 +528,31 @@ class Family(ABC):
     def load_tokenizer(self, folder: Path) -> transformers.PreTrainedTokenizerBase:
         """The tokenizer in a component folder."""
         return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+    def load_tokenizers(
+        self,
+        folder: str | Path,  # Pipeline folder on this machine
+    ) -> dict[str, transformers.PreTrainedTokenizerBase]:  # By component
+        """The tokenizers alone: all that counting tokens needs."""
+        names = [name for name in self.text_components if name.startswith("tokenizer")]
+        return {name: self.load_tokenizer(Path(folder) / name) for name in names}
+
+    def tokenized_text(
+        self,
+        tokenizer: transformers.PreTrainedTokenizerBase,  # One of the model's
+        caption: str,
+    ) -> str:
+        """What a tokenizer is given for a caption: with the model's template, where it has one."""
+        return caption
+
+    def token_limit(
+        self,
+        component: str,  # Name of a tokenizer in `text_components`
+        tokenizer: transformers.PreTrainedTokenizerBase,  # The tokenizer
+        text_tokens: int = None,  # Of the recipe, None = at inference's length
+    ) -> int:
+        """Tokens of `tokenized_text` after which a caption is cut for this text encoder."""
+        return self.check_text_tokens(text_tokens)
 
     def load_encoders(
         self,
@@ -721,7 +805,8 @@ class Family(ABC):
         """Write `out` = the pipeline at `base` with another denoiser, maybe another scheduler.
 
         Weights are hard links where the file system allows it, and `out` appears only when it is
-        complete. Raises ValueError when the denoiser is incomplete or `out` is the base.
+        complete, with the digests of all its files.
+        Raises ValueError when the denoiser is incomplete or `out` is the base.
         """
         component_folder, out = Path(component_folder), Path(out)
         index = pipeline_index(self.resolve(base, revision=revision, weights=False))
@@ -747,6 +832,8 @@ class Family(ABC):
                 for file in sorted(source.rglob("*")):
                     if file.is_file() and file.suffix not in PICKLES:
                         link_or_copy(file, aside / part / file.relative_to(source))
+            known = read_digests(component_folder)["crc32"]
+            write_digests(aside, {f"{self.denoiser_component}/{n}": d for n, d in known.items()})
         return out
 
 

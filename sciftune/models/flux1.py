@@ -16,18 +16,20 @@ __all__ = [
     "Flux1",
 ]
 
-# %% ../../nbs/4_models/05_flux1.ipynb #de3b4e20
+# %% ../../nbs/4_models/05_flux1.ipynb #0348e321
 from collections.abc import Mapping
 from pathlib import Path
 
 import diffusers
 import torch
+import transformers
 from torch import Tensor, nn
 
 from ..core.registry import FamilyRecord
 from sciftune.models.family import (
     Encoders,
     Family,
+    attended,
     check_captions,
     compute_dtype,
     mmdit_flops,
@@ -134,7 +136,7 @@ TINY_FLUX1 = dict(
 SCHNELL_SCHEDULE = dict(tiny.FLUX_SCHEDULE, shift=1.0, use_dynamic_shifting=False)
 
 
-# %% ../../nbs/4_models/05_flux1.ipynb #588bf43f
+# %% ../../nbs/4_models/05_flux1.ipynb #7d1e2636
 class Flux1(Family):
     """FLUX.1-dev, and -schnell where the folder holds it."""
 
@@ -190,6 +192,15 @@ class Flux1(Family):
             scale=posterior.std.float() * vae.config.scaling_factor,
         )
 
+    def token_limit(
+        self,
+        component: str,
+        tokenizer: transformers.PreTrainedTokenizerBase,
+        text_tokens: int = None,
+    ) -> int:
+        """`text_tokens` for T5; CLIP always reads 77."""
+        return 77 if component == "tokenizer" else self.check_text_tokens(text_tokens)
+
     def encode_captions(
         self, encoders: Encoders, captions: list[str], text_tokens: int = None
     ) -> list[dict]:
@@ -216,8 +227,13 @@ class Flux1(Family):
         guidance = conditioning.get("guidance")
         if guidance is None:
             guidance = sigma.new_full(sigma.shape, self.train_guidance)
+        attention, sizes = None, conditioning.get("sizes")
+        if sizes is not None:
+            everything = torch.ones(text.shape[:2], device=device)
+            attention = dict(attention_mask=attended(sizes, x_t, 2, everything))
         out = denoiser(
             hidden_states=pack(x_t).to(dtype),
+            joint_attention_kwargs=attention,
             timestep=sigma,
             guidance=guidance if takes_guidance(denoiser) else None,
             return_dict=False,

@@ -19,7 +19,7 @@ __all__ = [
     "Klein4B",
 ]
 
-# %% ../../nbs/4_models/04_flux2.ipynb #e961aa7e
+# %% ../../nbs/4_models/04_flux2.ipynb #ab13ba7d
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -32,12 +32,14 @@ from ..core.registry import FamilyRecord
 from sciftune.models.family import (
     Encoders,
     Family,
+    attended,
     check_captions,
     compute_dtype,
     mmdit_flops,
     patchify,
     stack_rows,
     unpatchify,
+    user_turn,
 )
 from .weights import pipeline_index
 from ..toys import nano, tiny
@@ -146,7 +148,7 @@ def qwen3_config(
     return config
 
 
-# %% ../../nbs/4_models/04_flux2.ipynb #47ba4c0c
+# %% ../../nbs/4_models/04_flux2.ipynb #9c111c71
 @torch.no_grad()
 def qwen3_states(
     lm: nn.Module,  # Of `Flux2.load_text`
@@ -156,15 +158,7 @@ def qwen3_states(
     length: int,  # Length of every result, 512
 ) -> Tensor:  # (B, length, 3*width)
     """Hidden states 9, 18, 27 of one user turn, pads included."""
-    turns = [
-        tokenizer.apply_chat_template(
-            [dict(role="user", content=caption)],
-            tokenize=False,
-            add_generation_prompt=True,
-            enable_thinking=False,
-        )
-        for caption in captions
-    ]
+    turns = [user_turn(tokenizer, caption, thinking=False) for caption in captions]
     batch = tokenizer(
         turns, padding="max_length", truncation=True, max_length=length, return_tensors="pt"
     ).to(next(lm.parameters()).device)
@@ -228,7 +222,7 @@ NANO_KLEIN = dict(
 _TURN = "user\nassistant\n<think>\n\n</think>\n\n"  # the chat template's own words
 
 
-# %% ../../nbs/4_models/04_flux2.ipynb #1b322281
+# %% ../../nbs/4_models/04_flux2.ipynb #a32277c2
 class Klein(Family):
     """FLUX.2 klein 9B."""
 
@@ -298,6 +292,19 @@ class Klein(Family):
         posterior = encoders.vae.encode(pixels.to(mean.device, encoders.vae.dtype)).latent_dist
         return dict(mean=(patchify(posterior.mode().float()) - mean) / std)
 
+    def tokenized_text(self, tokenizer: transformers.PreTrainedTokenizerBase, caption: str) -> str:
+        """The caption as a user's turn."""
+        return user_turn(tokenizer, caption, thinking=False)
+
+    def token_limit(
+        self,
+        component: str,
+        tokenizer: transformers.PreTrainedTokenizerBase,
+        text_tokens: int = None,
+    ) -> int:
+        """`text_tokens`, and no more than the tokenizer takes (a nano one takes fewer)."""
+        return min(self.check_text_tokens(text_tokens), tokenizer.model_max_length)
+
     def encode_captions(
         self, encoders: Encoders, captions: list[str], text_tokens: int = None
     ) -> list[dict]:
@@ -327,6 +334,10 @@ class Klein(Family):
         self.check_inputs(x_t, sigma)
         b, _, h, w = x_t.shape
         dtype, device, text = compute_dtype(denoiser), x_t.device, conditioning["text"]
+        attention, sizes = None, conditioning.get("sizes")
+        if sizes is not None:
+            everything = torch.ones(text.shape[:2], device=device)
+            attention = dict(attention_mask=attended(sizes, x_t, 1, everything))
         out = denoiser(
             hidden_states=x_t.flatten(2).transpose(1, 2).to(dtype),
             timestep=sigma,
@@ -334,6 +345,7 @@ class Klein(Family):
             guidance=None,
             txt_ids=flux2_position_ids(b, 1, 1, text.shape[1], device),
             img_ids=flux2_position_ids(b, h, w, 1, device),
+            joint_attention_kwargs=attention,
             return_dict=False,
         )[0]
         return out.transpose(1, 2).unflatten(2, (h, w)).to(x_t.dtype)

@@ -16,7 +16,7 @@ __all__ = [
     "QwenImage",
 ]
 
-# %% ../../nbs/4_models/03_qwenimage.ipynb #23813de1
+# %% ../../nbs/4_models/03_qwenimage.ipynb #4a76317d
 import functools
 import re
 from collections.abc import Mapping
@@ -31,6 +31,7 @@ from ..core.registry import FamilyRecord
 from sciftune.models.family import (
     Encoders,
     Family,
+    attended,
     check_captions,
     compute_dtype,
     mmdit_flops,
@@ -186,7 +187,7 @@ NANO_QWEN_IMAGE = dict(
 )
 
 
-# %% ../../nbs/4_models/03_qwenimage.ipynb #98324750
+# %% ../../nbs/4_models/03_qwenimage.ipynb #f78bab75
 class QwenImage(Family):
     """Qwen-Image and Qwen-Image-2512."""
 
@@ -238,6 +239,19 @@ class QwenImage(Family):
             scale=posterior.std[:, :, 0].float() / std,
         )
 
+    def tokenized_text(self, tokenizer: transformers.PreTrainedTokenizerBase, caption: str) -> str:
+        """The caption in the pipeline's template."""
+        return qwen_image_template()[0].format(caption)
+
+    def token_limit(
+        self,
+        component: str,
+        tokenizer: transformers.PreTrainedTokenizerBase,
+        text_tokens: int = None,
+    ) -> int:
+        """`text_tokens` after those of the template's beginning, which are dropped."""
+        return qwen_image_template()[1] + self.check_text_tokens(text_tokens)
+
     def encode_captions(
         self, encoders: Encoders, captions: list[str], text_tokens: int = None
     ) -> list[dict]:
@@ -261,23 +275,45 @@ class QwenImage(Family):
     ) -> Tensor:  # (B,16,h,w)
         """Velocity; ValueError when picture and caption exceed the 4096 rotary positions."""
         self.check_inputs(x_t, sigma)
-        b, _, h, w = x_t.shape
+        h, w = x_t.shape[2:]
         dtype, text = compute_dtype(denoiser), conditioning["text"]
         if max(h, w) // 4 + text.shape[1] > 4096:
             raise ValueError(
                 f"{text.shape[1]} text tokens at latent size {h}x{w} "
                 "exceed the 4096 rotary positions"
             )
+        shapes, attention = self.padding(x_t, conditioning)
         out = denoiser(
             hidden_states=pack(x_t).to(dtype),
             timestep=sigma,
             encoder_hidden_states=text.to(dtype),
             encoder_hidden_states_mask=conditioning["mask"],
-            img_shapes=[[(1, h // 2, w // 2)]] * b,
+            img_shapes=shapes,
             guidance=None,
+            attention_kwargs=attention,
             return_dict=False,
         )[0]
         return unpack(out, h // 2, w // 2).to(x_t.dtype)
+
+    def padding(
+        self,
+        x_t: Tensor,  # Noisy latents (B,16,h,w)
+        conditioning: dict,
+    ) -> tuple[list, dict | None]:
+        """Token rows and columns, behind them those of a smaller image, and the mask over them.
+
+        Qwen-Image counts positions from the middle of an image. Those of images of several sizes
+        and their mask need `real_rotary`; diffusers' own attention raises ValueError.
+        """
+        b, _, h, w = x_t.shape
+        canvas = (1, h // 2, w // 2)
+        sizes, mask = conditioning.get("sizes"), conditioning["mask"]
+        if sizes is None:
+            return [[canvas]] * b, None
+        if mask is None:
+            mask = torch.ones(conditioning["text"].shape[:2], device=x_t.device)
+        own = [(1, rows // 2, columns // 2) for rows, columns in sizes]
+        return [[canvas, o] for o in own], dict(attention_mask=attended(sizes, x_t, 2, mask))
 
     @torch.no_grad()
     def decode(

@@ -229,7 +229,7 @@ TINY_SDXL = dict(
 )
 
 
-# %% ../../nbs/4_models/07_sd.ipynb #4ef064e1
+# %% ../../nbs/4_models/07_sd.ipynb #41739af4
 class SD15(Family):
     """Stable Diffusion 1.5."""
 
@@ -243,6 +243,7 @@ class SD15(Family):
     size_multiple = 8
     latent_channels = 4
     token_factor = 8
+    mixes_sizes = False
     text_tokens = 77
     max_text_tokens = 77
     default_guidance = 7.5
@@ -275,6 +276,15 @@ class SD15(Family):
             return_tensors="pt",
         ).input_ids
         return encoder(ids.to(encoder.device), output_hidden_states=True)
+
+    def token_limit(
+        self,
+        component: str,
+        tokenizer: transformers.PreTrainedTokenizerBase,
+        text_tokens: int = None,
+    ) -> int:
+        """The tokenizer's own length, whatever `text_tokens` says."""
+        return tokenizer.model_max_length
 
     def encode_captions(
         self, encoders: Encoders, captions: list[str], text_tokens: int = None

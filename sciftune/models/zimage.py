@@ -15,7 +15,7 @@ __all__ = [
     "ZImage",
 ]
 
-# %% ../../nbs/4_models/10_zimage.ipynb #9f8025e1
+# %% ../../nbs/4_models/10_zimage.ipynb #ccf3b7dc
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -31,6 +31,8 @@ from sciftune.models.family import (
     check_captions,
     compute_dtype,
     mmdit_flops,
+    stack_sizes,
+    user_turn,
 )
 from ..toys import tiny
 
@@ -101,7 +103,7 @@ def qwen3_but_last(
     return config
 
 
-# %% ../../nbs/4_models/10_zimage.ipynb #18a006b0
+# %% ../../nbs/4_models/10_zimage.ipynb #ed1a7803
 @torch.no_grad()
 def turn_states(
     lm: nn.Module,  # Of `ZImage.load_text`
@@ -110,15 +112,7 @@ def turn_states(
     text_tokens: int,  # Where a turn is cut
 ) -> list[Tensor]:  # One (T_i, width) tensor per caption
     """Hidden states of one user turn per caption, unpadded."""
-    turns = [
-        tokenizer.apply_chat_template(
-            [dict(role="user", content=caption)],
-            tokenize=False,
-            add_generation_prompt=True,
-            enable_thinking=True,
-        )
-        for caption in captions
-    ]
+    turns = [user_turn(tokenizer, caption, thinking=True) for caption in captions]
     batch = tokenizer(
         turns, max_length=text_tokens, truncation=True, padding=True, return_tensors="pt"
     ).to(next(lm.parameters()).device)
@@ -128,7 +122,7 @@ def turn_states(
     return [states[valid].clone() for states, valid in rows]
 
 
-# %% ../../nbs/4_models/10_zimage.ipynb #8247a7c4
+# %% ../../nbs/4_models/10_zimage.ipynb #4ac05db2
 TINY_Z_IMAGE = dict(
     Z_IMAGE,
     dim=32,
@@ -186,6 +180,10 @@ class ZImage(Family):
         z = vae.encode(pixels.to(vae.device, vae.dtype)).latent_dist.mode().float()
         return dict(mean=(z - vae.config.shift_factor) * vae.config.scaling_factor)
 
+    def tokenized_text(self, tokenizer: transformers.PreTrainedTokenizerBase, caption: str) -> str:
+        """The caption as a user's turn."""
+        return user_turn(tokenizer, caption, thinking=True)
+
     def encode_captions(
         self, encoders: Encoders, captions: list[str], text_tokens: int = None
     ) -> list[dict]:
@@ -209,11 +207,12 @@ class ZImage(Family):
         """Velocity epsilon - x0: the negative of what the network gives at time 1 - sigma."""
         self.check_inputs(x_t, sigma)
         dtype = compute_dtype(denoiser)
-        pictures = list(x_t.to(dtype).unsqueeze(2).unbind(0))
+        sizes = conditioning.get("sizes") or [x_t.shape[2:]] * len(x_t)
+        pictures = [x[:, None, :h, :w] for x, (h, w) in zip(x_t.to(dtype), sizes, strict=True)]
         captions = [text.to(dtype) for text in conditioning["text"]]
         time = (1000 - 1000 * sigma) / 1000
         out = denoiser(pictures, time, captions, return_dict=False)[0]
-        return -torch.stack(out).squeeze(2).to(x_t.dtype)
+        return -stack_sizes([velocity.squeeze(1) for velocity in out])[0].to(x_t.dtype)
 
     @torch.no_grad()
     def decode(

@@ -132,7 +132,9 @@ def host_parts(
 ) -> dict[str, float]:  # Part -> GiB of a machine while training
     """Host memory of all processes of a machine."""
     recipe, per = ledger.recipe, max(1, ledger.strategy.world // ledger.recipe.num_machines)
-    copies = ledger.work.checkpoint_bytes(ledger.profile, ledger.strategy)
+    copies = 0.0
+    if not ledger.strategy.saves_in_place:
+        copies = ledger.work.checkpoint_bytes(ledger.profile, ledger.strategy)
     train = {k: per * v / 2**30 for k, v in ledger.host_bytes().items()}
     own = dict(processes=per * process_gib)
     return own | train | dict(checkpoint=copies / recipe.num_machines / 2**30)
@@ -162,16 +164,21 @@ def _rounded(parts: dict[str, float], digits: int) -> dict[str, float]:
     return {k: round(v, digits) for k, v in parts.items()}
 
 
-def _verdict(machine: Machine, total: float, usable: float, host: float, phase: Phase) -> str:
+def _host_verdict(machine: Machine, host: float, parts: dict[str, float]) -> str:
+    terms = sorted(
+        ((gib, name) for name, gib in parts.items() if gib >= 0.001 * host), reverse=True
+    )
+    named = ", ".join(f"{name} {gib:.3g}" for gib, name in terms)
+    return f"; host memory: needs {host:.4g} GiB ({named}), the machine has {machine.host:.4g} GiB"
+
+
+def _verdict(machine: Machine, total: float, usable: float, phase: Phase) -> str:
     what = "the GPU" if machine.cuda else "each process"
     if total <= usable:
         text = f"fits: {total:.3g} of {usable:.4g} GiB"
     else:
         text = f"does not fit: needs {total:.4g} GiB, {what} has {usable:.4g} GiB"
-    text += f", most at {phase.name}"
-    if host > machine.host:
-        text += f"; host memory: needs {host:.4g} GiB, the machine has {machine.host:.4g} GiB"
-    return text
+    return f"{text}, most at {phase.name}"
 
 
 def _fitted_ledger(profile: Profile, strategy: Strategy, limit: float) -> Ledger:
@@ -208,6 +215,9 @@ def plan_row(
     host = host_parts(ledger, machine, 2.0 if machine.cuda else total)
     loading = loading_gib(ledger) if machine.cuda else 0.0
     host_total = host["processes"] + max(loading, sum(host.values()) - host["processes"])
+    why = _verdict(machine, total, usable, phase)
+    if host_total > machine.host:
+        why += _host_verdict(machine, host_total, host)
     rates = device_rates(machine.device) if machine.cuda else None
     seconds, seconds_parts = _seconds(ledger, rates) if rates else (None, {})
     return PlanRow(
@@ -227,7 +237,7 @@ def plan_row(
         resident_bytes=round(ledger.costs.resident_bytes()),
         seconds_parts=seconds_parts,
         fits=total <= usable and host_total <= machine.host,
-        why=_verdict(machine, total, usable, host_total, phase),
+        why=why,
     )
 
 

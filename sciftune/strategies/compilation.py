@@ -51,18 +51,18 @@ def blocks_of(
     return [m for m in denoiser.modules() if type(m).__name__.removeprefix("FSDP") in names]
 
 
-# %% ../../nbs/5_strategies/08_compilation.ipynb #09a740d6
+# %% ../../nbs/5_strategies/08_compilation.ipynb #08f82ba1
 def rotate(
     x: Tensor,  # Queries or keys (B,S,heads,D)
-    table: Tensor,  # (S,D) int32, the bits of fp32 [cos | sin]
+    table: Tensor,  # (S,D) or (B,S,D) int32, the bits of fp32 [cos | sin]
 ) -> Tensor:  # Same shape and type as x
     """Turn each pair of channels by its position's angle, computed in fp32."""
-    cos, sin = table.view(torch.float32)[None, :, None].chunk(2, -1)
+    cos, sin = table.view(torch.float32).unsqueeze(-2).chunk(2, -1)
     a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2).to(x.dtype)
 
 
-# %% ../../nbs/5_strategies/08_compilation.ipynb #1de4f26d
+# %% ../../nbs/5_strategies/08_compilation.ipynb #2b0f131f
 class RealTable(nn.Module):
     """Qwen-Image's position module with real tables for image and text; makes each one once."""
 
@@ -74,25 +74,50 @@ class RealTable(nn.Module):
 
     def forward(
         self,
-        shapes: list,  # (frames, rows, columns) of each picture, of each sample; the first counts
+        shapes: list,  # (frames, rows, columns) of each sample, behind it of a smaller image in it
         device: torch.device | None = None,
         max_txt_seq_len: int | None = None,  # Of the text
-    ) -> tuple[Tensor, Tensor]:  # Image (S,D) and text (T,D), int32
+    ) -> tuple[Tensor, Tensor]:  # Image (S,D) and text (T,D), int32; (B,S,D), (B,T,D) with images
         """The two tables, made at the first call with these sizes."""
-        first = shapes[0] if isinstance(shapes, list) else shapes
-        key = (repr(first), str(device), int(max_txt_seq_len))
+        if len(shapes[0]) == 1:
+            return self.tables(shapes[0], device, max_txt_seq_len)
+        every = [self.padded(*sample, device, max_txt_seq_len) for sample in shapes]
+        return tuple(torch.stack(tables) for tables in zip(*every, strict=True))
+
+    def padded(
+        self,
+        canvas: tuple,  # (frames, rows, columns) of the whole
+        own: tuple,  # Of the image in its top left corner
+        device: torch.device | None,
+        length: int,  # Of the text
+    ) -> tuple[Tensor, Tensor]:  # (S,D) and (T,D)
+        """The tables of an image with padding beside it, whose positions are all 0."""
+        image, text = self.tables([own], device, length)
+        _, rows, columns = own
+        whole = image.new_zeros(*canvas[1:], image.shape[-1])
+        whole[:rows, :columns] = image.unflatten(0, (rows, columns))
+        return whole.flatten(0, 1), text
+
+    def tables(
+        self,
+        shape: list,  # [(frames, rows, columns)]
+        device: torch.device | None,
+        length: int,  # Of the text
+    ) -> tuple[Tensor, Tensor]:  # (S,D) and (T,D)
+        """The tables of one size."""
+        key = (repr(shape), str(device), int(length))
         if key not in self.made:
             if len(self.made) >= 64:
                 self.made.clear()
             with torch.inference_mode(False):
                 self.made[key] = tuple(
                     torch.cat((t.real, t.imag), -1).contiguous().view(torch.int32)
-                    for t in self.inner[0](shapes, device=device, max_txt_seq_len=max_txt_seq_len)
+                    for t in self.inner[0]([shape], device=device, max_txt_seq_len=length)
                 )
         return self.made[key]
 
 
-# %% ../../nbs/5_strategies/08_compilation.ipynb #c5f9b60d
+# %% ../../nbs/5_strategies/08_compilation.ipynb #2ae1221f
 class RealAttention(qwen.QwenDoubleStreamAttnProcessor2_0):
     """Joint attention of a Qwen-Image block with real rotary embedding."""
 
@@ -102,21 +127,19 @@ class RealAttention(qwen.QwenDoubleStreamAttnProcessor2_0):
         hidden_states: Tensor,  # Image (B,S,C)
         encoder_hidden_states: Tensor,  # Text (B,T,C)
         encoder_hidden_states_mask: Tensor | None = None,  # (B,T), 0 = padding; None = no padding
-        attention_mask: Tensor | None = None,  # (B,T); refused: made here
+        attention_mask: Tensor | None = None,  # (B,1,1,T+S) in the place of the one made here
         image_rotary_emb: tuple | None = None,  # Tables of image and text, see `RealTable`
     ) -> tuple[Tensor, Tensor]:  # Image (B,S,C), text (B,T,C)
         """Attend over [text, image]."""
-        if attention_mask is not None:
-            raise ValueError(
-                "pass encoder_hidden_states_mask (B,T); the joint mask is made from it"
-            )
         image, text, n = hidden_states, encoder_hidden_states, encoder_hidden_states.shape[1]
+        if attention_mask is None:
+            attention_mask = joint_mask(encoder_hidden_states_mask, image)
         q, k, v = self.joint_heads(attn, image, text, image_rotary_emb)
         out = dispatch_attention_fn(
             q,
             k,
             v,
-            attn_mask=joint_mask(encoder_hidden_states_mask, image),
+            attn_mask=attention_mask,
             backend=self._attention_backend,
             parallel_config=self._parallel_config,
         )

@@ -158,6 +158,14 @@ class Strategy:
         return 4 if self.recipe.lora_rank else self.policy.weights.itemsize
 
     @property
+    def saves_in_place(self) -> bool:
+        """Whether a checkpoint is written from where the states are, in host memory.
+
+        A second copy of them would be as large as they are; the steps wait for the writing instead.
+        """
+        return False
+
+    @property
     def label(self) -> str:
         """Name among the rows of a plan."""
         offload = self.recipe.offload

@@ -7,8 +7,10 @@ __all__ = [
     "RECORDS",
     "BUCKET",
     "SUB_GROUP",
+    "HOST_SUB_GROUP",
     "TENSOR_SECONDS",
     "ZeroNetwork",
+    "drop_host_gradients",
     "Zero3Network",
     "zero_policy",
     "ZeroCosts",
@@ -226,9 +228,52 @@ class ZeroNetwork(Network):
         self.zero.update_lp_params()
 
 
+# %% ../../nbs/5_strategies/15_zero.ipynb #5e1f0d04
+def drop_host_gradients(
+    zero: object,  # DeepSpeedZeroOptimizer_Stage3 with its states in host memory; changed
+):
+    """Keep no fp32 gradients on the host but those of the sub-group that is updated."""
+    buffers = zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+    seen = set()  # Parameters that have a gradient in this step
+
+    def at_boundary(parameter: nn.Parameter, gradient: Tensor, *_: dict):
+        """The norm of a parameter's gradient, in the place of its fp32 copy."""
+        key = zero.get_param_id(parameter)
+        zero.norm_for_param_grads[key] = zero._constant_buffered_norm2(gradient)
+        seen.add(parameter.ds_id)
+
+    def prepare(number: int, timers: object):
+        """The fp32 gradients of a sub-group."""
+        flat = zero.fp32_partitioned_groups_flat[number]
+        flat.grad = torch.zeros(flat.shape, dtype=flat.dtype, device=flat.device)
+        for parameter in zero.fp16_groups[number]:
+            if parameter.ds_id in seen:
+                _, first, count = zero.grad_position[zero.get_param_id(parameter)]
+                flat.grad.narrow(0, first, count).copy_(buffers[parameter.ds_id])
+
+    def release(number: int, timers: object):
+        """The sub-group is updated."""
+        zero.fp32_partitioned_groups_flat[number].grad = None
+        seen.difference_update(p.ds_id for p in zero.fp16_groups[number])
+
+    zero._offload_grad_partition_at_boundary = at_boundary
+    zero._prepare_sub_group, zero._release_sub_group = prepare, release
+    for flat in zero.fp32_partitioned_groups_flat:
+        flat.grad = None
+    give_back = getattr(torch._C, "_host_emptyCache", None)
+    if give_back:  # with CUDA: page-locked memory is kept for reuse otherwise
+        give_back()
+
+
 # %% ../../nbs/5_strategies/15_zero.ipynb #bb5d211d
 class Zero3Network(ZeroNetwork):
     """A module under a DeepSpeed engine, stage 3."""
+
+    def wrap(self):
+        """As the other stages; offloaded, fp32 gradients are made for one sub-group at a time."""
+        super().wrap()
+        if self.strategy.saves_in_place:
+            drop_host_gradients(self.zero)
 
     def prepare_module(self):
         """From meta: fill one block at a time and let DeepSpeed partition it."""
@@ -281,10 +326,13 @@ class Zero3Network(ZeroNetwork):
         name: str,
         key: str,  # One of `STATES`
     ) -> Tensor:  # (part,) fp32, padding included
-        """This rank's values of a parameter; from a disk where they are there."""
+        """This rank's values of a parameter; a view of host memory where they are there."""
         from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
         parameter = self.params[name]
+        if self.strategy.saves_in_place:
+            state = None if key == "weight" else key
+            return self.zero._get_fp32_opt_state_partition(parameter, False, state)[0]
         if key == "weight":
             return safe_get_local_fp32_param(parameter)
         return safe_get_local_optimizer_state(parameter, key)
@@ -351,6 +399,7 @@ def zero_policy(
 # %% ../../nbs/5_strategies/15_zero.ipynb #0e0de6d7
 BUCKET = 200_000_000  # elements that are reduced, or gathered ahead, at once
 SUB_GROUP = 10**9  # DeepSpeed's sub_group_size, elements of a rank's partition
+HOST_SUB_GROUP = 2**28  # The same where the optimizer is on the host
 TENSOR_SECONDS = 1.5e-3  # of the host, for a parameter of ZeRO-3
 
 
@@ -476,20 +525,22 @@ class Zero3Costs(Zero2Costs):
     def partitions(self) -> list[float]:  # Elements
         """Sub-groups of this rank's part."""
         part = self.model.trained / self.strategy.shards
-        return [min(SUB_GROUP, part - a) for a in range(0, math.ceil(part), SUB_GROUP)]
+        group = HOST_SUB_GROUP if self.strategy.saves_in_place else SUB_GROUP
+        return [min(group, part - a) for a in range(0, math.ceil(part), group)]
 
     def host_bytes(
         self,
         parts: dict[str, float],  # Part -> bytes that a rank keeps on the host
     ) -> dict[str, float]:
-        """Page-locked master, gradients and parameters; with NVMe what is on its way."""
+        """Page-locked master and parameters, gradients; with NVMe what is on its way."""
         offload, strategy, model = self.recipe.offload, self.strategy, self.model
         lock = pinned_bytes if strategy.cuda else float
         if offload == "none":
             return parts
         if offload == "nvme":  # two sub-groups in flight, and the buffers of parameters
             return dict(buffers=2 * 16 * max(self.partitions()) + 5 * BUCKET)
-        gradients = self.locked_bytes(4) + lock(2 * (model.trained / strategy.shards))
+        gradients = lock(self.compute * (model.trained / strategy.shards))
+        gradients += 4 * max(self.partitions())
         parts = parts | dict(master=self.locked_bytes(4), gradients=gradients)
         if offload == "params":
             parts["parameters"] = lock(2 * model.numel / strategy.shards)
@@ -552,6 +603,11 @@ class Zero(Strategy):
     def autocasts(self) -> bool:
         """Never: DeepSpeed's weights are bf16."""
         return False
+
+    @property
+    def saves_in_place(self) -> bool:
+        """With fp32 master and states in host memory."""
+        return self.recipe.offload in ("optimizer", "params")
 
     def zero_config(self) -> dict:
         """Section `zero_optimization` of deepspeed.json."""
@@ -664,6 +720,8 @@ class Zero3(Zero):
         section = super().zero_config()
         if self.recipe.offload in ("params", "nvme"):
             section["offload_param"] = self.offload_place()
+        if self.saves_in_place:
+            section["sub_group_size"] = HOST_SUB_GROUP
         return section | dict(
             stage3_prefetch_bucket_size=BUCKET,
             stage3_param_persistence_threshold=100_000,

@@ -124,17 +124,18 @@ class FlatShard(torch.Tensor):
 def state_shards(
     networks: dict[str, Network],
     averages: dict[str, EMA],  # Of some of the networks
+    copied: bool = True,  # False: what is in host memory is not copied, and must not change
 ) -> dict[str, FlatShard]:  # '<network>/<state>/<parameter>' -> shard in host memory
-    """What this rank contributes to a checkpoint: the ranges that it owns, copied."""
+    """What this rank contributes to a checkpoint: the ranges that it owns."""
     shards = {}
     for name, network in networks.items():
         for part in network.owned():
             progress(f"{part.name} copied")
             for state in STATES:
-                values = network.read(part, state).to("cpu", copy=True)
+                values = network.read(part, state).to("cpu", copy=copied)
                 shards[f"{name}/{state}/{part.name}"] = FlatShard.of(values, part)
             if name in averages:
-                values = averages[name].read(part).to("cpu", copy=True)
+                values = averages[name].read(part).to("cpu", copy=copied)
                 shards[f"{name}/ema/{part.name}"] = FlatShard.of(values, part)
     return shards
 
@@ -229,13 +230,14 @@ class Checkpointer:
         info: dict,  # Kept beside the tensors: recipe, data (fingerprint), task
         averages: dict[str, EMA] | None = None,
     ) -> None:
-        """Begin the checkpoint of `step`. All ranks call it together.
+        """Begin the checkpoint of `step`, or write it in place. All ranks call it together.
 
         Raises CheckpointError when the one before failed, or when the disk is too small.
         """
         self.join()
         averages = averages or {}
-        shards = state_shards(networks, averages)
+        in_place = self.engine.strategy.saves_in_place
+        shards = state_shards(networks, averages, copied=not in_place)
         self._check_space(sum(shard.plain().nbytes for shard in shards.values()))
         info = info | dict(
             step=step,
@@ -250,7 +252,8 @@ class Checkpointer:
             target=self._write, args=(shards, info, self.folder, replacing), daemon=True
         )
         self.thread.start()
-        if self.wait:
+        del shards
+        if self.wait or in_place:
             self.join()
 
     def _check_space(self, mine: int) -> None:

@@ -21,18 +21,24 @@ __all__ = [
     "RandomTensors",
     "random_data",
     "open_recipe_data",
+    "WithHeldOut",
+    "open_with_held_out",
+    "in_both",
     "scheduled_weights",
+    "write_truth",
+    "square",
+    "held_out_prompts",
     "cache_data",
 ]
 
-# %% ../../nbs/7_training/07_encoding.ipynb #305d222a
+# %% ../../nbs/7_training/07_encoding.ipynb #6f737649
 import collections
 import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -41,10 +47,10 @@ from ..core.progress import progress
 from ..core.randomness import stream, stream_seed
 from ..core.recipe import Recipe, RecipeError
 from ..core.rundir import RunDir, cache_root
-from ..data.buckets import Sizing
+from ..data.buckets import Sizing, cut_line
 from ..data.cache import TensorCache, cache_key
-from ..data.images import pixels
-from ..data.sources import open_collections
+from ..data.images import open_image, pixels, to_rgb
+from ..data.sources import joined_quarantine, open_collection, open_collections
 from ..models.family import Family, image_batch
 from ..planner.profile import weights_path
 from ..strategies.engine import Engine
@@ -52,7 +58,7 @@ from ..toys.charts import drawn
 from .export import verify_base
 
 
-# %% ../../nbs/7_training/07_encoding.ipynb #7117ef6f
+# %% ../../nbs/7_training/07_encoding.ipynb #4bf0a34f
 @dataclass(frozen=True)
 class CachedSample:
     """A sample whose tensors are in the cache."""
@@ -63,6 +69,7 @@ class CachedSample:
     more_keys: tuple = ()  # Images of further sizes
     sizes: tuple = ()  # (height, width) of each, where they differ from sample to sample
     place: tuple = (0, 0)  # Number of its collection, and of its shard there
+    buckets: tuple = ()  # (height, width) of each: samples of one bucket may share a micro-batch
 
     def image(self, epoch: int) -> str:
         """The key of the image that an epoch trains on."""
@@ -149,7 +156,7 @@ def caption_texts(
     )
 
 
-# %% ../../nbs/7_training/07_encoding.ipynb #4d06552d
+# %% ../../nbs/7_training/07_encoding.ipynb #3c9f97a7
 class EncodingJobs:
     """The images and captions that a run wants encoded, by cache key."""
 
@@ -168,13 +175,14 @@ class EncodingJobs:
         self.shapes = {}  # key -> (height, width) of the image
         self.captions = {}  # key -> text
         self.sizing = Sizing(recipe)
+        self.whole = recipe.fit == "pad"  # Images are scaled whole, not cropped
         self.vae = encoder_fingerprint(folder, ("vae",))
         self.text = encoder_fingerprint(folder, family.text_components)
 
     def sample(
         self,
         i: int,  # Number in the collection
-        square: bool = True,  # Of the recipe's resolution, else in the recipe's sizes
+        held: bool = False,  # Not for training: in one size, and none that is drawn
     ) -> CachedSample:
         """List the image and the captions of a sample."""
         collection, recipe = self.collection, self.recipe
@@ -183,17 +191,25 @@ class EncodingJobs:
         captions = tuple(self.caption(t) for t in caption_texts(recipe, collection.captions[i]))
         part = collection.part(i) if hasattr(collection, "part") else 0
         place = (part, collection.shards[i])
-        if square or not recipe.varied:
+        if not recipe.varied or held and recipe.fit == "crop":
             key = self.image(i, recipe.resolution, recipe.resolution)
             return CachedSample(name, key, captions, place=place)
-        shape, draws = collection.sizes[i], range(self.sizing.draws)
-        sizes = tuple(self.sizing.size(name, *shape, draw) for draw in draws)
+        shape, sizing = collection.sizes[i], self.sizing
+        if held:
+            buckets = sizes = (sizing.held_out(*shape),)
+        else:
+            buckets = tuple(sizing.bucket(name, *shape, draw) for draw in range(sizing.draws))
+            sizes = tuple(sizing.fitted(*shape, bucket) for bucket in buckets)
+        if not self.family.mixes_sizes:
+            buckets = sizes
         first, *more = [self.image(i, *size) for size in sizes]
-        return CachedSample(name, first, captions, tuple(more), sizes, place)
+        return CachedSample(name, first, captions, tuple(more), sizes, place, buckets)
 
     def image(self, i: int, height: int, width: int) -> str:
         """List the image of sample `i` in a size (pixels); gives its key."""
         size = dict(resolution=height) if height == width else dict(height=height, width=width)
+        if self.whole:
+            size["fit"] = "pad"
         key = cache_key(
             kind="image",
             image=self.collection.digests[i],
@@ -220,7 +236,7 @@ class EncodingJobs:
         return key
 
 
-# %% ../../nbs/7_training/07_encoding.ipynb #f010329d
+# %% ../../nbs/7_training/07_encoding.ipynb #2dbdb0c7
 def decoded_images(
     jobs: EncodingJobs,
     keys: list[str],  # Of images
@@ -231,7 +247,7 @@ def decoded_images(
         waiting = collections.deque()
         for key in keys:
             image = jobs.collection[jobs.images[key]].image
-            waiting.append((key, pool.submit(pixels, image, *jobs.shapes[key])))
+            waiting.append((key, pool.submit(pixels, image, *jobs.shapes[key], jobs.whole)))
             if len(waiting) > 2 * threads:
                 first, made = waiting.popleft()
                 yield first, made.result()
@@ -239,7 +255,7 @@ def decoded_images(
             yield key, made.result()
 
 
-# %% ../../nbs/7_training/07_encoding.ipynb #72a8a10c
+# %% ../../nbs/7_training/07_encoding.ipynb #5d67e537
 def encode_images(
     jobs: EncodingJobs,
     encoders: object,  # Of `family.load_encoders`
@@ -348,7 +364,7 @@ def encode_missing(
     fill_cache(jobs, tensors, engine, "text", text_dtype, say, heartbeat)
 
 
-# %% ../../nbs/7_training/07_encoding.ipynb #0ebd2111
+# %% ../../nbs/7_training/07_encoding.ipynb #7037bce1
 @dataclass
 class CachedData:
     """Cached samples and everything else that the encoders had to say."""
@@ -361,6 +377,7 @@ class CachedData:
     fingerprint: str  # Of the collection
     rejected: int  # Rows set aside
     base: Path | None  # Pipeline folder; None = random weights
+    prompt_sizes: list = field(default_factory=list)  # (height, width) of each; [] = squares
 
 
 # %% ../../nbs/7_training/07_encoding.ipynb #4663b787
@@ -394,22 +411,30 @@ class RandomTensors:
         return rows[int(number) % len(rows)]
 
 
-# %% ../../nbs/7_training/07_encoding.ipynb #fda671bb
+# %% ../../nbs/7_training/07_encoding.ipynb #3cbfcf51
 def random_data(recipe: Recipe, family: Family) -> CachedData:
-    """What `cache_data` gives for random weights: no prompts, since there is no VAE.
+    """What `cache_data` gives for random weights: squares, which every `fit` leaves as they are.
 
-    Raises RecipeError for buckets: the latents have one size.
+    There are no prompts, since there is no VAE. Raises RecipeError for validation_data and for
+    drawn sizes.
     """
-    if recipe.varied:
+    if recipe.validation_data:
         raise RecipeError(
-            "enable_bucket: random weights are trained on random latents of one size; leave "
-            "enable_bucket and random_hw_adapt out with model_path='random'"
+            "validation_data: random weights are trained on random latents; leave validation_data "
+            "out with model_path='random'"
+        )
+    if recipe.random_hw_adapt:
+        raise RecipeError(
+            "random_hw_adapt: random weights are trained on random latents of one size; leave it "
+            "out with model_path='random'"
         )
     count, parts = recipe.figures, len(recipe.sources)
+    square = ((recipe.resolution, recipe.resolution),) if recipe.varied else ()
+    shape = dict(sizes=square, buckets=square)
     samples = []
     for i in range(count):
         place = (i * parts // count, 0)
-        samples.append(CachedSample(f"{i}", f"image-{i}", (f"text-{i}",), place=place))
+        samples.append(CachedSample(f"{i}", f"image-{i}", (f"text-{i}",), place=place, **shape))
     train, held = hold_out([s.id for s in samples], recipe.held_out, recipe.seed)
     _, _, folder = recipe.model_path.partition(":")
     return CachedData(
@@ -439,6 +464,69 @@ def open_recipe_data(
     )
 
 
+# %% ../../nbs/7_training/07_encoding.ipynb #5e1f0b02
+class WithHeldOut:
+    """A collection, and behind it the one that is held out."""
+
+    def __init__(
+        self,
+        train: object,  # Collection or JoinedCollections
+        held: object,  # Collection
+    ):
+        self.train = train
+        self.held = held
+        self.ids = [*train.ids, *(f"held:{name}" for name in held.ids)]
+        for name in ("captions", "sizes", "digests", "shards", "rejected"):
+            setattr(self, name, [*getattr(train, name), *getattr(held, name)])
+        self.fingerprint = train.fingerprint
+
+    def __len__(self):
+        return len(self.ids)
+
+    def part(
+        self,
+        i: int,  # Number of a sample
+    ) -> int:
+        """The number of the collection that a training sample comes from."""
+        inside = i < len(self.train) and hasattr(self.train, "part")
+        return self.train.part(i) if inside else 0
+
+    def __getitem__(self, i):
+        first = len(self.train)
+        return self.train[i] if i < first else self.held[i - first]
+
+
+def open_with_held_out(
+    recipe: Recipe,
+    quarantine: Path | None = None,  # File for the rows that are set aside; None = not written
+) -> tuple:  # Collection, numbers of its training samples, numbers of its held-out samples
+    """The data of a recipe, split by `held_out`, or with `validation_data` behind them."""
+    if not recipe.validation_data:
+        collection = open_recipe_data(recipe, quarantine)
+        return collection, *hold_out_by_source(recipe, collection)
+    with joined_quarantine(quarantine, 2) as (first, second):
+        train = open_recipe_data(recipe, first)
+        held = open_collection(
+            data_path(recipe, recipe.validation_data),
+            max_bad_fraction=recipe.max_bad_fraction,
+            quarantine=second,
+            cache=cache_root(recipe.run_root) / "verified",
+        )
+    collection = WithHeldOut(train, held)
+    return collection, list(range(len(train))), list(range(len(train), len(collection)))
+
+
+def in_both(
+    collection: object,  # Of `open_with_held_out`
+    train: list[int],  # Numbers of training samples
+    held: list[int],  # Numbers of held-out samples
+) -> int:
+    """How many images of a held-out set of its own are trained on."""
+    known = {collection.digests[i] for i in train}
+    both = sum(collection.digests[i] in known for i in held)
+    return both if isinstance(collection, WithHeldOut) else 0
+
+
 # %% ../../nbs/7_training/07_encoding.ipynb #e28c7efa
 def scheduled_weights(
     recipe: Recipe,  # Its model_path
@@ -451,7 +539,43 @@ def scheduled_weights(
     return base
 
 
-# %% ../../nbs/7_training/07_encoding.ipynb #2fa0859b
+# %% ../../nbs/7_training/07_encoding.ipynb #8f1cd71c
+def write_truth(
+    collection: object,  # Collection or JoinedCollections
+    chosen: list[int],  # Of its samples, in the order of the prompts
+    folder: Path,  # validation_images/truth of a run
+    largest: int = 1024,  # Pixels of the longer side
+):
+    """Write the true figures of validation prompts as numbered PNG files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, i in enumerate(chosen):
+        picture = to_rgb(open_image(collection[i].image))
+        picture.thumbnail((largest, largest))
+        aside = folder / f".{number:02d}.png"
+        picture.save(aside, format="PNG")
+        aside.replace(folder / f"{number:02d}.png")
+
+
+# %% ../../nbs/7_training/07_encoding.ipynb #03f1f08a
+def square(recipe: Recipe) -> tuple[int, int]:  # (height, width)
+    """The size of an image that has no shape of its own."""
+    return recipe.resolution, recipe.resolution
+
+
+def held_out_prompts(
+    jobs: EncodingJobs,
+    numbers: list[int],  # In the collection
+) -> list[tuple]:  # (text, (height, width)) of each
+    """The first caption of some samples, each to be drawn at the shape of its image."""
+    collection = jobs.collection
+    texts = [caption_texts(jobs.recipe, collection.captions[i])[0] for i in numbers]
+    return [
+        (text, jobs.sizing.held_out(*collection.sizes[i]))
+        for text, i in zip(texts, numbers, strict=True)
+    ]
+
+
+# %% ../../nbs/7_training/07_encoding.ipynb #dc717432
 def cache_data(
     recipe: Recipe,
     family: Family,
@@ -466,24 +590,31 @@ def cache_data(
         return random_data(recipe, family)
     with engine.main_first():
         base = scheduled_weights(recipe, family)
-        collection = open_recipe_data(recipe, run_dir.quarantine if engine.main else None)
+        quarantine = run_dir.quarantine if engine.main else None
+        collection, train, held = open_with_held_out(recipe, quarantine)
     if engine.main and collection.rejected:
         say(f"{len(collection.rejected)} rows set aside, see {run_dir.quarantine}")
-    train, held = hold_out_by_source(recipe, collection)
+    if engine.main and (twice := in_both(collection, train, held)):
+        say(f"{twice} of {len(held)} images of validation_data are in data, too")
     folder = family.resolve(base, ("vae", *family.text_components), recipe.revision or None)
     verify_base(engine, folder, heartbeat)
+    if engine.main and not recipe.validation_prompts:
+        shown = (held or train)[: recipe.validation_images]
+        write_truth(collection, shown, run_dir.validation_images / "truth")
     jobs = EncodingJobs(recipe, family, collection, folder)
     shown = recipe.validation_images
-    prompts = list(recipe.validation_prompts) or [
-        caption_texts(recipe, collection.captions[i])[0] for i in (held or train)[:shown]
-    ]
-    for text in (family.negative_caption, *prompts):
+    prompts = held_out_prompts(jobs, (held or train)[:shown])
+    if recipe.validation_prompts:
+        prompts = [(text, square(recipe)) for text in recipe.validation_prompts]
+    for text in (family.negative_caption, *(text for text, _ in prompts)):
         jobs.caption(text)
-    squares = set(held)
-    samples = [jobs.sample(i, square=i in squares) for i in range(len(collection))]
-    if engine.main and recipe.varied:
-        sizes = {size for i in train for size in samples[i].sizes}
-        say(f"{len(sizes)} sizes around {recipe.resolution}²")
+    kept = set(held)
+    samples = [jobs.sample(i, held=i in kept) for i in range(len(collection))]
+    if engine.main:
+        say(cut_line([collection.sizes[i] for i in train], recipe))
+        sizes = {size for i in train for size in samples[i].buckets}
+        if sizes:
+            say(f"{len(sizes)} sizes around {recipe.resolution}²")
     tensors = TensorCache(cache_root(recipe.run_root) / "tensors" / recipe.model)
     encode_missing(jobs, tensors, engine, say, heartbeat)
     return CachedData(
@@ -491,7 +622,8 @@ def cache_data(
         held=[samples[i] for i in held],
         tensors=tensors,
         negative_key=jobs.caption(family.negative_caption),
-        prompts=[(text, jobs.caption(text)) for text in prompts[:shown]],
+        prompts=[(text, jobs.caption(text)) for text, _ in prompts[:shown]],
+        prompt_sizes=[size for _, size in prompts[:shown]],
         fingerprint=collection.fingerprint,
         rejected=len(collection.rejected),
         base=folder,

@@ -36,7 +36,13 @@ from diffusers import SchedulerMixin
 from safetensors import safe_open
 from torch import Tensor
 
-from ..core.digests import DigestingFile, folder_damage, read_digests, write_digests
+from sciftune.core.digests import (
+    DIGESTS_FILE,
+    DigestingFile,
+    folder_damage,
+    read_digests,
+    write_digests,
+)
 from ..core.progress import ProgressFile
 from ..core.recipe import RecipeError
 from ..core.rundir import replaced_folder
@@ -252,8 +258,10 @@ def export_damage(
     world: int = 1,  # Parts
     progress: Callable[[str], None] = lambda note: None,  # Told after every block
 ) -> str:  # '' where nothing is wrong, or nothing is known
-    """What differs from the digests in a folder and in its components."""
-    parts = [folder, *sorted(path for path in Path(folder).iterdir() if path.is_dir())]
+    """What differs from the digests in a folder or, without them, in its components."""
+    folder = Path(folder)
+    parts = sorted(path for path in folder.iterdir() if path.is_dir())
+    parts = [folder] if (folder / DIGESTS_FILE).is_file() else parts
     return next(filter(None, (folder_damage(p, rank, world, progress) for p in parts)), "")
 
 

@@ -20,6 +20,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..core.time_left import clock
+
 
 # %% ../../nbs/7_training/02_metrics.ipynb #6e69669b
 class DeferredMetrics:
@@ -31,12 +33,11 @@ class DeferredMetrics:
     def push(
         self,
         row: dict,  # What the host knows: step, learning rate, times
-        values: dict[str, Tensor],  # What the device computes: name -> scalar ()
-    ) -> list[dict]:  # Finished rows: `row` and the values as floats
+        values: dict[str, Tensor],  # What the device computes: name -> scalar () or sums (...)
+    ) -> list[dict]:  # Finished rows: `row` and the values as floats, or as nested lists of them
         """Queue the numbers of a step; returns those of the steps before."""
         finished = self.flush()
-        scalars = [value.detach().float().reshape(()) for value in values.values()]
-        vector = torch.stack(scalars)
+        vector = torch.cat([value.detach().float().reshape(-1) for value in values.values()])
         if vector.device.type == "cuda":
             host = torch.empty(vector.shape, pin_memory=True)
             host.copy_(vector, non_blocking=True)
@@ -45,16 +46,19 @@ class DeferredMetrics:
         else:
             host = vector.clone()
             copied = None
-        self.pending.append((row, list(values), host, copied))
+        shapes = {name: value.shape for name, value in values.items()}
+        self.pending.append((row, shapes, host, copied))
         return finished
 
     def flush(self) -> list[dict]:
         """Wait for everything queued and return it."""
         finished = []
-        for row, names, host, copied in self.pending:
+        for row, shapes, host, copied in self.pending:
             if copied:
                 copied.synchronize()
-            finished.append(row | dict(zip(names, host.tolist(), strict=True)))
+            parts = host.split([shape.numel() for shape in shapes.values()])
+            named = zip(shapes.items(), parts, strict=True)
+            finished.append(row | {n: part.reshape(s).tolist() for (n, s), part in named})
         self.pending = []
         return finished
 
@@ -129,14 +133,12 @@ def progress_line(
     step: int,  # Steps taken
     steps: int,  # Steps of the run
     loss: float,
-    seconds: float,  # Per step, smoothed
+    seconds: float,  # Per step
+    left: float,  # Seconds until the end, see `core.time_left`
 ) -> str:
     """Step, loss, speed and the time that is left."""
-    minutes, second = divmod(int(seconds * (steps - step)), 60)
-    hour, minute = divmod(minutes, 60)
-    left = f"{hour}:{minute:02}:{second:02}" if hour else f"{minute:02}:{second:02}"
     speed = f"{1 / seconds:.2f} it/s" if seconds < 1 else f"{seconds:.2f} s/it"
-    return f"step {step}/{steps}  loss {loss:.4f}  {speed}  {left} left"
+    return f"step {step}/{steps}  loss {loss:.4f}  {speed}  {clock(left)} left"
 
 
 # %% ../../nbs/7_training/02_metrics.ipynb #0a6eb35a

@@ -368,6 +368,7 @@ class Task:
     networks: dict[str, Network]  # Trained networks by name
     fingerprint: str = ""  # Of the data; a resume with other data is refused
     rejected: int = 0  # Rows of the data that were set aside
+    samples: tuple[int, int] | None = None  # To train on, held out; None = not counted
     keep: bool = True  # Whether the trained weights are worth a last checkpoint and an export
     done: int = 0  # Optimizer steps taken, set by the trainer; batches are asked for further ahead
     averaged: tuple = ()  # Networks that ema_decay is for; () = all

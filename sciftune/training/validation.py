@@ -15,9 +15,9 @@ __all__ = [
     "sample_images",
 ]
 
-# %% ../../nbs/7_training/08_validation.ipynb #c4bbb458
+# %% ../../nbs/7_training/08_validation.ipynb #32bfe171
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -49,18 +49,31 @@ def to_device(
     return batch
 
 
-# %% ../../nbs/7_training/08_validation.ipynb #eec666b1
+# %% ../../nbs/7_training/08_validation.ipynb #54f0e187
 def rank_batches(
     count: int,  # Items of all ranks
     size: int,  # Items per batch
     rank: int,
     world_size: int,
+    kinds: Sequence = (),  # Of each item: those of a batch are of one kind; () = all are
 ) -> Iterator[tuple[list[int], int]]:  # Numbers of items, how many of the first count
-    """The batches of `rank`: as many and as large as those of every other rank."""
+    """The batches of `rank`: as many as those of every other rank, and of one kind as large."""
+    if len(set(kinds)) > 1:
+        yield from _batches_of_a_kind(size, rank, world_size, kinds)
+        return
     for number in range(-(-count // (size * world_size))):
         first = (number * world_size + rank) * size
         items = [i % count for i in range(first, first + size)]
         yield items, max(0, min(size, count - first))
+
+
+def _batches_of_a_kind(size, rank, world_size, kinds):
+    """The batches of `rank` where items differ; one that it repeats does not count."""
+    groups = [[i for i, k in enumerate(kinds) if k == kind] for kind in sorted(set(kinds))]
+    batches = [g[first : first + size] for g in groups for first in range(0, len(g), size)]
+    for number in range(rank, -(-len(batches) // world_size) * world_size, world_size):
+        items = batches[number % len(batches)]
+        yield items, len(items) if number < len(batches) else 0
 
 
 # %% ../../nbs/7_training/08_validation.ipynb #83eeb35b
@@ -75,7 +88,7 @@ def evaluating(
     network.after_eval()
 
 
-# %% ../../nbs/7_training/08_validation.ipynb #e41aa16f
+# %% ../../nbs/7_training/08_validation.ipynb #3145561e
 @torch.no_grad()
 def held_out_sums(
     network: Network,
@@ -84,12 +97,13 @@ def held_out_sums(
     measure: Callable,  # (numbers of some samples, how many of them count) -> a row for each (B,K)
     size: int = 1,  # Samples per call
     heartbeat: Callable = lambda *a: None,  # (stage, step)
+    kinds: Sequence = (),  # Of each sample, see `rank_batches`
 ) -> list[float] | None:  # K sums, the same on every rank; None when nothing is held out
     """Sums over the held-out samples of all ranks. All ranks call it."""
     sums = None
     with evaluating(network):
         for number, (items, counted) in enumerate(
-            rank_batches(count, size, engine.rank, engine.world)
+            rank_batches(count, size, engine.rank, engine.world, kinds)
         ):
             heartbeat("held-out loss", number)
             rows = measure(items, counted)
@@ -130,7 +144,7 @@ def write_images(
         torch.cuda.empty_cache()
 
 
-# %% ../../nbs/7_training/08_validation.ipynb #54ad62d5
+# %% ../../nbs/7_training/08_validation.ipynb #d67bb616
 @torch.no_grad()
 def sample_prompts(
     recipe: Recipe,
@@ -144,12 +158,14 @@ def sample_prompts(
 ):
     """One image per validation prompt, and prompts.json. All ranks call it."""
     folder.mkdir(parents=True, exist_ok=True)
-    shape = family.latent_shape(recipe.resolution, recipe.resolution)
+    square = (recipe.resolution, recipe.resolution)
     count = len(data.prompts)
+    sizes = data.prompt_sizes or [square] * count
     size = min(at_once, -(-count // engine.world))
     made = {}
-    for items, counted in rank_batches(count, size, engine.rank, engine.world):
+    for items, counted in rank_batches(count, size, engine.rank, engine.world, sizes):
         heartbeat("sampling", -1, f"prompt{'s' * (size > 1)} {str(items)[1:-1]}")
+        shape = family.latent_shape(*sizes[items[0]])
         noise = [torch.randn(shape, generator=stream(recipe.seed, "validation", i)) for i in items]
         texts = family.collate([data.tensors[data.prompts[i][1]] for i in items])
         latents = draw(items, torch.stack(noise).to(engine.device), to_device(texts, engine.device))
@@ -161,7 +177,7 @@ def sample_prompts(
         write_atomic(folder / "prompts.json", json.dumps(texts, ensure_ascii=False))
 
 
-# %% ../../nbs/7_training/08_validation.ipynb #d24094a5
+# %% ../../nbs/7_training/08_validation.ipynb #084ae2a3
 def pipeline_sampler(
     recipe: Recipe,
     family: Family,
@@ -173,13 +189,14 @@ def pipeline_sampler(
     """How the pipeline at `base` draws, with `denoiser` in the place of its own."""
     own = family.sampling(base)
     steps = recipe.validation_sample_steps or own["steps"]
-    scheduler = family.scheduler(recipe.resolution, recipe.resolution, steps, own["schedule"])
     if guidance is None:
         asked = recipe.validation_guidance
         guidance = asked if asked >= 0 else own["guidance"]
 
     def draw(numbers: list[int], noise: Tensor, conditioning: dict) -> Tensor:
         unconditional = negative(len(numbers)) if guidance > 1 else None
+        height, width = (n * family.latent_factor for n in noise.shape[2:])
+        scheduler = family.scheduler(height, width, steps, own["schedule"])
         return family.sample(denoiser, noise, scheduler, conditioning, unconditional, guidance)
 
     return draw

@@ -5,6 +5,7 @@ The same on any number of processes, and across a resume in the middle of an epo
 
 import io
 import json
+import re
 import tarfile
 import warnings
 
@@ -87,18 +88,85 @@ def test_buckets_are_the_same_on_any_engine(data):
     assert min(losses(rest)) == 5 and deviation(rest, one) <= 1e-5
 
 
-def test_pictures_are_validated_at_the_resolution(data):
+@pytest.fixture(scope="module")
+def figures(tmp_path_factory):
+    "Wide, tall and square images, each kind in two sizes."
+    root = tmp_path_factory.mktemp("figures")
+    rng = np.random.default_rng(1)
+    shapes = [(160, 90), (120, 60), (70, 200), (64, 100), (90, 90), (64, 72)]
+    for i in range(24):
+        w, h = shapes[i % 6]
+        image = Image.fromarray(rng.integers(0, 256, (h, w, 3), dtype=np.uint8))
+        image.save(root / f"{i:02d}.png")
+        (root / f"{i:02d}.txt").write_text(f"figure {i}")
+    return root
+
+
+WHOLE = dict(
+    preset="local",
+    model_path="tiny",
+    resolution=96,
+    text_tokens=32,
+    held_out=6,
+    steps=6,
+    micro_batch=2,
+    global_batch=8,
+    validation_steps=6,
+    validation_images=3,
+    validation_sample_steps=2,
+    checkpoint_steps=3,
+    checkpoints_kept=9,
+    compile=False,
+    learning_rate=1e-3,
+    precision="fp32",
+    warmup_steps=0,
+    strategy="single",
+    export=False,
+)
+
+
+def test_the_default_of_a_real_preset_keeps_figures_whole(figures):
+    "What is cut is said; held-out images and pictures keep their shapes."
+    run = RunDir(figures / "runs" / "local")
+    rows = train(run, model="klein", data=str(figures), **WHOLE)
+    assert set(losses(rows)) == set(range(1, 7)) and rows[-1]["held_out"] > 0
+    said = next(line for line in log(run).splitlines() if "of the pixels of this" in line)
+    cut = {how: float(part) for how, part in re.findall(r"fit=(\w+) .*?cuts? ([\d.]+) %", said)}
+    assert "fit=bucket cuts" in said and cut["bucket"] < 10 < 30 < cut["crop"] and cut["pad"] == 0
+    folder = run.validation_images / "step_000006"
+    shapes = {Image.open(folder / f"{i:02d}.png").size for i in range(3)}
+    assert len(shapes) > 1 or shapes != {(96, 96)}
+
+
+@pytest.mark.parametrize("model", ["qwenimage", "klein"])
+def test_padded_images_on_any_engine_and_across_a_resume(figures, model):
+    "Micro-batches of several shapes: the losses are those of one process, and of one at a time."
+    runs = figures / "runs"
+    conf = WHOLE | dict(model=model, data=str(figures), fit="pad", micro_batch=4)
+    one = train(RunDir(runs / f"{model}-one"), **conf)
+    assert "fit=pad cuts 0 %" in log(RunDir(runs / f"{model}-one"))
+    two = train(RunDir(runs / f"{model}-two"), num_processes=2, **conf | ENGINES["ddp"])
+    assert deviation(two, one) <= 1e-5
+    half = str(runs / f"{model}-one" / "checkpoints" / "step_000003")
+    run = RunDir(runs / f"{model}-rest")
+    rest = train(run, num_processes=2, resume=half, **conf | ENGINES["fsdp"])
+    assert min(losses(rest)) == 4 and deviation(rest, one) <= 1e-5
+
+
+def test_pictures_are_validated_in_the_shapes_of_their_images(data):
     m = go(
         data,
         "look",
         validation_steps=2,
         max_train_steps=2,
-        validation_images=1,
+        validation_images=2,
         validation_sample_steps=2,
     )
-    assert [r["step"] for r in m if "held_out" in r] == [0, 2] and Image.open(
-        data / "look" / "validation_images" / "step_000002" / "00.png"
-    ).size == (64, 64)
+    assert [r["step"] for r in m if "held_out" in r] == [0, 2]
+    folder = data / "look" / "validation_images" / "step_000002"
+    shapes = [Image.open(folder / f"0{i}.png").size for i in (0, 1)]
+    assert all(w % 16 == h % 16 == 0 and w * h <= 64 * 64 for w, h in shapes)
+    assert any(w != h for w, h in shapes)
 
 
 def tar(data, path, numbers, broken=()):
@@ -145,8 +213,8 @@ def mixture(data):
     return f"file://{folder}/*.parquet:3,{folder}/tars:1"
 
 
-@pytest.mark.parametrize("bucket", [False, True])
-def test_a_mixture_of_shards_on_any_engine_and_across_a_resume(data, mixture, bucket):
+@pytest.mark.parametrize("fit", ["crop", "bucket"])
+def test_a_mixture_of_shards_on_any_engine_and_across_a_resume(data, mixture, fit):
     "Two shards at a time: the losses of every step are those of one process."
     conf = dict(
         model="flux1",
@@ -161,9 +229,10 @@ def test_a_mixture_of_shards_on_any_engine_and_across_a_resume(data, mixture, bu
         checkpoint_steps=3,
         checkpoints_kept=9,
         export=False,
-        **(dict(enable_bucket=True, bucket_step=16) if bucket else {}),
+        fit=fit,
+        **(dict(bucket_step=16) if fit == "bucket" else {}),
     )
-    whole, name = conf | dict(checkpoint_steps=0), f"mix{bucket}"
+    whole, name = conf | dict(checkpoint_steps=0), f"mix-{fit}"
     one = train(RunDir(data / name), **conf)
     three = train(RunDir(data / f"{name}-3"), num_processes=3, **whole, **ENGINES["ddp"])
     assert deviation(three, one) <= 1e-5

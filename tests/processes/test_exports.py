@@ -52,7 +52,7 @@ def smaller(preset, model, more):
         fields |= dict(generator_every=1, warmup_steps=0)
     if values.get("model_path") == "nano":  # its layers are named in the preset
         fields |= dict(model_path="nano")
-    if values.get("enable_bucket"):
+    if values.get("fit", "crop") != "crop" and values.get("bucket_min"):
         fields |= dict(bucket_min=32)
     if values.get("hybrid_shard"):
         fields |= dict(hybrid_shard=0)

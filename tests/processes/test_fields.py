@@ -23,7 +23,7 @@ TINY = dict(
 CASES = dict(  # the objectives, with their switches on
     flow=[
         dict(model="qwenimage", lora_rank=4, lora_dropout=0.1),
-        dict(model="qwenimage", enable_bucket=True, random_hw_adapt=True, ema_decay=0.5),
+        dict(model="qwenimage", fit="bucket", random_hw_adapt=True, ema_decay=0.5),
     ],
     epsilon=[dict(model="sd15"), dict(model="sd15", lora_rank=4)],
     autoencoder=[dict(model="qwenimage", ema_decay=0.5)],

@@ -254,7 +254,7 @@ def test_a_preset_for_each_command_of_system_d(root, way):
     assert (
         (r.learning_rate, r.weight_decay, r.adam_epsilon, r.max_grad_norm, r.timestep_density)
         == (1e-4, 3e-2, 1e-10, 0.05, "uniform")
-        and r.enable_bucket
+        and r.fit == "bucket"
         and r.random_hw_adapt
         and r.bucket_min == 512
     )

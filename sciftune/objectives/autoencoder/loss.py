@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from ...core.recipe import Recipe
+from ...training.intervals import latent_sums
 from ...training.task import Turn
 
 
@@ -153,4 +154,5 @@ class Reconstruction:
         made, mean, logvar = networks["autoencoder"](pictures, batch["noise"])
         error = reconstruction_loss(made, pictures, self.recipe.edge_weight)
         kl = kl_divergence(mean, logvar)
-        return error + self.recipe.kl_weight * kl, dict(reconstruction=error, kl=kl)
+        parts = dict(reconstruction=error, kl=kl, latents=latent_sums(mean))
+        return error + self.recipe.kl_weight * kl, parts

@@ -20,6 +20,7 @@ RECORDS = [
         why_strategies="an autoencoder is small and kept whole",
         reads=(
             "held_out",
+            "validation_data",
             "max_bad_fraction",
             "metadata",
             "start_from",

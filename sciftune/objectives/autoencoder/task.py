@@ -7,7 +7,6 @@ __all__ = [
     "write_statistics",
     "pipeline_with_vae",
     "trained_vae",
-    "open_pictures",
     "training_pictures",
     "AutoencoderTask",
 ]
@@ -22,13 +21,12 @@ from torch import Tensor, nn
 
 from ...core.digests import write_digests
 from ...core.recipe import Recipe
-from ...core.rundir import cache_root, replaced_folder, write_atomic
-from ...data.sources import Collection, open_collection
+from ...core.rundir import replaced_folder, write_atomic
 from ...models.family import patchify
 from ...models.weights import link_or_copy
 from .data import PictureBatches, PictureCache
 from .loss import Coder, Reconstruction, reconstruction_loss
-from ...training.encoding import data_path, hold_out, weights_path
+from ...training.encoding import open_recipe_data, open_with_held_out, weights_path
 from ...training.export import trained_tensors, verify_base
 from ...training.task import Export, Task
 from ...training.validation import held_out_sums, save_image
@@ -76,7 +74,7 @@ def pipeline_with_vae(
                 link_or_copy(file, aside / path)
         nn.Module.to(vae, dtype)
         vae.save_pretrained(aside / "vae", safe_serialization=True)
-        write_digests(aside / "vae")
+        write_digests(aside)
     return out
 
 
@@ -94,20 +92,6 @@ def trained_vae(
     return vae
 
 
-def open_pictures(
-    recipe: Recipe,
-    quarantine: Path | None = None,  # Where rows that were set aside are listed
-) -> Collection:
-    """The collection that the recipe names, verified."""
-    return open_collection(
-        data_path(recipe),
-        max_bad_fraction=recipe.max_bad_fraction,
-        quarantine=quarantine,
-        cache=cache_root(recipe.run_root) / "verified",
-        metadata=recipe.metadata or None,
-    )
-
-
 def training_pictures(
     recipe: Recipe,
     count: int,  # At most
@@ -115,8 +99,7 @@ def training_pictures(
     device: str = "cpu",  # Where they go
 ) -> Iterator[Tensor]:  # (size,3,H,W) each
     """The first pictures of the training set."""
-    collection = open_pictures(recipe)
-    train, _ = hold_out(collection.ids, recipe.held_out, recipe.seed)
+    collection, train, _ = open_with_held_out(recipe)
     pictures = PictureCache(collection, recipe.resolution, room=0)
     for start in range(0, min(count, len(train)), size):
         rows = [pictures[i] for i in train[start : min(start + size, count)]]
@@ -133,12 +116,13 @@ class AutoencoderTask(Task):
         with engine.main_first():
             base = weights_path(recipe, self.family)
             self.base = self.family.resolve(base, ("vae",), recipe.revision or None)
-            collection = open_pictures(recipe, self.run_dir.quarantine if engine.main else None)
+            quarantine = self.run_dir.quarantine if engine.main else None
+            collection, self.train, self.held = open_with_held_out(recipe, quarantine)
         verify_base(engine, self.base, self.heartbeat)
         self.fingerprint = collection.fingerprint
         self.rejected = len(collection.rejected)
         self.baseline = None  # Held-out error of the model as it started
-        self.train, self.held = hold_out(collection.ids, recipe.held_out, recipe.seed)
+        self.samples = (len(self.train), len(self.held))
         self.pictures = PictureCache(collection, recipe.resolution)
         vae = self.family.load_vae(self.base, engine.policy.weights, engine.device)
         coder = Coder(vae.requires_grad_(True)).train()
@@ -151,7 +135,7 @@ class AutoencoderTask(Task):
     @classmethod
     def data_fingerprint(cls, recipe: Recipe) -> str:
         """Of the collection."""
-        return open_pictures(recipe).fingerprint
+        return open_recipe_data(recipe).fingerprint
 
     def batches(self, step: int) -> list[dict]:
         """This rank's micro-batches of `step`."""

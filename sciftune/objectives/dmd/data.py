@@ -8,6 +8,8 @@ __all__ = [
     "needs_latents",
     "real_samples",
     "validation_texts",
+    "open_held_out_pictures",
+    "held_out_samples",
     "cache_distillation_data",
     "DistillationBatches",
 ]
@@ -21,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ...core.randomness import GlobalOrder, share, stream, stream_seed, uniform
-from ...core.recipe import Recipe
+from ...core.recipe import Recipe, RecipeError
 from ...core.rundir import RunDir, cache_root
 from ...data.cache import TensorCache
 from ...data.captions import read_captions
@@ -85,14 +87,61 @@ def validation_texts(
     texts: list[str],  # Captions of `prompts`
     real: list[CachedSample],  # Samples of the collection
     jobs: EncodingJobs,
+    held: list[str],  # Captions of `validation_data`
 ) -> list[str]:  # `validation_images` of them
     """The captions of the validation images."""
     count = recipe.validation_images
-    chosen = list(recipe.validation_prompts) or texts
+    chosen = list(recipe.validation_prompts) or held or texts
     if not chosen:
         keys = [sample.caption_keys[0] for sample in real[:count]]
         chosen = keys if recipe.live_captions else [jobs.captions[key] for key in keys]
     return chosen[:count]
+
+
+# %% ../../../nbs/8_objectives/dmd/03_data.ipynb #5e1f0c02
+def open_held_out_pictures(
+    recipe: Recipe,
+) -> Collection | None:  # None where there are captions alone
+    """`validation_data` as a collection. Raises RecipeError for captions where images are read."""
+    path = recipe.validation_data
+    if not path:
+        return None
+    if not path.endswith(".txt"):
+        return open_collection(
+            data_path(recipe, path),
+            max_bad_fraction=recipe.max_bad_fraction,
+            cache=cache_root(recipe.run_root) / "verified",
+        )
+    if needs_latents(recipe):
+        raise RecipeError(
+            "validation_data: this run reads real images (gan, or several steps without "
+            f"backward_simulation); give a collection like data in the place of {path}"
+        )
+    return None
+
+
+def held_out_samples(
+    recipe: Recipe,
+    jobs: EncodingJobs,  # Of the collection in `validation_data`, if it is one
+    key: Callable,  # Caption -> its cache key
+) -> tuple[list[CachedSample], list[str]]:  # Samples, and a caption of each
+    """The held-out captions, with the images that are encoded for them."""
+    if not recipe.validation_data:
+        return [], []
+    collection, images = jobs.collection, {}
+    if collection is None:
+        rows = enumerate(read_captions(recipe.validation_data)[0])
+        rows = [(f"{i}", (text,)) for i, text in rows]
+    else:
+        rows = list(zip(collection.ids, collection.captions, strict=True))
+        if needs_latents(recipe):
+            images = {name: jobs.sample(i).image_key for i, (name, _) in enumerate(rows)}
+            jobs.captions.clear()  # listed by `key`
+    samples = [
+        CachedSample(f"held:{name}", images.get(name, ""), tuple(map(key, captions)))
+        for name, captions in rows
+    ]
+    return samples, [captions[0] for _, captions in rows]
 
 
 # %% ../../../nbs/8_objectives/dmd/03_data.ipynb #13fd6fdf
@@ -103,6 +152,20 @@ def _open_images(recipe: Recipe, engine: Engine, run_dir: RunDir) -> Collection:
         quarantine=run_dir.quarantine if engine.main else None,
         cache=cache_root(recipe.run_root) / "verified",
     )
+
+
+def _random_data(recipe: Recipe, family: Family) -> DistillationData:
+    data = random_data(recipe, family)
+    data.held = []
+    return DistillationData(**vars(data), real=data.train)
+
+
+def _rejected(collection: Collection | None, engine: Engine, run_dir: RunDir, say: Callable) -> int:
+    """How many rows of a collection were set aside, which is said."""
+    rejected = len(collection.rejected) if collection else 0
+    if engine.main and rejected:
+        say(f"{rejected} rows set aside, see {run_dir.quarantine}")
+    return rejected
 
 
 def cache_distillation_data(
@@ -116,14 +179,14 @@ def cache_distillation_data(
     """Open the data, encode what is not cached yet, unload the encoders. All ranks call it."""
     heartbeat("data")
     if recipe.model_path == "random":
-        data = random_data(recipe, family)
-        return DistillationData(**vars(data), real=data.train)
+        return _random_data(recipe, family)
     cache, collection, real, source = cache_root(recipe.run_root), None, [], ""
     with engine.main_first():
         base = scheduled_weights(recipe, family)
         texts, fingerprint = read_captions(recipe.prompts) if recipe.prompts else ([], "")
         if not is_lmdb(recipe.data) and (needs_latents(recipe) or not texts):
             collection = _open_images(recipe, engine, run_dir)
+        pictures = open_held_out_pictures(recipe)
         folder = family.resolve(base, ("vae", *family.text_components), recipe.revision or None)
         jobs = EncodingJobs(recipe, family, collection, folder)
         tensors = TensorCache(cache / "tensors" / recipe.model)
@@ -136,20 +199,20 @@ def cache_distillation_data(
 
     real = [CachedSample(i, image, tuple(map(key, captions))) for i, image, captions in real]
     train = [CachedSample(f"{i}", "", (key(text),)) for i, text in enumerate(texts)] or real
-    prompts = validation_texts(recipe, texts, real, jobs)
+    apart = EncodingJobs(recipe, family, pictures, folder)
+    held, held_texts = held_out_samples(recipe, apart, key)
+    prompts = validation_texts(recipe, texts, real, jobs, held_texts)
     keys = [jobs.caption(text) for text in (family.negative_caption, *prompts)]
-    encode_missing(jobs, tensors.refresh(), engine, say, heartbeat)
-    rejected = len(collection.rejected) if collection else 0
-    if engine.main and rejected:
-        say(f"{rejected} rows set aside, see {run_dir.quarantine}")
+    for wanted in (jobs, apart):
+        encode_missing(wanted, tensors.refresh(), engine, say, heartbeat)
     return DistillationData(
         train=train,
-        held=[],
+        held=held,
         tensors=tensors,
         negative_key=keys[0],
         prompts=list(zip(prompts, keys[1:], strict=True)),
         fingerprint=hashlib.sha256(f"{source}|{fingerprint}".encode()).hexdigest(),
-        rejected=rejected,
+        rejected=_rejected(collection, engine, run_dir, say),
         base=folder,
         real=real if needs_latents(recipe) else [],
         live=recipe.live_captions,

@@ -52,6 +52,7 @@ from torch import Tensor, nn
 
 from ...core.randomness import stream, stream_seed
 from ...models.ddpm import STEPS, NoiseSchedule
+from ...training.intervals import loss_by_sigma
 from ...training.task import Turn
 
 
@@ -403,6 +404,7 @@ class DMDSettings:
     critic_gan_weight: float = 1e-2  # In the critic's loss
     diffusion_gan: bool = True  # The discriminator sees noised latents, else clean ones at t = 0
     gan_max_timestep: int = STEPS  # Their timestep is below this
+    loss_sigmas: int = 0  # Ranges of timesteps by which the critic's loss is told apart; 0 = none
 
     def __post_init__(self):
         if self.gan_alone and not self.gan:
@@ -738,8 +740,12 @@ def critic_loss(
         discriminate = (torch.cat([fake, real]), torch.cat([fake_t, real_t]), captions)
     denoise = (schedule.add_noise(x, noise, t), t, batch["conditioning"])
     made, logits = critic(denoise, discriminate)
-    loss = F.mse_loss(made.float(), schedule.target(x, noise, t))
+    error = made.float() - schedule.target(x, noise, t)
+    losses = error.square().flatten(1).mean(1)
+    loss = losses.mean()
     metrics = {"loss_fake_mean": loss.detach()}
+    if settings.loss_sigmas:
+        metrics["loss_sigma"] = loss_by_sigma(losses, t / STEPS, settings.loss_sigmas)
     if settings.gan:
         gan = gan_discriminator_loss(logits[:n], logits[n:])
         loss = loss + settings.critic_gan_weight * gan

@@ -49,6 +49,7 @@ from .work import discriminator_share, step_passes
 from ...strategies.engine import Engine
 from ...strategies.fsdp import ShardedNetwork
 from ...training.export import verify_base
+from ...training.intervals import latent_sums
 from sciftune.training.task import (
     Export,
     Task,
@@ -57,7 +58,13 @@ from sciftune.training.task import (
     export_trained,
     parameter_source,
 )
-from ...training.validation import evaluating, pipeline_sampler, sample_prompts, to_device
+from sciftune.training.validation import (
+    evaluating,
+    held_out_sums,
+    pipeline_sampler,
+    sample_prompts,
+    to_device,
+)
 
 # %% ../../../nbs/8_objectives/dmd/04_task.ipynb #157cdb53
 SAME_NAMES = (
@@ -74,6 +81,7 @@ SAME_NAMES = (
     "critic_gan_weight",
     "diffusion_gan",
     "gan_max_timestep",
+    "loss_sigmas",
 )
 
 
@@ -284,7 +292,10 @@ class Distillation:
         batch["unconditional"] = self.unconditional
         teacher = self.teacher if turn.network == "generator" else None
         with with_teacher(teacher, networks) as all_networks:
-            return self.dmd.loss(turn, all_networks, batch)
+            loss, reported = self.dmd.loss(turn, all_networks, batch)
+        if turn.network == "critic":
+            reported["latents"] = latent_sums(batch["generated"])
+        return loss, reported
 
 
 # %% ../../../nbs/8_objectives/dmd/04_task.ipynb #142778a2
@@ -433,14 +444,43 @@ class DistillationTask(Task):
     def validate(self, step: int) -> dict:
         """Samples of the student, and once those of the teacher. All ranks call it."""
         began = time.time()
-        if not self.data.prompts:
+        found = self.held_out()
+        if self.data.prompts:
+            with evaluating(self.networks["generator"]) as generator:
+                draw = student_sampler(self.recipe, self.family, generator, self.schedule)
+                self.sample(f"step_{step:06d}", draw)
+            if not self.teacher_sampled:
+                self.sample_teacher()
+        elif not found:
             return {}
-        with evaluating(self.networks["generator"]) as generator:
-            draw = student_sampler(self.recipe, self.family, generator, self.schedule)
-            self.sample(f"step_{step:06d}", draw)
-        if not self.teacher_sampled:
-            self.sample_teacher()
-        return dict(validation_time=time.time() - began)
+        return found | dict(validation_time=time.time() - began)
+
+    def held_out(self) -> dict:  # held_out_critic, held_out_dm_gradient_norm; {} without captions
+        """The critic's loss and the distance to the teacher on held-out captions.
+
+        Noise and timesteps are the same in every validation. All ranks call it.
+        """
+        device, held = self.engine.device, self.data.held
+
+        def measure(numbers: list[int], counted: int) -> Tensor:
+            """A row (critic's loss, gradient norm, 1) of one caption."""
+            items = [(held[number], 0) for number in numbers]
+            real = items if self.recipe.gan else None
+            batch = to_device(self.source.micro(0, items, real), device)
+            found = {}
+            for network in ("generator", "critic"):
+                found |= self.objective.loss(Turn(network), self.networks, batch)[1]
+            norm = found.get("dm_gradient_norm", torch.zeros((), device=device))
+            return torch.stack([found["loss_fake_mean"], norm, torch.ones_like(norm)])[None]
+
+        with evaluating(self.networks["critic"]):
+            network = self.networks["generator"]
+            sums = held_out_sums(network, self.engine, len(held), measure, 1, self.heartbeat)
+        if sums is None:
+            return {}
+        critic, norm = sums[0] / sums[2], sums[1] / sums[2]
+        self.say(f"held-out captions: critic {critic:.4f}, gradient norm {norm:.4f}")
+        return dict(held_out_critic=critic, held_out_dm_gradient_norm=norm)
 
     def sample(self, name: str, draw: Callable):
         """One image per validation prompt into validation_images/NAME. All ranks call it."""

@@ -5,16 +5,16 @@
 # %% auto #0
 __all__ = ["NoisePrediction"]
 
-# %% ../../../nbs/8_objectives/epsilon/02_loss.ipynb #8aeb58b8
+# %% ../../../nbs/8_objectives/epsilon/02_loss.ipynb #da02787f
 from functools import cached_property
 
 from torch import Tensor, nn
 
 from ...models.ddpm import NoiseSchedule, timesteps_of
-from ..flow.loss import FlowMatching
+from ..flow.loss import FlowMatching, own_mean
 
 
-# %% ../../../nbs/8_objectives/epsilon/02_loss.ipynb #a56ba077
+# %% ../../../nbs/8_objectives/epsilon/02_loss.ipynb #5c3b0fda
 class NoisePrediction(FlowMatching):
     """Train one denoiser to predict the noise, or what its folder says."""
 
@@ -35,4 +35,4 @@ class NoisePrediction(FlowMatching):
         x_t = self.schedule.add_noise(x0, noise, t)
         made = self.family.predict(denoiser, x_t, batch["sigma"], batch["conditioning"])
         error = made.float() - self.schedule.target(x0, noise, t)
-        return error.square().flatten(1).mean(1)
+        return own_mean(error.square(), batch["conditioning"].get("sizes"))

@@ -9,7 +9,7 @@ __all__ = ["RECORDS", "EpsilonSection"]
 from ...core.registry import ObjectiveRecord
 from ...core.sections import Section, field
 
-# %% ../../../nbs/8_objectives/epsilon/01_section.ipynb #e740bdb3
+# %% ../../../nbs/8_objectives/epsilon/01_section.ipynb #69750222
 RECORDS = [
     ObjectiveRecord(
         name="epsilon",
@@ -27,13 +27,15 @@ RECORDS = [
             "figures_kinds",
             "figures_seed",
             "held_out",
+            "validation_data",
             "held_out_sigmas",
+            "loss_sigmas",
             "shuffle_window",
             "caption_dropout",
             "caption_prefix",
             "caption_template",
             "text_tokens",
-            "enable_bucket",
+            "fit",
             "random_hw_adapt",
             "cache_batch",
             "data_workers",

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ["draw_u", "FlowBatches", "held_out_batch"]
 
-# %% ../../../nbs/8_objectives/flow/03_data.ipynb #01a86a6f
+# %% ../../../nbs/8_objectives/flow/03_data.ipynb #b8a1c8ed
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from ...core.randomness import share, stream, uniform
 from ...core.recipe import Recipe
 from ...data.buckets import rank_share
 from ...data.streams import sample_order
-from ...models.family import Family
+from ...models.family import Family, stack_sizes
 from .loss import density, shift, shift_factor, weight
 from ...training.encoding import CachedData, CachedSample
 
@@ -37,7 +37,7 @@ def draw_u(
     return (int(order[position]) + own) / recipe.global_batch
 
 
-# %% ../../../nbs/8_objectives/flow/03_data.ipynb #cb6f5a67
+# %% ../../../nbs/8_objectives/flow/03_data.ipynb #f05a39fc
 class FlowBatches:
     """Micro-batches for flow matching, as a function of the step."""
 
@@ -99,21 +99,33 @@ class FlowBatches:
     ) -> dict:  # x0, noise (B,C,h,w); sigma, weight (B,); conditioning; ids, epochs
         """A micro-batch of some samples."""
         latents = [self.latents(sample, epoch) for sample, epoch, _ in items]
-        x0 = torch.stack([x for x, _ in latents])
-        height, width = (n * self.family.latent_factor for n in x0.shape[-2:])
-        factor = shift_factor(self.recipe, self.family, height, width)
+        x0, sizes = stack_sizes([x for x, _ in latents])
         u = torch.tensor([u for *_, u in items], dtype=torch.float64).float()
-        sigma = shift(density(u, self.recipe.timestep_density), factor)
+        sigma = self.shifted(density(u, self.recipe.timestep_density), sizes or x0.shape[-2:])
         texts = [self.tensors[self.caption(sample, epoch)] for sample, epoch, _ in items]
+        conditioning = self.family.collate(texts)
+        if sizes:
+            conditioning["sizes"] = sizes
         return dict(
             x0=x0,
-            noise=torch.stack([noise for _, noise in latents]),
+            noise=stack_sizes([noise for _, noise in latents])[0],
             sigma=sigma,
             weight=weight(sigma, self.recipe.loss_weighting),
-            conditioning=self.family.collate(texts),
+            conditioning=conditioning,
             ids=[sample.id for sample, *_ in items],
             epochs=[epoch for _, epoch, _ in items],
         )
+
+    def shifted(
+        self,
+        sigma: Tensor,  # (B,) before the shift
+        sizes: list | tuple,  # (h,w) of the latents, of each sample or of all
+    ) -> Tensor:  # (B,)
+        """Shift each sigma by the size of its image."""
+        if isinstance(sizes, list):
+            return torch.stack([self.shifted(s, n) for s, n in zip(sigma, sizes, strict=True)])
+        height, width = (n * self.family.latent_factor for n in sizes)
+        return shift(sigma, shift_factor(self.recipe, self.family, height, width))
 
     def latents(self, sample: CachedSample, epoch: int) -> tuple[Tensor, Tensor]:  # Both (C,h,w)
         """Clean latents of a sample, drawn from the posterior where it has a width, and noise."""

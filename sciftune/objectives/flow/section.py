@@ -13,7 +13,7 @@ from pydantic import field_validator
 from ...core.registry import ObjectiveRecord
 from ...core.sections import Section, field
 
-# %% ../../../nbs/8_objectives/flow/01_section.ipynb #198d19ff
+# %% ../../../nbs/8_objectives/flow/01_section.ipynb #cd5b550f
 RECORDS = [
     ObjectiveRecord(
         name="flow",
@@ -29,13 +29,15 @@ RECORDS = [
             "figures_kinds",
             "figures_seed",
             "held_out",
+            "validation_data",
             "held_out_sigmas",
+            "loss_sigmas",
             "shuffle_window",
             "caption_dropout",
             "caption_prefix",
             "caption_template",
             "text_tokens",
-            "enable_bucket",
+            "fit",
             "random_hw_adapt",
             "cache_batch",
             "data_workers",

@@ -32,7 +32,7 @@ from sciftune.training.task import (
 from ...training.validation import held_out_sums, sample_images, to_device
 
 
-# %% ../../../nbs/8_objectives/flow/04_task.ipynb #4d845c9e
+# %% ../../../nbs/8_objectives/flow/04_task.ipynb #104612d3
 def held_out_loss(
     recipe: Recipe,
     objective: FlowMatching,
@@ -54,7 +54,9 @@ def held_out_loss(
             row[1, number % bins] = 1
         return rows
 
-    sums = held_out_sums(denoiser, engine, len(data.held), measure, recipe.micro_batch, heartbeat)
+    kinds = [sample.sizes for sample in data.held]
+    size = recipe.micro_batch
+    sums = held_out_sums(denoiser, engine, len(data.held), measure, size, heartbeat, kinds)
     if sums is None:
         return {}
     total, count = sums
@@ -77,6 +79,7 @@ class FlowTask(Task):
         base = self.data.base
         self.fingerprint = self.data.fingerprint
         self.rejected = self.data.rejected
+        self.samples = (len(self.data.train), len(self.data.held))
         self.keep = base is not None and not recipe.model_path.startswith("random")
         self.baseline = None  # Held-out loss of the model as it started
         scheduled = base if self.keep else None  # random weights follow the published schedule

@@ -85,10 +85,12 @@ def jsonl_files(
 
 # %% ../../../nbs/8_objectives/unified/03_data.ipynb #6cd3c110
 def hold_out_examples(
-    recipe: Recipe,  # Its data, held_out, seed and run_root
+    recipe: Recipe,  # Its data, held_out, validation_data, seed and run_root
     examples: list[Example],  # Of one file
 ) -> tuple[list[Example], list[Example]]:  # To train on, held out
-    """Set some examples of a file aside."""
+    """Set some examples of a file aside; none where there is a held-out file."""
+    if recipe.validation_data:
+        return examples, []
     if recipe.data != "figures":
         train, held = hold_out([e.id for e in examples], recipe.held_out, recipe.seed)
         return [examples[i] for i in train], [examples[i] for i in held]

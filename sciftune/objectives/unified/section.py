@@ -21,8 +21,10 @@ RECORDS = [
         work="sciftune.objectives.unified.work:UnifiedWork",
         reads=(
             "held_out",
+            "validation_data",
             "max_bad_fraction",
             "timestep_shift",
+            "loss_sigmas",
             "text_tokens",
             "lora_rank",
             "start_from",
@@ -46,7 +48,6 @@ class UnifiedSection(Section):
         expected_num_tokens="expected_tokens",
         max_num_tokens="max_tokens",
         max_num_tokens_per_sample="max_sample_tokens",
-        val_data_path="validation_data",
     )
 
     expected_tokens: int = field(
@@ -82,12 +83,6 @@ class UnifiedSection(Section):
     )
     attention: Literal["auto", "flex", "dense"] = field(
         "auto", "'auto' = flex attention on a GPU, dense masks on a CPU", identity=False
-    )
-    validation_data: str = field(
-        "",
-        "jsonl for the held-out loss beside the held_out samples",
-        identity=False,
-        instead="held_out=16 keeps so many samples of data for the held-out loss",
     )
 
     @staticmethod

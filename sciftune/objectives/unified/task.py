@@ -205,6 +205,8 @@ class UnifiedTask(Task):
         self.keep = base is not None
         self.group = groups[0]
         self.examples = [example for example in held if not example.fault]
+        trained = [e for group in groups for e in group.examples if not e.fault]
+        self.samples = (len(trained), len(self.examples))
         self.heartbeat("loading")
         self.networks = dict(denoiser=self._network())
         self.encoders = self._encoders()
@@ -216,6 +218,8 @@ class UnifiedTask(Task):
             recipe.ce_loss_reweighting,
             recipe.vision_start_ce_weight,
             self.rules.special.soi,
+            recipe.loss_sigmas,
+            self.config.timestep_shift,
         )
 
     def _set_aside(self, examples: list[Example]):
