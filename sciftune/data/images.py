@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 
-# %% ../../nbs/2_data/01_images.ipynb #16735ef4
+# %% ../../nbs/2_data/01_images.ipynb #7a3a5115
 class DataError(ValueError):
     """Data that cannot be used; the message names the file or row and what would be right.
 
@@ -55,6 +55,19 @@ class Sample:
     captions: tuple[str, ...]  # One or more, none empty
     width: int  # Pixels, as shown
     height: int  # Pixels, as shown
+
+    def __repr__(self) -> str:
+        """Everything but the bytes."""
+        said = (
+            f"{self.id!r}, {self.width}x{self.height}, {len(self.image)} bytes, {self.captions!r}"
+        )
+        return f"Sample({said})"
+
+    def _repr_png_(self) -> bytes:
+        """The picture, which a notebook shows; raises Pillow's errors for what is no image."""
+        shown = io.BytesIO()
+        to_rgb(open_image(self.image)).save(shown, "PNG")
+        return shown.getvalue()
 
 
 # %% ../../nbs/2_data/01_images.ipynb #c7c03b4f

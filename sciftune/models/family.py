@@ -23,19 +23,20 @@ __all__ = [
     "attended",
     "user_turn",
     "own_mean",
+    "image_batch",
     "Encoders",
     "Family",
     "get_family",
     "draw_pictures",
 ]
 
-# %% ../../nbs/4_models/02_family.ipynb #d16aecab
+# %% ../../nbs/4_models/02_family.ipynb #b1498ce2
 import copy
 import gc
 import inspect
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -311,6 +312,15 @@ def own_mean(
     mask = inside(sizes, *values.shape[2:], values.device)[:, None]
     counts = mask.flatten(1).sum(1) * values.shape[1]
     return values.masked_fill(~mask, 0).flatten(1).sum(1) / counts
+
+
+# %% ../../nbs/4_models/02_family.ipynb #54f9985e
+def image_batch(
+    pictures: Iterable[np.ndarray],  # (H,W,3) uint8 each, of one size, as `data.images.pixels`
+) -> Tensor:  # (B,3,H,W) fp32 in [-1,1], as `Family.encode_images` wants them
+    """Pictures as the input of an encoder: x/127.5 - 1."""
+    rows = [torch.from_numpy(picture).permute(2, 0, 1) for picture in pictures]
+    return torch.stack(rows).float() / 127.5 - 1
 
 
 # %% ../../nbs/4_models/02_family.ipynb #f0939249

@@ -32,7 +32,7 @@ __all__ = [
     "cache_data",
 ]
 
-# %% ../../nbs/7_training/07_encoding.ipynb #287651c0
+# %% ../../nbs/7_training/07_encoding.ipynb #6f737649
 import collections
 import hashlib
 import os
@@ -52,7 +52,7 @@ from ..data.buckets import Sizing, cut_line
 from ..data.cache import TensorCache, cache_key
 from ..data.images import open_image, pixels, to_rgb
 from ..data.sources import joined_quarantine, open_collection, open_collections
-from ..models.family import Family
+from ..models.family import Family, image_batch
 from ..planner.profile import weights_path
 from ..strategies.engine import Engine
 from ..toys.charts import drawn
@@ -256,7 +256,7 @@ def decoded_images(
             yield key, made.result()
 
 
-# %% ../../nbs/7_training/07_encoding.ipynb #09e025ac
+# %% ../../nbs/7_training/07_encoding.ipynb #5d67e537
 def encode_images(
     jobs: EncodingJobs,
     encoders: object,  # Of `family.load_encoders`
@@ -266,8 +266,7 @@ def encode_images(
     """Latents, `cache_batch` images of one size at a time."""
 
     def encode(same: list) -> tuple:
-        rows = [torch.from_numpy(image).permute(2, 0, 1) for _, image in same]
-        found = jobs.family.encode_images(encoders, torch.stack(rows).float() / 127.5 - 1)
+        found = jobs.family.encode_images(encoders, image_batch(image for _, image in same))
         tensors = [{n: t[j].cpu() for n, t in found.items()} for j in range(len(same))]
         return [key for key, _ in same], tensors
 
