@@ -5,18 +5,18 @@
 # %% auto #0
 __all__ = [
     "WHERE",
-    "COLUMNS",
+    "RESULT_COLUMNS",
     "found_runs",
-    "differing_fields",
+    "recipe_differences",
     "differences_table",
-    "shown_value",
+    "typed_value",
     "run_labels",
     "run_results",
     "results_table",
     "run_colour",
     "plot_losses",
     "plot_field",
-    "newest_pictures",
+    "pictures_by_prompt",
     "plot_pictures",
 ]
 
@@ -81,7 +81,7 @@ def found_runs(
 WHERE = ("name", "run_root", "resume", "launcher", "plan_check")  # Fields that change no number
 
 
-def differing_fields(
+def recipe_differences(
     runs: list[RunDir],
 ) -> dict[str, list[Any]]:  # Field -> its value in each run
     """The recipe fields in which the runs differ, in the order of the recipe."""
@@ -96,12 +96,12 @@ def differences_table(
     runs: list[RunDir],
 ) -> Table:
     """A row per field that differs, a column per run."""
-    differing = differing_fields(runs)
-    rows = [[name, *map(shown_value, values)] for name, values in differing.items()]
+    differing = recipe_differences(runs)
+    rows = [[name, *map(typed_value, values)] for name, values in differing.items()]
     return Table(["field", *run_labels(runs)], rows)
 
 
-def shown_value(
+def typed_value(
     value: Any,  # Of a recipe field
 ) -> str:
     """A value as one would type it."""
@@ -118,12 +118,12 @@ def run_labels(
 
 
 # %% ../../nbs/9_lab/21_compare.ipynb #a1e07006
-COLUMNS = ("state", "steps", "loss", "held-out, start", "held-out", "best", "s/step", "peak")
+RESULT_COLUMNS = ("state", "steps", "loss", "held-out, start", "held-out", "best", "s/step", "peak")
 
 
 def run_results(
     run: RunDir,
-) -> dict[str, str]:  # Column -> text, of `COLUMNS` and of `SCORES`
+) -> dict[str, str]:  # Column -> text, of `RESULT_COLUMNS` and of `SCORES`
     """What a run has to show so far."""
     rows, held = train_rows(run), validation_rows(run)
     losses, seen = smooth(column(rows, "loss")), column(held, "held_out")
@@ -139,7 +139,7 @@ def run_results(
         _digits(median_of(rows, "step_time")),
         readable_size(measured_peak(run)),
     ]
-    return dict(zip(COLUMNS, shown, strict=True)) | _evaluated(run)
+    return dict(zip(RESULT_COLUMNS, shown, strict=True)) | _evaluated(run)
 
 
 def _digits(value: float) -> str:
@@ -162,7 +162,7 @@ def results_table(
 ) -> Table:
     """A row per run; a score that only some runs have is a dash for the others."""
     results = [run_results(run) for run in runs]
-    names = [*COLUMNS, *(n for n in SCORES.values() if any(n in found for found in results))]
+    names = [*RESULT_COLUMNS, *(n for n in SCORES.values() if any(n in found for found in results))]
     labels = run_labels(runs)
     rows = [
         [label, *(r.get(n, "–") for n in names)] for label, r in zip(labels, results, strict=True)
@@ -215,7 +215,7 @@ def plot_field(
     name: str,  # A field with a number that differs
 ) -> Figure:
     """The best held-out loss of each run over one of its fields."""
-    values = differing_fields(runs).get(name)
+    values = recipe_differences(runs).get(name)
     numbers = values and all(isinstance(v, (int, float)) for v in values)
     held = [column(validation_rows(run), "held_out") for run in runs]
     if not numbers or not any(np.isfinite(h).any() for h in held):
@@ -231,7 +231,7 @@ def plot_field(
 
 
 # %% ../../nbs/9_lab/21_compare.ipynb #1dcc6d51
-def newest_pictures(
+def pictures_by_prompt(
     run: RunDir,
 ) -> dict[str, Path]:  # Prompt -> file
     """The newest validation image of each prompt."""
@@ -248,7 +248,7 @@ def plot_pictures(
     rows: int = 6,  # Prompts, at most
 ) -> Figure:
     """The newest pictures of each run for the prompts that most runs have."""
-    pictures = [newest_pictures(run) for run in runs]
+    pictures = [pictures_by_prompt(run) for run in runs]
     prompts = dict.fromkeys(prompt for found in pictures for prompt in found)
     shared = sorted(prompts, key=lambda prompt: -sum(prompt in found for found in pictures))[:rows]
     if not shared:

@@ -29,8 +29,8 @@ import yaml
 from ..core.recipe import Recipe
 from ..core.rundir import RunDir
 from .command import CommandError, papermill_options, run_notebook
-from .compare import found_runs, results_table, shown_value
-from .launch import LaunchError, project_root, recipe_from, state, with_absolute_paths
+from .compare import found_runs, results_table
+from .launch import recipe_from, state, with_absolute_paths
 from .tables import table_text
 
 # %% ../../nbs/9_lab/22_sweep.ipynb #a5b5b181
@@ -119,7 +119,7 @@ def run_points(
     points: list[Point],
     launch: Callable = run_notebook,  # ('run', settings) -> exit code
 ) -> int:  # 0; 1 when a point failed; 130 when it was interrupted
-    """Train every point that has not finished. Raises LaunchError before the first for a wrong one."""
+    """Train every point that has not finished. Raises LaunchError if one is wrong."""
     recipes = [point.recipe() for point in points]
     failed = []
     for number, (point, recipe) in enumerate(zip(points, recipes, strict=True), 1):

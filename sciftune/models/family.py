@@ -19,7 +19,7 @@ __all__ = [
     "stack_rows",
     "compute_dtype",
     "stack_sizes",
-    "inside",
+    "image_mask",
     "attended",
     "user_turn",
     "own_mean",
@@ -262,7 +262,7 @@ def stack_sizes(
     return torch.stack(rows), sizes
 
 
-def inside(
+def image_mask(
     sizes: list,  # (h,w) of each sample
     height: int,
     width: int,
@@ -282,7 +282,7 @@ def attended(
     text: Tensor,  # (B,T), 0 = padding of a caption that is not attended to
 ) -> Tensor:  # (B,1,1,T+N), True = attended to
     """The mask over [text, image] of a joint attention."""
-    image = inside(sizes, *x.shape[2:], x.device)[:, ::patch, ::patch].flatten(1)
+    image = image_mask(sizes, *x.shape[2:], x.device)[:, ::patch, ::patch].flatten(1)
     return torch.cat((text.bool(), image), 1)[:, None, None]
 
 
@@ -309,7 +309,7 @@ def own_mean(
     """Mean over the latents of each sample's image, without the padding beside it."""
     if sizes is None:
         return values.flatten(1).mean(1)
-    mask = inside(sizes, *values.shape[2:], values.device)[:, None]
+    mask = image_mask(sizes, *values.shape[2:], values.device)[:, None]
     counts = mask.flatten(1).sum(1) * values.shape[1]
     return values.masked_fill(~mask, 0).flatten(1).sum(1) / counts
 
