@@ -27,7 +27,7 @@ from .registry import RegistryError, records
 from .secrets import masked
 from .sections import SECTIONS, RecipeError
 
-# %% ../../nbs/1_core/04_aliases.ipynb #41391f02
+# %% ../../nbs/1_core/04_aliases.ipynb #e5cd41d8
 ALIASES = dict(
     lr="learning_rate",
     total_steps="steps",
@@ -46,6 +46,8 @@ ALIASES = dict(
     image_sample_size="resolution",
     enable_bucket="fit",
     max_train_steps="steps",
+    report_to="trackers",
+    wandb_project="tracker_project",
     checkpointing_steps="checkpoint_steps",
     checkpoints_total_limit="checkpoints_kept",
     resume_from_checkpoint="resume",

@@ -656,6 +656,12 @@ class OutputSection(Section):
     trackers: str = field(
         "", "'wandb', 'tensorboard' or both, separated by a comma", identity=False
     )
+    tracker_project: str = field(
+        "",
+        "project in the trackers; empty = WANDB_PROJECT, else sciftune",
+        identity=False,
+        needs="trackers",
+    )
     checkpoint_steps: int = field(
         50, "a checkpoint every so many steps; 0 = only the last", identity=False, ge=0
     )
@@ -673,7 +679,9 @@ class OutputSection(Section):
     def _trackers(cls, names: str) -> str:
         given = {name.strip() for name in names.split(",") if name.strip()}
         if unknown := sorted(given - {"wandb", "tensorboard"}):
-            raise ValueError(f"unknown tracker {unknown}; allowed: 'wandb', 'tensorboard'")
+            raise ValueError(
+                f"unknown tracker {unknown}; allowed: 'wandb', 'tensorboard', or empty for none"
+            )
         return names
 
 

@@ -110,7 +110,8 @@ def _slower_than_planned(recipe: Recipe, step: float, planned: float | None) -> 
 
 
 def _slower_than_before(recipe: Recipe, step: float, best: float | None) -> Finding | None:
-    if not best or step <= 1.5 * best or step <= 0.5 or recipe.varied:
+    areas_differ = recipe.random_hw_adapt or recipe.bucket_sides  # Else buckets have about one area
+    if not best or step <= 1.5 * best or step <= 0.5 or areas_differ:
         return None
     return Finding(
         "slow step: slower than before",

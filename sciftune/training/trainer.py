@@ -4,6 +4,7 @@
 
 # %% auto #0
 __all__ = [
+    "BROKEN",
     "StopRequest",
     "SaveRequest",
     "Run",
@@ -11,6 +12,7 @@ __all__ = [
     "train_steps",
     "finish_run",
     "train",
+    "lost_rank",
     "run_rank",
 ]
 
@@ -32,9 +34,10 @@ if (
 ):
     read_ahead(sys.argv[1])  # before torch is imported
 
-# %% ../../nbs/7_training/14_trainer.ipynb #7cebadc1
+# %% ../../nbs/7_training/14_trainer.ipynb #0246bcfe
 import contextlib
 import json
+import re
 import signal
 import time
 import traceback
@@ -518,7 +521,23 @@ def _train(recipe: Recipe, run_dir: RunDir) -> None:
         raise
 
 
-# %% ../../nbs/7_training/14_trainer.ipynb #49398916
+# %% ../../nbs/7_training/14_trainer.ipynb #2fd349ae
+BROKEN = re.compile(r"(closed|reset) by peer|Broken pipe|remote process exited", re.I)
+
+
+def lost_rank(
+    error: BaseException,
+) -> str:  # '' where the error has another cause
+    """What to do when the connection to another rank broke."""
+    if not isinstance(error, RuntimeError) or not BROKEN.search(str(error)):
+        return ""
+    return (
+        "the connection to another rank broke: that rank, or another machine with its ranks, has "
+        "ended. Its own log says why; then start all of them again with resume=latest"
+    )
+
+
+# %% ../../nbs/7_training/14_trainer.ipynb #19d2186e
 def run_rank(
     arguments: list[str],  # Of the command line: recipe.yaml
 ) -> None:
@@ -551,9 +570,11 @@ def _exit_code(recipe_file: str) -> int:
             traceback.print_exc()
         print(f"rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
-    except BaseException:
+    except BaseException as error:
         print(f"rank {rank} failed:", file=sys.stderr)
         traceback.print_exc()
+        if said := lost_rank(error):
+            print(f"rank {rank}: {said}", file=sys.stderr)
         return 1
 
 
