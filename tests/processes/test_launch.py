@@ -1,6 +1,7 @@
 """The launch notebook under papermill, and what must hold in a fresh process."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -120,7 +121,7 @@ def test_run_from_inside_nbs(papermill, tmp_path, root, runs):
     )
     assert (
         state(run) == "finished"
-        and (run.path / "report.html").read_text().count("<img") >= 6
+        and len(re.findall("<(?:img|svg)", run.report.with_suffix(".html").read_text())) >= 6
         and (run.model / "model_index.json").exists()
     )
     out = nbformat.read(tmp_path / "out.ipynb", 4)

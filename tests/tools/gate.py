@@ -366,6 +366,15 @@ def launch_notebook() -> Iterator[str]:
         yield "nbs/launch.ipynb is kept without outputs"
 
 
+def noisy_outputs() -> Iterator[str]:
+    """Stored outputs are for readers: warnings of libraries name the paths of one machine."""
+    for path in notebooks():
+        for cell in code_cells(json.loads(path.read_text())):
+            if any(output.get("name") == "stderr" for output in cell["outputs"]):
+                yield f"{path.relative_to(ROOT)} stores an output of stderr: remove it"
+                break
+
+
 def count_examples(path: Path) -> tuple[int, int]:
     """(cells that export a definition, cells that assert) of a notebook."""
     asserts = re.compile(r"\bassert\b|\btest_|with_raises|raises\(|ExceptionExpected")
@@ -435,6 +444,7 @@ CHECKS = [
     long_readme,
     doubled_numbers,
     launch_notebook,
+    noisy_outputs,
     heavy,
     unformatted,
     linted,
