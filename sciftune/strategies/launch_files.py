@@ -5,7 +5,6 @@
 # %% auto #0
 __all__ = [
     "TRAINER",
-    "RENDEZVOUS_PORT",
     "launch_command",
     "loopback_interface",
     "launch_environment",
@@ -15,7 +14,7 @@ __all__ = [
     "write_configs",
 ]
 
-# %% ../../nbs/5_strategies/17_launch_files.ipynb #6d035d3a
+# %% ../../nbs/5_strategies/17_launch_files.ipynb #f9cc28fb
 import json
 import os
 import re
@@ -29,7 +28,7 @@ from ..core.plan import Plan
 from ..core.processes import on_cpu, world_size
 from ..core.recipe import Recipe
 from ..core.rundir import RunDir, cores, write_atomic
-from .strategy import Strategy, apply_plan
+from .strategy import RENDEZVOUS_PORT, Strategy, apply_plan
 
 # %% ../../nbs/5_strategies/17_launch_files.ipynb #89a27f33
 TRAINER = "sciftune.training.trainer"  # module that every process runs
@@ -80,10 +79,7 @@ def launch_environment(
     return environment | strategy.environment()
 
 
-# %% ../../nbs/5_strategies/17_launch_files.ipynb #99dfe694
-RENDEZVOUS_PORT = 29500  # Where several machines meet when the recipe names no port
-
-
+# %% ../../nbs/5_strategies/17_launch_files.ipynb #03188eb5
 def torchrun_command(
     strategy: Strategy,
     run: RunDir,

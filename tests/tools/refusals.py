@@ -275,7 +275,7 @@ CASES = [
         "needs hybrid_shard or num_shard beside it",
         fsdp_sharding_strategy="HYBRID_SHARD_ZERO2",
     ),
-    asked("Names of other scripts", "held_out=16 keeps so many samples", val_data_path="v.jsonl"),
+    asked("Names of other scripts", "no such file or folder: v.jsonl", val_data_path="v.jsonl"),
     asked("Names of other scripts", "needs objective 'dmd2'", generator_lr=1e-5),
     asked("Name and folders", "run_root: must name a folder, for example 'runs'", run_root=""),
     asked("Name and folders", "file is a file; give a folder", run_root="{folder}/file"),
