@@ -16,6 +16,7 @@ docs/generated/kills.md is written from all lines, so that a series can be stopp
 import argparse
 import datetime
 import json
+import os
 import random
 import shutil
 import tempfile
@@ -201,6 +202,7 @@ class Series:
             slowest=round(self.slowest, 1),
             date=str(datetime.date.today()),
             torch=torch.__version__,
+            cores=os.cpu_count(),
         )
 
 
@@ -229,9 +231,11 @@ def write_table(folder):
                 + (sum(line["orphans"] for line in mine), max(line["slowest"] for line in mine))
             )
     dates = sorted({line["date"] for line in lines})
+    cores = sorted({line["cores"] for line in lines})
     text = f"""# Kills of real runs
 
-Tiny models on CPU cores, two processes unless `single`, started as `launch` starts them;
+Tiny models on machines with {", ".join(map(str, cores))} CPU cores, two processes unless
+`single`, started as `launch` starts them;
 SIGKILL to one process, chosen at random, or to all. `numbers missing` counts losses and gradient
 norms of any step that the record lacks at the end; the deviation is relative to a run that was
 never killed; an orphan is a process that lived on for more than {GONE} s. {dates[0]} to
