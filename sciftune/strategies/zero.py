@@ -5,6 +5,7 @@
 # %% auto #0
 __all__ = [
     "RECORDS",
+    "REPLACED",
     "BUCKET",
     "SUB_GROUP",
     "HOST_SUB_GROUP",
@@ -228,12 +229,28 @@ class ZeroNetwork(Network):
         self.zero.update_lp_params()
 
 
-# %% ../../nbs/5_strategies/15_zero.ipynb #5e1f0d04
+# %% ../../nbs/5_strategies/15_zero.ipynb #5722d804
+REPLACED = (  # Of DeepSpeedZeroOptimizer_Stage3: read, then three methods that are replaced
+    "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition",
+    "_offload_grad_partition_at_boundary",
+    "_prepare_sub_group",
+    "_release_sub_group",
+)
+
+
 def drop_host_gradients(
     zero: object,  # DeepSpeedZeroOptimizer_Stage3 with its states in host memory; changed
 ):
-    """Keep no fp32 gradients on the host but those of the sub-group that is updated."""
-    buffers = zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+    """Keep no fp32 gradients on the host but those of the sub-group that is updated.
+
+    Raises RecipeError for a DeepSpeed that does this in another way.
+    """
+    if lacking := [name for name in REPLACED if not hasattr(zero, name)]:
+        raise RecipeError(
+            f"offload: this DeepSpeed has no {lacking[0]}, in whose place sciftune puts its own; "
+            "install deepspeed==0.19.8"
+        )
+    buffers = getattr(zero, REPLACED[0])
     seen = set()  # Parameters that have a gradient in this step
 
     def at_boundary(parameter: nn.Parameter, gradient: Tensor, *_: dict):
