@@ -111,6 +111,7 @@ class ObjectiveRecord(Record):
     models: tuple[str, ...] = ()  # That it can train, besides those whose record names it
     strategies: tuple[str, ...] = ()  # That can run it; () = all
     why_strategies: str = ""  # Why not the others
+    sequences: bool = False  # Its data are sequences of text and images, not captioned images
     one_network: bool = True  # Whether a step passes through one trained network and nothing else
     trains_whole: bool = False  # Whether a network is trained whole although lora_rank is set
     presets: dict[str, dict] = {}  # Recipe fields that it changes in a preset

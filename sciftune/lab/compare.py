@@ -9,7 +9,6 @@ __all__ = [
     "found_runs",
     "recipe_differences",
     "differences_table",
-    "typed_value",
     "run_labels",
     "run_results",
     "results_table",
@@ -44,16 +43,16 @@ from sciftune.lab.plots import (
     empty_figure,
     figure,
     image_grid,
-    image_steps,
     measured_peak,
     median_of,
-    read_prompts,
     readable_size,
+    short_number,
     smooth,
     train_rows,
     validation_rows,
 )
 from .scores import SCORES, read_evaluation
+from .summary import picture_rows, typed_value
 
 
 # %% ../../nbs/9_lab/21_compare.ipynb #21dd4868
@@ -101,13 +100,6 @@ def differences_table(
     return Table(["field", *run_labels(runs)], rows)
 
 
-def typed_value(
-    value: Any,  # Of a recipe field
-) -> str:
-    """A value as one would type it."""
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
 def run_labels(
     runs: list[RunDir],
 ) -> list[str]:
@@ -132,18 +124,14 @@ def run_results(
     shown = [
         state(run),
         f"{rows[-1]['step'] if rows else 0} of {Recipe.load(run.recipe).steps}",
-        _digits(losses[-1] if rows else math.nan),
-        _digits(start),
-        _digits(seen[-1] if held else math.nan),
-        f"{_digits(best['held_out'])} (step {best['step']})" if best else "–",
-        _digits(median_of(rows, "step_time")),
+        short_number(losses[-1] if rows else math.nan),
+        short_number(start),
+        short_number(seen[-1] if held else math.nan),
+        f"{short_number(best['held_out'])} (step {best['step']})" if best else "–",
+        short_number(median_of(rows, "step_time")),
         readable_size(measured_peak(run)),
     ]
     return dict(zip(RESULT_COLUMNS, shown, strict=True)) | _evaluated(run)
-
-
-def _digits(value: float) -> str:
-    return "–" if not math.isfinite(value) else f"{value:.4g}"
 
 
 def _evaluated(run: RunDir) -> dict[str, str]:
@@ -235,12 +223,7 @@ def pictures_by_prompt(
     run: RunDir,
 ) -> dict[str, Path]:  # Prompt -> file
     """The newest validation image of each prompt."""
-    folders = image_steps(run)
-    if not folders:
-        return {}
-    files = sorted(folders[-1].glob("*.png"))
-    prompts = read_prompts(folders[-1])
-    return {(prompts[i] if i < len(prompts) else file.name): file for i, file in enumerate(files)}
+    return {row.prompt: row.newest[1] for row in picture_rows(run) if row.newest}
 
 
 def plot_pictures(

@@ -122,7 +122,7 @@ from sciftune.core.recipe import (
     launch_preset,
     resolve,
 )
-from ..core.registry import nearest
+from ..core.registry import find_record, nearest
 from ..core.rundir import RunDir, new_run, write_atomic
 from ..core.secrets import keep_secrets
 
@@ -602,7 +602,8 @@ def data_looked_at(
 ) -> Iterator[None]:
     """Look at the data of a run meanwhile, and print the three worst findings."""
     files = any(path != "figures" and "://" not in path for path, _ in recipe.sources)
-    if not files or recipe.resume or recipe.objective == "unified":
+    sequences = find_record("objectives", recipe.objective).sequences
+    if not files or recipe.resume or sequences:
         yield
         return
     words = [sys.executable, "-m", "sciftune.lab.look", str(recipe_path), str(findings)]

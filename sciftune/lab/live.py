@@ -145,9 +145,8 @@ def newest_pictures(
     """The pictures of the last validation."""
     found = []
     for row in picture_rows(run)[:most]:
-        steps = [one for one in row.pictures if one[0].startswith(("before", "step"))]
         try:
-            found += [(label, data_uri(path, 256)) for label, path in steps[-1:]]
+            found += [(label, data_uri(path, 256)) for label, path in filter(None, [row.newest])]
         except OSError:  # being written
             continue
     return found

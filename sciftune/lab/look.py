@@ -20,6 +20,7 @@ from PIL import Image, UnidentifiedImageError
 
 from ..core.presets import nano_folder
 from ..core.recipe import Recipe, RecipeError, checked
+from ..core.registry import find_record
 from ..core.rundir import cache_root, write_atomic
 from ..data.buckets import Sizing, crop_loss, nearest_size, size_inside
 from sciftune.data.duplicates import (
@@ -492,8 +493,8 @@ def opened_data(
     """Open the data of a recipe with all that can be used of it. Raises DataError for none."""
     from sciftune.training.encoding import data_path
 
-    if recipe.objective == "unified":
-        raise DataError("data: examples of unified training are no collection of images")
+    if find_record("objectives", recipe.objective).sequences:
+        raise DataError(f"data: what {recipe.objective} trains on is no collection of images")
     return open_collections(
         [data_path(recipe, path) for path, _ in recipe.sources],
         max_bad_fraction=1,

@@ -44,6 +44,7 @@ __all__ = [
     "quarantined",
     "median_of",
     "plan_against_use",
+    "short_number",
     "update_rows",
     "telling_updates",
     "plot_updates",
@@ -746,8 +747,8 @@ def plan_against_use(
     last = rows[-1]["step"] if rows else 0
     bad = f"at most {recipe.max_bad_fraction:.0%}" if recipe else "–"
     host = plan.run.host_gib if plan.chosen else math.nan
-    used = _number(now) + ("" if math.isnan(change) else f" ({change:+.1f} %)")
-    seconds = _number(median_of(rows, "step_time"), " s")
+    used = short_number(now) + ("" if math.isnan(change) else f" ({change:+.1f} %)")
+    seconds = short_number(median_of(rows, "step_time"), " s")
     lines = [
         ["optimizer steps", recipe.steps if recipe else "–", last],
         [
@@ -756,15 +757,18 @@ def plan_against_use(
             readable_size(measured_peak(run)),
         ],
         ["host memory", readable_size(host), readable_size(max(hosts, default=math.nan))],
-        ["time per step (median)", _number(plan.step_time or math.nan, " s"), seconds],
-        ["samples per second (median)", "–", _number(median_of(rows, "samples_per_second"))],
-        ["held-out loss", f"{_number(start)} (start)", used],
+        ["time per step (median)", short_number(plan.step_time or math.nan, " s"), seconds],
+        ["samples per second (median)", "–", short_number(median_of(rows, "samples_per_second"))],
+        ["held-out loss", f"{short_number(start)} (start)", used],
         ["rows of data set aside", bad, quarantined(run)],
     ]
     return Table(["", "plan", "used"], lines)
 
 
-def _number(value: float, unit: str = "") -> str:
+def short_number(
+    value: float,
+    unit: str = "",
+) -> str:
     """`value` with four digits, a dash for nan."""
     return "–" if math.isnan(value) else f"{value:.4g}{unit}"
 

@@ -24,6 +24,7 @@ __all__ = [
     "Number",
     "five_numbers",
     "differing_fields",
+    "typed_value",
     "environment_rows",
     "PictureRow",
     "picture_rows",
@@ -411,13 +412,15 @@ def differing_fields(
         return []
     own = recipe.model_dump()
     return [
-        (name, _shown(usual[name]), _shown(own[name]))
+        (name, typed_value(usual[name]), typed_value(own[name]))
         for name in own
         if name not in PLACES and own[name] != usual[name]
     ]
 
 
-def _shown(value: object) -> str:
+def typed_value(
+    value: object,  # Of a recipe field
+) -> str:
     """A value as it is typed."""
     if isinstance(value, (tuple, list)):
         return ", ".join(map(str, value)) or "none"
@@ -455,6 +458,12 @@ class PictureRow:
 
     prompt: str
     pictures: tuple[tuple[str, Path], ...]  # (what it is, file)
+
+    @property
+    def newest(self) -> tuple[str, Path] | None:
+        """The picture of the last step; None where there are only others to compare with."""
+        drawn = [one for one in self.pictures if one[0] not in REFERENCES.values()]
+        return drawn[-1] if drawn else None
 
 
 REFERENCES = {"teacher": "the teacher", "truth": "the true figure"}  # Folders beside step_XXXXXX

@@ -19,6 +19,7 @@ RECORDS = [
         section="sciftune.objectives.unified.section:UnifiedSection",
         task="sciftune.objectives.unified.task:UnifiedTask",
         work="sciftune.objectives.unified.work:UnifiedWork",
+        sequences=True,
         reads=(
             "held_out",
             "validation_data",
