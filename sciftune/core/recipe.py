@@ -13,6 +13,7 @@ __all__ = [
     "why_unread",
     "unread_fields",
     "check_model",
+    "check_parts",
     "check_batches",
     "check_length",
     "check_strategy",
@@ -182,6 +183,21 @@ def check_model(
             f"timestep_shift: '{recipe.timestep_shift}' does not suit {recipe.model}; "
             f"use {_listed(family.timestep_shifts)}, or a number"
         )
+    check_parts(recipe, family.parts)
+
+
+def check_parts(
+    recipe: Fields,  # Each field is valid by itself
+    parts: tuple[str, ...],  # Of the model's record
+):
+    """With `model_path='parts'` all parts of the model are named."""
+    if recipe.model_path != "parts":
+        return
+    if not parts:
+        able = [m.name for m in records("models").values() if m.parts]
+        raise ValueError(f"model_path: 'parts' needs model {_listed(able)}, not {recipe.model}")
+    if missing := [name for name in parts if not getattr(recipe, name)]:
+        raise ValueError(f"model_path: 'parts' needs {' and '.join(missing)}")
 
 
 # %% ../../nbs/1_core/05_recipe.ipynb #ca15b42b

@@ -198,7 +198,8 @@ class ModelSection(Section):
     model_path: str = field(
         "tiny",
         "diffusers folder, hub id, 'tiny' (offline stand-in, random), 'nano' (small trained model "
-        "of this package) or 'random' (real size, random weights)",
+        "of this package), 'random' (real size, random weights) or 'parts' (bagel: llm_path, "
+        "vit_path and vae_path)",
     )
     revision: str = field("", "hub revision of model_path; empty = main")
     objective: str = field(

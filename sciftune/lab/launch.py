@@ -194,7 +194,16 @@ def _nothing(field: str, path: str, root: Path) -> str:
 
 
 # %% ../../nbs/9_lab/02_launch.ipynb #df6ad4fa
-INPUT_FIELDS = ("prompts", "start_from", "validation_data", "metadata", "lora_path")
+INPUT_FIELDS = (
+    "prompts",
+    "start_from",
+    "validation_data",
+    "metadata",
+    "lora_path",
+    "llm_path",
+    "vit_path",
+    "vae_path",
+)
 
 
 def absolute_input(
@@ -222,7 +231,7 @@ def with_absolute_paths(
         data = ",".join(f"{absolute_data(path, root)}:{weight}" for path, weight in parts)
     paths = {name: absolute_input(name, getattr(recipe, name), root) for name in INPUT_FIELDS}
     paths["nvme_path"] = absolute_path(recipe.nvme_path, root)
-    if recipe.model_path not in ("tiny", "nano", "random"):
+    if recipe.model_path not in ("tiny", "nano", "random", "parts"):
         paths["model_path"] = absolute_path(recipe.model_path, root)
     if recipe.resume != "latest":
         paths["resume"] = absolute_path(recipe.resume, root)
