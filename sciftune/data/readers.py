@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import itertools
 import json
 import os
@@ -14,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -39,6 +41,11 @@ __all__ = [
     "Files",
     "Parquet",
     "parquet_shards",
+    "Cell",
+    "cell_path",
+    "parse_cell",
+    "cell_bytes",
+    "image_bytes",
     "check_listed_files",
     "HuggingFace",
 ]
@@ -421,6 +428,72 @@ def parquet_shards(
     if len(set(splits.values())) > 1 and "train" in splits.values():
         return [path for path in paths if splits[path] == "train"]
     return paths
+
+
+# %% ../../nbs/2_data/02_readers.ipynb #3ccee14d
+class Cell(NamedTuple):
+    """Where an image lies in a parquet file."""
+
+    file: str
+    group: int  # Row group
+    row: int  # In the row group
+    column: str
+    item: int | None = None  # In a list of images
+
+
+def cell_path(
+    *where,  # As in `Cell`
+) -> str:
+    """A cell as a path."""
+    file, *rest = where
+    return f"{file}#{':'.join(map(str, rest))}"
+
+
+@functools.lru_cache(1 << 16)
+def parse_cell(
+    path: str,  # Of an image
+) -> Cell | None:  # None = it is a file
+    """The cell that a path means."""
+    found = re.fullmatch(r"(.+\.parquet)#(\d+):(\d+):(\w+?)(?::(\d+))?", str(path))
+    if not found:
+        return None
+    file, group, row, column, item = found.groups()
+    return Cell(file, int(group), int(row), column, None if item is None else int(item))
+
+
+def cell_bytes(
+    path: str,  # Of `cell_path`
+    count: int | None = None,  # Items that its list must have; None = any
+) -> bytes:
+    """Read an image; its row group stays with this thread.
+
+    Raises DataError for a list of another length, and OSError when the file cannot be read.
+    """
+    cell = parse_cell(path)
+    status = os.stat(cell.file)
+    at = (*cell[:2], cell.column, status.st_size, status.st_mtime_ns)
+    if getattr(_local, "cell_at", None) != at:
+        try:
+            file = pq.ParquetFile(cell.file, memory_map=True)
+            _local.cells = file.read_row_group(cell.group, columns=[cell.column]).column(0)
+        except (pa.ArrowException, OSError) as e:
+            raise OSError(f"{cell.file}: row group {cell.group} cannot be read: {e}") from e
+        _local.cell_at = at
+    value = _local.cells[cell.row]
+    if cell.item is not None:
+        length = len(value) if value.is_valid else 0
+        if count is not None and length != count:
+            raise DataError(f"{cell.column} has {length} pictures, instruction_list needs {count}")
+        value = value[cell.item]
+    value = value.as_py()
+    return (value.get("bytes") if isinstance(value, dict) else value) or b""
+
+
+def image_bytes(
+    path: str | Path,  # Of a file, or of a cell
+) -> bytes:
+    """The bytes of an image."""
+    return cell_bytes(str(path)) if parse_cell(str(path)) else Path(path).read_bytes()
 
 
 # %% ../../nbs/2_data/02_readers.ipynb #30b8f31b
