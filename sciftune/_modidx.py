@@ -820,6 +820,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'sciftune.data.sequences.Segment': ('2_data/sequences.html#segment', 'sciftune/data/sequences.py'),
                                          'sciftune.data.sequences.SpecialTokens': ( '2_data/sequences.html#specialtokens',
                                                                                     'sciftune/data/sequences.py'),
+                                         'sciftune.data.sequences._with_digest': ( '2_data/sequences.html#_with_digest',
+                                                                                   'sciftune/data/sequences.py'),
                                          'sciftune.data.sequences.add_sample': ( '2_data/sequences.html#add_sample',
                                                                                  'sciftune/data/sequences.py'),
                                          'sciftune.data.sequences.decoded_image': ( '2_data/sequences.html#decoded_image',

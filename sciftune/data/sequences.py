@@ -304,6 +304,7 @@ class Example:
     segments: tuple[Segment, ...]
     where: str = ""  # File and line, for errors
     fault: str = ""  # Why it is set aside; empty = nothing known against it
+    digest: str = ""  # Of images that lie in a parquet file; '' = they are files
 
     @property
     def targets(self) -> bool:
@@ -726,9 +727,19 @@ def verify_examples(
     verify_once(source, f"{path}", cache)
     images = {row.key: row for row in source.rows}
     examples = [verified_example(example, images) for example in examples]
+    if not isinstance(source, Files):
+        examples = [_with_digest(example, images) for example in examples]
     rows = [Row(example.where, id=example.id, fault=example.fault) for example in examples]
     set_aside(rows, max_bad_fraction, quarantine, path)
     return examples
+
+
+def _with_digest(example: Example, images: dict[str, Row]) -> Example:
+    """An example with one digest of the bytes of its images."""
+    if example.fault:
+        return example
+    together = "".join(images[file].digest for file in example.files)
+    return replace(example, digest=hashlib.sha256(together.encode()).hexdigest())
 
 
 def verified_example(
@@ -1390,7 +1401,8 @@ def fingerprint(
             segments = [
                 replace(s, paths=tuple(Path(p).name for p in s.paths)) for s in example.segments
             ]
-            digest.update(repr((example.id, segments)).encode())
+            own = (example.digest,) if example.digest else ()
+            digest.update(repr((example.id, segments, *own)).encode())
     return digest.hexdigest()
 
 
