@@ -62,7 +62,7 @@ import torch
 
 from ..core.plan import Plan, PlanRow
 from ..core.processes import world_size
-from ..core.recipe import Recipe, RecipeError
+from ..core.recipe import Recipe, RecipeError, epochs_line
 from ..core.registry import StrategyRecord, find_record, records
 from ..core.rundir import RunDir, gpus
 from ..models.weights import ENCODING_ROOM
@@ -585,7 +585,8 @@ def plan(
     strategy, notes = settled(model, asked, machine), list(asked.policy.notes)
     if recipe.profile_block and machine.cuda and torch.cuda.is_available():
         model = replace(model, times=_measured_times(recipe, family, base, dtype, notes))
-    notes += filter(None, [encoding_note(recipe, family, base, machine)])
+    encoding = encoding_note(recipe, family, base, machine)
+    notes += filter(None, [epochs_line(recipe), encoding])
     mine = plan_row(model, strategy, machine)
     words = _better(model, recipe, strategy, machine, mine)
     if machine.cuda and not mine.fits and not words:
