@@ -77,6 +77,7 @@ class FamilyRecord(Record):
         "linear",
         "empirical",
     )  # Named ones that it can compute
+    references: int = 0  # Most reference images of a sample; 0 = it takes none
     float32_inputs: bool = False  # Blocks get float32 tables (rotary) that must not be cast
     nano: bool = False  # A small trained model of it is in the package
     values: dict = {}  # Recipe fields that it changes in every preset
