@@ -169,13 +169,20 @@ def unread_fields(
 def check_model(
     recipe: Fields,  # Each field is valid by itself
 ):
-    """The model has this objective, and can compute this shift of the timesteps."""
+    """The model has this objective, takes reference images, and can compute this shift."""
     family = find_record("models", recipe.model)
     objective = find_record("objectives", recipe.objective)
     if recipe.objective not in family.objectives and recipe.model not in objective.models:
         raise ValueError(
             f"objective: '{recipe.objective}' does not suit {recipe.model}; "
             f"use {_listed(family.objectives)}"
+        )
+    if recipe.reference_images > family.references:
+        able = [r.name for r in records("models").values() if r.references]
+        takes = f"at most {family.references}" if family.references else "none"
+        raise ValueError(
+            f"reference_images: {recipe.reference_images} with model '{recipe.model}', which takes "
+            f"{takes}; reference images are for {_listed(able)}"
         )
     named = ("none", "linear", "empirical")
     if recipe.timestep_shift in named and recipe.timestep_shift not in family.timestep_shifts:

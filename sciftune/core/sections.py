@@ -285,6 +285,29 @@ class DataSection(Section):
         le=1,
     )
     resolution: int = field(64, "square side in pixels, a multiple of 16", ge=16, le=4096)
+    reference_images: int = field(
+        0,
+        "most reference images of a sample, the sources of an edit; the plan counts so many; "
+        "0 = the data have none",
+        optional=True,
+        ge=0,
+        le=16,
+    )
+    reference_side: int = field(
+        0,
+        "reference images of a larger area than a square of this side are scaled down to it; "
+        "0 = as the model's pipeline does",
+        needs="reference_images",
+        ge=0,
+        le=4096,
+    )
+    reference_dropout: float = field(
+        0.0,
+        "chance that a sample is trained without its reference images",
+        needs="reference_images",
+        ge=0,
+        le=1,
+    )
     caption_dropout: float = field(
         0.1, "chance that a sample is trained with the empty caption", optional=True, ge=0, le=1
     )
@@ -383,6 +406,13 @@ class DataSection(Section):
         if side % 16:
             near = max(16, round(side / 16) * 16)
             raise ValueError(f"must be a multiple of 16, for example {near}")
+        return side
+
+    @field_validator("reference_side")
+    @classmethod
+    def _wide_enough(cls, side: int) -> int:
+        if 0 < side < 64:
+            raise ValueError("must be 64 or more, or 0 for the pipeline's own")
         return side
 
     @field_validator("bucket_min", "bucket_max", "bucket_step")

@@ -299,9 +299,11 @@ def plan_run(
     recipe_path: Path,  # A written recipe
     plan_path: Path,  # Where plan.json shall be
     check: bool = True,  # Refuse what cannot fit
+    run: RunDir | None = None,  # For which the launch files are written, beside the plan
 ) -> Plan:
     """Predict a run's memory and time. Raises LaunchError when it cannot fit or be planned."""
-    done = run_module("sciftune.planner.plan", recipe_path, plan_path)
+    folder = [run.path] if run else []
+    done = run_module("sciftune.planner.plan", recipe_path, plan_path, *folder)
     if done.returncode not in (0, 3):
         raise LaunchError(f"the plan could not be made: {failure_line(done.stderr)}")
     if done.returncode == 3:
@@ -720,16 +722,12 @@ def _write_run(run: RunDir, recipe: Recipe):
     with tempfile.TemporaryDirectory() as aside:
         keep_run_secrets(run, recipe)
         written = recipe.save(Path(aside) / "recipe.yaml")
-        findings = Path(aside) / "findings.json"
-        with data_looked_at(recipe, written, findings):
-            plan = plan_run(written, Path(aside) / "plan.json", recipe.plan_check)
+        with data_looked_at(recipe, written, Path(aside) / "findings.json"):
+            plan_run(written, Path(aside) / "plan.json", recipe.plan_check, run)
         if checkpoint := _checkpoint(run, recipe):
             check_data(written, checkpoint)
-        recipe.save(run.recipe)
-        plan.save(run.plan)
-        write_launch_files(run)
-        if findings.exists():
-            shutil.copy(findings, run.path)
+        for file in Path(aside).iterdir():
+            write_atomic(run.path / file.name, file.read_text())
 
 
 # %% ../../nbs/9_lab/02_launch.ipynb #a7a8c357

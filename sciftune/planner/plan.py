@@ -635,32 +635,31 @@ def silenced() -> Iterator[None]:
 
 def write_plan(
     recipe: Recipe,  # The run
-    target: Path,  # plan.json, or a run folder
+    target: Path,  # plan.json
+    at: Path | None = None,  # The run folder; None: the plan only
 ) -> Plan:
-    """Plan a run; in a folder write its launch files, too."""
+    """Plan a run and write the plan; for a run folder its launch files as well, beside the plan."""
     result = plan(recipe)
-    if not target.is_dir():
-        result.save(target)
-        return result
-    run = RunDir(target)
-    result.save(run.plan)
-    write_configs(recipe, run)
+    result.save(target)
+    if at is not None:
+        write_configs(recipe, RunDir(target.parent), RunDir(at))
     return result
 
 
 def main(
-    args: list[str],  # Recipe file, plan file or run folder
+    args: list[str],  # Recipe file, plan file, and the run folder for which it is
 ) -> int:  # Exit code
     """Plan the run of a recipe file."""
-    if len(args) != 2:
-        print("usage: python -m sciftune.planner.plan RECIPE.yaml PLAN.json", file=sys.stderr)
+    if len(args) not in (2, 3):
+        usage = "usage: python -m sciftune.planner.plan RECIPE.yaml PLAN.json [RUN FOLDER]"
+        print(usage, file=sys.stderr)
         return 2
     model = ""
     try:
         with silenced():
             recipe = Recipe.load(args[0])
             model = recipe.model
-            result = write_plan(recipe, Path(args[1]))
+            result = write_plan(recipe, *map(Path, args[1:]))
     except (ValueError, OSError) as e:
         print(" ".join(str(e).split()) or repr(e), file=sys.stderr)
         return 2

@@ -35,6 +35,7 @@ RECORDS = [
             "loss_sigmas",
             "shuffle_window",
             "caption_dropout",
+            "reference_images",
             "caption_prefix",
             "caption_template",
             "text_tokens",

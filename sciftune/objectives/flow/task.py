@@ -27,6 +27,7 @@ from ...strategies.network import Network
 from ...toys.reader import read_validation
 from sciftune.training.encoding import (
     CachedData,
+    CachedSample,
     cache_data,
     open_recipe_data,
     training_samples,
@@ -125,26 +126,37 @@ class FlowTask(Task):
         return self.source(step)
 
     def flops(self) -> float:
-        """Forward FLOPs per sample, the mean over the sizes of the training set.
+        """Forward FLOPs per sample, the mean over sizes and references of the training set.
 
         Less for adapters, and where some layers alone are trained.
         """
         recipe, base = self.recipe, self.data.base
         config = self.family.config(base)
 
-        def forward(height: int, width: int) -> float:
-            return self.family.flops(config, height, width, recipe.text_tokens)
+        def forward(height: int, width: int, references: int = 0) -> float:
+            plain = self.family.flops(config, height, width, recipe.text_tokens)
+            if not references:
+                return plain
+            more = self.family.flops_with(config, height, width, recipe.text_tokens, references)
+            return plain + (1 - recipe.reference_dropout) * (more - plain)
 
-        square = forward(recipe.resolution, recipe.resolution)
-        sizes = Counter(size for sample in self.data.train for size in sample.sizes)
-        share = 1.0
-        if sizes:
-            share = sum(n * forward(*s) for s, n in sizes.items()) / sizes.total() / square
+        side = (recipe.resolution, recipe.resolution)
+        square = forward(*side)
+        sizes = Counter(
+            (*size, self.reference_tokens(sample))
+            for sample in self.data.train
+            for size in sample.sizes or (side,)
+        )
+        share = sum(n * forward(*s) for s, n in sizes.items()) / sizes.total() / square
         unit = lora_flops(self.family, config, recipe) if recipe.lora_rank else square
         self.forward_share = square / (3 * unit)  # of a forward pass in a step's FLOPs
         if recipe.trained_layers:
             unit *= trained_share(recipe, self.family, base)
         return share * unit
+
+    def reference_tokens(self, sample: CachedSample) -> int:
+        """Tokens of the reference images of a sample."""
+        return sum(self.family.reference_tokens(*size) for size in sample.reference_sizes)
 
     def row(self, row: dict) -> dict:
         """With adapters: what recomputing all blocks adds to a step's FLOPs (else 1/3)."""
