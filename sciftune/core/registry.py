@@ -77,6 +77,7 @@ class FamilyRecord(Record):
         "linear",
         "empirical",
     )  # Named ones that it can compute
+    parts: tuple[str, ...] = ()  # Fields that name its parts in folders of their own
     references: int = 0  # Most reference images of a sample; 0 = it takes none
     float32_inputs: bool = False  # Blocks get float32 tables (rotary) that must not be cast
     nano: bool = False  # A small trained model of it is in the package

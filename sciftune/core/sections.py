@@ -198,7 +198,8 @@ class ModelSection(Section):
     model_path: str = field(
         "tiny",
         "diffusers folder, hub id, 'tiny' (offline stand-in, random), 'nano' (small trained model "
-        "of this package) or 'random' (real size, random weights)",
+        "of this package), 'random' (real size, random weights) or 'parts' (bagel: llm_path, "
+        "vit_path and vae_path)",
     )
     revision: str = field("", "hub revision of model_path; empty = main")
     objective: str = field(
@@ -459,7 +460,20 @@ class DataSection(Section):
 class ScheduleSection(Section):
     """Steps and batches."""
 
-    steps: int = field(100, "optimizer steps", identity=False, ge=1)
+    steps: int = field(
+        100, "optimizer steps; 0 = as many as num_train_epochs means", identity=False, ge=0
+    )
+    num_train_epochs: float = field(
+        0.0,
+        "length of the run in passes over the training set, in the place of steps, whose number is "
+        "worked out from it at the launch; 0 = steps says it",
+        identity=False,
+        optional=True,
+        instead="its packs hold as many examples as fit, so nobody knows the steps of a pass; give "
+        "steps, and follow total_samples in the metrics",
+        ge=0,
+        le=1e6,
+    )
     micro_batch: int = field(1, "samples per process and forward pass", identity=False, ge=1)
     data_workers: int = field(
         0,

@@ -20,6 +20,7 @@ __all__ = [
 import math
 from collections import Counter
 from collections.abc import Sequence
+from fractions import Fraction
 from functools import lru_cache
 
 import numpy as np
@@ -246,6 +247,23 @@ class BucketOrder:
     def batch(self, step: int) -> list[list[tuple[int, int]]]:  # Micro-batches
         """The global batch of the step after `step` steps."""
         return [self.at(step * self.slots + j) for j in range(self.slots)]
+
+    def positions(
+        self,
+        epochs: float,  # Passes over the collection
+    ) -> int:
+        """Micro-batches of the first `epochs` passes, those that are not full among them."""
+        done = int(epochs)
+        rounds, rest = divmod(done, len(self.counts))
+        whole = rounds * sum(self.counts) + sum(self.counts[:rest])
+        return whole + math.ceil((Fraction(str(epochs)) - done) * self.counts[rest])
+
+    def steps(
+        self,
+        epochs: float,  # Passes over the collection
+    ) -> int:
+        """Steps until `epochs` passes are done; the last one is filled up from the next."""
+        return -(-self.positions(epochs) // self.slots)
 
 
 # %% ../../nbs/2_data/06_buckets.ipynb #5e14b50e

@@ -63,6 +63,7 @@ from sciftune.lab.launch import (
     recipe_from,
     stop,
     with_absolute_paths,
+    with_steps,
 )
 from .tables import fields_text, parameters_of_notebook, presets_text, table_text
 
@@ -279,7 +280,7 @@ def plan_command(
     words: Sequence[str],  # Settings, as of `run`
 ) -> int:  # 1 when the run cannot fit
     """Print what each strategy would need. Raises LaunchError for a wrong setting."""
-    recipe = with_absolute_paths(recipe_from(settings_of(words)))
+    recipe = with_steps(with_absolute_paths(recipe_from(settings_of(words))))
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "recipe.yaml"
         recipe.save(written)

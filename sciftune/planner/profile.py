@@ -792,4 +792,7 @@ def weights_path(
         return family.tiny(cache_root(recipe.run_root) / "stand-ins" / recipe.model, seed=0)
     if recipe.model_path == "nano":
         return nano_folder(recipe.model)
+    if recipe.model_path == "parts":
+        parts = {name: getattr(recipe, name) for name in family.record.parts}
+        return family.assemble(cache_root(recipe.run_root) / "parts", parts, recipe.seed)
     return recipe.model_path

@@ -10,6 +10,8 @@ __all__ = [
     "hold_out_by_source",
     "encoder_fingerprint",
     "caption_texts",
+    "shard_of",
+    "drawn_sizes",
     "EncodingJobs",
     "reference_pixels",
     "decoded_images",
@@ -28,6 +30,7 @@ __all__ = [
     "open_with_held_out",
     "in_both",
     "size_draws",
+    "training_samples",
     "scheduled_weights",
     "write_truth",
     "square",
@@ -39,6 +42,7 @@ __all__ = [
 # %% ../../nbs/7_training/07_encoding.ipynb #6f737649
 import collections
 import hashlib
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -168,6 +172,25 @@ def caption_texts(
 
 
 # %% ../../nbs/7_training/07_encoding.ipynb #3c9f97a7
+def shard_of(
+    collection: object,  # See `data.sources`
+    i: int,  # Number of a sample
+) -> tuple[int, int]:  # (collection, shard)
+    """Where a sample of one or several collections lies."""
+    part = collection.part(i) if hasattr(collection, "part") else 0
+    return part, collection.shards[i]
+
+
+def drawn_sizes(
+    sizing: Sizing,
+    name: str,  # Id of the sample
+    shape: tuple[int, int],  # (width, height) of the image, pixels
+) -> tuple[tuple, tuple]:  # (height, width) of the bucket, and of the image, of each draw
+    """The training sizes of a sample."""
+    buckets = tuple(sizing.bucket(name, *shape, draw) for draw in range(sizing.draws))
+    return buckets, tuple(sizing.fitted(*shape, bucket) for bucket in buckets)
+
+
 class EncodingJobs:
     """The images and captions that a run wants encoded, by cache key."""
 
@@ -201,8 +224,7 @@ class EncodingJobs:
         name = collection.ids[i]
         progress(f"{name} listed")
         captions = tuple(self.caption(t) for t in caption_texts(recipe, collection.captions[i]))
-        part = collection.part(i) if hasattr(collection, "part") else 0
-        place = (part, collection.shards[i])
+        place = shard_of(collection, i)
         beside = self.references_of(i)
         if not recipe.varied or held and recipe.fit == "crop":
             key = self.image(i, recipe.resolution, recipe.resolution)
@@ -211,8 +233,7 @@ class EncodingJobs:
         if held:
             buckets = sizes = (sizing.held_out(*shape),)
         else:
-            buckets = tuple(sizing.bucket(name, *shape, draw) for draw in range(sizing.draws))
-            sizes = tuple(sizing.fitted(*shape, bucket) for bucket in buckets)
+            buckets, sizes = drawn_sizes(sizing, name, shape)
         if not self.family.mixes_sizes:
             buckets = sizes
         first, *more = [self.image(i, *size) for size in sizes]
@@ -653,7 +674,31 @@ def size_draws(
     """How many sizes are drawn for each sample."""
     if recipe.random_hw_draws or not recipe.random_hw_adapt:
         return Sizing(recipe).draws
+    if recipe.num_train_epochs:
+        return math.ceil(recipe.num_train_epochs)
     return -(-recipe.steps * recipe.global_batch // samples)
+
+
+# %% ../../nbs/7_training/07_encoding.ipynb #c7ac8253
+def training_samples(
+    recipe: Recipe,
+    family: Family,
+) -> list[CachedSample]:  # Without the keys of the cache
+    """The training set of `cache_data` as far as the order of its samples depends on it."""
+    if recipe.model_path.split(":")[0] == "random":
+        return random_data(recipe, family).train
+    collection, train, _ = open_with_held_out(recipe)
+    sizing = Sizing(recipe)
+    sizing.draws = size_draws(recipe, len(train))
+    samples = []
+    for i in train:
+        name, place = collection.ids[i], shard_of(collection, i)
+        buckets = sizes = ()
+        if recipe.varied:
+            buckets, sizes = drawn_sizes(sizing, name, collection.sizes[i])
+        buckets = buckets if family.mixes_sizes else sizes
+        samples.append(CachedSample(name, "", (), sizes=sizes, place=place, buckets=buckets))
+    return samples
 
 
 # %% ../../nbs/7_training/07_encoding.ipynb #e28c7efa

@@ -435,6 +435,18 @@ class Task:
         """What `fingerprint` of a run would be, of the data as they are now."""
         return None
 
+    @classmethod
+    def training_order(
+        cls,
+        recipe: Recipe,
+    ) -> "GlobalOrder | BucketOrder | Mixture":  # noqa: F821 With `steps(epochs)`
+        """The order in which a run draws its samples, of the data alone; see `num_train_epochs`."""
+        raise ValueError(f"num_train_epochs: objective '{recipe.objective}' has no epochs")
+
+    def steps_of(self, epochs: float) -> int:
+        """Optimizer steps of so many epochs of this run's data."""
+        return self.source.order.steps(epochs)
+
     def batches(self, step: int) -> list:
         """This rank's micro-batches of `step`, on the CPU."""
         raise ValueError(f"{type(self).__name__} has no batches")

@@ -22,6 +22,7 @@ RECORDS = [
         task="sciftune.objectives.flow.task:FlowTask",
         starting_loss=4.0,
         reads=(
+            "num_train_epochs",
             "max_bad_fraction",
             "metadata",
             "figures_side",

@@ -13,7 +13,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ...core.randomness import GlobalOrder
 from ...core.recipe import Recipe
+from ...data.buckets import BucketOrder
+from ...data.streams import Mixture, sample_order
+from ...models.family import get_family
 from .data import FlowBatches, held_out_batch
 from .loss import FlowMatching
 from ...planner.profile import trained_share
@@ -21,7 +25,13 @@ from ...strategies.engine import Engine
 from ...strategies.lora import lora_flops
 from ...strategies.network import Network
 from ...toys.reader import read_validation
-from ...training.encoding import CachedData, CachedSample, cache_data, open_recipe_data
+from sciftune.training.encoding import (
+    CachedData,
+    CachedSample,
+    cache_data,
+    open_recipe_data,
+    training_samples,
+)
 from sciftune.training.task import (
     Export,
     Task,
@@ -105,6 +115,11 @@ class FlowTask(Task):
         if recipe.model_path.startswith("random"):
             return "random"
         return open_recipe_data(recipe).fingerprint
+
+    @classmethod
+    def training_order(cls, recipe: Recipe) -> GlobalOrder | BucketOrder | Mixture:
+        """That of the batches, without encoding anything."""
+        return sample_order(recipe, training_samples(recipe, get_family(recipe.model)))
 
     def batches(self, step: int) -> list[dict]:
         """This rank's micro-batches of `step`, on the CPU."""

@@ -40,6 +40,7 @@ from sciftune.models.bagel import (
     new_autoencoder,
     special_tokens,
 )
+from ...models.bagel_parts import check_same_parts, parts_digests
 from ...models.bagel_sampling import EDIT, Guidance, respond
 from ...models.family import Encoders
 from ...models.weights import freeze
@@ -412,11 +413,13 @@ class UnifiedTask(Task):
         )
 
     def state_dict(self) -> dict:
-        """The first held-out losses, and where the stream was after the last trained step."""
-        return dict(baseline=self.baseline, stream=self.source.states[self.done])
+        """The first held-out losses, where the stream was after the last trained step, parts."""
+        stream = self.source.states[self.done]
+        return dict(baseline=self.baseline, stream=stream, parts=parts_digests(self.base))
 
     def load_state_dict(self, state: dict):
-        """Continue the stream exactly. Raises ValueError when the data have changed."""
+        """Continue the stream exactly. Raises ValueError when data or parts have changed."""
+        check_same_parts(state.get("parts", {}), parts_digests(self.base))
         self.baseline = state["baseline"]
         self.source.load_state_dict(state["stream"])
 
