@@ -130,6 +130,23 @@ def test_the_export_is_a_pipeline_that_takes_images(data, one):
     assert made.images[0].size == (48, 64)
 
 
+def test_kontext_takes_one_reference(data):
+    "From a list of its own, in which each row names one; two processes are one."
+    lines = map(json.loads, (data / "metadata.jsonl").read_text().splitlines())
+    first = [json.dumps(line | dict(source_image=line["source_image"][0])) for line in lines]
+    (data / "runs").mkdir(exist_ok=True)
+    (data / "runs" / "first.jsonl").write_text("\n".join(first))
+    conf = dict(model="kontext", reference_images=1, steps=3, text_tokens=32, checkpoint_steps=0)
+    conf |= dict(metadata=str(data / "runs" / "first.jsonl"), validation_steps=3)
+    alone = go(data, "kontext", **conf)
+    both = go(data, "kontext-fsdp", num_processes=2, **conf | ENGINES["fsdp"])
+    assert deviation(both, alone) <= 1e-5 and held_out(alone).keys() == {0, 3}
+    for step, value in held_out(alone).items():
+        assert abs(held_out(both)[step] / value - 1) < 1e-5
+    with pytest.raises(RecipeError, match="2 with model 'kontext', which takes at most 1"):
+        recipe_of(RunDir(data / "runs" / "two"), **conf | dict(reference_images=2))
+
+
 def test_what_does_not_fit_is_refused_by_name(data):
     run = RunDir(data / "runs" / "refused")
     with pytest.raises(RecipeError, match="reference_images: 3 with model 'zimage', which takes n"):
