@@ -16,7 +16,15 @@ def stream_seed(
     seed: int,  # The recipe's seed
     *key: str | int,  # What the draw is for: purpose, sample id, epoch ...
 ) -> int:  # 0 <= x < 2**63
-    """A 63-bit seed for the draw called `key`."""
+    """A 63-bit seed for the draw called `key`.
+
+    Args:
+        seed: The recipe's seed
+        *key: What the draw is for: purpose, sample id, epoch ...
+
+    Returns:
+        0 <= x < 2**63
+    """
     digest = hashlib.sha256()
     for part in (seed, *key):
         text = str(part).encode()
@@ -29,7 +37,15 @@ def stream(
     seed: int,  # The recipe's seed
     *key: str | int,  # What the draw is for
 ) -> "torch.Generator":  # On the CPU: the same numbers on every device and machine
-    """The random stream of the draw called `key`."""
+    """The random stream of the draw called `key`.
+
+    Args:
+        seed: The recipe's seed
+        *key: What the draw is for
+
+    Returns:
+        On the CPU: the same numbers on every device and machine
+    """
     import torch  # here, so that modules of data that only need the order stay light
 
     return torch.Generator().manual_seed(stream_seed(seed, *key))
@@ -40,13 +56,27 @@ def uniform(
     seed: int,  # The recipe's seed
     *key: str | int,  # What the draw is for
 ) -> float:  # In [0, 1)
-    """One number of the stream `key`."""
+    """One number of the stream `key`.
+
+    Args:
+        seed: The recipe's seed
+        *key: What the draw is for
+
+    Returns:
+        In [0, 1)
+    """
     return (stream_seed(seed, *key) >> 10) / 2**53
 
 
 # %% ../../nbs/1_core/08_randomness.ipynb #0c1e60e3
 class GlobalOrder:
-    """Which samples make global batch number `step`."""
+    """Which samples make global batch number `step`.
+
+    Args:
+        n: Samples in the collection
+        global_batch: Samples per optimizer step
+        seed: The recipe's seed
+    """
 
     def __init__(
         self,
@@ -65,7 +95,14 @@ class GlobalOrder:
         self,
         epoch: int,  # Counts from 0
     ) -> np.ndarray:  # (n,) each index once
-        """The order of `epoch`; that of the last one asked for is kept."""
+        """The order of `epoch`; that of the last one asked for is kept.
+
+        Args:
+            epoch: Counts from 0
+
+        Returns:
+            (n,) each index once
+        """
         if self._cached[0] != epoch:
             generator = np.random.Generator(
                 np.random.Philox(stream_seed(self.seed, "order", epoch))
@@ -77,7 +114,14 @@ class GlobalOrder:
         self,
         step: int,  # Optimizer steps already taken
     ) -> list[tuple[int, int]]:  # global_batch times (epoch, index)
-        """The global batch of the next step."""
+        """The global batch of the next step.
+
+        Args:
+            step: Optimizer steps already taken
+
+        Returns:
+            global_batch times (epoch, index)
+        """
         first = step * self.global_batch
         places = [divmod(p, self.n) for p in range(first, first + self.global_batch)]
         return [(epoch, int(self.permutation(epoch)[place])) for epoch, place in places]
@@ -90,7 +134,17 @@ def share(
     world_size: int,  # Processes
     micro_batch: int,  # Samples per process and forward pass
 ) -> list[list[tuple[int, object]]]:  # Micro-batches of (position in the global batch, item)
-    """The micro-batches of `rank`, in order."""
+    """The micro-batches of `rank`, in order.
+
+    Args:
+        batch: One global batch
+        rank: Of this process
+        world_size: Processes
+        micro_batch: Samples per process and forward pass
+
+    Returns:
+        Micro-batches of (position in the global batch, item)
+    """
     if len(batch) % (world_size * micro_batch):
         raise ValueError(
             f"global_batch {len(batch)} is not a multiple of micro_batch x world_size = "

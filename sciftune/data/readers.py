@@ -51,6 +51,9 @@ def captions_of(
     """Check the captions in `value`.
 
     Raises DataError for none, for other types, and for text that UTF-8 cannot hold.
+
+    Args:
+        value: Text, a list of texts, or anything else found in a file
     """
     if value is None:
         value = []
@@ -75,7 +78,15 @@ def inside(
     root: Path,  # Data root, already resolved
     name: str,  # Path as written in a row
 ) -> str:  # The same, relative to `root`, with forward slashes
-    """Check that a path names a file under the root. Raises DataError for anything else."""
+    """Check that a path names a file under the root. Raises DataError for anything else.
+
+    Args:
+        root: Data root, already resolved
+        name: Path as written in a row
+
+    Returns:
+        The same, relative to `root`, with forward slashes
+    """
     if not isinstance(name, str) or not name.strip():
         raise DataError("no image path")
     if os.path.isabs(name):  # lists of other trainers have such paths
@@ -99,7 +110,14 @@ def inside(
 # %% ../../nbs/2_data/02_readers.ipynb #bceb29f0
 @dataclass(slots=True)
 class Row:
-    """One line of a listing."""
+    """One line of a listing.
+
+    Attributes:
+        source: Where it stands, for people: metadata.jsonl:3
+        key: What the reader needs to fetch the image
+        fault: Why it cannot be used; empty = nothing known against it
+        digest: SHA-256 of the image bytes, hex
+    """
 
     source: str  # Where it stands, for people: metadata.jsonl:3
     key: object = None  # What the reader needs to fetch the image
@@ -125,7 +143,16 @@ def listed_row(
     source: str,  # Where the record stands, for messages: list.jsonl:7
     record: object,  # Anything that JSON or CSV gave
 ) -> Row:  # With `fault` set when it cannot be used
-    """Make a row of one record of a list."""
+    """Make a row of one record of a list.
+
+    Args:
+        root: Data root, resolved
+        source: Where the record stands, for messages: list.jsonl:7
+        record: Anything that JSON or CSV gave
+
+    Returns:
+        With `fault` set when it cannot be used
+    """
     progress(f"{source} listed")
     try:
         if not isinstance(record, dict):
@@ -159,7 +186,11 @@ def _image_names(root: Path) -> Iterator[str]:
 def folder_rows(
     root: Path,  # Data root, resolved
 ) -> list[Row]:
-    """List images under the root, each with the caption in the `.txt` of the same name."""
+    """List images under the root, each with the caption in the `.txt` of the same name.
+
+    Args:
+        root: Data root, resolved
+    """
     rows = []
     for name in sorted(_image_names(root)):
         progress(f"{name} listed")
@@ -180,7 +211,12 @@ def json_rows(
     root: Path,  # Data root, resolved
     path: Path,  # .json with a list of objects, or .jsonl with one object per line
 ) -> list[Row]:
-    """Read a JSON or JSON-lines list. Raises DataError when a .json file as a whole is wrong."""
+    """Read a JSON or JSON-lines list. Raises DataError when a .json file as a whole is wrong.
+
+    Args:
+        root: Data root, resolved
+        path: .json with a list of objects, or .jsonl with one object per line
+    """
     if path.suffix == ".json":
         try:
             records = json.loads(path.read_text("utf-8-sig"))
@@ -207,7 +243,12 @@ def csv_rows(
     root: Path,  # Data root, resolved
     path: Path,  # .csv with a heading line
 ) -> list[Row]:
-    """Read a CSV list. Raises DataError for a wrong heading or encoding."""
+    """Read a CSV list. Raises DataError for a wrong heading or encoding.
+
+    Args:
+        root: Data root, resolved
+        path: .csv with a heading line
+    """
     try:
         with open(path, newline="", encoding="utf-8-sig") as f:
             reader = csv.DictReader(f)
@@ -224,7 +265,12 @@ def csv_rows(
 
 # %% ../../nbs/2_data/02_readers.ipynb #144fd1a6
 class Files:
-    """Images that are files under `root`; the rows name them."""
+    """Images that are files under `root`; the rows name them.
+
+    Args:
+        root: Data root, resolved
+        rows: Their keys are paths relative to the root
+    """
 
     loose = frozenset()
 
@@ -329,6 +375,10 @@ class Parquet:
     """Images in parquet shards.
 
     Raises DataError for a shard that cannot be read and for one without image or caption column.
+
+    Args:
+        root: Data root, resolved
+        paths: Shards, in order
     """
 
     def __init__(
@@ -412,6 +462,12 @@ def parquet_shards(
     """List the parquet files of a folder, or below it when it holds none itself.
 
     Of several splits only `train` is taken.
+
+    Args:
+        root: Folder
+
+    Returns:
+        Sorted
     """
     paths = sorted(root.glob("*.parquet")) or sorted(root.rglob("*.parquet"))
     splits = {}
@@ -427,7 +483,11 @@ def parquet_shards(
 def check_listed_files(
     root: Path,  # Folder that `save_to_disk` wrote, resolved
 ) -> None:
-    """Raise DataError unless all files that a Hugging Face dataset names are below its folder."""
+    """Raise DataError unless all files that a Hugging Face dataset names are below its folder.
+
+    Args:
+        root: Folder that `save_to_disk` wrote, resolved
+    """
     splits = [""]
     if (root / "dataset_dict.json").is_file():
         splits = json.loads((root / "dataset_dict.json").read_text())["splits"]
@@ -444,6 +504,9 @@ class HuggingFace:
     """Images in a folder that `Dataset.save_to_disk` wrote.
 
     Raises DataError without the package datasets and for a folder that it cannot read.
+
+    Args:
+        root: Folder, resolved
     """
 
     def __init__(

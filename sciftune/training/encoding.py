@@ -62,7 +62,17 @@ from .export import verify_base
 # %% ../../nbs/7_training/07_encoding.ipynb #4bf0a34f
 @dataclass(frozen=True)
 class CachedSample:
-    """A sample whose tensors are in the cache."""
+    """A sample whose tensors are in the cache.
+
+    Attributes:
+        id: Of the sample, the same in every run
+        image_key: Cache key of its first image
+        caption_keys: Cache keys of its captions; an epoch takes one
+        more_keys: Images of further sizes
+        sizes: (height, width) of each, where they differ from sample to sample
+        place: Number of its collection, and of its shard there
+        buckets: (height, width) of each: samples of one bucket may share a micro-batch
+    """
 
     id: str  # Of the sample, the same in every run
     image_key: str  # Cache key of its first image
@@ -83,7 +93,14 @@ def data_path(
     recipe: Recipe,
     path: str | None = None,  # One of several; None = `recipe.data`
 ) -> str:  # Folder, file or hub id; that of the drawn charts for 'figures'
-    """The collection to train on."""
+    """The collection to train on.
+
+    Args:
+        path: One of several; None = `recipe.data`
+
+    Returns:
+        Folder, file or hub id; that of the drawn charts for 'figures'
+    """
     path = path or recipe.data
     return str(drawn(recipe)) if path == "figures" else path
 
@@ -94,7 +111,14 @@ def hold_out(
     count: int,  # Wanted; at most a quarter of the collection
     seed: int,
 ) -> tuple[list[int], list[int]]:  # Indices for training, indices held out
-    """Split the samples of a collection by the hashes of their ids."""
+    """Split the samples of a collection by the hashes of their ids.
+
+    Args:
+        count: Wanted; at most a quarter of the collection
+
+    Returns:
+        Indices for training, indices held out
+    """
     count = min(count, len(ids) // 4)
     by_hash = sorted(range(len(ids)), key=lambda i: stream_seed(seed, "held out", ids[i]))
     chosen = set(by_hash[:count])
@@ -106,7 +130,14 @@ def hold_out_by_source(
     recipe: Recipe,
     collection: object,  # Collection, or JoinedCollections with `parts`
 ) -> tuple[list[int], list[int]]:  # Indices for training, indices held out
-    """`hold_out` of each collection of a recipe's data, in proportion to its weight."""
+    """`hold_out` of each collection of a recipe's data, in proportion to its weight.
+
+    Args:
+        collection: Collection, or JoinedCollections with `parts`
+
+    Returns:
+        Indices for training, indices held out
+    """
     weights = [weight for _, weight in recipe.sources]
     parts = getattr(collection, "parts", [collection])
     train, held = [], []
@@ -129,7 +160,12 @@ def encoder_fingerprint(
     folder: Path,  # Pipeline folder
     components: tuple,  # Sub-folders
 ) -> str:
-    """A hash of the encoders' files; equal for equal weights."""
+    """A hash of the encoders' files; equal for equal weights.
+
+    Args:
+        folder: Pipeline folder
+        components: Sub-folders
+    """
     digest = hashlib.sha256()
     files = [f for c in components for f in (Path(folder) / c).rglob("*") if f.is_file()]
     for file in sorted(files):
@@ -148,7 +184,14 @@ def caption_texts(
     recipe: Recipe,
     captions: tuple,  # As the collection has them
 ) -> tuple[str, ...]:  # As the model reads them
-    """The captions of a sample by the recipe's prefix and templates."""
+    """The captions of a sample by the recipe's prefix and templates.
+
+    Args:
+        captions: As the collection has them
+
+    Returns:
+        As the model reads them
+    """
     templates = (recipe.caption_template or "{}").split("|")
     return tuple(
         recipe.caption_prefix + template.replace("{}", caption)
@@ -159,7 +202,12 @@ def caption_texts(
 
 # %% ../../nbs/7_training/07_encoding.ipynb #3c9f97a7
 class EncodingJobs:
-    """The images and captions that a run wants encoded, by cache key."""
+    """The images and captions that a run wants encoded, by cache key.
+
+    Args:
+        collection: See `data.sources`; None where only captions are encoded
+        folder: Pipeline folder with the encoders
+    """
 
     def __init__(
         self,
@@ -185,7 +233,12 @@ class EncodingJobs:
         i: int,  # Number in the collection
         held: bool = False,  # Not for training: in one size, and none that is drawn
     ) -> CachedSample:
-        """List the image and the captions of a sample."""
+        """List the image and the captions of a sample.
+
+        Args:
+            i: Number in the collection
+            held: Not for training: in one size, and none that is drawn
+        """
         collection, recipe = self.collection, self.recipe
         name = collection.ids[i]
         progress(f"{name} listed")
@@ -243,7 +296,14 @@ def decoded_images(
     keys: list[str],  # Of images
     threads: int = 1,
 ) -> Iterator[tuple]:  # (key, pixels (H,W,3) uint8)
-    """Images one after another; bytes are read in the order of `keys`, and decoded ahead."""
+    """Images one after another; bytes are read in the order of `keys`, and decoded ahead.
+
+    Args:
+        keys: Of images
+
+    Returns:
+        (key, pixels (H,W,3) uint8)
+    """
     with ThreadPoolExecutor(threads) as pool:
         waiting = collections.deque()
         for key in keys:
@@ -263,7 +323,15 @@ def encode_images(
     keys: list[str],  # Of images
     threads: int = 1,
 ) -> Iterator[tuple]:  # ([key], [{name: tensor}])
-    """Latents, `cache_batch` images of one size at a time."""
+    """Latents, `cache_batch` images of one size at a time.
+
+    Args:
+        encoders: Of `family.load_encoders`
+        keys: Of images
+
+    Returns:
+        ([key], [{name: tensor}])
+    """
 
     def encode(same: list) -> tuple:
         found = jobs.family.encode_images(encoders, image_batch(image for _, image in same))
@@ -287,7 +355,16 @@ def encode_captions(
     keys: list[str],  # Of captions
     threads: int = 1,  # Not needed here
 ) -> Iterator[tuple]:  # ([key], [{name: tensor}])
-    """Text embeddings, `cache_batch` captions at a time."""
+    """Text embeddings, `cache_batch` captions at a time.
+
+    Args:
+        encoders: Of `family.load_encoders`
+        keys: Of captions
+        threads: Not needed here
+
+    Returns:
+        ([key], [{name: tensor}])
+    """
     size = jobs.recipe.cache_batch
     for start in range(0, len(keys), size):
         some = keys[start : start + size]
@@ -304,7 +381,14 @@ def own_keys(
     world: int,  # Processes
     run: int = 64,  # Neighbours that stay together, less in a small collection
 ) -> list[str]:
-    """The missing keys that are `rank`'s to compute."""
+    """The missing keys that are `rank`'s to compute.
+
+    Args:
+        known: All keys, in the order of the collection
+        missing: Keys that are not in the cache yet
+        world: Processes
+        run: Neighbours that stay together, less in a small collection
+    """
     run = max(1, min(run, len(known) // (4 * world)))
     return [k for i, k in enumerate(known) if i // run % world == rank and k in missing]
 
@@ -319,7 +403,12 @@ def fill_cache(
     say: Callable,
     heartbeat: Callable,
 ):
-    """Encode this rank's share of the images or the captions, and wait for the others'."""
+    """Encode this rank's share of the images or the captions, and wait for the others'.
+
+    Args:
+        part: 'vae' or 'text'
+        dtype: Of the encoder
+    """
     images = part == "vae"
     known = list(jobs.images if images else jobs.captions)
     missing = set(tensors.missing(known))
@@ -359,7 +448,12 @@ def encode_missing(
     say: Callable = print,  # Progress
     heartbeat: Callable = lambda *a: None,  # (stage, step, note)
 ):
-    """Fill the cache; returns when everything is there, whoever made it. All ranks call it."""
+    """Fill the cache; returns when everything is there, whoever made it. All ranks call it.
+
+    Args:
+        say: Progress
+        heartbeat: (stage, step, note)
+    """
     text_dtype = torch.float32 if engine.device.type == "cpu" else torch.bfloat16
     fill_cache(jobs, tensors, engine, "vae", torch.float32, say, heartbeat)
     fill_cache(jobs, tensors, engine, "text", text_dtype, say, heartbeat)
@@ -368,7 +462,19 @@ def encode_missing(
 # %% ../../nbs/7_training/07_encoding.ipynb #7037bce1
 @dataclass
 class CachedData:
-    """Cached samples and everything else that the encoders had to say."""
+    """Cached samples and everything else that the encoders had to say.
+
+    Attributes:
+        train: CachedSample
+        held: CachedSample, held out
+        tensors: key -> dict of tensors
+        negative_key: Of the unconditional caption: dropped captions, and guidance while sampling
+        prompts: (text, key) for validation images
+        fingerprint: Of the collection
+        rejected: Rows set aside
+        base: Pipeline folder; None = random weights
+        prompt_sizes: (height, width) of each; [] = squares
+    """
 
     train: list  # CachedSample
     held: list  # CachedSample, held out
@@ -383,7 +489,11 @@ class CachedData:
 
 # %% ../../nbs/7_training/07_encoding.ipynb #4663b787
 class RandomTensors:
-    """Random latents and caption embeddings by key; a few different ones serve all keys."""
+    """Random latents and caption embeddings by key; a few different ones serve all keys.
+
+    Args:
+        variety: Different ones
+    """
 
     def __init__(
         self,
@@ -455,7 +565,14 @@ def open_recipe_data(
     recipe: Recipe,
     quarantine: Path | None = None,  # File for the rows that are set aside; None = not written
 ) -> object:  # Collection or JoinedCollections, see `data.sources`
-    """Open the collections of `recipe.data`."""
+    """Open the collections of `recipe.data`.
+
+    Args:
+        quarantine: File for the rows that are set aside; None = not written
+
+    Returns:
+        Collection or JoinedCollections, see `data.sources`
+    """
     return open_collections(
         [data_path(recipe, path) for path, _ in recipe.sources],
         max_bad_fraction=recipe.max_bad_fraction,
@@ -467,7 +584,12 @@ def open_recipe_data(
 
 # %% ../../nbs/7_training/07_encoding.ipynb #5e1f0b02
 class WithHeldOut:
-    """A collection, and behind it the one that is held out."""
+    """A collection, and behind it the one that is held out.
+
+    Args:
+        train: Collection or JoinedCollections
+        held: Collection
+    """
 
     def __init__(
         self,
@@ -488,7 +610,11 @@ class WithHeldOut:
         self,
         i: int,  # Number of a sample
     ) -> int:
-        """The number of the collection that a training sample comes from."""
+        """The number of the collection that a training sample comes from.
+
+        Args:
+            i: Number of a sample
+        """
         inside = i < len(self.train) and hasattr(self.train, "part")
         return self.train.part(i) if inside else 0
 
@@ -501,7 +627,14 @@ def open_with_held_out(
     recipe: Recipe,
     quarantine: Path | None = None,  # File for the rows that are set aside; None = not written
 ) -> tuple:  # Collection, numbers of its training samples, numbers of its held-out samples
-    """The data of a recipe, split by `held_out`, or with `validation_data` behind them."""
+    """The data of a recipe, split by `held_out`, or with `validation_data` behind them.
+
+    Args:
+        quarantine: File for the rows that are set aside; None = not written
+
+    Returns:
+        Collection, numbers of its training samples, numbers of its held-out samples
+    """
     if not recipe.validation_data:
         collection = open_recipe_data(recipe, quarantine)
         return collection, *hold_out_by_source(recipe, collection)
@@ -522,7 +655,13 @@ def in_both(
     train: list[int],  # Numbers of training samples
     held: list[int],  # Numbers of held-out samples
 ) -> int:
-    """How many images of a held-out set of its own are trained on."""
+    """How many images of a held-out set of its own are trained on.
+
+    Args:
+        collection: Of `open_with_held_out`
+        train: Numbers of training samples
+        held: Numbers of held-out samples
+    """
     known = {collection.digests[i] for i in train}
     both = sum(collection.digests[i] in known for i in held)
     return both if isinstance(collection, WithHeldOut) else 0
@@ -533,7 +672,11 @@ def size_draws(
     recipe: Recipe,
     samples: int,  # In the training set
 ) -> int:
-    """How many sizes are drawn for each sample."""
+    """How many sizes are drawn for each sample.
+
+    Args:
+        samples: In the training set
+    """
     if recipe.random_hw_draws or not recipe.random_hw_adapt:
         return Sizing(recipe).draws
     return -(-recipe.steps * recipe.global_batch // samples)
@@ -544,7 +687,14 @@ def scheduled_weights(
     recipe: Recipe,  # Its model_path
     family: Family,
 ) -> Path | str:  # Pipeline folder or hub id
-    """`weights_path`. Raises RecipeError where the folder's scheduler does not suit the model."""
+    """`weights_path`. Raises RecipeError where the folder's scheduler does not suit the model.
+
+    Args:
+        recipe: Its model_path
+
+    Returns:
+        Pipeline folder or hub id
+    """
     base = weights_path(recipe, family)
     steps = recipe.validation_sample_steps if recipe.validation_images else 1
     family.check_schedule(base, recipe.revision or None, steps)
@@ -558,7 +708,13 @@ def write_truth(
     run_dir: RunDir,
     largest: int = 1024,  # Pixels of the longer side
 ):
-    """Write the true figures of validation prompts to validation_images/truth, numbered."""
+    """Write the true figures of validation prompts to validation_images/truth, numbered.
+
+    Args:
+        collection: Collection or JoinedCollections
+        chosen: Of its samples, in the order of the prompts
+        largest: Pixels of the longer side
+    """
     folder = run_dir.validation_images / "truth"
     folder.mkdir(parents=True, exist_ok=True)
     for number, i in enumerate(chosen):
@@ -571,7 +727,11 @@ def write_truth(
 
 # %% ../../nbs/7_training/07_encoding.ipynb #03f1f08a
 def square(recipe: Recipe) -> tuple[int, int]:  # (height, width)
-    """The size of an image that has no shape of its own."""
+    """The size of an image that has no shape of its own.
+
+    Returns:
+        (height, width)
+    """
     return recipe.resolution, recipe.resolution
 
 
@@ -579,7 +739,14 @@ def held_out_prompts(
     jobs: EncodingJobs,
     numbers: list[int],  # In the collection
 ) -> list[tuple]:  # (text, (height, width)) of each
-    """The first caption of some samples, each to be drawn at the shape of its image."""
+    """The first caption of some samples, each to be drawn at the shape of its image.
+
+    Args:
+        numbers: In the collection
+
+    Returns:
+        (text, (height, width)) of each
+    """
     collection = jobs.collection
     texts = [caption_texts(jobs.recipe, collection.captions[i])[0] for i in numbers]
     return [
@@ -604,7 +771,12 @@ def cache_data(
     say: Callable = print,  # Progress
     heartbeat: Callable = lambda *a: None,  # (stage, step, note)
 ) -> CachedData:
-    """Open the data, encode what is not cached yet, unload the encoders. All ranks call it."""
+    """Open the data, encode what is not cached yet, unload the encoders. All ranks call it.
+
+    Args:
+        say: Progress
+        heartbeat: (stage, step, note)
+    """
     heartbeat("data")
     if recipe.model_path.split(":")[0] == "random":
         return random_data(recipe, family)

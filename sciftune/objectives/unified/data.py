@@ -51,7 +51,14 @@ from ...training.encoding import hold_out
 def read_mixture(
     path: Path,  # YAML file
 ) -> dict[str, dict]:  # Group name -> data (path), weight, mandatory
-    """The groups of a mixture; paths are relative to it. Raises DataError naming the group."""
+    """The groups of a mixture; paths are relative to it. Raises DataError naming the group.
+
+    Args:
+        path: YAML file
+
+    Returns:
+        Group name -> data (path), weight, mandatory
+    """
     raw = yaml.safe_load(path.read_text())
     if not isinstance(raw, dict) or not raw:
         raise DataError(f"{path}: a mixture maps names of groups to {{data, weight, mandatory}}")
@@ -70,7 +77,14 @@ def read_mixture(
 def jsonl_files(
     recipe: Recipe,  # Its data, figures and run_root
 ) -> dict[str, dict]:  # Group name -> data (path), weight (None = by examples), mandatory
-    """The files to train on. Raises DataError for what is neither a file nor a mixture of files."""
+    """The files to train on. Raises DataError for what is neither a file nor a mixture of files.
+
+    Args:
+        recipe: Its data, figures and run_root
+
+    Returns:
+        Group name -> data (path), weight (None = by examples), mandatory
+    """
     if recipe.data == "figures":
         made = figures_jsonl(cache_root(recipe.run_root) / "dialogues", recipe.figures)
         return dict(figures=dict(data=made))
@@ -88,7 +102,15 @@ def hold_out_examples(
     recipe: Recipe,  # Its data, held_out, validation_data, seed and run_root
     examples: list[Example],  # Of one file
 ) -> tuple[list[Example], list[Example]]:  # To train on, held out
-    """Set some examples of a file aside; none where there is a held-out file."""
+    """Set some examples of a file aside; none where there is a held-out file.
+
+    Args:
+        recipe: Its data, held_out, validation_data, seed and run_root
+        examples: Of one file
+
+    Returns:
+        To train on, held out
+    """
     if recipe.validation_data:
         return examples, []
     if recipe.data != "figures":
@@ -105,7 +127,11 @@ def hold_out_examples(
 def vision_size(
     side: int,  # vit_resolution: longest side in pixels; 0 = as published
 ) -> Resize | None:
-    """The size rule of the vision tower, whose patches are 14 pixels wide."""
+    """The size rule of the vision tower, whose patches are 14 pixels wide.
+
+    Args:
+        side: vit_resolution: longest side in pixels; 0 = as published
+    """
     if not side:
         return None
     return Resize(14, side, min(side, 14 * (side // 28)))
@@ -117,7 +143,16 @@ def open_files(
     files: list[Path | str],  # JSONL files
     quarantine: Path | None = None,  # File for the examples set aside; None = not written
 ) -> list[list[Example]]:  # Of each file
-    """All examples, with `fault` where an image cannot be used. DataError when too many are."""
+    """All examples, with `fault` where an image cannot be used. DataError when too many are.
+
+    Args:
+        recipe: Its data, max_bad_fraction and run_root
+        files: JSONL files
+        quarantine: File for the examples set aside; None = not written
+
+    Returns:
+        Of each file
+    """
     cache = cache_root(recipe.run_root) / "verified"
     with joined_quarantine(quarantine, len(files)) as asides:
         return [
@@ -131,7 +166,15 @@ def open_groups(
     recipe: Recipe,  # Its data, sizes and what is held out
     quarantine: Path | None = None,  # File for the examples set aside; None = not written
 ) -> tuple[list[Group], list[Example]]:  # To train on, held out
-    """Read the files. Raises DataError naming file and line, and when too many are bad."""
+    """Read the files. Raises DataError naming file and line, and when too many are bad.
+
+    Args:
+        recipe: Its data, sizes and what is held out
+        quarantine: File for the examples set aside; None = not written
+
+    Returns:
+        To train on, held out
+    """
     groups, held = [], []
     images = Resize(16, recipe.resolution, max(16, recipe.resolution // 2))
     entries = jsonl_files(recipe)
@@ -163,7 +206,15 @@ def token_counts(
     sample: PlannedSample,  # One sample of a pack
     rules: PackingRules,  # Of the model
 ) -> dict[str, int]:  # text, vit, vae
-    """Tokens of a sample by modality, as packed; the two tokens that frame an image are text."""
+    """Tokens of a sample by modality, as packed; the two tokens that frame an image are text.
+
+    Args:
+        sample: One sample of a pack
+        rules: Of the model
+
+    Returns:
+        text, vit, vae
+    """
     counts = dict(text=0, vit=0, vae=0)
     texts, images = iter(sample.texts), iter(sample.images)
     for item, first in zip(sample.plan, split_starts(sample.plan), strict=True):
@@ -181,7 +232,15 @@ def token_counts(
 
 # %% ../../../nbs/8_objectives/unified/03_data.ipynb #f25336e4
 class UnifiedBatches:
-    """This process's micro-batches of a step, for an endless stream of packs."""
+    """This process's micro-batches of a step, for an endless stream of packs.
+
+    Args:
+        sequences: All packs, for all processes
+        global_batch: Packs per optimizer step over all processes
+        rank: This process
+        world: Number of processes
+        pad_to: Tokens; 0 = no padding
+    """
 
     def __init__(
         self,
@@ -209,6 +268,9 @@ class UnifiedBatches:
         """All packs of a step; steps that were left out are planned and passed over.
 
         Raises ValueError when the step lies behind: the stream runs forward only.
+
+        Args:
+            step: From 0
         """
         if step < self.step:
             raise ValueError(
@@ -243,7 +305,11 @@ class UnifiedBatches:
         self,
         pack: list[PlannedSample],  # One pack
     ) -> PackedBatch:
-        """Open the images of a pack. Raises DataError for a file that cannot be read."""
+        """Open the images of a pack. Raises DataError for a file that cannot be read.
+
+        Args:
+            pack: One pack
+        """
         rules, seed = self.sequences.rules, self.sequences.seed
         try:
             return host_lengths(load_pack(pack, rules, seed, self.pad_to))
@@ -257,7 +323,11 @@ class UnifiedBatches:
         self,
         packs: list[list[PlannedSample]],  # All packs of a step
     ) -> dict[str, int | float | list]:
-        """Numbers of a step, for metrics; `lens` are the samples' lengths with padding."""
+        """Numbers of a step, for metrics; `lens` are the samples' lengths with padding.
+
+        Args:
+            packs: All packs of a step
+        """
         total = step_totals(packs)
         by_sample = [token_counts(s, self.sequences.rules) for pack in packs for s in pack]
         lens = [s.length for pack in packs for s in pack]
@@ -285,7 +355,11 @@ class UnifiedBatches:
         self,
         state: dict,  # Of `state_dict`
     ):
-        """Continue exactly. Raises ValueError when data, seed or budgets have changed."""
+        """Continue exactly. Raises ValueError when data, seed or budgets have changed.
+
+        Args:
+            state: Of `state_dict`
+        """
         self.step = state["step"]
         self.sequences.load_state_dict(state["sequences"])
         self.samples = state["samples"]
@@ -295,14 +369,27 @@ class UnifiedBatches:
 def host_lengths(
     batch: PackedBatch,  # As loaded
 ) -> PackedBatch:
-    """The same with the images' lengths as a list: the host reads them, a device need not wait."""
+    """The same with the images' lengths as a list: the host reads them, a device need not wait.
+
+    Args:
+        batch: As loaded
+    """
     lens = batch.get("vit_token_seqlens")
     return batch | dict(vit_token_seqlens=[] if lens is None else lens.tolist())
 
 
 # %% ../../../nbs/8_objectives/unified/03_data.ipynb #85e69205
 class HeldOutPacks:
-    """Fixed packs of the held-out examples."""
+    """Fixed packs of the held-out examples.
+
+    Args:
+        group: Whose image sizes are used
+        held: Examples
+        encode: Text -> list of token ids
+        rules: Of the model
+        max_tokens: Of a sample
+        pad_to: Tokens; see `UnifiedBatches`
+    """
 
     def __init__(
         self,
@@ -332,7 +419,11 @@ class HeldOutPacks:
         self,
         i: int,  # Number of the example
     ) -> PackedBatch:
-        """The pack of one example; its losses are means over its own tokens."""
+        """The pack of one example; its losses are means over its own tokens.
+
+        Args:
+            i: Number of the example
+        """
         pack = [self.samples[i]]
         batch = host_lengths(load_pack(pack, self.rules, 0, self.pad_to))
         return batch | dict(totals=step_totals([pack]), scale=1)
