@@ -58,7 +58,12 @@ def t2i_segments(
     picture: str,  # Of `cell_path`
     captions: object,  # JSON text: name -> caption
 ) -> tuple[Segment, ...]:
-    """A caption and the picture to be drawn. Raises DataError for captions that are none."""
+    """A caption and the picture to be drawn. Raises DataError for captions that are none.
+
+    Args:
+        picture: Of `cell_path`
+        captions: JSON text: name -> caption
+    """
     try:
         named = json.loads(captions)
     except (TypeError, ValueError) as error:
@@ -82,7 +87,11 @@ class EditChain(Example):
         self,
         number: Callable[..., float],  # What is drawn -> a number in [0,1)
     ) -> Example:
-        """The part for one epoch, chosen as the published code chooses."""
+        """The part for one epoch, chosen as the published code chooses.
+
+        Args:
+            number: What is drawn -> a number in [0,1)
+        """
         pictures, instructions = self.segments[::2], self.segments[1::2]
         count = len(pictures)
         start = int(number("start") * (count - 1))
@@ -106,7 +115,12 @@ def edit_segments(
     pictures: list[str],  # Of `cell_path`, one more than instructions
     instructions: object,  # Lists of wordings
 ) -> tuple[Segment, ...]:
-    """A whole chain. Raises DataError for instructions that are none."""
+    """A whole chain. Raises DataError for instructions that are none.
+
+    Args:
+        pictures: Of `cell_path`, one more than instructions
+        instructions: Lists of wordings
+    """
     for number, wordings in enumerate(instructions):
         texts = wordings if isinstance(wordings, list) else []
         if not texts or not all(isinstance(text, str) for text in texts):
@@ -125,7 +139,16 @@ def parquet_examples(
     prefix: str = "",  # Of ids, where they would be given twice
     name: str = "",  # In messages and ids; '' = that of the file
 ) -> Iterator[Example]:  # With `fault` where a row cannot be used
-    """The rows of a file. Raises DataError when it cannot be read or has other columns."""
+    """The rows of a file. Raises DataError when it cannot be read or has other columns.
+
+    Args:
+        path: .parquet
+        prefix: Of ids, where they would be given twice
+        name: In messages and ids; '' = that of the file
+
+    Returns:
+        With `fault` where a row cannot be used
+    """
     name = name or path.name
     try:
         file = pq.ParquetFile(path, memory_map=True)
@@ -170,7 +193,11 @@ def _row_segments(
 
 # %% ../../nbs/2_data/13_released.ipynb #18683e3d
 class CellImages:
-    """Pictures in cells of parquet files, for `verify_examples`."""
+    """Pictures in cells of parquet files, for `verify_examples`.
+
+    Args:
+        examples: Of `parquet_examples`
+    """
 
     loose = frozenset()
 
@@ -212,7 +239,14 @@ class CellImages:
 def parquet_files(
     path: Path,  # A .parquet file, or a folder of them
 ) -> list[Path]:  # Sorted
-    """The files at a path. Raises DataError when there is none."""
+    """The files at a path. Raises DataError when there is none.
+
+    Args:
+        path: A .parquet file, or a folder of them
+
+    Returns:
+        Sorted
+    """
     found = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
     if not found or not found[0].is_file():
         raise DataError(f"{path}: no .parquet file there")
@@ -228,6 +262,15 @@ def open_parquet(
     """The rows of parquet files in a released layout.
 
     Raises DataError for a file that cannot be read, and when too many rows are bad.
+
+    Args:
+        path: A .parquet file, or a folder of them
+        max_bad_fraction: Largest part of the rows that may be set aside, 0..1
+        quarantine: File for those set aside; None = not written
+        cache: Folder that keeps findings; None = decode every picture
+
+    Returns:
+        All, with `fault` where a row or a picture cannot be used
     """
     files = parquet_files(Path(path))
     examples = [example for file in files for example in parquet_examples(file)]
@@ -241,7 +284,12 @@ def sft_segments(
     record: dict,  # A line
     folder: Path,  # With the pictures
 ) -> tuple[Segment, ...]:
-    """A conversation. Raises DataError for a line that cannot be used."""
+    """A conversation. Raises DataError for a line that cannot be used.
+
+    Args:
+        record: A line
+        folder: With the pictures
+    """
     if "video" in record:
         raise DataError(
             "video: a file is not read; give its frames as image and an <image> for each"
@@ -285,7 +333,18 @@ def sft_examples(
     shuffle_seed: int | None = None,  # Which lines those are; None = the first
     name: str = "",  # In front of ids
 ) -> list[Example]:  # With `fault` where a line cannot be used
-    """The lines of a file, as published `count` of them. Raises DataError without a file."""
+    """The lines of a file, as published `count` of them. Raises DataError without a file.
+
+    Args:
+        path: JSON lines
+        folder: With the pictures
+        count: Of lines that are used; None = all
+        shuffle_seed: Which lines those are; None = the first
+        name: In front of ids
+
+    Returns:
+        With `fault` where a line cannot be used
+    """
     lines = list(enumerate(read_lines(path), 1))
     if shuffle_seed is not None:
         random.Random(shuffle_seed).shuffle(lines)
@@ -322,7 +381,14 @@ RELEASED_KINDS = ("t2i_pretrain", "unified_edit", "vlm_sft")
 def dataset_info(
     config: Path,  # The YAML
 ) -> tuple[dict, Path]:  # Kind -> data set -> its fields; the folder that paths are relative to
-    """Where the data sets lie. Raises DataError when nothing says it."""
+    """Where the data sets lie. Raises DataError when nothing says it.
+
+    Args:
+        config: The YAML
+
+    Returns:
+        Kind -> data set -> its fields; the folder that paths are relative to
+    """
     folders = (config.parent, config.parent.parent)
     files = [folder / name for folder in folders for name in INFO_FILES]
     file = next((file for file in files if file.is_file()), None)
@@ -354,7 +420,17 @@ def transform(
     stride: int,  # That the model needs
     where: str,  # For messages
 ) -> Resize | None:  # None = not given
-    """A size rule. Raises DataError for another stride and for unknown fields."""
+    """A size rule. Raises DataError for another stride and for unknown fields.
+
+    Args:
+        group: Of the YAML
+        name: Of the field
+        stride: That the model needs
+        where: For messages
+
+    Returns:
+        None = not given
+    """
     given = dict(group.get(name) or {})
     if not given:
         return None
@@ -374,14 +450,32 @@ def used_files(
     files: list[Path],  # Of a data set
     count: int,  # num_used_data
 ) -> list[tuple[int, Path]]:  # (round, file)
-    """The files that are used, from the beginning again where there are fewer."""
+    """The files that are used, from the beginning again where there are fewer.
+
+    Args:
+        files: Of a data set
+        count: num_used_data
+
+    Returns:
+        (round, file)
+    """
     return [(n // len(files), files[n % len(files)]) for n in range(count)]
 
 
 # %% ../../nbs/2_data/13_released.ipynb #a9f1302e
 @dataclass(frozen=True)
 class ReleasedGroup:
-    """A group of the published YAML."""
+    """A group of the published YAML.
+
+    Attributes:
+        kind: t2i_pretrain | unified_edit | vlm_sft
+        sets: name, count, and the fields of DATASET_INFO with whole paths
+        weight: Of the group in the mixture
+        mandatory: Whether each packed sequence has a sample of it
+        vae: Sizes for the autoencoder; None = as the recipe says
+        vit: Sizes for the vision tower
+        shuffle_seed: Of lines
+    """
 
     kind: str  # t2i_pretrain | unified_edit | vlm_sft
     sets: tuple[dict, ...]  # name, count, and the fields of DATASET_INFO with whole paths
@@ -410,7 +504,13 @@ class ReleasedGroup:
         quarantine: str | Path | None = None,  # File for those set aside; None = not written
         cache: str | Path | None = None,  # Folder that keeps findings
     ) -> list[Example]:
-        """The examples of the group, verified. Raises DataError as `open_parquet` does."""
+        """The examples of the group, verified. Raises DataError as `open_parquet` does.
+
+        Args:
+            max_bad_fraction: Largest part of the rows that may be set aside, 0..1
+            quarantine: File for those set aside; None = not written
+            cache: Folder that keeps findings
+        """
         examples = list(self.examples())
         source = CellImages(examples) if self.kind != "vlm_sft" else None
         place = f"{self.kind}: {', '.join(known['name'] for known in self.sets)}"
@@ -436,7 +536,11 @@ def _listed_files(known: dict, folder: Path) -> list[Path]:
 def is_released(
     raw: object,  # What a YAML holds
 ) -> bool:
-    """Whether it is the published configuration and not a mixture of this package."""
+    """Whether it is the published configuration and not a mixture of this package.
+
+    Args:
+        raw: What a YAML holds
+    """
     return isinstance(raw, dict) and any(
         isinstance(group, dict) and "dataset_names" in group for group in raw.values()
     )
@@ -445,7 +549,11 @@ def is_released(
 def read_released(
     path: Path,  # YAML
 ) -> dict[str, ReleasedGroup]:
-    """The groups of a published configuration. Raises DataError naming group and field."""
+    """The groups of a published configuration. Raises DataError naming group and field.
+
+    Args:
+        path: YAML
+    """
     known, folder = dataset_info(path)
     raw = yaml.safe_load(path.read_text())
     return {

@@ -57,6 +57,12 @@ def read_mixture(
     """The groups of a mixture, in our form or the published one; paths are relative to it.
 
     Raises DataError naming the group.
+
+    Args:
+        path: YAML file
+
+    Returns:
+        Group name -> data (path or ReleasedGroup), weight, mandatory
     """
     raw = yaml.safe_load(path.read_text())
     if is_released(raw):
@@ -84,6 +90,12 @@ def data_files(
     """What to train on: files, folders of parquet, or groups of a published configuration.
 
     Raises DataError for what is none of these.
+
+    Args:
+        recipe: Its data, figures and run_root
+
+    Returns:
+        Group name -> data, weight (None = by examples), mandatory
     """
     if recipe.data == "figures":
         made = figures_jsonl(cache_root(recipe.run_root) / "dialogues", recipe.figures)
@@ -102,7 +114,15 @@ def hold_out_examples(
     recipe: Recipe,  # Its data, held_out, validation_data, seed and run_root
     examples: list[Example],  # Of one file
 ) -> tuple[list[Example], list[Example]]:  # To train on, held out
-    """Set some examples of a file aside; none where there is a held-out file."""
+    """Set some examples of a file aside; none where there is a held-out file.
+
+    Args:
+        recipe: Its data, held_out, validation_data, seed and run_root
+        examples: Of one file
+
+    Returns:
+        To train on, held out
+    """
     if recipe.validation_data:
         return examples, []
     if recipe.data != "figures":
@@ -119,7 +139,11 @@ def hold_out_examples(
 def vision_size(
     side: int,  # vit_resolution: longest side in pixels; 0 = as published
 ) -> Resize | None:
-    """The size rule of the vision tower, whose patches are 14 pixels wide."""
+    """The size rule of the vision tower, whose patches are 14 pixels wide.
+
+    Args:
+        side: vit_resolution: longest side in pixels; 0 = as published
+    """
     if not side:
         return None
     return Resize(14, side, min(side, 14 * (side // 28)))
@@ -132,7 +156,14 @@ def open_data(
     quarantine: Path | None,  # File for those set aside; None = not written
     cache: Path,  # Folder that keeps findings
 ) -> list[Example]:
-    """All examples of one source. Raises DataError when too many are bad."""
+    """All examples of one source. Raises DataError when too many are bad.
+
+    Args:
+        data: JSONL, parquet, a folder of it, or a published group
+        max_bad_fraction: Largest part of the examples that may be set aside, 0..1
+        quarantine: File for those set aside; None = not written
+        cache: Folder that keeps findings
+    """
     if isinstance(data, ReleasedGroup):
         return data.open(max_bad_fraction, quarantine, cache)
     path = Path(data)
@@ -145,7 +176,16 @@ def open_files(
     files: list[Path | str | ReleasedGroup],  # See `open_data`
     quarantine: Path | None = None,  # File for the examples set aside; None = not written
 ) -> list[list[Example]]:  # Of each file
-    """All examples, with `fault` where an image cannot be used. DataError when too many are."""
+    """All examples, with `fault` where an image cannot be used. DataError when too many are.
+
+    Args:
+        recipe: Its data, max_bad_fraction and run_root
+        files: See `open_data`
+        quarantine: File for the examples set aside; None = not written
+
+    Returns:
+        Of each file
+    """
     cache = cache_root(recipe.run_root) / "verified"
     with joined_quarantine(quarantine, len(files)) as asides:
         return [
@@ -158,7 +198,14 @@ def open_files(
 def own_sizes(
     data: Path | str | ReleasedGroup,  # Of a group
 ) -> tuple[Resize | None, Resize | None]:  # For the autoencoder, for the vision tower
-    """The sizes that a published configuration gives its group; None = as the recipe says."""
+    """The sizes that a published configuration gives its group; None = as the recipe says.
+
+    Args:
+        data: Of a group
+
+    Returns:
+        For the autoencoder, for the vision tower
+    """
     return (data.vae, data.vit) if isinstance(data, ReleasedGroup) else (None, None)
 
 
@@ -166,7 +213,15 @@ def open_groups(
     recipe: Recipe,  # Its data, sizes and what is held out
     quarantine: Path | None = None,  # File for the examples set aside; None = not written
 ) -> tuple[list[Group], list[Example]]:  # To train on, held out
-    """Read the files. Raises DataError naming file and line, and when too many are bad."""
+    """Read the files. Raises DataError naming file and line, and when too many are bad.
+
+    Args:
+        recipe: Its data, sizes and what is held out
+        quarantine: File for the examples set aside; None = not written
+
+    Returns:
+        To train on, held out
+    """
     groups, held = [], []
     images = Resize(16, recipe.resolution, max(16, recipe.resolution // 2))
     entries = data_files(recipe)
@@ -199,7 +254,15 @@ def token_counts(
     sample: PlannedSample,  # One sample of a pack
     rules: PackingRules,  # Of the model
 ) -> dict[str, int]:  # text, vit, vae
-    """Tokens of a sample by modality, as packed; the two tokens that frame an image are text."""
+    """Tokens of a sample by modality, as packed; the two tokens that frame an image are text.
+
+    Args:
+        sample: One sample of a pack
+        rules: Of the model
+
+    Returns:
+        text, vit, vae
+    """
     counts = dict(text=0, vit=0, vae=0)
     texts, images = iter(sample.texts), iter(sample.images)
     for item, first in zip(sample.plan, split_starts(sample.plan), strict=True):
@@ -217,7 +280,15 @@ def token_counts(
 
 # %% ../../../nbs/8_objectives/unified/03_data.ipynb #f25336e4
 class UnifiedBatches:
-    """This process's micro-batches of a step, for an endless stream of packs."""
+    """This process's micro-batches of a step, for an endless stream of packs.
+
+    Args:
+        sequences: All packs, for all processes
+        global_batch: Packs per optimizer step over all processes
+        rank: This process
+        world: Number of processes
+        pad_to: Tokens; 0 = no padding
+    """
 
     def __init__(
         self,
@@ -245,6 +316,9 @@ class UnifiedBatches:
         """All packs of a step; steps that were left out are planned and passed over.
 
         Raises ValueError when the step lies behind: the stream runs forward only.
+
+        Args:
+            step: From 0
         """
         if step < self.step:
             raise ValueError(
@@ -279,7 +353,11 @@ class UnifiedBatches:
         self,
         pack: list[PlannedSample],  # One pack
     ) -> PackedBatch:
-        """Open the images of a pack. Raises DataError for a file that cannot be read."""
+        """Open the images of a pack. Raises DataError for a file that cannot be read.
+
+        Args:
+            pack: One pack
+        """
         rules, seed = self.sequences.rules, self.sequences.seed
         try:
             return host_lengths(load_pack(pack, rules, seed, self.pad_to))
@@ -293,7 +371,11 @@ class UnifiedBatches:
         self,
         packs: list[list[PlannedSample]],  # All packs of a step
     ) -> dict[str, int | float | list]:
-        """Numbers of a step, for metrics; `lens` are the samples' lengths with padding."""
+        """Numbers of a step, for metrics; `lens` are the samples' lengths with padding.
+
+        Args:
+            packs: All packs of a step
+        """
         total = step_totals(packs)
         by_sample = [token_counts(s, self.sequences.rules) for pack in packs for s in pack]
         lens = [s.length for pack in packs for s in pack]
@@ -321,7 +403,11 @@ class UnifiedBatches:
         self,
         state: dict,  # Of `state_dict`
     ):
-        """Continue exactly. Raises ValueError when data, seed or budgets have changed."""
+        """Continue exactly. Raises ValueError when data, seed or budgets have changed.
+
+        Args:
+            state: Of `state_dict`
+        """
         self.step = state["step"]
         self.sequences.load_state_dict(state["sequences"])
         self.samples = state["samples"]
@@ -331,14 +417,27 @@ class UnifiedBatches:
 def host_lengths(
     batch: PackedBatch,  # As loaded
 ) -> PackedBatch:
-    """The same with the images' lengths as a list: the host reads them, a device need not wait."""
+    """The same with the images' lengths as a list: the host reads them, a device need not wait.
+
+    Args:
+        batch: As loaded
+    """
     lens = batch.get("vit_token_seqlens")
     return batch | dict(vit_token_seqlens=[] if lens is None else lens.tolist())
 
 
 # %% ../../../nbs/8_objectives/unified/03_data.ipynb #85e69205
 class HeldOutPacks:
-    """Fixed packs of the held-out examples."""
+    """Fixed packs of the held-out examples.
+
+    Args:
+        group: Whose image sizes are used
+        held: Examples
+        encode: Text -> list of token ids
+        rules: Of the model
+        max_tokens: Of a sample
+        pad_to: Tokens; see `UnifiedBatches`
+    """
 
     def __init__(
         self,
@@ -368,7 +467,11 @@ class HeldOutPacks:
         self,
         i: int,  # Number of the example
     ) -> PackedBatch:
-        """The pack of one example; its losses are means over its own tokens."""
+        """The pack of one example; its losses are means over its own tokens.
+
+        Args:
+            i: Number of the example
+        """
         pack = [self.samples[i]]
         batch = host_lengths(load_pack(pack, self.rules, 0, self.pad_to))
         return batch | dict(totals=step_totals([pack]), scale=1)

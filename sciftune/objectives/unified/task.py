@@ -73,6 +73,16 @@ def build_unified_model(
     """The unified model, ready for an engine.
 
     Raises RecipeError for freezing together with LoRA, and when nothing is left to train.
+
+    Args:
+        recipe: Which parts are frozen, adapters, attention, timestep_shift
+        family: The model family
+        base: Folder in the released layout; None = random weights of published size
+        engine: Says where weights are built
+        plan: How many blocks gradient_checkpointing='auto' checkpoints
+
+    Returns:
+        BagelModel
     """
     frozen = dict(llm=recipe.freeze_llm, vit=recipe.freeze_vit, und=recipe.freeze_und)
     if recipe.lora_rank and any(frozen.values()):
@@ -103,7 +113,18 @@ def held_out_losses(
     engine: Engine,  # Adds over processes
     heartbeat: Callable = lambda *a: None,  # (stage, step)
 ) -> dict:  # held_out (weighted sum), held_out_ce, held_out_mse; {} when nothing is held out
-    """The losses on the held-out examples, the same numbers on every process."""
+    """The losses on the held-out examples, the same numbers on every process.
+
+    Args:
+        held: Fixed packs
+        objective: The loss
+        network: Wrapped by the engine
+        engine: Adds over processes
+        heartbeat: (stage, step)
+
+    Returns:
+        held_out (weighted sum), held_out_ce, held_out_mse; {} when nothing is held out
+    """
     if not len(held):
         return {}
 
@@ -133,7 +154,13 @@ def guidance_for(
     scale: float,  # On text
     steps: int,  # Points of time
 ) -> Guidance:
-    """The published settings for drawing from a text, or for editing."""
+    """The published settings for drawing from a text, or for editing.
+
+    Args:
+        example: Its last segment is to be drawn
+        scale: On text
+        steps: Points of time
+    """
     edits = any(segment.paths for segment in example.segments[:-1])
     guidance = replace(EDIT if edits else Guidance(), text_scale=scale, steps=steps)
     if scale > 1:
@@ -154,7 +181,23 @@ def complete_example(
     device: torch.device | str = "cpu",  # Of the model
     same_calls: bool = False,  # Make max_tokens calls for a text, however short it is
 ) -> str | Tensor:  # Text, or pixels (3,H,W) in [-1,1]
-    """The model's own last segment of an example."""
+    """The model's own last segment of an example.
+
+    Args:
+        model: BagelModel, bare or wrapped by an engine
+        example: Its last segment is what the model shall give
+        encoders: Autoencoder and tokenizer
+        rules: Of the model
+        group: Whose image sizes are used
+        guidance: Of a picture; None = the published one for drawing
+        seed: Of a picture's noise
+        max_tokens: Of a text
+        device: Of the model
+        same_calls: Make max_tokens calls for a text, however short it is
+
+    Returns:
+        Text, or pixels (3,H,W) in [-1,1]
+    """
     *before, last = example.segments
     draws = last.role == "target"
     inputs = []
@@ -194,7 +237,14 @@ def pack_stream(
     encode: Callable,  # Text -> list of token ids
     rules: PackingRules,  # Of the model
 ) -> PackStream:
-    """The stream of packs of a run."""
+    """The stream of packs of a run.
+
+    Args:
+        recipe: Its budgets, dropout and seed
+        groups: Of `open_groups`
+        encode: Text -> list of token ids
+        rules: Of the model
+    """
     dropout = dict(
         text=recipe.text_cond_dropout, vae=recipe.vae_cond_dropout, vit=recipe.vit_cond_dropout
     )
@@ -371,7 +421,11 @@ class UnifiedTask(Task):
         self,
         step: int,  # Optimizer steps taken
     ):
-        """Write pictures and answers of the model as it is; called by all processes together."""
+        """Write pictures and answers of the model as it is; called by all processes together.
+
+        Args:
+            step: Optimizer steps taken
+        """
         network = self.networks["denoiser"]
         folder = self.run_dir.validation_images / f"step_{step:06d}"
         with evaluating(network):
