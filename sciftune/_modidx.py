@@ -1849,6 +1849,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'sciftune.lab.sweep.point_words': ('9_lab/sweep.html#point_words', 'sciftune/lab/sweep.py'),
                                     'sciftune.lab.sweep.points_of': ('9_lab/sweep.html#points_of', 'sciftune/lab/sweep.py'),
                                     'sciftune.lab.sweep.run_points': ('9_lab/sweep.html#run_points', 'sciftune/lab/sweep.py'),
+                                    'sciftune.lab.sweep.said_of': ('9_lab/sweep.html#said_of', 'sciftune/lab/sweep.py'),
                                     'sciftune.lab.sweep.sweep_command': ('9_lab/sweep.html#sweep_command', 'sciftune/lab/sweep.py'),
                                     'sciftune.lab.sweep.values_of': ('9_lab/sweep.html#values_of', 'sciftune/lab/sweep.py')},
             'sciftune.lab.tables': { 'sciftune.lab.tables.FieldGroup': ('9_lab/tables.html#fieldgroup', 'sciftune/lab/tables.py'),

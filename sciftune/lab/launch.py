@@ -767,7 +767,7 @@ def data_looked_at(
         yield
         print(looking.communicate(timeout=LOOK_SECONDS)[0], end="")
     except subprocess.TimeoutExpired:
-        print("data: not looked at wholly before the launch; scripts/look does")
+        print("data: not looked at wholly before the launch; sciftune look does")
     finally:
         looking.kill()
         looking.communicate()

@@ -154,7 +154,7 @@ def checkpoint_source(
     if recipe.distils:
         raise ValueError(
             f"{checkpoint} is of a distillation, which is sampled by a scheduler of its own: "
-            f"scripts/zero_to_bf16 {checkpoint} OUT --pipeline, and give OUT"
+            f"sciftune zero_to_bf16 {checkpoint} OUT --pipeline, and give OUT"
         )
     export = Export(checkpoint, Path(), recipe, state)
     if state == "base":

@@ -337,7 +337,7 @@ class EarlierRun:
             raise RecipeError(
                 f"start_from: {self.path} holds adapters and this run has none in {rest[0]}: "
                 "give the lora_rank and lora_targets of that run, or merge it with "
-                "scripts/merge_lora and give model_path"
+                "sciftune merge_lora and give model_path"
             )
         raise RecipeError(
             f"start_from: {self.path} holds {self.network}/{rest[0]}, for which this run has no "

@@ -374,6 +374,15 @@ def launch_notebook() -> Iterator[str]:
         yield "nbs/launch.ipynb is kept without outputs"
 
 
+def notebooks_to_run() -> Iterator[str]:
+    """Notebooks that begin with annotated values: each is a command of its name."""
+    for path in sorted((ROOT / "nbs").glob("*.ipynb")):
+        cells = json.loads(path.read_text())["cells"]
+        code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+        if code and re.match(r"\w+: \w+ = ", code[0]) and not has_parameters(path):
+            yield f"nbs/{path.name}: its first code cell needs the tag 'parameters'"
+
+
 def noisy_outputs() -> Iterator[str]:
     """Stored outputs are for readers: warnings of libraries name the paths of one machine."""
     for path in notebooks():
@@ -452,6 +461,7 @@ CHECKS = [
     long_readme,
     doubled_numbers,
     launch_notebook,
+    notebooks_to_run,
     noisy_outputs,
     heavy,
     unformatted,

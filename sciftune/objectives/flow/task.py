@@ -210,5 +210,5 @@ class FlowTask(Task):
         if not export.recipe.lora_rank:
             return written
         return (
-            f"{written}; load it with pipe.load_lora_weights, or merge it with scripts/merge_lora"
+            f"{written}; load it with pipe.load_lora_weights, or merge it with sciftune merge_lora"
         )
