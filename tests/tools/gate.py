@@ -370,8 +370,16 @@ def launch_notebook() -> Iterator[str]:
     cells = json.loads((ROOT / "nbs/launch.ipynb").read_text())["cells"]
     if sum("parameters" in cell["metadata"].get("tags", []) for cell in cells) != 1:
         yield "nbs/launch.ipynb needs exactly one cell tagged parameters"
-    if any(cell.get("outputs") for cell in cells):
-        yield "nbs/launch.ipynb is kept without outputs"
+    if not any(cell.get("outputs") for cell in cells):
+        yield "nbs/launch.ipynb has lost its outputs, a real run of its defaults: restore them"
+
+
+def lost_parameters() -> Iterator[str]:
+    """Notebooks that a program of scripts/ runs by name, without a cell for papermill."""
+    for path in (ROOT / "nbs").glob("*.ipynb"):
+        if (ROOT / "scripts" / path.stem).exists() and not has_parameters(path):
+            name = path.relative_to(ROOT)
+            yield f"{name} has no cell tagged parameters: it is no command without one"
 
 
 def noisy_outputs() -> Iterator[str]:
@@ -452,6 +460,7 @@ CHECKS = [
     long_readme,
     doubled_numbers,
     launch_notebook,
+    lost_parameters,
     noisy_outputs,
     heavy,
     unformatted,
