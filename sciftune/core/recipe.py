@@ -13,7 +13,9 @@ __all__ = [
     "why_unread",
     "unread_fields",
     "check_model",
+    "check_parts",
     "check_batches",
+    "check_length",
     "check_strategy",
     "check_offload",
     "check_sizes",
@@ -25,6 +27,7 @@ __all__ = [
     "foreign_meanings",
     "resolve",
     "launch_preset",
+    "epochs_line",
     "learning_rate_at",
     "identity",
     "changed",
@@ -192,7 +195,7 @@ def unread_fields(
 def check_model(
     recipe: Fields,  # Each field is valid by itself
 ):
-    """The model has this objective, and can compute this shift of the timesteps.
+    """The model has this objective, takes reference images, and can compute this shift.
 
     Args:
         recipe: Each field is valid by itself
@@ -204,12 +207,39 @@ def check_model(
             f"objective: '{recipe.objective}' does not suit {recipe.model}; "
             f"use {_listed(family.objectives)}"
         )
+    if recipe.reference_images > family.references:
+        able = [r.name for r in records("models").values() if r.references]
+        takes = f"at most {family.references}" if family.references else "none"
+        raise ValueError(
+            f"reference_images: {recipe.reference_images} with model '{recipe.model}', which takes "
+            f"{takes}; reference images are for {_listed(able)}"
+        )
     named = ("none", "linear", "empirical")
     if recipe.timestep_shift in named and recipe.timestep_shift not in family.timestep_shifts:
         raise ValueError(
             f"timestep_shift: '{recipe.timestep_shift}' does not suit {recipe.model}; "
             f"use {_listed(family.timestep_shifts)}, or a number"
         )
+    check_parts(recipe, family.parts)
+
+
+def check_parts(
+    recipe: Fields,  # Each field is valid by itself
+    parts: tuple[str, ...],  # Of the model's record
+):
+    """With `model_path='parts'` all parts of the model are named.
+
+    Args:
+        recipe: Each field is valid by itself
+        parts: Of the model's record
+    """
+    if recipe.model_path != "parts":
+        return
+    if not parts:
+        able = [m.name for m in records("models").values() if m.parts]
+        raise ValueError(f"model_path: 'parts' needs model {_listed(able)}, not {recipe.model}")
+    if missing := [name for name in parts if not getattr(recipe, name)]:
+        raise ValueError(f"model_path: 'parts' needs {' and '.join(missing)}")
 
 
 # %% ../../nbs/1_core/05_recipe.ipynb #ca15b42b
@@ -227,6 +257,19 @@ def check_batches(
             f"global_batch: {recipe.global_batch} is not a multiple of "
             f"micro_batch x num_processes = {recipe.micro_batch} x {world}"
         )
+
+
+# %% ../../nbs/1_core/05_recipe.ipynb #983c91f3
+def check_length(
+    recipe: Fields,  # Each field is valid by itself
+):
+    """The run has a length: steps, or epochs whose steps a launch counts.
+
+    Args:
+        recipe: Each field is valid by itself
+    """
+    if not recipe.steps and not recipe.num_train_epochs:
+        raise ValueError("steps: must be at least 1; got 0")
 
 
 # %% ../../nbs/1_core/05_recipe.ipynb #38e9b8e9
@@ -347,6 +390,7 @@ CHECKS = (
     check_model,
     check_strategy,
     check_batches,
+    check_length,
     check_offload,
     check_sizes,
     check_numbers,
@@ -573,8 +617,15 @@ def resolve(
     except (PresetError, RegistryError) as error:
         raise RecipeError(str(error)) from None
     _refuse_others_names(given, given.get("objective") or preset["objective"])
-    given = translated(given, preset, foreign_names(), here)
+    given = _with_length(translated(given, preset, foreign_names(), here))
     return checked(preset | given, weak=preset.keys() - given.keys())
+
+
+def _with_length(given: dict) -> dict:
+    """`given` with steps=0, "not counted yet", where epochs alone were given, and the reverse."""
+    if given.get("num_train_epochs") and "steps" not in given:
+        return given | dict(steps=0)
+    return dict(num_train_epochs=0) | given if given.get("steps") else given
 
 
 # %% ../../nbs/1_core/05_recipe.ipynb #0f540754
@@ -594,6 +645,24 @@ def launch_preset(
     family = records("models").get(given.get("model") or "qwenimage")
     shown = family and family.nano and not named & {"model_path", "objective"}
     return "nano_style" if shown else "tiny"
+
+
+# %% ../../nbs/1_core/05_recipe.ipynb #6ed5c6a9
+def epochs_line(
+    recipe: Recipe,  # With the steps of its epochs
+) -> str:  # '' without num_train_epochs
+    """The length of a run in both units.
+
+    Args:
+        recipe: With the steps of its epochs
+
+    Returns:
+        '' without num_train_epochs
+    """
+    if not recipe.num_train_epochs:
+        return ""
+    epochs = f"num_train_epochs={recipe.num_train_epochs:g}"
+    return f"{epochs}: {recipe.steps:,} steps of {recipe.global_batch} samples"
 
 
 # %% ../../nbs/1_core/05_recipe.ipynb #bf8b2cbb

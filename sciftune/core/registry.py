@@ -88,6 +88,8 @@ class FamilyRecord(Record):
         learning_rate: Full fine-tuning of the published weights
         usual_learning_rates: Lowest and highest; LoRA ten times
         timestep_shifts: Named ones that it can compute
+        parts: Fields that name its parts in folders of their own
+        references: Most reference images of a sample; 0 = it takes none
         float32_inputs: Blocks get float32 tables (rotary) that must not be cast
         nano: A small trained model of it is in the package
         values: Recipe fields that it changes in every preset
@@ -108,6 +110,8 @@ class FamilyRecord(Record):
         "linear",
         "empirical",
     )  # Named ones that it can compute
+    parts: tuple[str, ...] = ()  # Fields that name its parts in folders of their own
+    references: int = 0  # Most reference images of a sample; 0 = it takes none
     float32_inputs: bool = False  # Blocks get float32 tables (rotary) that must not be cast
     nano: bool = False  # A small trained model of it is in the package
     values: dict = {}  # Recipe fields that it changes in every preset

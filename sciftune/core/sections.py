@@ -237,7 +237,8 @@ class ModelSection(Section):
     model_path: str = field(
         "tiny",
         "diffusers folder, hub id, 'tiny' (offline stand-in, random), 'nano' (small trained model "
-        "of this package) or 'random' (real size, random weights)",
+        "of this package), 'random' (real size, random weights) or 'parts' (bagel: llm_path, "
+        "vit_path and vae_path)",
     )
     revision: str = field("", "hub revision of model_path; empty = main")
     objective: str = field(
@@ -323,6 +324,29 @@ class DataSection(Section):
         le=1,
     )
     resolution: int = field(64, "square side in pixels, a multiple of 16", ge=16, le=4096)
+    reference_images: int = field(
+        0,
+        "most reference images of a sample, the sources of an edit; the plan counts so many; "
+        "0 = the data have none",
+        optional=True,
+        ge=0,
+        le=16,
+    )
+    reference_side: int = field(
+        0,
+        "reference images of a larger area than a square of this side are scaled down to it; "
+        "0 = as the model's pipeline does",
+        needs="reference_images",
+        ge=0,
+        le=4096,
+    )
+    reference_dropout: float = field(
+        0.0,
+        "chance that a sample is trained without its reference images",
+        needs="reference_images",
+        ge=0,
+        le=1,
+    )
     caption_dropout: float = field(
         0.1, "chance that a sample is trained with the empty caption", optional=True, ge=0, le=1
     )
@@ -423,6 +447,13 @@ class DataSection(Section):
             raise ValueError(f"must be a multiple of 16, for example {near}")
         return side
 
+    @field_validator("reference_side")
+    @classmethod
+    def _wide_enough(cls, side: int) -> int:
+        if 0 < side < 64:
+            raise ValueError("must be 64 or more, or 0 for the pipeline's own")
+        return side
+
     @field_validator("bucket_min", "bucket_max", "bucket_step")
     @classmethod
     def _multiple_or_none(cls, side: int) -> int:
@@ -468,7 +499,20 @@ class DataSection(Section):
 class ScheduleSection(Section):
     """Steps and batches."""
 
-    steps: int = field(100, "optimizer steps", identity=False, ge=1)
+    steps: int = field(
+        100, "optimizer steps; 0 = as many as num_train_epochs means", identity=False, ge=0
+    )
+    num_train_epochs: float = field(
+        0.0,
+        "length of the run in passes over the training set, in the place of steps, whose number is "
+        "worked out from it at the launch; 0 = steps says it",
+        identity=False,
+        optional=True,
+        instead="its packs hold as many examples as fit, so nobody knows the steps of a pass; give "
+        "steps, and follow total_samples in the metrics",
+        ge=0,
+        le=1e6,
+    )
     micro_batch: int = field(1, "samples per process and forward pass", identity=False, ge=1)
     data_workers: int = field(
         0,

@@ -20,6 +20,7 @@ __all__ = [
 import math
 from collections import Counter
 from collections.abc import Sequence
+from fractions import Fraction
 from functools import lru_cache
 
 import numpy as np
@@ -315,6 +316,31 @@ class BucketOrder:
             Micro-batches
         """
         return [self.at(step * self.slots + j) for j in range(self.slots)]
+
+    def positions(
+        self,
+        epochs: float,  # Passes over the collection
+    ) -> int:
+        """Micro-batches of the first `epochs` passes, those that are not full among them.
+
+        Args:
+            epochs: Passes over the collection
+        """
+        done = int(epochs)
+        rounds, rest = divmod(done, len(self.counts))
+        whole = rounds * sum(self.counts) + sum(self.counts[:rest])
+        return whole + math.ceil((Fraction(str(epochs)) - done) * self.counts[rest])
+
+    def steps(
+        self,
+        epochs: float,  # Passes over the collection
+    ) -> int:
+        """Steps until `epochs` passes are done; the last one is filled up from the next.
+
+        Args:
+            epochs: Passes over the collection
+        """
+        return -(-self.positions(epochs) // self.slots)
 
 
 # %% ../../nbs/2_data/06_buckets.ipynb #5e14b50e

@@ -39,8 +39,10 @@ __all__ = [
     "to_segments",
     "read_jsonl",
     "read_examples",
+    "read_lines",
     "read_example",
     "open_examples",
+    "verify_examples",
     "verified_example",
     "plan_item",
     "image_items",
@@ -66,6 +68,7 @@ __all__ = [
 
 # %% ../../nbs/2_data/10_sequences.ipynb #b8c80bf7
 import hashlib
+import io
 import json
 import os
 import re
@@ -83,7 +86,7 @@ from torch import Tensor
 from ..core.progress import progress
 from ..core.randomness import GlobalOrder, stream, stream_seed, uniform
 from .images import DataError, open_image, to_rgb
-from .readers import Files, Row
+from .readers import Files, Row, cell_bytes, image_bytes, parse_cell
 from .sources import set_aside, verify_once
 
 
@@ -266,7 +269,7 @@ def displayed_size(
         Width and height as displayed (EXIF rotation applied)
     """
     try:
-        with Image.open(path) as image:
+        with Image.open(io.BytesIO(cell_bytes(path)) if parse_cell(path) else path) as image:
             width, height = image.size
             turned = is_turned(image)
     except FileNotFoundError:
@@ -289,7 +292,7 @@ def decoded_image(
         Mode RGB, upright
     """
     try:
-        return to_rgb(open_image(Path(path).read_bytes()))
+        return to_rgb(open_image(image_bytes(path)))
     except Exception as e:  # decoders raise nearly anything on damaged bytes
         raise DataError(f"image {path} cannot be read: {e}") from e
 
@@ -398,12 +401,14 @@ class Example:
         id: Keys everything random about it
         where: File and line, for errors
         fault: Why it is set aside; empty = nothing known against it
+        digest: Of images that lie in a parquet file; '' = they are files
     """
 
     id: str  # Keys everything random about it
     segments: tuple[Segment, ...]
     where: str = ""  # File and line, for errors
     fault: str = ""  # Why it is set aside; empty = nothing known against it
+    digest: str = ""  # Of images that lie in a parquet file; '' = they are files
 
     @property
     def targets(self) -> bool:
@@ -414,6 +419,17 @@ class Example:
     def files(self) -> list[str]:
         """All images and frames."""
         return [path for s in self.segments for path in s.paths]
+
+    def drawn(
+        self,
+        number: Callable[..., float],  # What is drawn -> a number in [0,1)
+    ) -> "Example":
+        """What an epoch trains of it: all of it; a part of a chain, see `data.released`.
+
+        Args:
+            number: What is drawn -> a number in [0,1)
+        """
+        return self
 
 
 # %% ../../nbs/2_data/10_sequences.ipynb #c01d4315
@@ -832,14 +848,8 @@ def read_examples(
         path: One JSON object per line, UTF-8
     """
     path = Path(path)
-    if not path.is_file():
-        raise DataError(f"{path} is missing; a file with one JSON object per line is needed")
-    try:
-        text = path.read_text("utf-8-sig")
-    except UnicodeDecodeError as e:
-        raise DataError(f"{path} is not UTF-8: {e}") from e
     out, ids = [], set()
-    for n, line in enumerate(text.split("\n"), 1):  # splitlines() would also split at U+2028
+    for n, line in enumerate(read_lines(path), 1):
         if not line.strip():
             continue
         example = read_example(line, n, path)
@@ -853,6 +863,26 @@ def read_examples(
     if not out:
         raise DataError(f"{path} holds no example")
     return out
+
+
+def read_lines(
+    path: Path,  # UTF-8
+) -> list[str]:  # Without their ends
+    """The lines of a file. Raises DataError when it is missing or is not UTF-8.
+
+    Args:
+        path: UTF-8
+
+    Returns:
+        Without their ends
+    """
+    if not path.is_file():
+        raise DataError(f"{path} is missing; a file with one JSON object per line is needed")
+    try:
+        text = path.read_text("utf-8-sig")
+    except UnicodeDecodeError as e:
+        raise DataError(f"{path} is not UTF-8: {e}") from e
+    return text.removesuffix("\n").split("\n")  # splitlines() would also split at U+2028
 
 
 def read_example(
@@ -904,14 +934,50 @@ def open_examples(
     Returns:
         All, with `fault` where an image cannot be used
     """
-    examples = read_examples(path)
-    files = dict.fromkeys(file for example in examples for file in example.files)
-    images = {file: Row(file, file, file) for file in files}
-    verify_once(Files(Path(), list(images.values())), f"{Path(path).absolute()}", cache)
+    place = Path(path).absolute()
+    return verify_examples(read_examples(path), None, place, max_bad_fraction, quarantine, cache)
+
+
+def verify_examples(
+    examples: list[Example],  # With `fault` where one cannot be used
+    source: object,  # A reader of the images, its keys are their paths; None = they are files
+    path: str | Path,  # Names the collection
+    max_bad_fraction: float,  # Largest part of the examples that may be set aside, 0..1
+    quarantine: str | Path | None,  # File for those set aside; None = not written
+    cache: str | Path | None,  # Folder that keeps findings; None = decode every image
+) -> list[Example]:  # With the sizes of their images, or with `fault`
+    """Verify every image. Raises DataError when too many examples are bad.
+
+    Args:
+        examples: With `fault` where one cannot be used
+        source: A reader of the images, its keys are their paths; None = they are files
+        path: Names the collection
+        max_bad_fraction: Largest part of the examples that may be set aside, 0..1
+        quarantine: File for those set aside; None = not written
+        cache: Folder that keeps findings; None = decode every image
+
+    Returns:
+        With the sizes of their images, or with `fault`
+    """
+    if source is None:
+        files = dict.fromkeys(file for example in examples for file in example.files)
+        source = Files(Path(), [Row(file, file, file) for file in files])
+    verify_once(source, f"{path}", cache)
+    images = {row.key: row for row in source.rows}
     examples = [verified_example(example, images) for example in examples]
+    if not isinstance(source, Files):
+        examples = [_with_digest(example, images) for example in examples]
     rows = [Row(example.where, id=example.id, fault=example.fault) for example in examples]
     set_aside(rows, max_bad_fraction, quarantine, path)
     return examples
+
+
+def _with_digest(example: Example, images: dict[str, Row]) -> Example:
+    """An example with one digest of the bytes of its images."""
+    if example.fault:
+        return example
+    together = "".join(images[file].digest for file in example.files)
+    return replace(example, digest=hashlib.sha256(together.encode()).hexdigest())
 
 
 def verified_example(
@@ -927,6 +993,8 @@ def verified_example(
     Returns:
         With the sizes of its images, or with `fault`
     """
+    if example.fault:
+        return example
     for file in example.files:
         if fault := images[file].fault:
             return replace(example, fault=f"{fault}: {file}")
@@ -1583,6 +1651,7 @@ def plan_sample(
         seed: Of the run
     """
     key = (group.name, example.id, epoch)
+    example = example.drawn(lambda *what: uniform(seed, "chain", *key, *what))
     items = sequence_plan(example, rules.special)
     texts, images, lengths = item_sources(
         group, example, items, encode, rules, lambda n: uniform(seed, "text", *key, n)
@@ -1820,7 +1889,8 @@ def fingerprint(
             segments = [
                 replace(s, paths=tuple(Path(p).name for p in s.paths)) for s in example.segments
             ]
-            digest.update(repr((example.id, segments)).encode())
+            own = (example.digest,) if example.digest else ()
+            digest.update(repr((example.id, segments, *own)).encode())
     return digest.hexdigest()
 
 

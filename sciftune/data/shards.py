@@ -20,6 +20,7 @@ from ..core.progress import progress
 from ..core.secrets import bare, reveal
 from .images import SUFFIXES, DataError
 from .readers import CAPTION_KEYS, Parquet, Row, captions_of
+from .references import is_target, reference_number
 
 
 # %% ../../nbs/2_data/03_shards.ipynb #a9836e75
@@ -91,6 +92,11 @@ def tar_captions(
 
 
 # %% ../../nbs/2_data/03_shards.ipynb #2402d3d9
+def _beside(suffix: str) -> bool:
+    """Whether a member is a reference image of its sample."""
+    return reference_number(suffix) is not None
+
+
 class Tars:
     """Images in tar shards on any file system.
 
@@ -124,9 +130,11 @@ class Tars:
             parts = samples.setdefault(f"{folder}/{key}".lstrip("/"), {})
             parts.setdefault(suffix.lower(), (at, size))
         for key, parts in samples.items():
-            image = next((p for s, p in parts.items() if "." + s in SUFFIXES), None)
+            image = next((p for s, p in parts.items() if is_target(s)), None)
             row = Row(f"{name}:{key}", image and (n, *image), f"{PurePosixPath(name).stem}/{key}")
             progress(f"{row.source} listed")
+            numbers = sorted((reference_number(s) or 0, p) for s, p in parts.items() if _beside(s))
+            row.references = tuple(Row(row.source, (n, *place)) for _, place in numbers)
             try:
                 row.captions = self._captions(file, parts, image)
             except DataError as e:

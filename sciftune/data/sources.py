@@ -12,7 +12,7 @@ import glob
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +48,7 @@ __all__ = [
     "verify_once",
     "Collection",
     "set_aside",
+    "no_fault",
     "open_collection",
     "JoinedCollections",
     "joined_quarantine",
@@ -128,8 +129,15 @@ Findings = dict[str, tuple[int, int, str]]  # stamp -> (width, height, digest)
 
 
 def _verify_row(source: Reader, row: Row, max_pixels: int, known: Findings, found: Findings):
-    if row.fault:
-        return
+    if not row.fault:
+        _verify_image(source, row, max_pixels, known, found)
+    for number, reference in enumerate(row.references, 1):
+        if not row.fault:
+            _verify_image(source, reference, max_pixels, known, found)
+            row.fault = reference.fault and f"reference image {number}: {reference.fault}"
+
+
+def _verify_image(source: Reader, row: Row, max_pixels: int, known: Findings, found: Findings):
     try:
         stamp = source.stamp(row)
         finding = known.get(stamp) or examine(source.read(row), max_pixels)
@@ -277,12 +285,14 @@ class Collection:
         self.captions = [r.captions for r in rows]
         self.sizes = [(r.width, r.height) for r in rows]
         self.digests = [r.digest for r in rows]
+        self.references = [r.references for r in rows]  # Rows with width, height and digest
         self.shards = [
             r.key[0] if isinstance(r.key, tuple) else n // _NEIGHBOURS for n, r in enumerate(rows)
         ]
         digest = hashlib.sha256()
         for r in rows:
-            digest.update(json.dumps([r.id, r.digest, r.captions]).encode() + b"\n")
+            own = [r.id, r.digest, r.captions, *(reference.digest for reference in r.references)]
+            digest.update(json.dumps(own).encode() + b"\n")
         self.fingerprint = digest.hexdigest()
 
     def __len__(self):
@@ -290,13 +300,28 @@ class Collection:
 
     def __getitem__(self, i):
         r = self.rows[i]
+        return Sample(r.id, self._read(r), r.captions, r.width, r.height)
+
+    def reference(
+        self,
+        i: int,  # Number of a sample
+        k: int,  # Number of its reference image, from 0
+    ) -> bytes:
+        """Read a reference image, encoded as it is stored.
+
+        Args:
+            i: Number of a sample
+            k: Number of its reference image, from 0
+        """
+        return self._read(self.references[i][k])
+
+    def _read(self, r: Row) -> bytes:
         try:
-            data = self.source.read(r)
+            return self.source.read(r)
         except OSError as e:
             raise DataError(
                 f"{r.source}: was readable when the collection was opened and is not now: {e}"
             ) from e
-        return Sample(r.id, data, r.captions, r.width, r.height)
 
     def __repr__(self):
         return (
@@ -376,6 +401,19 @@ def set_aside(
     return kept, rejected
 
 
+def no_fault(width: int, height: int) -> str:
+    """Nothing is wrong with a reference image of any size."""
+    return ""
+
+
+def _check_references(rows: list[Row], reference_fault: Callable):
+    """Note the first reference of each row that the model cannot take."""
+    for row in rows:
+        for number, reference in enumerate(row.references, 1):
+            why = "" if row.fault else reference_fault(reference.width, reference.height)
+            row.fault = f"reference image {number}: {why}" if why else row.fault
+
+
 def open_collection(
     path: str | Path,  # Folder, list file, parquet shard or pattern of shards, or a URL
     *,
@@ -385,6 +423,7 @@ def open_collection(
     metadata: str | Path | None = None,  # List file that lies outside the folder
     cache: str | Path | None = None,  # Folder that keeps findings; None = verify everything
     workers: int | None = None,  # Threads; None = one per available core
+    reference_fault: Callable = no_fault,  # (width, height) of a reference -> why not, or ''
 ) -> Collection:
     """Read, verify and fingerprint a collection.
 
@@ -398,11 +437,13 @@ def open_collection(
         metadata: List file that lies outside the folder
         cache: Folder that keeps findings; None = verify everything
         workers: Threads; None = one per available core
+        reference_fault: (width, height) of a reference -> why not, or ''
     """
     if not str(path).strip():
         raise DataError("data: the path is empty")
     source = find_source(path, metadata)
     verify_once(source, f"{Path(path).absolute()}|{metadata}", cache, max_pixels, workers)
+    _check_references(source.rows, reference_fault)
     kept, rejected = set_aside(source.rows, max_bad_fraction, quarantine, path)
     return Collection(source, kept, rejected)
 
@@ -418,7 +459,7 @@ class JoinedCollections:
         self.parts = parts
         self.first = [0, *itertools.accumulate(map(len, parts))]
         self.ids = [f"{k}:{i}" for k, part in enumerate(parts) for i in part.ids]
-        for name in ("captions", "sizes", "digests", "shards", "rejected"):
+        for name in ("captions", "sizes", "digests", "references", "shards", "rejected"):
             setattr(self, name, [x for part in parts for x in getattr(part, name)])
         fingerprints = "|".join(part.fingerprint for part in parts)
         self.fingerprint = hashlib.sha256(fingerprints.encode()).hexdigest()
@@ -442,6 +483,20 @@ class JoinedCollections:
             raise IndexError(i)
         k = self.part(i)
         return replace(self.parts[k][i - self.first[k]], id=self.ids[i])
+
+    def reference(
+        self,
+        i: int,  # Number of a sample
+        k: int,  # Number of its reference image, from 0
+    ) -> bytes:
+        """Read a reference image, encoded as it is stored.
+
+        Args:
+            i: Number of a sample
+            k: Number of its reference image, from 0
+        """
+        part = self.part(i)
+        return self.parts[part].reference(i - self.first[part], k)
 
 
 @contextlib.contextmanager

@@ -9,11 +9,12 @@ __all__ = ["ShardOrder", "Mixture", "collection_order", "sample_order"]
 import bisect
 import functools
 import itertools
+import math
 from collections import Counter
 
 import numpy as np
 
-from ..core.randomness import GlobalOrder, stream_seed
+from ..core.randomness import GlobalOrder, first_positions, stream_seed
 from ..core.recipe import Recipe
 from .buckets import BucketOrder
 from .images import DataError
@@ -108,6 +109,17 @@ class ShardOrder:
         w = bisect.bisect_right(ends, p)
         return epoch, int(self._part(epoch, w)[p - (ends[w - 1] if w else 0)])
 
+    def positions(
+        self,
+        epochs: float,  # Passes over the collection
+    ) -> int:
+        """Samples of the first `epochs` passes.
+
+        Args:
+            epochs: Passes over the collection
+        """
+        return first_positions(epochs, self.n)
+
 
 # %% ../../nbs/2_data/07_streams.ipynb #4ff71db5
 class Mixture:
@@ -189,6 +201,27 @@ class Mixture:
             step: Steps already taken
         """
         return [self.at(p) for p in range(step * self.slots, (step + 1) * self.slots)]
+
+    def steps(
+        self,
+        epochs: float,  # Passes over the collection
+    ) -> int:
+        """Steps until `epochs` passes are done. Raises ValueError for several collections.
+
+        Args:
+            epochs: Passes over the collection
+        """
+        takes = [
+            math.ceil(order.positions(epochs) / share / self.slots)
+            for order, share in zip(self.orders, np.diff(self.cumulative), strict=True)
+        ]
+        if len(takes) > 1:
+            raise ValueError(
+                "num_train_epochs: several collections are drawn by their weights, and each begins "
+                "again when it has been seen, so they have no common epoch; give steps: "
+                f"{epochs:g} epochs of each end after {', '.join(f'{n:,}' for n in takes)}"
+            )
+        return takes[0]
 
 
 # %% ../../nbs/2_data/07_streams.ipynb #46c38a65

@@ -63,6 +63,7 @@ from sciftune.lab.launch import (
     recipe_from,
     stop,
     with_absolute_paths,
+    with_steps,
 )
 from .tables import fields_text, parameters_of_notebook, presets_text, table_text
 
@@ -344,7 +345,7 @@ def plan_command(
     Returns:
         1 when the run cannot fit
     """
-    recipe = with_absolute_paths(recipe_from(settings_of(words)))
+    recipe = with_steps(with_absolute_paths(recipe_from(settings_of(words))))
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "recipe.yaml"
         recipe.save(written)

@@ -33,7 +33,7 @@ from matplotlib.image import imread
 
 from ..core.recipe import Recipe
 from ..core.rundir import RunDir
-from .launch import state
+from .launch import LaunchError, state
 from sciftune.lab.plots import (
     COLORS,
     PART_COLORS,
@@ -59,7 +59,7 @@ from .summary import picture_rows, typed_value
 def found_runs(
     places: str | Path | Iterable[str | Path],  # Folders, or one text with commas between them
 ) -> list[RunDir]:  # At least one
-    """The run folders at `places`. Raises FileNotFoundError that names a place without a run.
+    """The run folders at `places`. Raises LaunchError that names a place without a run.
 
     Args:
         places: Folders, or one text with commas between them
@@ -76,10 +76,10 @@ def found_runs(
         inside = sorted(file.parent for file in place.glob("*/recipe.yaml"))
         here = [place] if (place / "recipe.yaml").is_file() else inside
         if not here:
-            raise FileNotFoundError(f"{place} is no run folder, and none is in it (recipe.yaml)")
+            raise LaunchError(f"runs: {place} is no run folder, and none is in it (recipe.yaml)")
         found |= {path.resolve(): RunDir(path) for path in here}
     if not found:
-        raise FileNotFoundError("no run folder was given")
+        raise LaunchError("runs: no run folder was given")
     return list(found.values())
 
 

@@ -99,12 +99,12 @@ def convert_checkpoint(
 def convert_command(
     words: list[str],  # Of the command line
 ):
-    """`scripts/zero_to_bf16 CHECKPOINT OUT`, with the options of `convert_checkpoint`.
+    """`sciftune zero_to_bf16 CHECKPOINT OUT`, with the options of `convert_checkpoint`.
 
     Args:
         words: Of the command line
     """
-    parser = argparse.ArgumentParser(prog="scripts/zero_to_bf16")
+    parser = argparse.ArgumentParser(prog="sciftune zero_to_bf16")
     parser.add_argument("checkpoint", type=Path, help="runs/NAME/checkpoints/step_XXXXXX")
     parser.add_argument("out", type=Path, help="new folder")
     parser.add_argument("--max_shard_size", default="10GB")
@@ -127,12 +127,12 @@ def convert_command(
 def merge_command(
     words: list[str],  # Of the command line
 ):
-    """`scripts/merge_lora BASE LORA OUT [--dtype bfloat16] [--max_shard_size 10GB]`.
+    """`sciftune merge_lora BASE LORA OUT [--dtype bfloat16] [--max_shard_size 10GB]`.
 
     Args:
         words: Of the command line
     """
-    parser = argparse.ArgumentParser(prog="scripts/merge_lora")
+    parser = argparse.ArgumentParser(prog="sciftune merge_lora")
     for name in ("base", "lora", "out"):
         parser.add_argument(name)
     types = ["bfloat16", "float32", "float16"]

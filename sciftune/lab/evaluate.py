@@ -184,9 +184,16 @@ def run_targets(
 ) -> list[Target]:
     """Targets from the held-out samples of a recipe, from all where none is held out.
 
+    Raises ValueError for an edit run: a prompt without its reference images asks for another thing.
+
     Args:
         count: At most
     """
+    if recipe.reference_images:
+        raise ValueError(
+            "evaluate: this run was trained with reference images, which held-out prompts are not "
+            "drawn with; give prompts, or draw edits with scripts/sample -p references"
+        )
     collection = open_recipe_data(recipe)
     train, held = hold_out_by_source(recipe, collection)
     known = {}

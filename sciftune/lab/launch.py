@@ -36,6 +36,7 @@ __all__ = [
     "differences",
     "reserved",
     "keep_run_secrets",
+    "with_steps",
     "check_data",
     "check_port",
     "data_looked_at",
@@ -124,7 +125,7 @@ from sciftune.core.recipe import (
 )
 from ..core.registry import find_record, nearest
 from ..core.rundir import RunDir, new_run, write_atomic
-from ..core.secrets import keep_secrets
+from ..core.secrets import keep_secrets, secrets_file
 
 
 # %% ../../nbs/9_lab/02_launch.ipynb #e18cb700
@@ -210,7 +211,16 @@ def _nothing(field: str, path: str, root: Path) -> str:
 
 
 # %% ../../nbs/9_lab/02_launch.ipynb #df6ad4fa
-INPUT_FIELDS = ("prompts", "start_from", "validation_data", "metadata", "lora_path")
+INPUT_FIELDS = (
+    "prompts",
+    "start_from",
+    "validation_data",
+    "metadata",
+    "lora_path",
+    "llm_path",
+    "vit_path",
+    "vae_path",
+)
 
 
 def absolute_input(
@@ -244,7 +254,7 @@ def with_absolute_paths(
         data = ",".join(f"{absolute_data(path, root)}:{weight}" for path, weight in parts)
     paths = {name: absolute_input(name, getattr(recipe, name), root) for name in INPUT_FIELDS}
     paths["nvme_path"] = absolute_path(recipe.nvme_path, root)
-    if recipe.model_path not in ("tiny", "nano", "random"):
+    if recipe.model_path not in ("tiny", "nano", "random", "parts"):
         paths["model_path"] = absolute_path(recipe.model_path, root)
     if recipe.resume != "latest":
         paths["resume"] = absolute_path(recipe.resume, root)
@@ -330,6 +340,7 @@ def plan_run(
     recipe_path: Path,  # A written recipe
     plan_path: Path,  # Where plan.json shall be
     check: bool = True,  # Refuse what cannot fit
+    run: RunDir | None = None,  # For which the launch files are written, beside the plan
 ) -> Plan:
     """Predict a run's memory and time. Raises LaunchError when it cannot fit or be planned.
 
@@ -337,8 +348,10 @@ def plan_run(
         recipe_path: A written recipe
         plan_path: Where plan.json shall be
         check: Refuse what cannot fit
+        run: For which the launch files are written, beside the plan
     """
-    done = run_module("sciftune.planner.plan", recipe_path, plan_path)
+    folder = [run.path] if run else []
+    done = run_module("sciftune.planner.plan", recipe_path, plan_path, *folder)
     if done.returncode not in (0, 3):
         raise LaunchError(f"the plan could not be made: {failure_line(done.stderr)}")
     if done.returncode == 3:
@@ -663,6 +676,30 @@ def keep_run_secrets(
 
 
 # %% ../../nbs/9_lab/02_launch.ipynb #f568bd1c
+def with_steps(
+    recipe: Recipe,  # With absolute paths
+) -> Recipe:
+    """`recipe` with the steps that its `num_train_epochs` means. Raises LaunchError.
+
+    Args:
+        recipe: With absolute paths
+    """
+    if not recipe.num_train_epochs:
+        return recipe
+    with tempfile.TemporaryDirectory() as folder:
+        keep_run_secrets(RunDir(folder), recipe)
+        try:
+            done = run_module("sciftune.training.epochs", recipe.save(Path(folder) / "recipe.yaml"))
+        finally:
+            secrets_file(folder).unlink(missing_ok=True)
+    if done.returncode == 2:
+        raise LaunchError(done.stdout.strip())
+    if done.returncode:
+        raise LaunchError(f"num_train_epochs: not counted: {failure_line(done.stderr)}")
+    steps = int(done.stdout.split()[-1])
+    return recipe.model_copy(update=dict(steps=steps))
+
+
 def check_data(
     recipe_path: Path,  # A written recipe
     checkpoint: Path,  # That it goes on from
@@ -730,7 +767,7 @@ def data_looked_at(
         yield
         print(looking.communicate(timeout=LOOK_SECONDS)[0], end="")
     except subprocess.TimeoutExpired:
-        print("data: not looked at wholly before the launch; scripts/look does")
+        print("data: not looked at wholly before the launch; sciftune look does")
     finally:
         looking.kill()
         looking.communicate()
@@ -748,6 +785,7 @@ def prepare_run(
     recipe = with_absolute_paths(recipe)
     try:
         _check_run_root(Path(recipe.run_root))
+        recipe = with_steps(recipe)
         world = world_size(recipe)
         run = choose_folder(recipe)
         if run is None or state(run) != "running":
@@ -810,16 +848,12 @@ def _write_run(run: RunDir, recipe: Recipe):
     with tempfile.TemporaryDirectory() as aside:
         keep_run_secrets(run, recipe)
         written = recipe.save(Path(aside) / "recipe.yaml")
-        findings = Path(aside) / "findings.json"
-        with data_looked_at(recipe, written, findings):
-            plan = plan_run(written, Path(aside) / "plan.json", recipe.plan_check)
+        with data_looked_at(recipe, written, Path(aside) / "findings.json"):
+            plan_run(written, Path(aside) / "plan.json", recipe.plan_check, run)
         if checkpoint := _checkpoint(run, recipe):
             check_data(written, checkpoint)
-        recipe.save(run.recipe)
-        plan.save(run.plan)
-        write_launch_files(run)
-        if findings.exists():
-            shutil.copy(findings, run.path)
+        for file in Path(aside).iterdir():
+            write_atomic(run.path / file.name, file.read_text())
 
 
 # %% ../../nbs/9_lab/02_launch.ipynb #a7a8c357

@@ -722,10 +722,12 @@ def _measured(recipe, ids, shapes, captions, rejected, total: int) -> DataLook:
 def _model_flops(recipe: Recipe):
     """FLOPs of the model's forward pass by height and width."""
     from sciftune.models.family import get_family
+    from sciftune.planner.work import work_of
 
     family = get_family(recipe.model)
     config = family.config(None)
-    return lambda height, width: family.flops(config, height, width, recipe.text_tokens)
+    beside = work_of(recipe).reference_tokens(family)
+    return lambda *size: family.flops_with(config, *size, recipe.text_tokens, beside)
 
 
 # %% ../../nbs/9_lab/16_look.ipynb #19275ec5

@@ -274,13 +274,13 @@ def _check(recipe: Recipe, at: int) -> None:
 def prove_command(
     arguments: list[str],  # Without the program
 ) -> None:
-    """`scripts/prove`: print the table and end with 1 when the resume is not exact.
+    """`sciftune prove`: print the table and end with 1 when the resume is not exact.
 
     Args:
         arguments: Without the program
     """
     parser = argparse.ArgumentParser(
-        prog="scripts/prove",
+        prog="sciftune prove",
         description="Run a recipe, run it again, kill it, resume it, and compare the two.",
     )
     pair = dict(nargs=2, action="append", default=[], metavar=("NAME", "VALUE"))
@@ -296,6 +296,6 @@ def prove_command(
         changed = {name: yaml.safe_load(value) for name, value in asked.resume_with}
         proof = prove(given, asked.at, changed)
     except (LaunchError, OSError, yaml.YAMLError) as error:
-        sys.exit(f"scripts/prove: {error}")
+        sys.exit(f"sciftune prove: {error}")
     print(f"\n{proof.table()}\n\n{proof.verdict(asked.tolerance)}")
     sys.exit(not proof.holds(asked.tolerance))

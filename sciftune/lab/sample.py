@@ -16,6 +16,7 @@ __all__ = [
     "settled_request",
     "sample_batches",
     "draw_samples",
+    "encoded_references",
     "as_image",
     "sheet",
     "wrapped",
@@ -46,11 +47,13 @@ from ..core.randomness import stream
 from ..core.recipe import Recipe, resolve, restored
 from ..core.registry import nearest, records
 from ..core.rundir import RunDir
-from ..models.family import Family, get_family
+from ..data.images import examine, open_image, to_rgb
+from ..models.family import Encoders, Family, get_family, image_batch, stack_references
 from ..planner.profile import weights_path
 from ..strategies.lora import Merged, family_of
 from ..training.export import export_damage, lora_scheduler, trained_tensors
 from ..training.task import Export, get_task
+from ..training.validation import to_device
 
 # %% ../../nbs/9_lab/19_sample.ipynb #6a4113fa
 WEIGHT_STATES = ("weight", "ema", "base")  # What of a run or a checkpoint draws
@@ -70,6 +73,7 @@ class ModelSource:
         steps: Of the sampler
         schedule: Configuration of the scheduler
         text_tokens: Where captions are cut
+        reference_side: Of the largest reference image; 0 = the pipeline's own
     """
 
     name: str  # As in step_000500-ema
@@ -83,6 +87,7 @@ class ModelSource:
     guidance: float
     schedule: dict  # Configuration of the scheduler
     text_tokens: int | None = None  # Where captions are cut
+    reference_side: int = 0  # Of the largest reference image; 0 = the pipeline's own
 
 
 def _source(
@@ -105,6 +110,7 @@ def _source(
         guidance = asked if asked >= 0 else guidance
         side, tokens = recipe.resolution, recipe.text_tokens
     sampling = (side, steps, guidance, own["schedule"], tokens)
+    sampling += (recipe.reference_side if recipe else 0,)
     return ModelSource(name, series, step, family, folder, changed, *sampling)
 
 
@@ -148,7 +154,7 @@ def checkpoint_source(
     if recipe.distils:
         raise ValueError(
             f"{checkpoint} is of a distillation, which is sampled by a scheduler of its own: "
-            f"scripts/zero_to_bf16 {checkpoint} OUT --pipeline, and give OUT"
+            f"sciftune zero_to_bf16 {checkpoint} OUT --pipeline, and give OUT"
         )
     export = Export(checkpoint, Path(), recipe, state)
     if state == "base":
@@ -301,6 +307,7 @@ class Request:
         seed: Of the noise
         steps: Of the sampler
         height: Pixels
+        references: Files of the images that it is made from, in order
     """
 
     prompt: str
@@ -310,13 +317,16 @@ class Request:
     guidance: float | None = None
     height: int | None = None  # Pixels
     width: int | None = None
+    references: tuple[str, ...] = ()  # Files of the images that it is made from, in order
 
 
 def settled_request(
     sample: Request,
     source: ModelSource,
 ) -> Request:  # Without None
-    """A sample with what its source says. Raises ValueError for a size that does not suit.
+    """A sample with what its source says.
+
+    Raises ValueError for a size, or a number of references, that does not suit.
 
     Returns:
         Without None
@@ -327,6 +337,10 @@ def settled_request(
     source.family.check_size(made.height, made.width)
     if made.steps < 1:
         raise ValueError(f"steps {made.steps}: expected a number from 1")
+    family, given = source.family, len(made.references)
+    if given > family.record.references:
+        takes = f"at most {family.record.references}" if family.record.references else "no"
+        raise ValueError(f"references: {given} for {family.name}, which takes {takes} images")
     return made
 
 
@@ -345,7 +359,8 @@ def sample_batches(
     """
     groups = {}
     for i, s in enumerate(samples):
-        groups.setdefault((s.steps, s.guidance, s.height, s.width), []).append(i)
+        kind = (s.steps, s.guidance, s.height, s.width, len(s.references))
+        groups.setdefault(kind, []).append(i)
     return [same[k : k + size] for same in groups.values() for k in range(0, len(same), size)]
 
 
@@ -379,14 +394,49 @@ def draw_samples(
     texts = list(dict.fromkeys([family.negative_caption, *(s.prompt for s in samples)]))
     rows = {t: family.encode_captions(encoders, [t], source.text_tokens)[0] for t in texts}
     encoders.unload()
+    files = dict.fromkeys(file for s in samples for file in s.references)
+    encoded = encoded_references(source, list(files), device)
     denoiser = load_source(source, strength, dtype, device)
     latents = {}
     for numbers in batches:
         some = [samples[i] for i in numbers]
-        latents |= dict(zip(numbers, _sampled(source, denoiser, some, rows, device), strict=True))
+        beside = stack_references([[encoded[file] for file in s.references] for s in some])
+        made = _sampled(source, denoiser, some, rows, to_device(beside, device))
+        latents |= dict(zip(numbers, made, strict=True))
     del denoiser
     vae = family.load_vae(source.base, dtype, device)
     return {i: as_image(family.decode(vae, x[None])[0]) for i, x in latents.items()}
+
+
+@torch.no_grad()
+def encoded_references(
+    source: ModelSource,
+    files: list[str],  # Images
+    device: torch.device | str,
+) -> dict[str, Tensor]:  # File -> latents (C,h,w) on the host
+    """Reference images as the pipeline prepares them. Raises ValueError for what is none.
+
+    Args:
+        files: Images
+
+    Returns:
+        File -> latents (C,h,w) on the host
+    """
+    if not files:
+        return {}
+    family, encoders = source.family, Encoders(source.family.load_vae(source.base, device=device))
+    found = {}
+    for file in files:
+        try:
+            data = Path(file).expanduser().read_bytes()
+        except OSError as error:
+            raise ValueError(f"references: {file}: {error.strerror or error}") from None
+        width, height, _ = examine(data)
+        if fault := family.reference_fault(width, height):
+            raise ValueError(f"references: {file}: {fault}")
+        pixels = family.reference_pixels(to_rgb(open_image(data)), source.reference_side)
+        found[file] = family.encode_images(encoders, image_batch([pixels]))["mean"][0].cpu()
+    return found
 
 
 def _sampled(
@@ -394,17 +444,18 @@ def _sampled(
     denoiser: nn.Module,
     samples: list[Request],
     rows: dict,
-    device: torch.device,
+    beside: dict,
 ) -> Tensor:  # Latents (B,C,h,w)
     """Latents of samples of one size, steps and guidance."""
     family, first = source.family, samples[0]
+    device = next(denoiser.parameters()).device
     size = (first.height, first.width)
     shape = family.latent_shape(*size)
     noise = [torch.randn(shape, generator=stream(s.seed, "picture", s.number)) for s in samples]
     scheduler = family.scheduler(*size, first.steps, source.schedule)
     empty = [rows[family.negative_caption]] * len(samples)
     unconditional = family.collate(empty) if first.guidance > 1 else None
-    texts = family.collate([rows[s.prompt] for s in samples])
+    texts = family.collate([rows[s.prompt] for s in samples]) | beside
     noise = torch.stack(noise).to(device)
     return family.sample(denoiser, noise, scheduler, texts, unconditional, first.guidance)
 

@@ -12,6 +12,7 @@ __all__ = [
     "Point",
     "points_of",
     "point_words",
+    "said_of",
     "run_points",
     "sweep_command",
 ]
@@ -129,7 +130,7 @@ def point_words(
     point: Point,
     run: RunDir,  # Its folder, which need not exist
 ) -> list[str] | None:  # Settings of `sciftune run`; None: it has finished
-    """How a point is begun or continued.
+    """How a point is begun, continued, or followed while it is running.
 
     Args:
         run: Its folder, which need not exist
@@ -137,11 +138,23 @@ def point_words(
     Returns:
         Settings of `sciftune run`; None: it has finished
     """
-    if not run.recipe.exists() or state(run) == "running":
-        return point.words()
     if state(run) == "finished":
         return None
     return [*point.words(), *(("-p", "resume", "latest") if run.metrics.exists() else ())]
+
+
+def said_of(
+    run: RunDir,  # The folder of a point
+) -> str:
+    """What a sweep says when it comes to a point.
+
+    Args:
+        run: The folder of a point
+    """
+    now = state(run)
+    if now in ("finished", "running"):
+        return {"finished": "has finished", "running": "is running, followed"}[now]
+    return "resumed" if run.metrics.exists() else "started"
 
 
 def run_points(
@@ -159,8 +172,8 @@ def run_points(
     recipes = [point.recipe() for point in points]
     failed = []
     for number, (point, recipe) in enumerate(zip(points, recipes, strict=True), 1):
-        words = point_words(point, RunDir(Path(recipe.run_root) / point.name))
-        said = "has finished" if words is None else "resumed" if "resume" in words else "started"
+        run = RunDir(Path(recipe.run_root) / point.name)
+        words, said = point_words(point, run), said_of(run)
         print(f"sweep {number} of {len(points)}: {point.name}: {said}", flush=True)
         code = 0 if words is None else launch("run", words)
         if code == 130:

@@ -15,6 +15,7 @@ __all__ = [
     "AE_NAMES",
     "AE_SCALE",
     "AE_SHIFT",
+    "PARTS_FILE",
     "FRAME_TOKENS",
     "TINY",
     "BagelConfig",
@@ -130,6 +131,7 @@ RECORDS = [
         block_classes=("Qwen2MoTDecoderLayer", "SiglipEncoderLayer"),
         blocks=28,
         objectives=("unified",),
+        parts=("llm_path", "vit_path", "vae_path"),
         learning_rate=2e-5,
         usual_learning_rates=(5e-6, 1e-4),
         presets={
@@ -1728,6 +1730,9 @@ def encode_batch(
 
 
 # %% ../../nbs/4_models/08_bagel.ipynb #757983d4
+PARTS_FILE = "parts.json"  # In a folder whose weights lie elsewhere, see `models.bagel_parts`
+
+
 def release_files(
     folder: str | Path,  # In the released layout, or with diffusers' names
 ) -> dict[str, Path]:  # Tensor name -> file
@@ -2111,7 +2116,29 @@ class Bagel(Family):
             **changes: Single fields of the configuration
         """
         folder = self.resolve(path, revision=revision)
-        return ReleaseWeights(folder, self.config(path, revision, **changes))
+        config = self.config(path, revision, **changes)
+        if (folder / PARTS_FILE).is_file():
+            from sciftune.models.bagel_parts import PartsWeights  # it imports this module
+
+            return PartsWeights(folder, config)
+        return ReleaseWeights(folder, config)
+
+    def assemble(
+        self,
+        root: Path,  # Folder for such folders
+        parts: Mapping[str, str],  # llm_path, vit_path, vae_path
+        seed: int,  # For new tensors
+    ) -> Path:
+        """The folder of a model of separate parts, see `models.bagel_parts`.
+
+        Args:
+            root: Folder for such folders
+            parts: llm_path, vit_path, vae_path
+            seed: For new tensors
+        """
+        from sciftune.models.bagel_parts import assemble  # it imports this module
+
+        return assemble(root, parts, seed)
 
     def load_denoiser(
         self,
@@ -2195,7 +2222,21 @@ class Bagel(Family):
             device: Where it goes
             revision: Of a hub id
         """
-        folder = self.resolve(path, revision=revision)
+        return self.load_autoencoder(self.resolve(path, revision=revision), dtype, device)
+
+    def load_autoencoder(
+        self,
+        folder: Path,  # With ae.safetensors or vae/
+        dtype: torch.dtype = torch.float32,  # Of the parameters
+        device: torch.device | str = "cpu",  # Where it goes
+    ) -> nn.Module:
+        """`load_vae` of a folder that need not hold the rest of the model.
+
+        Args:
+            folder: With ae.safetensors or vae/
+            dtype: Of the parameters
+            device: Where it goes
+        """
         if (folder / "vae").is_dir():
             vae = diffusers.AutoencoderKL.from_pretrained(
                 folder / "vae", dtype=dtype, use_safetensors=True
@@ -2510,7 +2551,8 @@ def export_release(
     if wrong:
         names = ", ".join(sorted(wrong)[:4])
         raise ValueError(f"{component_folder} does not hold the model of {base}: {names}")
-    written = ("ema.safetensors", "model.safetensors", "model.safetensors.index.json", DIGESTS_FILE)
+    index = "model.safetensors.index.json"
+    written = ("ema.safetensors", "model.safetensors", index, DIGESTS_FILE, PARTS_FILE)
     made = Path(component_folder) / "ema.safetensors"
     digests = {}
     with replaced_folder(out) as aside:

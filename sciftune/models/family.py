@@ -21,6 +21,9 @@ __all__ = [
     "stack_sizes",
     "image_mask",
     "attended",
+    "stack_references",
+    "mask_with_references",
+    "references_of",
     "user_turn",
     "own_mean",
     "image_batch",
@@ -44,6 +47,7 @@ import diffusers
 import numpy as np
 import torch
 import transformers
+from PIL import Image
 from torch import Tensor, nn
 
 from ..core.digests import read_digests, write_digests
@@ -409,6 +413,82 @@ def attended(
     """
     image = image_mask(sizes, *x.shape[2:], x.device)[:, ::patch, ::patch].flatten(1)
     return torch.cat((text.bool(), image), 1)[:, None, None]
+
+
+# %% ../../nbs/4_models/02_family.ipynb #5dde0beb
+def stack_references(
+    rows: list[list[Tensor]],  # Of each sample: latents (C,h,w) of its references, in order
+) -> dict:  # references [(B,C,H,W)], reference_masks [(B,H,W)] where they differ; {} without any
+    """The reference images of a micro-batch, for the conditioning.
+
+    Args:
+        rows: Of each sample: latents (C,h,w) of its references, in order
+
+    Returns:
+        references [(B,C,H,W)], reference_masks [(B,H,W)] where they differ; {} without any
+    """
+    places = max(map(len, rows))
+    if not places:
+        return {}
+    found = [_stack_place(rows, k) for k in range(places)]
+    references, sizes = (list(part) for part in zip(*found, strict=True))
+    if not any(sizes):
+        return dict(references=references)
+    masks = []
+    for x, own in zip(references, sizes, strict=True):
+        whole = [tuple(x.shape[2:])] * len(x)
+        masks.append(image_mask(own or whole, *x.shape[2:]))
+    return dict(references=references, reference_masks=masks)
+
+
+def _stack_place(rows: list[list[Tensor]], k: int) -> tuple[Tensor, list | None]:
+    """`stack_sizes` of the references number `k`; samples that have none count as empty."""
+    there = next(row[k] for row in rows if k < len(row))
+    return stack_sizes([row[k] if k < len(row) else there[:, :0, :0] for row in rows])
+
+
+def mask_with_references(
+    conditioning: Mapping,  # Of `collate`, with `sizes` and what `stack_references` gave
+    x: Tensor,  # Latents (B,C,H,W)
+    patch: int,  # Latent pixels per token side
+    text: Tensor,  # (B,T), 0 = padding of a caption that is not attended to
+) -> Tensor | None:  # (B,1,1,T+N+R), True = attended to; None = all of image and references
+    """The mask over [text, image, references] of a joint attention.
+
+    Args:
+        conditioning: Of `collate`, with `sizes` and what `stack_references` gave
+        x: Latents (B,C,H,W)
+        patch: Latent pixels per token side
+        text: (B,T), 0 = padding of a caption that is not attended to
+
+    Returns:
+        (B,1,1,T+N+R), True = attended to; None = all of image and references
+    """
+    sizes, masks = conditioning.get("sizes"), conditioning.get("reference_masks")
+    if sizes is None and masks is None:
+        return None
+    whole = [
+        y.new_ones(len(y), *y.shape[2:], dtype=torch.bool) for y in references_of(conditioning)
+    ]
+    image = x.new_ones(len(x), *x.shape[2:], dtype=torch.bool)
+    if sizes is not None:
+        image = image_mask(sizes, *x.shape[2:], x.device)
+    parts = [m[:, ::patch, ::patch].flatten(1) for m in (image, *(masks or whole))]
+    return torch.cat((text.bool(), *parts), 1)[:, None, None]
+
+
+def references_of(
+    conditioning: Mapping,  # Of `collate`, perhaps with references
+) -> list[Tensor]:  # (B,C,H,W) each
+    """The reference latents of a micro-batch.
+
+    Args:
+        conditioning: Of `collate`, perhaps with references
+
+    Returns:
+        (B,C,H,W) each
+    """
+    return conditioning.get("references", [])
 
 
 # %% ../../nbs/4_models/02_family.ipynb #3a045d30
@@ -925,6 +1005,78 @@ class Family(ABC):
             pad_to: Common length, None = the longest
         """
 
+    # --- reference images
+    def reference_fault(
+        self,
+        width: int,  # Of a reference image, pixels
+        height: int,
+    ) -> str:  # '' = it is taken
+        """Why the pipeline would refuse a reference image of this size.
+
+        Args:
+            width: Of a reference image, pixels
+
+        Returns:
+            '' = it is taken
+        """
+        return ""
+
+    def reference_size(
+        self,
+        width: int,  # Of a reference image, pixels
+        height: int,
+        side: int = 0,  # Of the square with the largest area; 0 = the pipeline's own
+    ) -> tuple[int, int]:  # (height, width)
+        """The size at which the denoiser sees a reference image.
+
+        Args:
+            width: Of a reference image, pixels
+            side: Of the square with the largest area; 0 = the pipeline's own
+
+        Returns:
+            (height, width)
+        """
+        raise ValueError(f"{self.name} takes no reference images")
+
+    def reference_pixels(
+        self,
+        image: Image.Image,  # RGB
+        side: int = 0,  # Of the square with the largest area; 0 = the pipeline's own
+    ) -> np.ndarray:  # (height, width, 3) uint8, of `reference_size`
+        """Scale and crop a reference image as the pipeline does.
+
+        Args:
+            image: RGB
+            side: Of the square with the largest area; 0 = the pipeline's own
+
+        Returns:
+            (height, width, 3) uint8, of `reference_size`
+        """
+        raise ValueError(f"{self.name} takes no reference images")
+
+    def reference_tokens(self, height: int, width: int) -> int:
+        """Tokens of a reference image of this `reference_size`."""
+        return self.tokens(height, width)
+
+    def flops_with(
+        self,
+        config: Mapping,  # Of the denoiser
+        height: int,  # Of the picture, pixels
+        width: int,
+        text_tokens: int,
+        references: int,  # Tokens of reference images
+    ) -> float:
+        """`flops` of a sample that has reference images.
+
+        Args:
+            config: Of the denoiser
+            height: Of the picture, pixels
+            references: Tokens of reference images
+        """
+        if references:
+            raise ValueError(f"{self.name} takes no reference images")
+        return self.flops(config, height, width, text_tokens)
+
     # --- prediction
     def check_inputs(
         self,
@@ -1114,6 +1266,8 @@ class Family(ABC):
     ) -> Tensor:  # Latents (B,C,h,w)
         """The scheduler's steps from noise to latents, with as many calls on every rank.
 
+        The unconditional prediction sees the same reference images.
+
         Args:
             noise: Standard normal (B,C,h,w)
             scheduler: Of `scheduler`; left as it is
@@ -1125,6 +1279,9 @@ class Family(ABC):
         """
         guidance = self.default_guidance if guidance is None else guidance
         guided = unconditional is not None and guidance > 1
+        if guided:
+            seen = ("references", "reference_masks")
+            unconditional = unconditional | {k: conditioning[k] for k in seen if k in conditioning}
         scheduler = copy.deepcopy(scheduler)
         options = step_options(scheduler, noise)
         x = noise.float() * getattr(scheduler, "init_noise_sigma", 1.0)

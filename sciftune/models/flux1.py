@@ -29,11 +29,12 @@ from ..core.registry import FamilyRecord
 from sciftune.models.family import (
     Encoders,
     Family,
-    attended,
     check_captions,
     compute_dtype,
+    mask_with_references,
     mmdit_flops,
     pack,
+    references_of,
     stack_rows,
     unpack,
 )
@@ -114,6 +115,7 @@ def flux1_position_ids(
     rows: int,  # Token rows
     cols: int,  # Token columns
     device: torch.device = "cpu",  # Where they are made
+    first: int = 0,  # The first column: 1 for a reference image of Kontext
 ) -> Tensor:  # (rows*cols, 3) int64
     """Position ids of an image.
 
@@ -121,13 +123,14 @@ def flux1_position_ids(
         rows: Token rows
         cols: Token columns
         device: Where they are made
+        first: The first column: 1 for a reference image of Kontext
 
     Returns:
         (rows*cols, 3) int64
     """
     axes = torch.arange(rows, device=device), torch.arange(cols, device=device)
     row, col = torch.meshgrid(*axes, indexing="ij")
-    return torch.stack([torch.zeros_like(row), row, col], dim=-1).reshape(-1, 3)
+    return torch.stack([torch.full_like(row, first), row, col], dim=-1).reshape(-1, 3)
 
 
 # %% ../../nbs/4_models/05_flux1.ipynb #ddae1f60
@@ -265,22 +268,25 @@ class Flux1(Family):
         guidance = conditioning.get("guidance")
         if guidance is None:
             guidance = sigma.new_full(sigma.shape, self.train_guidance)
-        attention, sizes = None, conditioning.get("sizes")
-        if sizes is not None:
-            everything = torch.ones(text.shape[:2], device=device)
-            attention = dict(attention_mask=attended(sizes, x_t, 2, everything))
+        everything = torch.ones(text.shape[:2], device=device)
+        mask = mask_with_references(conditioning, x_t, 2, everything)
+        pictures = [x_t, *references_of(conditioning)]
+        ids = [
+            flux1_position_ids(x.shape[2] // 2, x.shape[3] // 2, device, first=k)
+            for k, x in enumerate(pictures)
+        ]
         out = denoiser(
-            hidden_states=pack(x_t).to(dtype),
-            joint_attention_kwargs=attention,
+            hidden_states=torch.cat([pack(x) for x in pictures], 1).to(dtype),
+            joint_attention_kwargs=None if mask is None else dict(attention_mask=mask),
             timestep=sigma,
             guidance=guidance if takes_guidance(denoiser) else None,
             return_dict=False,
             encoder_hidden_states=text.to(dtype),
             pooled_projections=conditioning["pooled"].to(dtype),
             txt_ids=torch.zeros(text.shape[1], 3, dtype=torch.int64, device=device),
-            img_ids=flux1_position_ids(h // 2, w // 2, device),
+            img_ids=torch.cat(ids),
         )[0]
-        return unpack(out, h // 2, w // 2).to(x_t.dtype)
+        return unpack(out[:, : h // 2 * (w // 2)], h // 2, w // 2).to(x_t.dtype)
 
     @torch.no_grad()
     def sample(

@@ -62,7 +62,7 @@ import torch
 
 from ..core.plan import Plan, PlanRow
 from ..core.processes import world_size
-from ..core.recipe import Recipe, RecipeError
+from ..core.recipe import Recipe, RecipeError, epochs_line
 from ..core.registry import StrategyRecord, find_record, records
 from ..core.rundir import RunDir, gpus
 from ..models.weights import ENCODING_ROOM
@@ -706,7 +706,8 @@ def plan(
     strategy, notes = settled(model, asked, machine), list(asked.policy.notes)
     if recipe.profile_block and machine.cuda and torch.cuda.is_available():
         model = replace(model, times=_measured_times(recipe, family, base, dtype, notes))
-    notes += filter(None, [encoding_note(recipe, family, base, machine)])
+    encoding = encoding_note(recipe, family, base, machine)
+    notes += filter(None, [epochs_line(recipe), encoding])
     mine = plan_row(model, strategy, machine)
     words = _better(model, recipe, strategy, machine, mine)
     if machine.cuda and not mine.fits and not words:
@@ -755,44 +756,44 @@ def silenced() -> Iterator[None]:
 
 def write_plan(
     recipe: Recipe,  # The run
-    target: Path,  # plan.json, or a run folder
+    target: Path,  # plan.json
+    at: Path | None = None,  # The run folder; None: the plan only
 ) -> Plan:
-    """Plan a run; in a folder write its launch files, too.
+    """Plan a run and write the plan; for a run folder its launch files as well, beside the plan.
 
     Args:
         recipe: The run
-        target: plan.json, or a run folder
+        target: plan.json
+        at: The run folder; None: the plan only
     """
     result = plan(recipe)
-    if not target.is_dir():
-        result.save(target)
-        return result
-    run = RunDir(target)
-    result.save(run.plan)
-    write_configs(recipe, run)
+    result.save(target)
+    if at is not None:
+        write_configs(recipe, RunDir(target.parent), RunDir(at))
     return result
 
 
 def main(
-    args: list[str],  # Recipe file, plan file or run folder
+    args: list[str],  # Recipe file, plan file, and the run folder for which it is
 ) -> int:  # Exit code
     """Plan the run of a recipe file.
 
     Args:
-        args: Recipe file, plan file or run folder
+        args: Recipe file, plan file, and the run folder for which it is
 
     Returns:
         Exit code
     """
-    if len(args) != 2:
-        print("usage: python -m sciftune.planner.plan RECIPE.yaml PLAN.json", file=sys.stderr)
+    if len(args) not in (2, 3):
+        usage = "usage: python -m sciftune.planner.plan RECIPE.yaml PLAN.json [RUN FOLDER]"
+        print(usage, file=sys.stderr)
         return 2
     model = ""
     try:
         with silenced():
             recipe = Recipe.load(args[0])
             model = recipe.model
-            result = write_plan(recipe, Path(args[1]))
+            result = write_plan(recipe, *map(Path, args[1:]))
     except (ValueError, OSError) as e:
         print(" ".join(str(e).split()) or repr(e), file=sys.stderr)
         return 2

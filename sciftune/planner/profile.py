@@ -967,7 +967,13 @@ def profile(
         narrow=sum(model.narrow_numels()),
         widest=max(model.narrow_numels(), default=0),
         outside=BatchLine.through(*(t.outside for t in traces)),
-        flops=family.flops(model.config, side, side, model.work.text_tokens(family)),
+        flops=family.flops_with(
+            model.config,
+            side,
+            side,
+            model.work.text_tokens(family),
+            model.work.reference_tokens(family),
+        ),
         operations=operations,
         decode=decode_bytes(family, base, recipe, dtype) if vae else 0.0,
         backward_share=share,
@@ -995,4 +1001,7 @@ def weights_path(
         return family.tiny(cache_root(recipe.run_root) / "stand-ins" / recipe.model, seed=0)
     if recipe.model_path == "nano":
         return nano_folder(recipe.model)
+    if recipe.model_path == "parts":
+        parts = {name: getattr(recipe, name) for name in family.record.parts}
+        return family.assemble(cache_root(recipe.run_root) / "parts", parts, recipe.seed)
     return recipe.model_path

@@ -91,7 +91,56 @@ class Work:
         new = dict(device="meta", dtype=model.dtype)
         rows = [{k: torch.empty(s, **new) for k, s in shapes.items()} for _ in range(batch)]
         latents = torch.empty(batch, *family.latent_shape(side, side), device="meta")
-        return latents, family.collate(rows)
+        return latents, family.collate(rows) | self.references(model, batch)
+
+    def references(
+        self,
+        model: MetaModel,  # Whose denoiser runs
+        batch: int,  # Samples
+    ) -> dict:  # references, a list of (B,C,h,w) on meta; {} without any
+        """Reference images of a batch, as many and as large as the recipe allows.
+
+        Args:
+            model: Whose denoiser runs
+            batch: Samples
+
+        Returns:
+            references, a list of (B,C,h,w) on meta; {} without any
+        """
+        count = model.recipe.reference_images
+        if not count:
+            return {}
+        family = model.family
+        shape = family.latent_shape(*self.largest_reference(family))
+        return dict(references=[torch.empty(batch, *shape, device="meta")] * count)
+
+    def largest_reference(
+        self,
+        family: Family,  # The model's family
+    ) -> tuple[int, int]:  # (height, width)
+        """The size of a reference image with the most tokens.
+
+        Args:
+            family: The model's family
+
+        Returns:
+            (height, width)
+        """
+        return family.reference_size(8192, 8192, self.recipe.reference_side)
+
+    def reference_tokens(
+        self,
+        family: Family,  # The model's family
+    ) -> int:
+        """Most tokens of reference images per sample, for counting operations.
+
+        Args:
+            family: The model's family
+        """
+        if not self.recipe.reference_images:
+            return 0
+        tokens = family.reference_tokens(*self.largest_reference(family))
+        return self.recipe.reference_images * tokens
 
     def text_tokens(
         self,

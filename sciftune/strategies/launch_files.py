@@ -187,28 +187,31 @@ def command_text(
 def write_configs(
     recipe: Recipe,
     run: RunDir,  # Its plan.json, where it is there, decides what the recipe leaves open
+    at: RunDir | None = None,  # The run folder that the files name; None = `run`
 ) -> list[str]:  # The launch command
     """Write recipe.yaml, accelerate.yaml, the engine's files, command.txt and launch.json.
 
-    For Slurm slurm.sh and resume.yaml.
+    For Slurm slurm.sh and resume.yaml. With `at` they are written into `run`, to be moved there.
 
     Args:
         run: Its plan.json, where it is there, decides what the recipe leaves open
+        at: The run folder that the files name; None = `run`
 
     Returns:
         The launch command
     """
+    at = at or run
     decided = apply_plan(recipe, Plan.load(run.plan))
     strategy = Strategy.of(decided, world_size(recipe), not on_cpu(recipe))
     recipe.save(run.recipe)
     for name, content in strategy.config_files().items():
         write_atomic(run.path / name, json.dumps(content, indent=1))
-    config = strategy.accelerate_config(str(run.path))
+    config = strategy.accelerate_config(str(at.path))
     write_atomic(run.accelerate, yaml.safe_dump(config, sort_keys=False))
     recipe.model_copy(update={"resume": "latest"}).save(run.resumed_recipe)
-    write_atomic(run.slurm, slurm_script(strategy, run))
-    write_atomic(run.command, command_text(strategy, run))
-    command = launch_command(run)
+    write_atomic(run.slurm, slurm_script(strategy, at))
+    write_atomic(run.command, command_text(strategy, at))
+    command = launch_command(at)
     launch = dict(
         command=command, environment=launch_environment(strategy), processes=strategy.world
     )

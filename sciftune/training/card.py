@@ -58,6 +58,8 @@ def base_and_licence(
         return f"random weights with the structure of {record.hub}", ""
     if path == "nano":
         return f"the small {record.title} of sciftune", "apache-2.0"
+    if path == "parts":
+        return ", ".join(Path(getattr(recipe, part)).name for part in record.parts), ""
     if path == record.hub:
         return path, record.license
     return Path(path).name, str(head_of(Path(path) / "README.md").get("license", ""))

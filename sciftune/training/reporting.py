@@ -61,10 +61,12 @@ def samples_line(
         train: Samples to train on
         held: Samples held out
     """
-    steps = -(-train // recipe.global_batch)
-    line = f"{train:,} train, {held:,} held out, {steps:,} step{'s' * (steps != 1)} an epoch"
-    epochs = f"{recipe.steps / steps:.3g}"
-    line += f", {epochs} epoch{'s' * (epochs != '1')}"
+    line = f"{train:,} train, {held:,} held out"
+    if not recipe.num_train_epochs:
+        steps = -(-train // recipe.global_batch)
+        epochs = f"{recipe.steps / steps:.3g}"
+        line += f", {steps:,} step{'s' * (steps != 1)} an epoch"
+        line += f", {epochs} epoch{'s' * (epochs != '1')}"
     if held < recipe.held_out and held == (train + held) // 4:
         line += f" (held_out={recipe.held_out} is more than a quarter of {train + held}: {held})"
     return line

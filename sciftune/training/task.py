@@ -337,7 +337,7 @@ class EarlierRun:
             raise RecipeError(
                 f"start_from: {self.path} holds adapters and this run has none in {rest[0]}: "
                 "give the lora_rank and lora_targets of that run, or merge it with "
-                "scripts/merge_lora and give model_path"
+                "sciftune merge_lora and give model_path"
             )
         raise RecipeError(
             f"start_from: {self.path} holds {self.network}/{rest[0]}, for which this run has no "
@@ -541,6 +541,22 @@ class Task:
             None = only a run can tell
         """
         return None
+
+    @classmethod
+    def training_order(
+        cls,
+        recipe: Recipe,
+    ) -> "GlobalOrder | BucketOrder | Mixture":  # noqa: F821 With `steps(epochs)`
+        """The order in which a run draws its samples, of the data alone; see `num_train_epochs`.
+
+        Returns:
+            With `steps(epochs)`
+        """
+        raise ValueError(f"num_train_epochs: objective '{recipe.objective}' has no epochs")
+
+    def steps_of(self, epochs: float) -> int:
+        """Optimizer steps of so many epochs of this run's data."""
+        return self.source.order.steps(epochs)
 
     def batches(self, step: int) -> list:
         """This rank's micro-batches of `step`, on the CPU."""

@@ -56,7 +56,7 @@ from sciftune.core.checkpoint_folders import (
 )
 from ..core.plan import Plan
 from ..core.progress import progress_by_bytes
-from ..core.recipe import Recipe, RecipeError
+from ..core.recipe import Recipe, RecipeError, epochs_line
 from ..core.rundir import RunDir, run_record, write_atomic
 from ..core.secrets import load_secrets, mask_output
 from ..strategies.compilation import compiled_graphs
@@ -68,6 +68,7 @@ from sciftune.training.checkpoints import (
     usable_fault,
 )
 from .ema import EMA
+from .epochs import epochs_fault
 from .heartbeat import Heartbeat
 from .host_memory import HostMemory
 from .intervals import Sums, line_due, with_numbers
@@ -175,9 +176,15 @@ class Run:
             self.reporter.say("note: " + note)
 
     def _count_samples(self) -> None:
-        """Say what trains."""
+        """Say what trains. Raises RecipeError where `steps` are not those of `num_train_epochs`."""
+        recipe = self.recipe
         if self.task.samples:
-            self.reporter.say(samples_line(self.recipe, *self.task.samples))
+            self.reporter.say(samples_line(recipe, *self.task.samples))
+        if recipe.num_train_epochs:
+            steps = self.task.steps_of(recipe.num_train_epochs)
+            if steps != recipe.steps:
+                raise RecipeError(epochs_fault(recipe, steps))
+            self.reporter.say(epochs_line(recipe))
 
     def _averages(self) -> dict[str, EMA]:
         if not self.recipe.ema_decay:

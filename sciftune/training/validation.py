@@ -28,10 +28,10 @@ from torch import Tensor
 from ..core.randomness import stream
 from ..core.recipe import Recipe
 from ..core.rundir import write_atomic
-from ..models.family import Family
+from ..models.family import Family, stack_references
 from ..strategies.engine import Engine
 from ..strategies.network import Network
-from .encoding import CachedData
+from .encoding import CachedData, reference_latents
 
 
 # %% ../../nbs/7_training/08_validation.ipynb #a7e1c883
@@ -203,14 +203,17 @@ def sample_prompts(
     square = (recipe.resolution, recipe.resolution)
     count = len(data.prompts)
     sizes = data.prompt_sizes or [square] * count
+    references = data.prompt_references or [()] * count
     size = min(at_once, -(-count // engine.world))
     made = {}
     for items, counted in rank_batches(count, size, engine.rank, engine.world, sizes):
         heartbeat("sampling", -1, f"prompt{'s' * (size > 1)} {str(items)[1:-1]}")
         shape = family.latent_shape(*sizes[items[0]])
         noise = [torch.randn(shape, generator=stream(recipe.seed, "validation", i)) for i in items]
-        texts = family.collate([data.tensors[data.prompts[i][1]] for i in items])
-        latents = draw(items, torch.stack(noise).to(engine.device), to_device(texts, engine.device))
+        given = family.collate([data.tensors[data.prompts[i][1]] for i in items])
+        sources = [reference_latents(data.tensors, references[i]) for i in items]
+        given = to_device(given | stack_references(sources), engine.device)
+        latents = draw(items, torch.stack(noise).to(engine.device), given)
         made |= {i: latents[j : j + 1] for j, i in enumerate(items[:counted])}
     if made:
         write_images(family, data.base, engine.device, folder, made)

@@ -109,8 +109,11 @@ def history(offline):
     rows = defaultdict(dict)
     for row in offline["history"]:
         for item in row.item:
-            name = item.key or "/".join(item.nested_key)
-            rows[row.step.num][name] = json.loads(item.value_json)
+            *outer, name = item.nested_key or [item.key]
+            place = rows[row.step.num]
+            for one in outer:
+                place = place.setdefault(one, {})
+            place[name] = json.loads(item.value_json)
     return rows
 
 

@@ -374,12 +374,13 @@ def launch_notebook() -> Iterator[str]:
         yield "nbs/launch.ipynb has lost its outputs, a real run of its defaults: restore them"
 
 
-def lost_parameters() -> Iterator[str]:
-    """Notebooks that a program of scripts/ runs by name, without a cell for papermill."""
-    for path in (ROOT / "nbs").glob("*.ipynb"):
-        if (ROOT / "scripts" / path.stem).exists() and not has_parameters(path):
-            name = path.relative_to(ROOT)
-            yield f"{name} has no cell tagged parameters: it is no command without one"
+def notebooks_to_run() -> Iterator[str]:
+    """Notebooks that begin with annotated values: each is a command of its name."""
+    for path in sorted((ROOT / "nbs").glob("*.ipynb")):
+        cells = json.loads(path.read_text())["cells"]
+        code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+        if code and re.match(r"\w+: \w+ = ", code[0]) and not has_parameters(path):
+            yield f"nbs/{path.name}: its first code cell needs the tag 'parameters'"
 
 
 def noisy_outputs() -> Iterator[str]:
@@ -460,7 +461,7 @@ CHECKS = [
     long_readme,
     doubled_numbers,
     launch_notebook,
-    lost_parameters,
+    notebooks_to_run,
     noisy_outputs,
     heavy,
     unformatted,

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.digests import write_digests
+from ...core.randomness import GlobalOrder
 from ...core.recipe import Recipe
 from ...core.rundir import replaced_folder, write_atomic
 from ...models.family import patchify
@@ -163,6 +164,12 @@ class AutoencoderTask(Task):
     def data_fingerprint(cls, recipe: Recipe) -> str:
         """Of the collection."""
         return open_recipe_data(recipe).fingerprint
+
+    @classmethod
+    def training_order(cls, recipe: Recipe) -> GlobalOrder:
+        """That of the batches."""
+        _, train, _ = open_with_held_out(recipe)
+        return GlobalOrder(len(train), recipe.global_batch, recipe.seed)
 
     def batches(self, step: int) -> list[dict]:
         """This rank's micro-batches of `step`."""

@@ -29,12 +29,16 @@ import torch
 from torch import Tensor, nn
 
 from ...core.plan import Plan
-from ...core.randomness import stream
+from ...core.randomness import GlobalOrder, stream
 from ...core.recipe import Recipe, RecipeError, learning_rate_at
 from ...models.ddpm import NoiseSchedule
-from ...models.family import Family
+from ...models.family import Family, get_family
 from ...models.sd import few_step_scheduler
-from .data import DistillationBatches, cache_distillation_data
+from sciftune.objectives.dmd.data import (
+    DistillationBatches,
+    cache_distillation_data,
+    data_now,
+)
 from sciftune.objectives.dmd.loss import (
     DMD2,
     Critic,
@@ -418,6 +422,17 @@ class DistillationTask(Task):
             recipe, family, self.data, engine.rank, engine.world, engine.device
         )
         self.say(self.types())
+
+    @classmethod
+    def data_fingerprint(cls, recipe: Recipe) -> str:
+        """Of the captions and the images that are read."""
+        return data_now(recipe, get_family(recipe.model))[1]
+
+    @classmethod
+    def training_order(cls, recipe: Recipe) -> GlobalOrder:
+        """That of the captions."""
+        count, _ = data_now(recipe, get_family(recipe.model))
+        return GlobalOrder(count, recipe.global_batch, recipe.seed)
 
     def trained_networks(self) -> dict:
         """Generator and critic under the engine. All ranks call it."""

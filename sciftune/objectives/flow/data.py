@@ -16,9 +16,9 @@ from ...core.randomness import share, stream, uniform
 from ...core.recipe import Recipe
 from ...data.buckets import rank_share
 from ...data.streams import sample_order
-from ...models.family import Family, stack_sizes
+from ...models.family import Family, stack_references, stack_sizes
 from .loss import density, shift, shift_factor, weight
-from ...training.encoding import CachedData, CachedSample
+from ...training.encoding import CachedData, CachedSample, reference_latents
 
 
 # %% ../../../nbs/8_objectives/flow/03_data.ipynb #b99d1a08
@@ -134,6 +134,8 @@ class FlowBatches:
         sigma = self.shifted(density(u, self.recipe.timestep_density), sizes or x0.shape[-2:])
         texts = [self.tensors[self.caption(sample, epoch)] for sample, epoch, _ in items]
         conditioning = self.family.collate(texts)
+        kept = [self.references(sample, epoch) for sample, epoch, _ in items]
+        conditioning |= stack_references(kept)
         if sizes:
             conditioning["sizes"] = sizes
         return dict(
@@ -180,6 +182,19 @@ class FlowBatches:
         noise = torch.randn(shape, generator=stream(seed, "noise", sample.id, epoch))
         return self.family.latents(encoded, posterior), noise
 
+    def references(self, sample: CachedSample, epoch: int) -> list[Tensor]:  # (C,h,w) each
+        """Latents of a sample's reference images; by dropout none.
+
+        Returns:
+            (C,h,w) each
+        """
+        if not sample.references:
+            return []
+        lost = uniform(self.recipe.seed, "drop references", sample.id, epoch)
+        if lost < self.recipe.reference_dropout:
+            return []
+        return reference_latents(self.tensors, sample.references)
+
     def caption(self, sample: CachedSample, epoch: int) -> str:
         """The caption key of a sample in an epoch: one of its own, or by dropout the negative."""
         if uniform(self.recipe.seed, "drop", sample.id, epoch) < self.recipe.caption_dropout:
@@ -204,7 +219,7 @@ def held_out_batch(
         x0, noise (B,C,h,w), sigma (B,), conditioning
     """
     seed, bins = recipe.seed, recipe.held_out_sigmas
-    x0, noise, texts, sigma = [], [], [], []
+    x0, noise, texts, sigma, references = [], [], [], [], []
     for number in numbers:
         sample = data.held[number]
         encoded = data.tensors[sample.image_key]
@@ -213,10 +228,11 @@ def held_out_batch(
         x0.append(family.latents(encoded, posterior))
         noise.append(torch.randn(shape, generator=stream(seed, "held noise", sample.id)))
         texts.append(data.tensors[sample.caption_keys[0]])
+        references.append(reference_latents(data.tensors, sample.references))
         sigma.append((number % bins + uniform(seed, "held sigma", sample.id)) / bins)
     return dict(
         x0=torch.stack(x0),
         noise=torch.stack(noise),
         sigma=torch.tensor(sigma),
-        conditioning=family.collate(texts),
+        conditioning=family.collate(texts) | stack_references(references),
     )

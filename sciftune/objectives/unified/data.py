@@ -5,10 +5,12 @@
 # %% auto #0
 __all__ = [
     "read_mixture",
-    "jsonl_files",
+    "data_files",
     "hold_out_examples",
     "vision_size",
+    "open_data",
     "open_files",
+    "own_sizes",
     "open_groups",
     "token_counts",
     "UnifiedBatches",
@@ -26,6 +28,7 @@ import yaml
 from ...core.randomness import share
 from ...core.recipe import Recipe
 from ...core.rundir import cache_root
+from ...data.released import ReleasedGroup, is_released, open_parquet, read_released
 from sciftune.data.sequences import (
     DataError,
     Example,
@@ -50,21 +53,28 @@ from ...training.encoding import hold_out
 # %% ../../../nbs/8_objectives/unified/03_data.ipynb #3cc81b7b
 def read_mixture(
     path: Path,  # YAML file
-) -> dict[str, dict]:  # Group name -> data (path), weight, mandatory
-    """The groups of a mixture; paths are relative to it. Raises DataError naming the group.
+) -> dict[str, dict]:  # Group name -> data (path or ReleasedGroup), weight, mandatory
+    """The groups of a mixture, in our form or the published one; paths are relative to it.
+
+    Raises DataError naming the group.
 
     Args:
         path: YAML file
 
     Returns:
-        Group name -> data (path), weight, mandatory
+        Group name -> data (path or ReleasedGroup), weight, mandatory
     """
     raw = yaml.safe_load(path.read_text())
+    if is_released(raw):
+        return {
+            name: dict(data=group, weight=group.weight, mandatory=group.mandatory)
+            for name, group in read_released(path).items()
+        }
     if not isinstance(raw, dict) or not raw:
         raise DataError(f"{path}: a mixture maps names of groups to {{data, weight, mandatory}}")
     for name, group in raw.items():
         if not isinstance(group, dict) or "data" not in group:
-            raise DataError(f"{path}: group '{name}' needs data: a JSONL file")
+            raise DataError(f"{path}: group '{name}' needs data: a JSONL file, or parquet")
         if extra := sorted(set(group) - {"data", "weight", "mandatory"}):
             raise DataError(
                 f"{path}: group '{name}' has the unknown field '{extra[0]}'; "
@@ -74,16 +84,18 @@ def read_mixture(
 
 
 # %% ../../../nbs/8_objectives/unified/03_data.ipynb #36e9adca
-def jsonl_files(
+def data_files(
     recipe: Recipe,  # Its data, figures and run_root
-) -> dict[str, dict]:  # Group name -> data (path), weight (None = by examples), mandatory
-    """The files to train on. Raises DataError for what is neither a file nor a mixture of files.
+) -> dict[str, dict]:  # Group name -> data, weight (None = by examples), mandatory
+    """What to train on: files, folders of parquet, or groups of a published configuration.
+
+    Raises DataError for what is none of these.
 
     Args:
         recipe: Its data, figures and run_root
 
     Returns:
-        Group name -> data (path), weight (None = by examples), mandatory
+        Group name -> data, weight (None = by examples), mandatory
     """
     if recipe.data == "figures":
         made = figures_jsonl(cache_root(recipe.run_root) / "dialogues", recipe.figures)
@@ -92,9 +104,9 @@ def jsonl_files(
     if path.suffix in (".yaml", ".yml"):
         return read_mixture(path)
     found = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-    if not found:
-        raise DataError(f"data: {path} holds no .jsonl file")
-    return {file.stem: dict(data=file) for file in found}
+    if not found and not list(path.glob("*.parquet")):
+        raise DataError(f"data: {path} holds no .jsonl and no .parquet file")
+    return {file.stem: dict(data=file) for file in found or [path]}
 
 
 # %% ../../../nbs/8_objectives/unified/03_data.ipynb #6cd3c110
@@ -138,16 +150,37 @@ def vision_size(
 
 
 # %% ../../../nbs/8_objectives/unified/03_data.ipynb #4cde4b17
+def open_data(
+    data: Path | str | ReleasedGroup,  # JSONL, parquet, a folder of it, or a published group
+    max_bad_fraction: float,  # Largest part of the examples that may be set aside, 0..1
+    quarantine: Path | None,  # File for those set aside; None = not written
+    cache: Path,  # Folder that keeps findings
+) -> list[Example]:
+    """All examples of one source. Raises DataError when too many are bad.
+
+    Args:
+        data: JSONL, parquet, a folder of it, or a published group
+        max_bad_fraction: Largest part of the examples that may be set aside, 0..1
+        quarantine: File for those set aside; None = not written
+        cache: Folder that keeps findings
+    """
+    if isinstance(data, ReleasedGroup):
+        return data.open(max_bad_fraction, quarantine, cache)
+    path = Path(data)
+    read = open_parquet if path.is_dir() or path.suffix == ".parquet" else open_examples
+    return read(path, max_bad_fraction, quarantine, cache)
+
+
 def open_files(
     recipe: Recipe,  # Its data, max_bad_fraction and run_root
-    files: list[Path | str],  # JSONL files
+    files: list[Path | str | ReleasedGroup],  # See `open_data`
     quarantine: Path | None = None,  # File for the examples set aside; None = not written
 ) -> list[list[Example]]:  # Of each file
     """All examples, with `fault` where an image cannot be used. DataError when too many are.
 
     Args:
         recipe: Its data, max_bad_fraction and run_root
-        files: JSONL files
+        files: See `open_data`
         quarantine: File for the examples set aside; None = not written
 
     Returns:
@@ -156,12 +189,26 @@ def open_files(
     cache = cache_root(recipe.run_root) / "verified"
     with joined_quarantine(quarantine, len(files)) as asides:
         return [
-            open_examples(file, recipe.max_bad_fraction, aside, cache)
+            open_data(file, recipe.max_bad_fraction, aside, cache)
             for file, aside in zip(files, asides, strict=True)
         ]
 
 
 # %% ../../../nbs/8_objectives/unified/03_data.ipynb #d5aa12bc
+def own_sizes(
+    data: Path | str | ReleasedGroup,  # Of a group
+) -> tuple[Resize | None, Resize | None]:  # For the autoencoder, for the vision tower
+    """The sizes that a published configuration gives its group; None = as the recipe says.
+
+    Args:
+        data: Of a group
+
+    Returns:
+        For the autoencoder, for the vision tower
+    """
+    return (data.vae, data.vit) if isinstance(data, ReleasedGroup) else (None, None)
+
+
 def open_groups(
     recipe: Recipe,  # Its data, sizes and what is held out
     quarantine: Path | None = None,  # File for the examples set aside; None = not written
@@ -177,7 +224,7 @@ def open_groups(
     """
     groups, held = [], []
     images = Resize(16, recipe.resolution, max(16, recipe.resolution // 2))
-    entries = jsonl_files(recipe)
+    entries = data_files(recipe)
     files = [entry["data"] for entry in entries.values()]
     if recipe.validation_data:
         files.append(recipe.validation_data)
@@ -186,14 +233,15 @@ def open_groups(
         examples, aside = hold_out_examples(recipe, found)
         held += aside
         weight = entry.get("weight")
+        vae, vit = own_sizes(entry["data"])
         groups.append(
             Group(
                 name,
                 examples,
                 len(examples) if weight is None else weight,
                 entry.get("mandatory", False),
-                images,
-                vision_size(recipe.vit_resolution),
+                vae or images,
+                vit or vision_size(recipe.vit_resolution),
             )
         )
     if recipe.validation_data:

@@ -8,6 +8,7 @@ __all__ = [
     "held_out_losses",
     "guidance_for",
     "complete_example",
+    "pack_stream",
     "UnifiedTask",
 ]
 
@@ -40,8 +41,9 @@ from sciftune.models.bagel import (
     new_autoencoder,
     special_tokens,
 )
+from ...models.bagel_parts import check_same_parts, parts_digests
 from ...models.bagel_sampling import EDIT, Guidance, respond
-from ...models.family import Encoders
+from ...models.family import Encoders, get_family
 from ...models.weights import freeze
 from .data import HeldOutPacks, UnifiedBatches, open_groups
 from .loss import UnifiedObjective
@@ -229,6 +231,36 @@ def complete_example(
 
 
 # %% ../../../nbs/8_objectives/unified/04_task.ipynb #69907a79
+def pack_stream(
+    recipe: Recipe,  # Its budgets, dropout and seed
+    groups: list[Group],  # Of `open_groups`
+    encode: Callable,  # Text -> list of token ids
+    rules: PackingRules,  # Of the model
+) -> PackStream:
+    """The stream of packs of a run.
+
+    Args:
+        recipe: Its budgets, dropout and seed
+        groups: Of `open_groups`
+        encode: Text -> list of token ids
+        rules: Of the model
+    """
+    dropout = dict(
+        text=recipe.text_cond_dropout, vae=recipe.vae_cond_dropout, vit=recipe.vit_cond_dropout
+    )
+    return PackStream(
+        groups,
+        encode,
+        rules,
+        recipe.seed,
+        recipe.expected_tokens,
+        recipe.max_tokens,
+        recipe.max_sample_tokens,
+        recipe.expected_tokens // 2,
+        dropout=dropout,
+    )
+
+
 class UnifiedTask(Task):
     """BAGEL on packed sequences."""
 
@@ -265,6 +297,20 @@ class UnifiedTask(Task):
             self.config.timestep_shift,
         )
 
+    @classmethod
+    def data_fingerprint(cls, recipe: Recipe) -> str:
+        """Of the examples and of what decides the packs; no weights are read."""
+        family = get_family(recipe.model)
+        base = weights_path(recipe, family)
+        tokenizer = qwen_tokenizer("")
+        if base is not None:
+            encoders = family.load_encoders(base, parts=("text",), revision=recipe.revision or None)
+            tokenizer = encoders.tokenizers["tokenizer"]
+        config = family.config(base, recipe.revision or None)
+        rules = PackingRules.from_config(config, special_tokens(tokenizer))
+        groups, _ = open_groups(recipe)
+        return pack_stream(recipe, groups, list, rules).fingerprint()
+
     def _set_aside(self, examples: list[Example]):
         """Count the examples with a bad image and say so."""
         self.rejected = sum(1 for example in examples if example.fault)
@@ -299,22 +345,7 @@ class UnifiedTask(Task):
             return tokenizer(text)["input_ids"]
 
         self.rules = PackingRules.from_config(self.config, special_tokens(tokenizer))
-        dropout = dict(
-            text=recipe.text_cond_dropout,
-            vae=recipe.vae_cond_dropout,
-            vit=recipe.vit_cond_dropout,
-        )
-        sequences = PackStream(
-            groups,
-            encode,
-            self.rules,
-            recipe.seed,
-            recipe.expected_tokens,
-            recipe.max_tokens,
-            recipe.max_sample_tokens,
-            recipe.expected_tokens // 2,
-            dropout=dropout,
-        )
+        sequences = pack_stream(recipe, groups, encode, self.rules)
         cuda = engine.device.type == "cuda"
         flex = recipe.attention == "flex" or (recipe.attention == "auto" and cuda)
         pad_to = recipe.max_tokens + (-recipe.max_tokens) % 128 if flex else 0
@@ -459,11 +490,13 @@ class UnifiedTask(Task):
         )
 
     def state_dict(self) -> dict:
-        """The first held-out losses, and where the stream was after the last trained step."""
-        return dict(baseline=self.baseline, stream=self.source.states[self.done])
+        """The first held-out losses, where the stream was after the last trained step, parts."""
+        stream = self.source.states[self.done]
+        return dict(baseline=self.baseline, stream=stream, parts=parts_digests(self.base))
 
     def load_state_dict(self, state: dict):
-        """Continue the stream exactly. Raises ValueError when the data have changed."""
+        """Continue the stream exactly. Raises ValueError when data or parts have changed."""
+        check_same_parts(state.get("parts", {}), parts_digests(self.base))
         self.baseline = state["baseline"]
         self.source.load_state_dict(state["stream"])
 
