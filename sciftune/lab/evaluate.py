@@ -47,6 +47,7 @@ from ..core.recipe import Recipe
 from ..core.rundir import RunDir, replaced_folder
 from ..data.images import open_image
 from ..data.readers import CAPTION_KEYS
+from .launch import state
 from .sample import ModelSource, Request, draw_samples, find_weights
 from sciftune.lab.scores import (
     READER_MISSING,
@@ -74,6 +75,7 @@ from sciftune.training.encoding import (
     hold_out_by_source,
     open_recipe_data,
 )
+from ..training.trackers import log_scores, reopened_trackers
 
 
 # %% ../../nbs/9_lab/18_evaluate.ipynb #5bf63910
@@ -513,7 +515,9 @@ def evaluate_run(
     say=lambda text: None,  # Told what is being evaluated
     **settings: object,  # Of `Job`
 ) -> list[Evaluation]:
-    """Evaluate base and fine-tuned weights of a run; rows go to its evaluation.jsonl.
+    """Evaluate base and fine-tuned weights of a run.
+
+    Rows go to its evaluation.jsonl and, when its job has ended, to its trackers.
 
     Args:
         count: Held-out samples, at most
@@ -529,6 +533,9 @@ def evaluate_run(
     for job in run_jobs(run, targets, checkpoints, **settings):
         say(f"evaluating {Path(job.where).name} ({job.state}): {len(job.targets)} pictures")
         rows.append(evaluate(job, processes))
+    if state(run) != "running":  # its job has the trackers open
+        with reopened_trackers(recipe, run) as trackers:
+            log_scores(trackers, [asdict(row) for row in rows])
     return rows
 
 

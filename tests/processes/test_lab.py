@@ -4,6 +4,7 @@ and the page of the run at two widths, light and dark.
 Skipped, with its reason, where no browser is installed.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -107,9 +108,8 @@ def test_all_cells_run_in_the_browser(lab, tmp_path):
         page = browser.new_page(viewport=dict(width=1100, height=6500))
         page.set_default_timeout(1000 * PATIENCE)
         page.goto(lab)
-        wait(page, IDLE)  # a click before the kernel has connected is lost
-        page.get_by_role("menuitem", name="Run", exact=True).click()
-        page.get_by_text("Run All Cells", exact=True).click()
+        wait(page, IDLE)
+        run_all_cells(page, playwright.TimeoutError)
         first = watched_step(page, 1, shots / "live-1.png")
         second = watched_step(page, first[0] + 10, shots / "live-2.png")
         wait(page, FINISHED)
@@ -138,6 +138,21 @@ STEP = """() => {
     const box = view.getBoundingClientRect()
     return [Number(step[2]), Math.max(...points), box.x, box.y, box.width, box.height]
 }"""
+
+
+BEGUN = """() => [...document.querySelectorAll(".jp-InputPrompt")]
+    .some(prompt => /\\[(\\*|\\d+)\\]/.test(prompt.innerText))"""
+
+
+def run_all_cells(page, too_late):
+    "Choose it in the menu; again while no cell has begun: without a kernel the choice is lost."
+    begun = False
+    while not begun:
+        page.get_by_role("menuitem", name="Run", exact=True).click()
+        page.get_by_text("Run All Cells", exact=True).click()
+        with contextlib.suppress(too_late):
+            page.wait_for_function(BEGUN, timeout=10_000)
+            begun = True
 
 
 def wait(page, condition, argument=None):

@@ -370,8 +370,8 @@ def launch_notebook() -> Iterator[str]:
     cells = json.loads((ROOT / "nbs/launch.ipynb").read_text())["cells"]
     if sum("parameters" in cell["metadata"].get("tags", []) for cell in cells) != 1:
         yield "nbs/launch.ipynb needs exactly one cell tagged parameters"
-    if any(cell.get("outputs") for cell in cells):
-        yield "nbs/launch.ipynb is kept without outputs"
+    if not any(cell.get("outputs") for cell in cells):
+        yield "nbs/launch.ipynb has lost its outputs, a real run of its defaults: restore them"
 
 
 def notebooks_to_run() -> Iterator[str]:
