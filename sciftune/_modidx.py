@@ -4551,6 +4551,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'sciftune.training.card.first_and_last_pictures': ( '7_training/card.html#first_and_last_pictures',
                                                                                             'sciftune/training/card.py'),
                                         'sciftune.training.card.head_of': ('7_training/card.html#head_of', 'sciftune/training/card.py'),
+                                        'sciftune.training.card.licence_head': ( '7_training/card.html#licence_head',
+                                                                                 'sciftune/training/card.py'),
                                         'sciftune.training.card.loading_code': ( '7_training/card.html#loading_code',
                                                                                  'sciftune/training/card.py'),
                                         'sciftune.training.card.measured_rows': ( '7_training/card.html#measured_rows',

@@ -4,10 +4,12 @@
 
 # %% auto #0
 __all__ = [
+    "HUB_LICENCES",
     "CARD",
     "STUDENT",
     "head_of",
     "base_and_licence",
+    "licence_head",
     "sampling_arguments",
     "loading_code",
     "shown_recipe",
@@ -62,7 +64,25 @@ def base_and_licence(
         return ", ".join(Path(getattr(recipe, part)).name for part in record.parts), ""
     if path == record.hub:
         return path, record.license
-    return Path(path).name, str(head_of(Path(path) / "README.md").get("license", ""))
+    head = head_of(Path(path) / "README.md")
+    named = head.get("license_name") if head.get("license") == "other" else None
+    return Path(path).name, str(named or head.get("license", ""))
+
+
+HUB_LICENCES = ("apache-2.0", "creativeml-openrail-m", "mit", "openrail++")  # Ids of model hubs
+
+
+def licence_head(
+    licence: str,  # Of `base_and_licence`
+) -> dict[str, str]:
+    """A licence as the head of a card names it.
+
+    Args:
+        licence: Of `base_and_licence`
+    """
+    if licence in ("", "other", *HUB_LICENCES):
+        return {"license": licence} if licence else {}
+    return {"license": "other", "license_name": licence}
 
 
 # %% ../../nbs/7_training/16_card.ipynb #052ec0ca
@@ -238,9 +258,8 @@ def card_head(
     record = find_record("models", recipe.model)
     head: dict[str, Any] = dict(library_name="diffusers", pipeline_tag="text-to-image")
     if recipe.model_path == record.hub:
-        head["base_model"] = record.hub
-    if licence:
-        head["license"] = licence
+        head["base_model"] = record.hub  # Whose page says what the licence allows
+    head |= licence_head(licence)
     head["tags"] = ["sciftune", recipe.objective, *(["lora"] if recipe.lora_rank else [])]
     return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n"
 
