@@ -40,7 +40,8 @@ def test_epochs_are_counted_trained_and_kept_over_a_resume(launched, tmp_path):
     run = RunDir(tmp_path / "runs" / "epochs")
     done = launched(**SMALL, num_train_epochs=0.5)
     assert done.returncode == 0, done.stderr
-    assert (Recipe.load(run.recipe).steps, len(run.read_metrics())) == (2, 2 + 3)  # 10 samples
+    assert Recipe.load(run.recipe).steps == 2  # 10 samples
+    assert [row["step"] for row in run.read_metrics() if "loss" in row] == [1, 2]
     assert "num_train_epochs=0.5: 2 steps of 8 samples" in Plan.load(run.plan).notes
     assert "num_train_epochs=0.5: 2 steps of 8 samples" in run.log.read_text()
 
