@@ -548,6 +548,8 @@ class Family(ABC):
         vae = getattr(diffusers, self.vae_class)
         with readable(folder):
             loaded = vae.from_pretrained(folder, dtype=dtype, use_safetensors=True)
+        if lost := [name for name, p in loaded.named_parameters() if p.is_meta]:
+            raise ValueError(f"{folder} lacks {lost[0]} (for {self.vae_class}); copy it again")
         return freeze(loaded).to(device)
 
     def text_model(
@@ -744,10 +746,11 @@ class Family(ABC):
         if path is not None:
             folder = self.resolve(path, ("scheduler",), revision, weights=False)
             file = folder / "scheduler" / "scheduler_config.json"
-            if not file.is_file():
+            if file.parent.is_dir() and not file.is_file():
                 raise ValueError(f"{file} is missing; copy the folder again")
-            written = read_object(file)
-            schedule = {k: v for k, v in written.items() if k != "_diffusers_version"}
+            if file.is_file():  # some layouts have no schedule
+                written = read_object(file)
+                schedule = {k: v for k, v in written.items() if k != "_diffusers_version"}
         return dict(
             guidance=self.default_guidance, steps=self.default_sample_steps, schedule=schedule
         )

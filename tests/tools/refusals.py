@@ -584,6 +584,11 @@ CASES = [
         stored_otherwise("text_encoder/model.safetensors", renamed),
     ),
     tiny_model(
+        "a VAE that lacks a tensor",
+        "FOLDER/given/vae",
+        stored_otherwise("vae/diffusion_pytorch_model.safetensors", renamed),
+    ),
+    tiny_model(
         "no scheduler_config.json",
         "FOLDER/given/scheduler/scheduler_config.json is missing; copy the folder again",
         lambda folder: (folder / "scheduler/scheduler_config.json").unlink(),
