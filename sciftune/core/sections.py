@@ -56,7 +56,18 @@ def field(
     instead: str = "",  # What a run that does not read it may give, for people
     **limits: Any,  # Of pydantic: ge, le, gt, lt
 ) -> FieldInfo:
-    """A recipe field with what others must know about it."""
+    """A recipe field with what others must know about it.
+
+    Args:
+        default: Its value where the recipe says nothing
+        description: For people, in one sentence
+        identity: Whether a resumed run must keep it
+        needs: When it is read: 'switch', 'switch=value', 'switch>number', several with '|'
+        optional: Read only by objectives and strategies whose record names it
+        weighted: Several values with weights, as `data_sources` reads them
+        instead: What a run that does not read it may give, for people
+        **limits: Of pydantic: ge, le, gt, lt
+    """
     extra = dict(
         identity=identity, needs=needs, optional=optional, weighted=weighted, instead=instead
     )
@@ -67,7 +78,15 @@ def facts(
     model: type[BaseModel],  # A section, or the recipe
     name: str,  # Of a field
 ) -> Mapping[str, Any]:  # identity, needs, optional, weighted, instead
-    """What `field` was told about a field."""
+    """What `field` was told about a field.
+
+    Args:
+        model: A section, or the recipe
+        name: Of a field
+
+    Returns:
+        identity, needs, optional, weighted, instead
+    """
     return model.model_fields[name].json_schema_extra
 
 
@@ -89,7 +108,12 @@ def is_on(
     needs: str,  # As in `field`
     values: Mapping[str, Any],  # Field values
 ) -> bool:
-    """Whether one of the conditions in `needs` holds; an empty text always does."""
+    """Whether one of the conditions in `needs` holds; an empty text always does.
+
+    Args:
+        needs: As in `field`
+        values: Field values
+    """
     return not needs or any(_holds(condition, values) for condition in needs.split("|"))
 
 
@@ -105,7 +129,14 @@ def _weight(text: str) -> float | None:
 def data_sources(
     data: str,  # 'a', or 'a:0.7,b:0.3'
 ) -> tuple[tuple[str, float], ...]:  # (path, weight) of each
-    """The collections that `data` names. Raises ValueError for a weight that is none."""
+    """The collections that `data` names. Raises ValueError for a weight that is none.
+
+    Args:
+        data: 'a', or 'a:0.7,b:0.3'
+
+    Returns:
+        (path, weight) of each
+    """
     written = data.split(",")
     halves = [part.strip().rpartition(":") for part in written]
     parts = [(path, _weight(end)) for path, _, end in halves]
@@ -150,6 +181,10 @@ class Section(BaseModel):
 
     A number where text is wanted is taken as text, a number that is not finite is refused, and what
     may be secret in an address is masked (see `core.secrets`).
+
+    Attributes:
+        aliases: Name in other scripts -> field, or another name
+        fixed: Name in other scripts -> (its only value, why)
     """
 
     aliases: ClassVar[Mapping[str, str]] = {}  # Name in other scripts -> field, or another name
@@ -186,7 +221,11 @@ class Section(BaseModel):
     def check(
         recipe: "Section",  # The whole recipe, each field of it valid by itself
     ):
-        """Raise ValueError where fields do not fit together; an objective's section says when."""
+        """Raise ValueError where fields do not fit together; an objective's section says when.
+
+        Args:
+            recipe: The whole recipe, each field of it valid by itself
+        """
 
 
 # %% ../../nbs/1_core/02_sections.ipynb #d14c86d1
@@ -222,7 +261,8 @@ class ModelSection(Section):
     model_path: str = field(
         "tiny",
         "diffusers folder, hub id, 'tiny' (offline stand-in, random), 'nano' (small trained model "
-        "of this package) or 'random' (real size, random weights)",
+        "of this package), 'random' (real size, random weights) or 'parts' (bagel: llm_path, "
+        "vit_path and vae_path)",
     )
     revision: str = field("", "hub revision of model_path; empty = main")
     objective: str = field(
@@ -308,6 +348,29 @@ class DataSection(Section):
         le=1,
     )
     resolution: int = field(64, "square side in pixels, a multiple of 16", ge=16, le=4096)
+    reference_images: int = field(
+        0,
+        "most reference images of a sample, the sources of an edit; the plan counts so many; "
+        "0 = the data have none",
+        optional=True,
+        ge=0,
+        le=16,
+    )
+    reference_side: int = field(
+        0,
+        "reference images of a larger area than a square of this side are scaled down to it; "
+        "0 = as the model's pipeline does",
+        needs="reference_images",
+        ge=0,
+        le=4096,
+    )
+    reference_dropout: float = field(
+        0.0,
+        "chance that a sample is trained without its reference images",
+        needs="reference_images",
+        ge=0,
+        le=1,
+    )
     caption_dropout: float = field(
         0.1, "chance that a sample is trained with the empty caption", optional=True, ge=0, le=1
     )
@@ -408,6 +471,13 @@ class DataSection(Section):
             raise ValueError(f"must be a multiple of 16, for example {near}")
         return side
 
+    @field_validator("reference_side")
+    @classmethod
+    def _wide_enough(cls, side: int) -> int:
+        if 0 < side < 64:
+            raise ValueError("must be 64 or more, or 0 for the pipeline's own")
+        return side
+
     @field_validator("bucket_min", "bucket_max", "bucket_step")
     @classmethod
     def _multiple_or_none(cls, side: int) -> int:
@@ -453,7 +523,20 @@ class DataSection(Section):
 class ScheduleSection(Section):
     """Steps and batches."""
 
-    steps: int = field(100, "optimizer steps", identity=False, ge=1)
+    steps: int = field(
+        100, "optimizer steps; 0 = as many as num_train_epochs means", identity=False, ge=0
+    )
+    num_train_epochs: float = field(
+        0.0,
+        "length of the run in passes over the training set, in the place of steps, whose number is "
+        "worked out from it at the launch; 0 = steps says it",
+        identity=False,
+        optional=True,
+        instead="its packs hold as many examples as fit, so nobody knows the steps of a pass; give "
+        "steps, and follow total_samples in the metrics",
+        ge=0,
+        le=1e6,
+    )
     micro_batch: int = field(1, "samples per process and forward pass", identity=False, ge=1)
     data_workers: int = field(
         0,
@@ -668,7 +751,11 @@ class ValidationSection(Section):
 def size_in_bytes(
     text: str,  # '10GB', '500MB', '80GiB', '1000'
 ) -> int:
-    """Read a size. Raises ValueError."""
+    """Read a size. Raises ValueError.
+
+    Args:
+        text: '10GB', '500MB', '80GiB', '1000'
+    """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
     if not found:
         raise ValueError("must be a size, for example 10GB or 500MB")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import itertools
 import json
 import os
@@ -14,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,6 +23,12 @@ import pyarrow.parquet as pq
 from ..core.progress import progress
 from ..core.secrets import bare
 from .images import SUFFIXES, DataError
+from sciftune.data.references import (
+    EDITED_KEYS,
+    reference_columns,
+    reference_number,
+    reference_paths,
+)
 
 # %% auto #0
 __all__ = [
@@ -32,6 +40,7 @@ __all__ = [
     "captions_of",
     "inside",
     "Row",
+    "reference_rows",
     "listed_row",
     "folder_rows",
     "json_rows",
@@ -39,6 +48,11 @@ __all__ = [
     "Files",
     "Parquet",
     "parquet_shards",
+    "Cell",
+    "cell_path",
+    "parse_cell",
+    "cell_bytes",
+    "image_bytes",
     "check_listed_files",
     "HuggingFace",
 ]
@@ -51,6 +65,9 @@ def captions_of(
     """Check the captions in `value`.
 
     Raises DataError for none, for other types, and for text that UTF-8 cannot hold.
+
+    Args:
+        value: Text, a list of texts, or anything else found in a file
     """
     if value is None:
         value = []
@@ -75,7 +92,15 @@ def inside(
     root: Path,  # Data root, already resolved
     name: str,  # Path as written in a row
 ) -> str:  # The same, relative to `root`, with forward slashes
-    """Check that a path names a file under the root. Raises DataError for anything else."""
+    """Check that a path names a file under the root. Raises DataError for anything else.
+
+    Args:
+        root: Data root, already resolved
+        name: Path as written in a row
+
+    Returns:
+        The same, relative to `root`, with forward slashes
+    """
     if not isinstance(name, str) or not name.strip():
         raise DataError("no image path")
     if os.path.isabs(name):  # lists of other trainers have such paths
@@ -99,7 +124,15 @@ def inside(
 # %% ../../nbs/2_data/02_readers.ipynb #bceb29f0
 @dataclass(slots=True)
 class Row:
-    """One line of a listing."""
+    """One line of a listing.
+
+    Attributes:
+        source: Where it stands, for people: metadata.jsonl:3
+        key: What the reader needs to fetch the image
+        fault: Why it cannot be used; empty = nothing known against it
+        digest: SHA-256 of the image bytes, hex
+        references: Of its reference images, in order; without captions
+    """
 
     source: str  # Where it stands, for people: metadata.jsonl:3
     key: object = None  # What the reader needs to fetch the image
@@ -109,10 +142,21 @@ class Row:
     width: int = 0
     height: int = 0
     digest: str = ""  # SHA-256 of the image bytes, hex
+    references: tuple[Row, ...] = ()  # Of its reference images, in order; without captions
 
 
 IMAGE_KEYS = ("file_path", "file_name", "image")
-CAPTION_KEYS = ("caption", "captions", "text", "prompt")
+CAPTION_KEYS = (
+    "caption",
+    "captions",
+    "text",
+    "prompt",
+    "edit_prompt",
+    "instruction",
+    "edit_instruction",
+    "edited_prompt_list",
+    "edit",
+)
 ID_KEYS = ("id", "key")
 
 
@@ -120,33 +164,77 @@ def _first(record: dict, keys: tuple[str, ...]) -> object:
     return next((record[k] for k in keys if record.get(k) is not None), None)
 
 
+def _target(record: dict) -> object:
+    """The path of the image that is to be made. Raises DataError for two of them."""
+    given = {name: value for name, value in record.items() if value != ""}  # an empty cell of CSV
+    plain, edited = _first(given, IMAGE_KEYS), _first(given, EDITED_KEYS)
+    if plain is not None and edited is not None:
+        raise DataError(
+            f"two images: one under {'|'.join(IMAGE_KEYS)} and one under {'|'.join(EDITED_KEYS)}: "
+            "name the source input_image, or leave one out"
+        )
+    return edited if plain is None else plain
+
+
+def reference_rows(
+    root: Path,  # Data root, resolved
+    source: str,  # Where the record stands, for messages
+    names: list[str],  # Paths of the reference images, as written
+) -> tuple[Row, ...]:
+    """Rows of reference images that are files. Raises DataError for one that must not be read.
+
+    Args:
+        root: Data root, resolved
+        source: Where the record stands, for messages
+        names: Paths of the reference images, as written
+    """
+    rows = []
+    for number, name in enumerate(names, 1):
+        try:
+            rows.append(Row(source, inside(root, name)))
+        except DataError as e:
+            raise DataError(f"reference image {number}: {e}") from None
+    return tuple(rows)
+
+
 def listed_row(
     root: Path,  # Data root, resolved
     source: str,  # Where the record stands, for messages: list.jsonl:7
     record: object,  # Anything that JSON or CSV gave
 ) -> Row:  # With `fault` set when it cannot be used
-    """Make a row of one record of a list."""
+    """Make a row of one record of a list.
+
+    Args:
+        root: Data root, resolved
+        source: Where the record stands, for messages: list.jsonl:7
+        record: Anything that JSON or CSV gave
+
+    Returns:
+        With `fault` set when it cannot be used
+    """
     progress(f"{source} listed")
     try:
         if not isinstance(record, dict):
             raise DataError(
                 f"not an object: expected keys {'|'.join(IMAGE_KEYS)} and {'|'.join(CAPTION_KEYS)}"
             )
-        if _first(record, IMAGE_KEYS) is None:
+        target = _target(record)
+        if target is None:
             raise DataError(f"no image path: expected one of the keys {', '.join(IMAGE_KEYS)}")
-        name = inside(root, _first(record, IMAGE_KEYS))
+        name = inside(root, target)
         given = _first(record, ID_KEYS)
         return Row(
             source,
             name,
             name if given is None else str(given),
             captions_of(_first(record, CAPTION_KEYS)),
+            references=reference_rows(root, source, reference_paths(record)),
         )
     except DataError as e:
         return Row(source, fault=str(e))
 
 
-# %% ../../nbs/2_data/02_readers.ipynb #fc5cc2ec
+# %% ../../nbs/2_data/02_readers.ipynb #5990ae7b
 def _image_names(root: Path) -> Iterator[str]:
     """Paths of images relative to the root, with forward slashes."""
     for folder, _, files in os.walk(root):
@@ -156,18 +244,40 @@ def _image_names(root: Path) -> Iterator[str]:
                 yield os.path.relpath(os.path.join(folder, file), root).replace(os.sep, "/")
 
 
+def _references_beside(names: list[str]) -> dict[str, list[str]]:
+    """Target -> its references in order, of images whose names say so."""
+    targets = {name.rpartition(".")[0]: name for name in names}
+    found = {}
+    for name in names:
+        folder, slash, leaf = name.rpartition("/")
+        key, _, suffix = leaf.partition(".")
+        number, target = reference_number(suffix), targets.get(f"{folder}{slash}{key}")
+        if number is not None and target:
+            found.setdefault(target, []).append((number, name))
+    return {target: [name for _, name in sorted(beside)] for target, beside in found.items()}
+
+
 def folder_rows(
     root: Path,  # Data root, resolved
 ) -> list[Row]:
-    """List images under the root, each with the caption in the `.txt` of the same name."""
+    """List images under the root, each with the caption in the `.txt` of the same name.
+
+    Args:
+        root: Data root, resolved
+    """
     rows = []
-    for name in sorted(_image_names(root)):
+    names = sorted(_image_names(root))
+    references = _references_beside(names)
+    own = {name for beside in references.values() for name in beside}
+    for name in names:
+        if name in own:
+            continue
         progress(f"{name} listed")
         try:
             text = root / inside(root, str(Path(name).with_suffix(".txt")))
-            rows.append(
-                Row(name, inside(root, name), name, captions_of(text.read_text("utf-8-sig")))
-            )
+            row = Row(name, inside(root, name), name, captions_of(text.read_text("utf-8-sig")))
+            row.references = reference_rows(root, name, references.get(name, []))
+            rows.append(row)
         except UnicodeDecodeError:
             rows.append(Row(name, fault="caption is not valid Unicode: expected UTF-8"))
         except DataError as e:
@@ -180,7 +290,12 @@ def json_rows(
     root: Path,  # Data root, resolved
     path: Path,  # .json with a list of objects, or .jsonl with one object per line
 ) -> list[Row]:
-    """Read a JSON or JSON-lines list. Raises DataError when a .json file as a whole is wrong."""
+    """Read a JSON or JSON-lines list. Raises DataError when a .json file as a whole is wrong.
+
+    Args:
+        root: Data root, resolved
+        path: .json with a list of objects, or .jsonl with one object per line
+    """
     if path.suffix == ".json":
         try:
             records = json.loads(path.read_text("utf-8-sig"))
@@ -207,14 +322,20 @@ def csv_rows(
     root: Path,  # Data root, resolved
     path: Path,  # .csv with a heading line
 ) -> list[Row]:
-    """Read a CSV list. Raises DataError for a wrong heading or encoding."""
+    """Read a CSV list. Raises DataError for a wrong heading or encoding.
+
+    Args:
+        root: Data root, resolved
+        path: .csv with a heading line
+    """
     try:
         with open(path, newline="", encoding="utf-8-sig") as f:
             reader = csv.DictReader(f)
             names = reader.fieldnames or []
-            if not (set(names) & set(IMAGE_KEYS) and set(names) & set(CAPTION_KEYS)):
+            images = (*IMAGE_KEYS, *EDITED_KEYS)
+            if not (set(names) & set(images) and set(names) & set(CAPTION_KEYS)):
                 raise DataError(
-                    f"{path}: columns {names}: expected one of {', '.join(IMAGE_KEYS)} "
+                    f"{path}: columns {names}: expected one of {', '.join(images)} "
                     f"and one of {', '.join(CAPTION_KEYS)}, separated by commas"
                 )
             return [listed_row(root, f"{path.name}:{reader.line_num}", r) for r in reader]
@@ -224,7 +345,12 @@ def csv_rows(
 
 # %% ../../nbs/2_data/02_readers.ipynb #144fd1a6
 class Files:
-    """Images that are files under `root`; the rows name them."""
+    """Images that are files under `root`; the rows name them.
+
+    Args:
+        root: Data root, resolved
+        rows: Their keys are paths relative to the root
+    """
 
     loose = frozenset()
 
@@ -252,7 +378,7 @@ class Files:
 
 # %% ../../nbs/2_data/02_readers.ipynb #dda263bc
 MAX_ROW_GROUP = 4 << 30
-IMAGE_COLUMNS = ("image", "img", "jpg", "png", "bytes")
+IMAGE_COLUMNS = ("image", "img", "jpg", "png", "bytes", *EDITED_KEYS)
 _local = threading.local()
 
 
@@ -289,6 +415,32 @@ def _column(path, schema: pa.Schema, what: str, names: tuple, fits, expected: st
     )
 
 
+def _is_listed(kind: pa.DataType) -> bool:
+    types = pa.types
+    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+
+
+def _reference_columns(path, schema: pa.Schema) -> list[str]:
+    """Columns of reference images, in order. Raises DataError for one that holds no images."""
+
+    def kind(name: str) -> pa.DataType:
+        found = schema.field(name).type
+        return found.value_type if _is_listed(found) else found
+
+    names = [n for n in schema.names if n != "source" or _holds_bytes(kind(n))]  # or its origin
+    try:
+        found = reference_columns(names)
+    except DataError as e:
+        raise DataError(f"{path}: {e}") from None
+    for name in found:
+        if not _holds_bytes(kind(name)):
+            raise DataError(
+                f"{path}: column {name} holds {schema.field(name).type}: "
+                "expected image bytes, structs of bytes and path, or lists of these"
+            )
+    return found
+
+
 def _columns(path, schema: pa.Schema) -> tuple[str, str, str | None]:
     """Names of the image, caption and id columns. Raises DataError naming what is missing."""
     expected = "image bytes, or a struct of bytes and path"
@@ -302,6 +454,19 @@ def _texts_and_ids(table: pa.Table, caption: str, ident: str | None):
     texts = table[caption].to_pylist()
     ids = table[ident].to_pylist() if ident else [None] * len(texts)
     return zip(texts, ids, strict=True)
+
+
+def _counts(cells: pa.ChunkedArray) -> list[int]:
+    """How many images each cell of a column of references holds."""
+    values = cells.to_pylist()
+    return [sum(v is not None for v in c) if isinstance(c, list) else c is not None for c in values]
+
+
+def _cell_image(cell: object, number: int) -> object:
+    """The image with this number in a cell: bytes, or a struct of them."""
+    if not isinstance(cell, list):
+        return cell
+    return [value for value in cell if value is not None][number]
 
 
 def _checked(row: Row, text: object) -> Row:
@@ -329,6 +494,10 @@ class Parquet:
     """Images in parquet shards.
 
     Raises DataError for a shard that cannot be read and for one without image or caption column.
+
+    Args:
+        root: Data root, resolved
+        paths: Shards, in order
     """
 
     def __init__(
@@ -340,6 +509,7 @@ class Parquet:
         self.paths = paths
         self.rows = []
         self.column = []  # of the image bytes, per shard
+        self.reference_columns = []  # per shard
         self.stamps = []  # per shard
         self.loose = set()
         for n, path in enumerate(paths):
@@ -365,6 +535,7 @@ class Parquet:
         file = self.open_file(path)
         image, caption, ident = _columns(path, file.schema_arrow)
         self.column.append(image)
+        self.reference_columns.append(_reference_columns(path, file.schema_arrow))
         self.stamps.append(f"{name}|{self.version(path)}")
         at = 0
         for group in range(file.num_row_groups):
@@ -375,31 +546,54 @@ class Parquet:
                     "write it with row_group_size=64 or so"
                 )
             table = file.read_row_group(group, columns=[c for c in (caption, ident) if c])
+            counts = self._reference_counts(n, file, group)
             for r, (text, given) in enumerate(_texts_and_ids(table, caption, ident)):
                 own_id = f"{name}:{at}" if given is None else str(given)
-                self.rows.append(_checked(Row(f"{name} row {at}", (n, group, r), own_id), text))
+                row = _checked(Row(f"{name} row {at}", (n, group, r), own_id), text)
+                row.references = tuple(
+                    Row(row.source, (n, group, r, column, number))
+                    for column, counted in counts.items()
+                    for number in range(counted[r])
+                )
+                self.rows.append(row)
                 at += 1
+
+    def _reference_counts(self, n: int, file: pq.ParquetFile, group: int) -> dict[str, list[int]]:
+        """Column of references -> images in each row of a row group."""
+        schema = file.metadata.schema
+        leaves = [schema.column(i).path for i in range(len(schema))]
+        counts = {}
+        for column in self.reference_columns[n]:
+            paths = [p for p in leaves if p.startswith(f"{column}.") and p.endswith(".path")]
+            cells = file.read_row_group(group, columns=paths or [column]).column(0)
+            counts[column] = _counts(cells)
+        return counts
 
     def read(self, row: Row) -> bytes:
         """Read the image of a row; its row group stays with this thread."""
-        n, g, r = row.key
+        n, g, r, *reference = row.key
+        column, number = reference or (self.column[n], 0)
+        cell = self._cells(n, g, column)[r].as_py()
+        return _image_bytes(_cell_image(cell, number), self, row.key)
+
+    def _cells(self, n: int, g: int, column: str) -> pa.ChunkedArray:
+        """A column of a row group."""
         if getattr(_local, "at", None) != (self.stamps[n], self.paths[n], g):
+            _local.columns = {}
+            _local.at = (self.stamps[n], self.paths[n], g)
+        if column not in _local.columns:
             try:
-                _local.group = (
-                    self.open_file(self.paths[n])
-                    .read_row_group(g, columns=[self.column[n]])
-                    .column(0)
-                )
+                group = self.open_file(self.paths[n]).read_row_group(g, columns=[column])
             except (pa.ArrowException, OSError) as e:
                 raise OSError(
                     f"{self.paths[n]}: row group {g} cannot be read: {e}; copy the shard again"
                 ) from e
-            _local.at = (self.stamps[n], self.paths[n], g)
-        return _image_bytes(_local.group[r].as_py(), self, row.key)
+            _local.columns[column] = group.column(0)
+        return _local.columns[column]
 
     def stamp(self, row: Row) -> str:
-        """Shard, its version, row group and row."""
-        return f"{self.stamps[row.key[0]]}|{row.key[1]}|{row.key[2]}"
+        """Shard, its version, row group, row, and of a reference its column and number."""
+        return "|".join(map(str, (self.stamps[row.key[0]], *row.key[1:])))
 
     def chunks(self) -> list[list[Row]]:
         """Group the rows of each row group."""
@@ -412,6 +606,12 @@ def parquet_shards(
     """List the parquet files of a folder, or below it when it holds none itself.
 
     Of several splits only `train` is taken.
+
+    Args:
+        root: Folder
+
+    Returns:
+        Sorted
     """
     paths = sorted(root.glob("*.parquet")) or sorted(root.rglob("*.parquet"))
     splits = {}
@@ -421,6 +621,97 @@ def parquet_shards(
     if len(set(splits.values())) > 1 and "train" in splits.values():
         return [path for path in paths if splits[path] == "train"]
     return paths
+
+
+# %% ../../nbs/2_data/02_readers.ipynb #3ccee14d
+class Cell(NamedTuple):
+    """Where an image lies in a parquet file.
+
+    Attributes:
+        group: Row group
+        row: In the row group
+        item: In a list of images
+    """
+
+    file: str
+    group: int  # Row group
+    row: int  # In the row group
+    column: str
+    item: int | None = None  # In a list of images
+
+
+def cell_path(
+    *where,  # As in `Cell`
+) -> str:
+    """A cell as a path.
+
+    Args:
+        *where: As in `Cell`
+    """
+    file, *rest = where
+    return f"{file}#{':'.join(map(str, rest))}"
+
+
+@functools.lru_cache(1 << 16)
+def parse_cell(
+    path: str,  # Of an image
+) -> Cell | None:  # None = it is a file
+    """The cell that a path means.
+
+    Args:
+        path: Of an image
+
+    Returns:
+        None = it is a file
+    """
+    found = re.fullmatch(r"(.+\.parquet)#(\d+):(\d+):(\w+?)(?::(\d+))?", str(path))
+    if not found:
+        return None
+    file, group, row, column, item = found.groups()
+    return Cell(file, int(group), int(row), column, None if item is None else int(item))
+
+
+def cell_bytes(
+    path: str,  # Of `cell_path`
+    count: int | None = None,  # Items that its list must have; None = any
+) -> bytes:
+    """Read an image; its row group stays with this thread.
+
+    Raises DataError for a list of another length, and OSError when the file cannot be read.
+
+    Args:
+        path: Of `cell_path`
+        count: Items that its list must have; None = any
+    """
+    cell = parse_cell(path)
+    status = os.stat(cell.file)
+    at = (*cell[:2], cell.column, status.st_size, status.st_mtime_ns)
+    if getattr(_local, "cell_at", None) != at:
+        try:
+            file = pq.ParquetFile(cell.file, memory_map=True)
+            _local.cells = file.read_row_group(cell.group, columns=[cell.column]).column(0)
+        except (pa.ArrowException, OSError) as e:
+            raise OSError(f"{cell.file}: row group {cell.group} cannot be read: {e}") from e
+        _local.cell_at = at
+    value = _local.cells[cell.row]
+    if cell.item is not None:
+        length = len(value) if value.is_valid else 0
+        if count is not None and length != count:
+            raise DataError(f"{cell.column} has {length} pictures, instruction_list needs {count}")
+        value = value[cell.item]
+    value = value.as_py()
+    return (value.get("bytes") if isinstance(value, dict) else value) or b""
+
+
+def image_bytes(
+    path: str | Path,  # Of a file, or of a cell
+) -> bytes:
+    """The bytes of an image.
+
+    Args:
+        path: Of a file, or of a cell
+    """
+    return cell_bytes(str(path)) if parse_cell(str(path)) else Path(path).read_bytes()
 
 
 # %% ../../nbs/2_data/02_readers.ipynb #30b8f31b
@@ -438,7 +729,11 @@ def _described(file: Path) -> dict:
 def check_listed_files(
     root: Path,  # Folder that `save_to_disk` wrote, resolved
 ) -> None:
-    """Raise DataError unless all files that a Hugging Face dataset names are below its folder."""
+    """Raise DataError unless all files that a Hugging Face dataset names are below its folder.
+
+    Args:
+        root: Folder that `save_to_disk` wrote, resolved
+    """
     splits = [""]
     if (root / "dataset_dict.json").is_file():
         splits = _described(root / "dataset_dict.json")["splits"]
@@ -454,10 +749,23 @@ def check_listed_files(
 
 
 # %% ../../nbs/2_data/02_readers.ipynb #27de4947
+def _undecoded(feature: object) -> object:
+    """The same feature of a dataset with images as they are stored."""
+    import datasets
+
+    if isinstance(feature, datasets.Image):
+        return datasets.Image(decode=False)
+    kind = type(feature)
+    return kind(_undecoded(feature.feature)) if hasattr(feature, "feature") else feature
+
+
 class HuggingFace:
     """Images in a folder that `Dataset.save_to_disk` wrote.
 
     Raises DataError without the package datasets and for a folder that it cannot read.
+
+    Args:
+        root: Folder, resolved
     """
 
     def __init__(
@@ -487,6 +795,9 @@ class HuggingFace:
         self.column, caption, ident = _columns(root, self.data.features.arrow_schema)
         if isinstance(self.data.features[self.column], datasets.Image):
             self.data = self.data.cast_column(self.column, datasets.Image(decode=False))
+        references = _reference_columns(root, self.data.features.arrow_schema)
+        for column in references:
+            self.data = self.data.cast_column(column, _undecoded(self.data.features[column]))
         stamps = []
         for file in self.data.cache_files:
             status = os.stat(file["filename"])
@@ -494,13 +805,21 @@ class HuggingFace:
         self._stamp = "|".join([self.data._fingerprint, *sorted(stamps)])
         table = self.data.select_columns([c for c in (caption, ident) if c]).with_format("arrow")[:]
         self.rows = []
+        cells = self.data.select_columns(references).with_format("arrow")[:] if references else {}
+        counts = {column: _counts(cells[column]) for column in references}
         for i, (text, given) in enumerate(_texts_and_ids(table, caption, ident)):
             row = Row(f"row {i}", i, f"{i}" if given is None else str(given))
+            row.references = tuple(
+                Row(row.source, (i, column, number))
+                for column, counted in counts.items()
+                for number in range(counted[i])
+            )
             self.rows.append(_checked(row, text))
 
     def read(self, row: Row) -> bytes:
         """Read the stored bytes of an image, undecoded."""
-        return _image_bytes(self.data[row.key][self.column], self, row.key)
+        i, column, number = row.key if isinstance(row.key, tuple) else (row.key, self.column, 0)
+        return _image_bytes(_cell_image(self.data[i][column], number), self, row.key)
 
     def stamp(self, row: Row) -> str:
         """Version of the dataset's files, and the row."""

@@ -20,6 +20,7 @@ from ..core.progress import progress
 from ..core.secrets import bare, reveal
 from .images import SUFFIXES, DataError
 from .readers import CAPTION_KEYS, Parquet, Row, captions_of
+from .references import is_target, reference_number
 
 
 # %% ../../nbs/2_data/03_shards.ipynb #a9836e75
@@ -31,6 +32,13 @@ def tar_members(
 
     Raises DataError when it is none, is compressed, or ends early: how much is missing then, nobody
     can tell.
+
+    Args:
+        file: Open and seekable
+        name: For messages
+
+    Returns:
+        (member, offset, bytes)
     """
     try:
         tar = tarfile.open(fileobj=file, mode="r:")  # noqa: SIM115 (the caller's file)
@@ -62,7 +70,12 @@ def tar_captions(
     suffix: str,  # txt, caption or json
     data: bytes,  # The member's content
 ) -> tuple[str, ...]:
-    """Read the captions in a member. Raises DataError for what is no text, JSON or caption."""
+    """Read the captions in a member. Raises DataError for what is no text, JSON or caption.
+
+    Args:
+        suffix: txt, caption or json
+        data: The member's content
+    """
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -79,8 +92,18 @@ def tar_captions(
 
 
 # %% ../../nbs/2_data/03_shards.ipynb #2402d3d9
+def _beside(suffix: str) -> bool:
+    """Whether a member is a reference image of its sample."""
+    return reference_number(suffix) is not None
+
+
 class Tars:
-    """Images in tar shards on any file system."""
+    """Images in tar shards on any file system.
+
+    Args:
+        fs: Where the shards are
+        paths: Shards, sorted
+    """
 
     loose = frozenset()
 
@@ -107,9 +130,11 @@ class Tars:
             parts = samples.setdefault(f"{folder}/{key}".lstrip("/"), {})
             parts.setdefault(suffix.lower(), (at, size))
         for key, parts in samples.items():
-            image = next((p for s, p in parts.items() if "." + s in SUFFIXES), None)
+            image = next((p for s, p in parts.items() if is_target(s)), None)
             row = Row(f"{name}:{key}", image and (n, *image), f"{PurePosixPath(name).stem}/{key}")
             progress(f"{row.source} listed")
+            numbers = sorted((reference_number(s) or 0, p) for s, p in parts.items() if _beside(s))
+            row.references = tuple(Row(row.source, (n, *place)) for _, place in numbers)
             try:
                 row.captions = self._captions(file, parts, image)
             except DataError as e:
@@ -145,7 +170,12 @@ class Tars:
 
 # %% ../../nbs/2_data/03_shards.ipynb #24e3d8b4
 class RemoteParquet(Parquet):
-    """Parquet shards behind an fsspec file system."""
+    """Parquet shards behind an fsspec file system.
+
+    Args:
+        fs: Where the shards are
+        paths: Shards, sorted
+    """
 
     def __init__(
         self,
@@ -170,6 +200,9 @@ def remote_source(
     """Choose the reader for shards behind a URL.
 
     Raises DataError when there are none, or when the scheme's package is missing.
+
+    Args:
+        url: Folder, shard or pattern with a scheme, as `core.secrets.conceal` shows it
     """
     try:
         fs, path = fsspec.core.url_to_fs(reveal(url))

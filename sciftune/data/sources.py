@@ -12,7 +12,7 @@ import glob
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +48,7 @@ __all__ = [
     "verify_once",
     "Collection",
     "set_aside",
+    "no_fault",
     "open_collection",
     "JoinedCollections",
     "joined_quarantine",
@@ -92,7 +93,12 @@ def find_source(
     path: str | Path,  # Folder, list, shard, a pattern such as data/val-*.parquet, or a URL
     metadata: str | Path | None = None,  # List file that is not in the folder
 ) -> Reader:
-    """Choose the reader for a path. Raises DataError when there is nothing that can be read."""
+    """Choose the reader for a path. Raises DataError when there is nothing that can be read.
+
+    Args:
+        path: Folder, list, shard, a pattern such as data/val-*.parquet, or a URL
+        metadata: List file that is not in the folder
+    """
     text = str(path)
     if "://" in text:
         return remote_source(text)
@@ -123,8 +129,15 @@ Findings = dict[str, tuple[int, int, str]]  # stamp -> (width, height, digest)
 
 
 def _verify_row(source: Reader, row: Row, max_pixels: int, known: Findings, found: Findings):
-    if row.fault:
-        return
+    if not row.fault:
+        _verify_image(source, row, max_pixels, known, found)
+    for number, reference in enumerate(row.references, 1):
+        if not row.fault:
+            _verify_image(source, reference, max_pixels, known, found)
+            row.fault = reference.fault and f"reference image {number}: {reference.fault}"
+
+
+def _verify_image(source: Reader, row: Row, max_pixels: int, known: Findings, found: Findings):
     try:
         stamp = source.stamp(row)
         finding = known.get(stamp) or examine(source.read(row), max_pixels)
@@ -149,7 +162,17 @@ def verify_images(
     workers: int,  # Threads
     known: Findings,  # Of earlier runs
 ) -> Findings:  # Of this run
-    """Fill in size and digest of each row, or its fault. Raises DataError for a damaged shard."""
+    """Fill in size and digest of each row, or its fault. Raises DataError for a damaged shard.
+
+    Args:
+        source: Its rows are filled in
+        max_pixels: Largest width*height
+        workers: Threads
+        known: Of earlier runs
+
+    Returns:
+        Of this run
+    """
     found = {}
 
     def verify_chunk(rows: list[Row]):
@@ -189,7 +212,12 @@ def findings_file(
     place: str,  # Names the collection: its absolute path and its list
     cache: str | Path,  # Folder that keeps findings
 ) -> Path:
-    """Where the findings of a collection are kept."""
+    """Where the findings of a collection are kept.
+
+    Args:
+        place: Names the collection: its absolute path and its list
+        cache: Folder that keeps findings
+    """
     digest = hashlib.sha256(place.encode()).hexdigest()
     return Path(cache) / f"verified-{digest[:16]}.parquet"
 
@@ -198,7 +226,15 @@ def known_findings(
     place: str,  # Names the collection: its absolute path and its list
     cache: str | Path,  # Folder that keeps findings
 ) -> Findings:  # Empty where it was never verified
-    """What earlier runs have found of the images of a collection."""
+    """What earlier runs have found of the images of a collection.
+
+    Args:
+        place: Names the collection: its absolute path and its list
+        cache: Folder that keeps findings
+
+    Returns:
+        Empty where it was never verified
+    """
     return _read_findings(findings_file(place, cache))
 
 
@@ -209,7 +245,15 @@ def verify_once(
     max_pixels: int = MAX_PIXELS,  # Largest width*height of an image
     workers: int | None = None,  # Threads; None = one per available core
 ):
-    """`verify_images`, of what has changed since the findings in `cache` were written."""
+    """`verify_images`, of what has changed since the findings in `cache` were written.
+
+    Args:
+        source: Its rows are filled in
+        place: Names the collection in `cache`
+        cache: Folder that keeps findings; None = verify everything
+        max_pixels: Largest width*height of an image
+        workers: Threads; None = one per available core
+    """
     known = known_findings(place, cache) if cache else {}
     found = verify_images(source, max_pixels, workers or min(cores(), 32), known)
     if cache and found != known:
@@ -221,7 +265,12 @@ _NEIGHBOURS = 1000  # samples that count as one shard where there are no shards
 
 
 class Collection:
-    """Samples by number; images are read when asked for."""
+    """Samples by number; images are read when asked for.
+
+    Args:
+        rows: Those that are kept
+        rejected: source and reason of the others
+    """
 
     def __init__(
         self,
@@ -236,12 +285,14 @@ class Collection:
         self.captions = [r.captions for r in rows]
         self.sizes = [(r.width, r.height) for r in rows]
         self.digests = [r.digest for r in rows]
+        self.references = [r.references for r in rows]  # Rows with width, height and digest
         self.shards = [
             r.key[0] if isinstance(r.key, tuple) else n // _NEIGHBOURS for n, r in enumerate(rows)
         ]
         digest = hashlib.sha256()
         for r in rows:
-            digest.update(json.dumps([r.id, r.digest, r.captions]).encode() + b"\n")
+            own = [r.id, r.digest, r.captions, *(reference.digest for reference in r.references)]
+            digest.update(json.dumps(own).encode() + b"\n")
         self.fingerprint = digest.hexdigest()
 
     def __len__(self):
@@ -249,13 +300,28 @@ class Collection:
 
     def __getitem__(self, i):
         r = self.rows[i]
+        return Sample(r.id, self._read(r), r.captions, r.width, r.height)
+
+    def reference(
+        self,
+        i: int,  # Number of a sample
+        k: int,  # Number of its reference image, from 0
+    ) -> bytes:
+        """Read a reference image, encoded as it is stored.
+
+        Args:
+            i: Number of a sample
+            k: Number of its reference image, from 0
+        """
+        return self._read(self.references[i][k])
+
+    def _read(self, r: Row) -> bytes:
         try:
-            data = self.source.read(r)
+            return self.source.read(r)
         except OSError as e:
             raise DataError(
                 f"{r.source}: was readable when the collection was opened and is not now: {e}"
             ) from e
-        return Sample(r.id, data, r.captions, r.width, r.height)
 
     def __repr__(self):
         return (
@@ -308,7 +374,17 @@ def set_aside(
     quarantine: str | Path | None,  # File for the rows set aside; None = not written
     where: str | Path,  # The collection, for the message
 ) -> tuple[list[Row], list[dict]]:  # Rows to keep; source and reason of the others
-    """Set bad rows aside. Raises DataError when too many are bad or none is left."""
+    """Set bad rows aside. Raises DataError when too many are bad or none is left.
+
+    Args:
+        rows: With the faults that were found
+        max_bad_fraction: Largest part of the rows that may be set aside, 0..1
+        quarantine: File for the rows set aside; None = not written
+        where: The collection, for the message
+
+    Returns:
+        Rows to keep; source and reason of the others
+    """
     if not 0 <= max_bad_fraction <= 1:
         raise DataError(f"max_bad_fraction is {max_bad_fraction}: expected 0 to 1")
     kept, rejected = _separate(rows)
@@ -325,6 +401,19 @@ def set_aside(
     return kept, rejected
 
 
+def no_fault(width: int, height: int) -> str:
+    """Nothing is wrong with a reference image of any size."""
+    return ""
+
+
+def _check_references(rows: list[Row], reference_fault: Callable):
+    """Note the first reference of each row that the model cannot take."""
+    for row in rows:
+        for number, reference in enumerate(row.references, 1):
+            why = "" if row.fault else reference_fault(reference.width, reference.height)
+            row.fault = f"reference image {number}: {why}" if why else row.fault
+
+
 def open_collection(
     path: str | Path,  # Folder, list file, parquet shard or pattern of shards, or a URL
     *,
@@ -334,15 +423,27 @@ def open_collection(
     metadata: str | Path | None = None,  # List file that lies outside the folder
     cache: str | Path | None = None,  # Folder that keeps findings; None = verify everything
     workers: int | None = None,  # Threads; None = one per available core
+    reference_fault: Callable = no_fault,  # (width, height) of a reference -> why not, or ''
 ) -> Collection:
     """Read, verify and fingerprint a collection.
 
     Raises DataError, which says what is wrong and what would be right.
+
+    Args:
+        path: Folder, list file, parquet shard or pattern of shards, or a URL
+        max_bad_fraction: Largest part of the rows that may be set aside, 0..1
+        quarantine: File for the rows set aside; None = not written
+        max_pixels: Largest width*height of an image
+        metadata: List file that lies outside the folder
+        cache: Folder that keeps findings; None = verify everything
+        workers: Threads; None = one per available core
+        reference_fault: (width, height) of a reference -> why not, or ''
     """
     if not str(path).strip():
         raise DataError("data: the path is empty")
     source = find_source(path, metadata)
     verify_once(source, f"{Path(path).absolute()}|{metadata}", cache, max_pixels, workers)
+    _check_references(source.rows, reference_fault)
     kept, rejected = set_aside(source.rows, max_bad_fraction, quarantine, path)
     return Collection(source, kept, rejected)
 
@@ -358,7 +459,7 @@ class JoinedCollections:
         self.parts = parts
         self.first = [0, *itertools.accumulate(map(len, parts))]
         self.ids = [f"{k}:{i}" for k, part in enumerate(parts) for i in part.ids]
-        for name in ("captions", "sizes", "digests", "shards", "rejected"):
+        for name in ("captions", "sizes", "digests", "references", "shards", "rejected"):
             setattr(self, name, [x for part in parts for x in getattr(part, name)])
         fingerprints = "|".join(part.fingerprint for part in parts)
         self.fingerprint = hashlib.sha256(fingerprints.encode()).hexdigest()
@@ -370,7 +471,11 @@ class JoinedCollections:
         self,
         i: int,  # Number of a sample
     ) -> int:
-        """Give the number of the collection that a sample comes from."""
+        """Give the number of the collection that a sample comes from.
+
+        Args:
+            i: Number of a sample
+        """
         return bisect.bisect_right(self.first, i) - 1
 
     def __getitem__(self, i):
@@ -379,13 +484,35 @@ class JoinedCollections:
         k = self.part(i)
         return replace(self.parts[k][i - self.first[k]], id=self.ids[i])
 
+    def reference(
+        self,
+        i: int,  # Number of a sample
+        k: int,  # Number of its reference image, from 0
+    ) -> bytes:
+        """Read a reference image, encoded as it is stored.
+
+        Args:
+            i: Number of a sample
+            k: Number of its reference image, from 0
+        """
+        part = self.part(i)
+        return self.parts[part].reference(i - self.first[part], k)
+
 
 @contextlib.contextmanager
 def joined_quarantine(
     quarantine: str | Path | None,  # File for all rows set aside; None = not written
     count: int,  # Collections
 ) -> Iterator[list[Path | None]]:  # A file for each of them
-    """One quarantine of several collections, written at the end, also when one is refused."""
+    """One quarantine of several collections, written at the end, also when one is refused.
+
+    Args:
+        quarantine: File for all rows set aside; None = not written
+        count: Collections
+
+    Returns:
+        A file for each of them
+    """
     if not quarantine:
         yield [None] * count
         return
@@ -408,7 +535,13 @@ def open_collections(
     quarantine: str | Path | None = None,  # File for all rows set aside; None = not written
     **options: object,  # Of `open_collection`
 ) -> Collection | JoinedCollections:
-    """Open one or several collections. Raises DataError as `open_collection` does."""
+    """Open one or several collections. Raises DataError as `open_collection` does.
+
+    Args:
+        paths: See `open_collection`
+        quarantine: File for all rows set aside; None = not written
+        **options: Of `open_collection`
+    """
     if len(paths) == 1:
         return open_collection(paths[0], quarantine=quarantine, **options)
     with joined_quarantine(quarantine, len(paths)) as asides:

@@ -8,6 +8,7 @@ __all__ = [
     "KLEIN_9B",
     "KLEIN_4B",
     "QWEN3_LAYERS",
+    "REFERENCE_TIME",
     "TINY_KLEIN",
     "NANO_KLEIN",
     "flux2_flops",
@@ -20,23 +21,28 @@ __all__ = [
 ]
 
 # %% ../../nbs/4_models/04_flux2.ipynb #ab13ba7d
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
 import diffusers
+import numpy as np
 import torch
 import transformers
+from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
+from PIL import Image
 from torch import Tensor, nn
 
 from ..core.registry import FamilyRecord
 from sciftune.models.family import (
     Encoders,
     Family,
-    attended,
     check_captions,
     compute_dtype,
+    mask_with_references,
     mmdit_flops,
     patchify,
+    references_of,
     stack_rows,
     unpatchify,
     user_turn,
@@ -57,6 +63,7 @@ RECORDS = [
         blocks=32,
         objectives=("flow", "autoencoder"),
         usual_learning_rates=(5e-6, 5e-5),
+        references=10,
         float32_inputs=True,
         nano=True,
         presets={
@@ -81,6 +88,7 @@ RECORDS = [
         blocks=25,
         objectives=("flow", "autoencoder"),
         usual_learning_rates=(5e-6, 5e-5),
+        references=10,
         float32_inputs=True,
     ),
 ]
@@ -113,7 +121,16 @@ def flux2_flops(
     image_tokens: int,  # N
     text_tokens: int,  # T
 ) -> float:  # FLOPs of one forward pass, one sample
-    """Forward FLOPs L(26 d^2 S + 4 d S^2), S = N+T."""
+    """Forward FLOPs L(26 d^2 S + 4 d S^2), S = N+T.
+
+    Args:
+        config: Denoiser configuration
+        image_tokens: N
+        text_tokens: T
+
+    Returns:
+        FLOPs of one forward pass, one sample
+    """
     blocks = config["num_layers"] + config["num_single_layers"]
     width = config["num_attention_heads"] * config["attention_head_dim"]
     return mmdit_flops(blocks, width, image_tokens, text_tokens, matrices=26)
@@ -124,7 +141,15 @@ def empirical_mu(
     tokens: int,  # Image tokens N
     steps: int,  # Denoising steps n
 ) -> float:  # mu
-    """Klein's resolution shift."""
+    """Klein's resolution shift.
+
+    Args:
+        tokens: Image tokens N
+        steps: Denoising steps n
+
+    Returns:
+        mu
+    """
     return diffusers.pipelines.flux2.pipeline_flux2_klein.compute_empirical_mu(tokens, steps)
 
 
@@ -135,7 +160,14 @@ QWEN3_LAYERS = (9, 18, 27)  # decoder layers counted from 1, before any final no
 def qwen3_config(
     folder: Path,  # text_encoder folder
 ) -> transformers.PretrainedConfig:  # Of the first 27 layers
-    """The part of Qwen3 that klein uses; ValueError when it has too few layers."""
+    """The part of Qwen3 that klein uses; ValueError when it has too few layers.
+
+    Args:
+        folder: text_encoder folder
+
+    Returns:
+        Of the first 27 layers
+    """
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     last = QWEN3_LAYERS[-1]
     if config.num_hidden_layers < last:
@@ -157,7 +189,18 @@ def qwen3_states(
     text_tokens: int,  # Where a turn is cut
     length: int,  # Length of every result, 512
 ) -> Tensor:  # (B, length, 3*width)
-    """Hidden states 9, 18, 27 of one user turn, pads included."""
+    """Hidden states 9, 18, 27 of one user turn, pads included.
+
+    Args:
+        lm: Of `Flux2.load_text`
+        tokenizer: Its tokenizer
+        captions: Captions
+        text_tokens: Where a turn is cut
+        length: Length of every result, 512
+
+    Returns:
+        (B, length, 3*width)
+    """
     turns = [user_turn(tokenizer, caption, thinking=False) for caption in captions]
     batch = tokenizer(
         turns, padding="max_length", truncation=True, max_length=length, return_tensors="pt"
@@ -172,15 +215,32 @@ def qwen3_states(
 
 
 # %% ../../nbs/4_models/04_flux2.ipynb #f321423a
+REFERENCE_TIME = 10  # Between reference images, and before the first
+
+
 def flux2_position_ids(
     batch: int,  # B
     rows: int,  # Token rows, 1 for text
     cols: int,  # Token columns, 1 for text
     length: int,  # Text length, 1 for images
     device: torch.device = "cpu",  # Where they are made
+    time: int = 0,  # Of a reference image, see `REFERENCE_TIME`
 ) -> Tensor:  # (B, rows*cols*length, 4) int64
-    """Position ids of an image (length 1) or of a text (rows = cols = 1)."""
+    """Position ids of an image (length 1) or of a text (rows = cols = 1).
+
+    Args:
+        batch: B
+        rows: Token rows, 1 for text
+        cols: Token columns, 1 for text
+        length: Text length, 1 for images
+        device: Where they are made
+        time: Of a reference image, see `REFERENCE_TIME`
+
+    Returns:
+        (B, rows*cols*length, 4) int64
+    """
     axes = [torch.arange(n, device=device) for n in (1, rows, cols, length)]
+    axes[0] = axes[0] + time
     ids = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1)
     return ids.reshape(1, -1, 4).expand(batch, -1, -1)
 
@@ -223,6 +283,11 @@ _TURN = "user\nassistant\n<think>\n\n</think>\n\n"  # the chat template's own wo
 
 
 # %% ../../nbs/4_models/04_flux2.ipynb #a32277c2
+def _reference_area(side: int) -> int:
+    """The largest area of a reference image, pixels."""
+    return min(side or 1024, 1024) ** 2
+
+
 class Klein(Family):
     """FLUX.2 klein 9B."""
 
@@ -286,7 +351,11 @@ class Klein(Family):
         encoders: Encoders,
         pixels: Tensor,  # (B,3,H,W) in [-1,1]
     ) -> dict[str, Tensor]:
-        """The normalised mode (B,128,H/16,W/16)."""
+        """The normalised mode (B,128,H/16,W/16).
+
+        Args:
+            pixels: (B,3,H,W) in [-1,1]
+        """
         self.check_pixels(pixels)
         mean, std = self.latent_stats(encoders.vae)
         posterior = encoders.vae.encode(pixels.to(mean.device, encoders.vae.dtype)).latent_dist
@@ -330,25 +399,61 @@ class Klein(Family):
         sigma: Tensor,  # Noise levels (B,) in [0,1]
         conditioning: dict,
     ) -> Tensor:  # (B,128,h,w)
-        """Velocity: flatten, predict, unflatten."""
+        """Velocity: flatten, put references behind, predict, cut them off, unflatten.
+
+        Args:
+            x_t: Noisy latents (B,128,h,w)
+            sigma: Noise levels (B,) in [0,1]
+
+        Returns:
+            (B,128,h,w)
+        """
         self.check_inputs(x_t, sigma)
         b, _, h, w = x_t.shape
         dtype, device, text = compute_dtype(denoiser), x_t.device, conditioning["text"]
-        attention, sizes = None, conditioning.get("sizes")
-        if sizes is not None:
-            everything = torch.ones(text.shape[:2], device=device)
-            attention = dict(attention_mask=attended(sizes, x_t, 1, everything))
+        everything = torch.ones(text.shape[:2], device=device)
+        mask = mask_with_references(conditioning, x_t, 1, everything)
+        pictures = [x_t, *references_of(conditioning)]
+        ids = [
+            flux2_position_ids(b, *x.shape[2:], 1, device, time=REFERENCE_TIME * k)
+            for k, x in enumerate(pictures)
+        ]
+        tokens = [x.flatten(2).transpose(1, 2).to(dtype) for x in pictures]
         out = denoiser(
-            hidden_states=x_t.flatten(2).transpose(1, 2).to(dtype),
+            hidden_states=torch.cat(tokens, 1),
             timestep=sigma,
             encoder_hidden_states=text.to(dtype),
             guidance=None,
             txt_ids=flux2_position_ids(b, 1, 1, text.shape[1], device),
-            img_ids=flux2_position_ids(b, h, w, 1, device),
-            joint_attention_kwargs=attention,
+            img_ids=torch.cat(ids, 1),
+            joint_attention_kwargs=None if mask is None else dict(attention_mask=mask),
             return_dict=False,
         )[0]
-        return out.transpose(1, 2).unflatten(2, (h, w)).to(x_t.dtype)
+        return out[:, : h * w].transpose(1, 2).unflatten(2, (h, w)).to(x_t.dtype)
+
+    def reference_fault(self, width: int, height: int) -> str:
+        """`Flux2ImageProcessor.check_image_input`, from the size alone."""
+        if min(width, height) < 64:
+            return f"{width}x{height} is too small: {self.pipeline_class} takes 64 pixels or more"
+        if max(width / height, height / width) > 8:
+            return f"{width}x{height} is too long: {self.pipeline_class} takes 8:1 at most"
+        return ""
+
+    def reference_size(self, width: int, height: int, side: int = 0) -> tuple[int, int]:
+        """Shrunk to an area of 1024x1024, or `side` squared, then cut to multiples of 16."""
+        area = _reference_area(side)
+        if width * height > area:
+            scale = math.sqrt(area / (width * height))
+            width, height = int(width * scale), int(height * scale)
+        multiple = self.size_multiple
+        return height // multiple * multiple, width // multiple * multiple
+
+    def reference_pixels(self, image: Image.Image, side: int = 0) -> np.ndarray:
+        """By the pipeline's own image processor."""
+        height, width = self.reference_size(*image.size, side)
+        image = Flux2ImageProcessor._resize_if_exceeds_area(image, _reference_area(side))
+        processor = Flux2ImageProcessor(vae_scale_factor=self.size_multiple)
+        return np.array(processor.resize(image, height, width, resize_mode="crop"))
 
     @torch.no_grad()
     def decode(
@@ -356,7 +461,14 @@ class Klein(Family):
         vae: nn.Module,
         x: Tensor,  # Latents (B,128,h,w)
     ) -> Tensor:  # Pixels (B,3,H,W)
-        """Undo the normalisation, then the patches, then decode."""
+        """Undo the normalisation, then the patches, then decode.
+
+        Args:
+            x: Latents (B,128,h,w)
+
+        Returns:
+            Pixels (B,3,H,W)
+        """
         mean, std = self.latent_stats(vae)
         z = unpatchify(x.float() * std + mean).to(vae.dtype)
         return vae.decode(z, return_dict=False)[0].float()
@@ -375,7 +487,14 @@ class Klein(Family):
 
     def flops(self, config: Mapping, height: int, width: int, text_tokens: int) -> float:
         """See `flux2_flops`."""
-        return flux2_flops(config, self.tokens(height, width), self.text_length(text_tokens))
+        return self.flops_with(config, height, width, text_tokens, 0)
+
+    def flops_with(
+        self, config: Mapping, height: int, width: int, text_tokens: int, references: int
+    ) -> float:
+        """See `flux2_flops`; a reference's tokens cost what those of the picture cost."""
+        tokens = self.tokens(height, width) + references
+        return flux2_flops(config, tokens, self.text_length(text_tokens))
 
     def build_tiny(self, distilled: bool = False) -> diffusers.Flux2KleinPipeline:
         """Random klein pipeline of a megabyte.

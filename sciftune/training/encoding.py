@@ -10,7 +10,10 @@ __all__ = [
     "hold_out_by_source",
     "encoder_fingerprint",
     "caption_texts",
+    "shard_of",
+    "drawn_sizes",
     "EncodingJobs",
+    "reference_pixels",
     "decoded_images",
     "encode_images",
     "encode_captions",
@@ -20,14 +23,18 @@ __all__ = [
     "CachedData",
     "RandomTensors",
     "random_data",
+    "check_references",
     "open_recipe_data",
+    "reference_latents",
     "WithHeldOut",
     "open_with_held_out",
     "in_both",
     "size_draws",
+    "training_samples",
     "scheduled_weights",
     "write_truth",
     "square",
+    "prompt_references",
     "held_out_prompts",
     "cache_data",
 ]
@@ -35,25 +42,30 @@ __all__ = [
 # %% ../../nbs/7_training/07_encoding.ipynb #6f737649
 import collections
 import hashlib
+import math
 import os
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from ..core.progress import progress
 from ..core.randomness import stream, stream_seed
-from ..core.recipe import Recipe, RecipeError
+from ..core.recipe import Recipe, RecipeError, readers
+from ..core.registry import find_record, records
 from ..core.rundir import RunDir, cache_root
 from ..data.buckets import Sizing, cut_line
 from ..data.cache import TensorCache, cache_key
 from ..data.images import open_image, pixels, to_rgb
+from ..data.references import REFERENCE_KEYS
 from ..data.sources import joined_quarantine, open_collection, open_collections
-from ..models.family import Family, image_batch
+from ..models.family import Family, get_family, image_batch
 from ..planner.profile import weights_path
+from ..planner.work import work_of
 from ..strategies.engine import Engine
 from ..toys.charts import drawn
 from .export import verify_base
@@ -62,7 +74,19 @@ from .export import verify_base
 # %% ../../nbs/7_training/07_encoding.ipynb #4bf0a34f
 @dataclass(frozen=True)
 class CachedSample:
-    """A sample whose tensors are in the cache."""
+    """A sample whose tensors are in the cache.
+
+    Attributes:
+        id: Of the sample, the same in every run
+        image_key: Cache key of its first image
+        caption_keys: Cache keys of its captions; an epoch takes one
+        more_keys: Images of further sizes
+        sizes: (height, width) of each, where they differ from sample to sample
+        place: Number of its collection, and of its shard there
+        buckets: (height, width) of each: samples of one bucket may share a micro-batch
+        references: Cache keys of its reference images, in order
+        reference_sizes: (height, width) of each
+    """
 
     id: str  # Of the sample, the same in every run
     image_key: str  # Cache key of its first image
@@ -71,6 +95,8 @@ class CachedSample:
     sizes: tuple = ()  # (height, width) of each, where they differ from sample to sample
     place: tuple = (0, 0)  # Number of its collection, and of its shard there
     buckets: tuple = ()  # (height, width) of each: samples of one bucket may share a micro-batch
+    references: tuple = ()  # Cache keys of its reference images, in order
+    reference_sizes: tuple = ()  # (height, width) of each
 
     def image(self, epoch: int) -> str:
         """The key of the image that an epoch trains on."""
@@ -83,7 +109,14 @@ def data_path(
     recipe: Recipe,
     path: str | None = None,  # One of several; None = `recipe.data`
 ) -> str:  # Folder, file or hub id; that of the drawn charts for 'figures'
-    """The collection to train on."""
+    """The collection to train on.
+
+    Args:
+        path: One of several; None = `recipe.data`
+
+    Returns:
+        Folder, file or hub id; that of the drawn charts for 'figures'
+    """
     path = path or recipe.data
     return str(drawn(recipe)) if path == "figures" else path
 
@@ -94,7 +127,14 @@ def hold_out(
     count: int,  # Wanted; at most a quarter of the collection
     seed: int,
 ) -> tuple[list[int], list[int]]:  # Indices for training, indices held out
-    """Split the samples of a collection by the hashes of their ids."""
+    """Split the samples of a collection by the hashes of their ids.
+
+    Args:
+        count: Wanted; at most a quarter of the collection
+
+    Returns:
+        Indices for training, indices held out
+    """
     count = min(count, len(ids) // 4)
     by_hash = sorted(range(len(ids)), key=lambda i: stream_seed(seed, "held out", ids[i]))
     chosen = set(by_hash[:count])
@@ -106,7 +146,14 @@ def hold_out_by_source(
     recipe: Recipe,
     collection: object,  # Collection, or JoinedCollections with `parts`
 ) -> tuple[list[int], list[int]]:  # Indices for training, indices held out
-    """`hold_out` of each collection of a recipe's data, in proportion to its weight."""
+    """`hold_out` of each collection of a recipe's data, in proportion to its weight.
+
+    Args:
+        collection: Collection, or JoinedCollections with `parts`
+
+    Returns:
+        Indices for training, indices held out
+    """
     weights = [weight for _, weight in recipe.sources]
     parts = getattr(collection, "parts", [collection])
     train, held = [], []
@@ -129,7 +176,12 @@ def encoder_fingerprint(
     folder: Path,  # Pipeline folder
     components: tuple,  # Sub-folders
 ) -> str:
-    """A hash of the encoders' files; equal for equal weights."""
+    """A hash of the encoders' files; equal for equal weights.
+
+    Args:
+        folder: Pipeline folder
+        components: Sub-folders
+    """
     digest = hashlib.sha256()
     files = [f for c in components for f in (Path(folder) / c).rglob("*") if f.is_file()]
     for file in sorted(files):
@@ -148,7 +200,14 @@ def caption_texts(
     recipe: Recipe,
     captions: tuple,  # As the collection has them
 ) -> tuple[str, ...]:  # As the model reads them
-    """The captions of a sample by the recipe's prefix and templates."""
+    """The captions of a sample by the recipe's prefix and templates.
+
+    Args:
+        captions: As the collection has them
+
+    Returns:
+        As the model reads them
+    """
     templates = (recipe.caption_template or "{}").split("|")
     return tuple(
         recipe.caption_prefix + template.replace("{}", caption)
@@ -158,8 +217,48 @@ def caption_texts(
 
 
 # %% ../../nbs/7_training/07_encoding.ipynb #3c9f97a7
+def shard_of(
+    collection: object,  # See `data.sources`
+    i: int,  # Number of a sample
+) -> tuple[int, int]:  # (collection, shard)
+    """Where a sample of one or several collections lies.
+
+    Args:
+        collection: See `data.sources`
+        i: Number of a sample
+
+    Returns:
+        (collection, shard)
+    """
+    part = collection.part(i) if hasattr(collection, "part") else 0
+    return part, collection.shards[i]
+
+
+def drawn_sizes(
+    sizing: Sizing,
+    name: str,  # Id of the sample
+    shape: tuple[int, int],  # (width, height) of the image, pixels
+) -> tuple[tuple, tuple]:  # (height, width) of the bucket, and of the image, of each draw
+    """The training sizes of a sample.
+
+    Args:
+        name: Id of the sample
+        shape: (width, height) of the image, pixels
+
+    Returns:
+        (height, width) of the bucket, and of the image, of each draw
+    """
+    buckets = tuple(sizing.bucket(name, *shape, draw) for draw in range(sizing.draws))
+    return buckets, tuple(sizing.fitted(*shape, bucket) for bucket in buckets)
+
+
 class EncodingJobs:
-    """The images and captions that a run wants encoded, by cache key."""
+    """The images and captions that a run wants encoded, by cache key.
+
+    Args:
+        collection: See `data.sources`; None where only captions are encoded
+        folder: Pipeline folder with the encoders
+    """
 
     def __init__(
         self,
@@ -174,6 +273,7 @@ class EncodingJobs:
         self.folder = folder
         self.images = {}  # key -> number of the sample
         self.shapes = {}  # key -> (height, width) of the image
+        self.references = {}  # key -> numbers of the sample and of its reference image
         self.captions = {}  # key -> text
         self.sizing = Sizing(recipe)
         self.whole = recipe.fit == "pad"  # Images are scaled whole, not cropped
@@ -185,26 +285,54 @@ class EncodingJobs:
         i: int,  # Number in the collection
         held: bool = False,  # Not for training: in one size, and none that is drawn
     ) -> CachedSample:
-        """List the image and the captions of a sample."""
+        """List the image and the captions of a sample.
+
+        Args:
+            i: Number in the collection
+            held: Not for training: in one size, and none that is drawn
+        """
         collection, recipe = self.collection, self.recipe
         name = collection.ids[i]
         progress(f"{name} listed")
         captions = tuple(self.caption(t) for t in caption_texts(recipe, collection.captions[i]))
-        part = collection.part(i) if hasattr(collection, "part") else 0
-        place = (part, collection.shards[i])
+        place = shard_of(collection, i)
+        beside = self.references_of(i)
         if not recipe.varied or held and recipe.fit == "crop":
             key = self.image(i, recipe.resolution, recipe.resolution)
-            return CachedSample(name, key, captions, place=place)
+            return CachedSample(name, key, captions, place=place, **beside)
         shape, sizing = collection.sizes[i], self.sizing
         if held:
             buckets = sizes = (sizing.held_out(*shape),)
         else:
-            buckets = tuple(sizing.bucket(name, *shape, draw) for draw in range(sizing.draws))
-            sizes = tuple(sizing.fitted(*shape, bucket) for bucket in buckets)
+            buckets, sizes = drawn_sizes(sizing, name, shape)
         if not self.family.mixes_sizes:
             buckets = sizes
         first, *more = [self.image(i, *size) for size in sizes]
-        return CachedSample(name, first, captions, tuple(more), sizes, place, buckets)
+        return CachedSample(name, first, captions, tuple(more), sizes, place, buckets, **beside)
+
+    def references_of(self, i: int) -> dict[str, tuple]:  # references, reference_sizes
+        """List the reference images of sample `i`; nothing where the recipe has none.
+
+        Returns:
+            references, reference_sizes
+        """
+        if not self.recipe.reference_images:
+            return {}
+        side, rows = self.recipe.reference_side, self.collection.references[i]
+        sizes = [self.family.reference_size(row.width, row.height, side) for row in rows]
+        keys = []
+        for k, row in enumerate(rows):
+            key = cache_key(
+                kind="reference",
+                image=row.digest,
+                side=side,
+                encoder=self.vae,
+                family=self.family.name,
+                version=1,
+            )
+            self.references.setdefault(key, (i, k))
+            keys.append(key)
+        return dict(references=tuple(keys), reference_sizes=tuple(sizes))
 
     def image(self, i: int, height: int, width: int) -> str:
         """List the image of sample `i` in a size (pixels); gives its key."""
@@ -238,17 +366,47 @@ class EncodingJobs:
 
 
 # %% ../../nbs/7_training/07_encoding.ipynb #2dbdb0c7
+def _submitted(jobs: EncodingJobs, key: str, pool: ThreadPoolExecutor) -> Future:
+    """The pixels of an image or a reference image, made by a thread; its bytes are read here."""
+    if key in jobs.references:
+        data = jobs.collection.reference(*jobs.references[key])
+        return pool.submit(reference_pixels, jobs, data)
+    image = jobs.collection[jobs.images[key]].image
+    return pool.submit(pixels, image, *jobs.shapes[key], jobs.whole)
+
+
+def reference_pixels(
+    jobs: EncodingJobs,
+    data: bytes,  # Encoded image
+) -> np.ndarray:  # (H,W,3) uint8
+    """A reference image as the family's pipeline prepares it.
+
+    Args:
+        data: Encoded image
+
+    Returns:
+        (H,W,3) uint8
+    """
+    return jobs.family.reference_pixels(to_rgb(open_image(data)), jobs.recipe.reference_side)
+
+
 def decoded_images(
     jobs: EncodingJobs,
     keys: list[str],  # Of images
     threads: int = 1,
 ) -> Iterator[tuple]:  # (key, pixels (H,W,3) uint8)
-    """Images one after another; bytes are read in the order of `keys`, and decoded ahead."""
+    """Images one after another; bytes are read in the order of `keys`, and decoded ahead.
+
+    Args:
+        keys: Of images
+
+    Returns:
+        (key, pixels (H,W,3) uint8)
+    """
     with ThreadPoolExecutor(threads) as pool:
         waiting = collections.deque()
         for key in keys:
-            image = jobs.collection[jobs.images[key]].image
-            waiting.append((key, pool.submit(pixels, image, *jobs.shapes[key], jobs.whole)))
+            waiting.append((key, _submitted(jobs, key, pool)))
             if len(waiting) > 2 * threads:
                 first, made = waiting.popleft()
                 yield first, made.result()
@@ -263,7 +421,15 @@ def encode_images(
     keys: list[str],  # Of images
     threads: int = 1,
 ) -> Iterator[tuple]:  # ([key], [{name: tensor}])
-    """Latents, `cache_batch` images of one size at a time."""
+    """Latents, `cache_batch` images of one size at a time.
+
+    Args:
+        encoders: Of `family.load_encoders`
+        keys: Of images
+
+    Returns:
+        ([key], [{name: tensor}])
+    """
 
     def encode(same: list) -> tuple:
         found = jobs.family.encode_images(encoders, image_batch(image for _, image in same))
@@ -287,7 +453,16 @@ def encode_captions(
     keys: list[str],  # Of captions
     threads: int = 1,  # Not needed here
 ) -> Iterator[tuple]:  # ([key], [{name: tensor}])
-    """Text embeddings, `cache_batch` captions at a time."""
+    """Text embeddings, `cache_batch` captions at a time.
+
+    Args:
+        encoders: Of `family.load_encoders`
+        keys: Of captions
+        threads: Not needed here
+
+    Returns:
+        ([key], [{name: tensor}])
+    """
     size = jobs.recipe.cache_batch
     for start in range(0, len(keys), size):
         some = keys[start : start + size]
@@ -304,7 +479,14 @@ def own_keys(
     world: int,  # Processes
     run: int = 64,  # Neighbours that stay together, less in a small collection
 ) -> list[str]:
-    """The missing keys that are `rank`'s to compute."""
+    """The missing keys that are `rank`'s to compute.
+
+    Args:
+        known: All keys, in the order of the collection
+        missing: Keys that are not in the cache yet
+        world: Processes
+        run: Neighbours that stay together, less in a small collection
+    """
     run = max(1, min(run, len(known) // (4 * world)))
     return [k for i, k in enumerate(known) if i // run % world == rank and k in missing]
 
@@ -319,9 +501,14 @@ def fill_cache(
     say: Callable,
     heartbeat: Callable,
 ):
-    """Encode this rank's share of the images or the captions, and wait for the others'."""
+    """Encode this rank's share of the images or the captions, and wait for the others'.
+
+    Args:
+        part: 'vae' or 'text'
+        dtype: Of the encoder
+    """
     images = part == "vae"
-    known = list(jobs.images if images else jobs.captions)
+    known = [*jobs.images, *jobs.references] if images else list(jobs.captions)
     missing = set(tensors.missing(known))
     mine = own_keys(known, missing, engine.rank, engine.world)
     if mine:
@@ -359,7 +546,12 @@ def encode_missing(
     say: Callable = print,  # Progress
     heartbeat: Callable = lambda *a: None,  # (stage, step, note)
 ):
-    """Fill the cache; returns when everything is there, whoever made it. All ranks call it."""
+    """Fill the cache; returns when everything is there, whoever made it. All ranks call it.
+
+    Args:
+        say: Progress
+        heartbeat: (stage, step, note)
+    """
     text_dtype = torch.float32 if engine.device.type == "cpu" else torch.bfloat16
     fill_cache(jobs, tensors, engine, "vae", torch.float32, say, heartbeat)
     fill_cache(jobs, tensors, engine, "text", text_dtype, say, heartbeat)
@@ -368,7 +560,20 @@ def encode_missing(
 # %% ../../nbs/7_training/07_encoding.ipynb #7037bce1
 @dataclass
 class CachedData:
-    """Cached samples and everything else that the encoders had to say."""
+    """Cached samples and everything else that the encoders had to say.
+
+    Attributes:
+        train: CachedSample
+        held: CachedSample, held out
+        tensors: key -> dict of tensors
+        negative_key: Of the unconditional caption: dropped captions, and guidance while sampling
+        prompts: (text, key) for validation images
+        fingerprint: Of the collection
+        rejected: Rows set aside
+        base: Pipeline folder; None = random weights
+        prompt_sizes: (height, width) of each; [] = squares
+        prompt_references: Keys of each; [] = no references
+    """
 
     train: list  # CachedSample
     held: list  # CachedSample, held out
@@ -379,11 +584,16 @@ class CachedData:
     rejected: int  # Rows set aside
     base: Path | None  # Pipeline folder; None = random weights
     prompt_sizes: list = field(default_factory=list)  # (height, width) of each; [] = squares
+    prompt_references: list = field(default_factory=list)  # Keys of each; [] = no references
 
 
 # %% ../../nbs/7_training/07_encoding.ipynb #4663b787
 class RandomTensors:
-    """Random latents and caption embeddings by key; a few different ones serve all keys."""
+    """Random latents and caption embeddings by key; a few different ones serve all keys.
+
+    Args:
+        variety: Different ones
+    """
 
     def __init__(
         self,
@@ -400,15 +610,19 @@ class RandomTensors:
         if family.posterior == "sample":
             for latent in self.latents:
                 latent["scale"] = torch.zeros(shape)
+        self.references = []
+        if recipe.reference_images:
+            shape = family.latent_shape(*work_of(recipe).largest_reference(family))
+            self.references = [dict(mean=draw("reference", i, shape)) for i in range(variety)]
         self.texts = [
             {name: draw(name, i, text).bfloat16() for name, text in texts.items()}
             for i in range(variety)
         ]
 
     def __getitem__(self, key: str) -> dict:
-        """The tensors of 'image-N' or 'text-N'."""
+        """The tensors of 'image-N', 'text-N' or 'reference-N'."""
         kind, number = key.split("-")
-        rows = self.latents if kind == "image" else self.texts
+        rows = dict(image=self.latents, text=self.texts, reference=self.references)[kind]
         return rows[int(number) % len(rows)]
 
 
@@ -431,11 +645,15 @@ def random_data(recipe: Recipe, family: Family) -> CachedData:
         )
     count, parts = recipe.figures, len(recipe.sources)
     square = ((recipe.resolution, recipe.resolution),) if recipe.varied else ()
+    places = recipe.reference_images
     shape = dict(sizes=square, buckets=square)
+    if places:
+        shape["reference_sizes"] = (work_of(recipe).largest_reference(family),) * places
     samples = []
     for i in range(count):
-        place = (i * parts // count, 0)
-        samples.append(CachedSample(f"{i}", f"image-{i}", (f"text-{i}",), place=place, **shape))
+        own = dict(place=(i * parts // count, 0))
+        own["references"] = tuple(f"reference-{i * places + k}" for k in range(places))
+        samples.append(CachedSample(f"{i}", f"image-{i}", (f"text-{i}",), **own, **shape))
     train, held = hold_out([s.id for s in samples], recipe.held_out, recipe.seed)
     _, _, folder = recipe.model_path.partition(":")
     return CachedData(
@@ -451,23 +669,96 @@ def random_data(recipe: Recipe, family: Family) -> CachedData:
 
 
 # %% ../../nbs/7_training/07_encoding.ipynb #afdb6034
+def _reference_rule(recipe: Recipe) -> dict:
+    """What `open_collection` is told of the references that the model takes."""
+    if not recipe.reference_images:
+        return {}
+    return dict(reference_fault=get_family(recipe.model).reference_fault)
+
+
+def check_references(
+    recipe: Recipe,
+    collection: object,  # Collection or JoinedCollections
+):
+    """Raise RecipeError where a row has more reference images than the run would read.
+
+    Args:
+        collection: Collection or JoinedCollections
+    """
+    counts = [len(rows) for rows in collection.references]
+    most, asked = max(counts), recipe.reference_images
+    if most <= asked:
+        return
+    takes = find_record("models", recipe.model).references
+    if recipe.objective not in readers("reference_images")["objective"]:
+        takes = 0
+    cure = f"set reference_images={most}"
+    if takes < most:
+        able = [r.name for r in records("models").values() if r.references >= most]
+        cure = (
+            f"model '{recipe.model}' with objective '{recipe.objective}' takes {takes or 'none'}; "
+            f"models {', '.join(able)} with objective 'flow' do, or leave their columns out"
+        )
+    raise RecipeError(
+        f"reference_images: {collection.ids[counts.index(most)]} has {most} reference "
+        f"image{'s' * (most > 1)}, and the recipe says {asked}: {cure}"
+    )
+
+
 def open_recipe_data(
     recipe: Recipe,
     quarantine: Path | None = None,  # File for the rows that are set aside; None = not written
 ) -> object:  # Collection or JoinedCollections, see `data.sources`
-    """Open the collections of `recipe.data`."""
-    return open_collections(
+    """Open the collections of `recipe.data`. Raises RecipeError as `check_references` does.
+
+    Args:
+        quarantine: File for the rows that are set aside; None = not written
+
+    Returns:
+        Collection or JoinedCollections, see `data.sources`
+    """
+    collection = open_collections(
         [data_path(recipe, path) for path, _ in recipe.sources],
         max_bad_fraction=recipe.max_bad_fraction,
         quarantine=quarantine,
         cache=cache_root(recipe.run_root) / "verified",
         metadata=recipe.metadata or None,
+        **_reference_rule(recipe),
     )
+    check_references(recipe, collection)
+    if recipe.reference_images and not any(collection.references):
+        raise RecipeError(
+            f"reference_images: {recipe.reference_images}, but no row of data has a reference "
+            f"image; they stand in columns such as {', '.join(REFERENCE_KEYS[:4])}"
+        )
+    return collection
+
+
+# %% ../../nbs/7_training/07_encoding.ipynb #7e0b3479
+def reference_latents(
+    tensors: Mapping,  # Of the cache: key -> dict of tensors
+    keys: Iterable[str],  # Of reference images
+) -> list[torch.Tensor]:  # (C,h,w) each
+    """Clean latents of reference images: the mean of the posterior, as in the pipelines.
+
+    Args:
+        tensors: Of the cache: key -> dict of tensors
+        keys: Of reference images
+
+    Returns:
+        (C,h,w) each
+    """
+    return [tensors[key]["mean"] for key in keys]
 
 
 # %% ../../nbs/7_training/07_encoding.ipynb #5e1f0b02
 class WithHeldOut:
-    """A collection, and behind it the one that is held out."""
+    """A collection, and behind it the one that is held out.
+
+    Args:
+        train: Collection or JoinedCollections
+        held: Collection
+    """
 
     def __init__(
         self,
@@ -477,7 +768,7 @@ class WithHeldOut:
         self.train = train
         self.held = held
         self.ids = [*train.ids, *(f"held:{name}" for name in held.ids)]
-        for name in ("captions", "sizes", "digests", "shards", "rejected"):
+        for name in ("captions", "sizes", "digests", "references", "shards", "rejected"):
             setattr(self, name, [*getattr(train, name), *getattr(held, name)])
         self.fingerprint = train.fingerprint
 
@@ -488,7 +779,11 @@ class WithHeldOut:
         self,
         i: int,  # Number of a sample
     ) -> int:
-        """The number of the collection that a training sample comes from."""
+        """The number of the collection that a training sample comes from.
+
+        Args:
+            i: Number of a sample
+        """
         inside = i < len(self.train) and hasattr(self.train, "part")
         return self.train.part(i) if inside else 0
 
@@ -496,12 +791,33 @@ class WithHeldOut:
         first = len(self.train)
         return self.train[i] if i < first else self.held[i - first]
 
+    def reference(
+        self,
+        i: int,  # Number of a sample
+        k: int,  # Number of its reference image, from 0
+    ) -> bytes:
+        """A reference image, encoded as it is stored.
+
+        Args:
+            i: Number of a sample
+            k: Number of its reference image, from 0
+        """
+        first = len(self.train)
+        return self.train.reference(i, k) if i < first else self.held.reference(i - first, k)
+
 
 def open_with_held_out(
     recipe: Recipe,
     quarantine: Path | None = None,  # File for the rows that are set aside; None = not written
 ) -> tuple:  # Collection, numbers of its training samples, numbers of its held-out samples
-    """The data of a recipe, split by `held_out`, or with `validation_data` behind them."""
+    """The data of a recipe, split by `held_out`, or with `validation_data` behind them.
+
+    Args:
+        quarantine: File for the rows that are set aside; None = not written
+
+    Returns:
+        Collection, numbers of its training samples, numbers of its held-out samples
+    """
     if not recipe.validation_data:
         collection = open_recipe_data(recipe, quarantine)
         return collection, *hold_out_by_source(recipe, collection)
@@ -512,7 +828,9 @@ def open_with_held_out(
             max_bad_fraction=recipe.max_bad_fraction,
             quarantine=second,
             cache=cache_root(recipe.run_root) / "verified",
+            **_reference_rule(recipe),
         )
+    check_references(recipe, held)
     collection = WithHeldOut(train, held)
     return collection, list(range(len(train))), list(range(len(train), len(collection)))
 
@@ -522,7 +840,13 @@ def in_both(
     train: list[int],  # Numbers of training samples
     held: list[int],  # Numbers of held-out samples
 ) -> int:
-    """How many images of a held-out set of its own are trained on."""
+    """How many images of a held-out set of its own are trained on.
+
+    Args:
+        collection: Of `open_with_held_out`
+        train: Numbers of training samples
+        held: Numbers of held-out samples
+    """
     known = {collection.digests[i] for i in train}
     both = sum(collection.digests[i] in known for i in held)
     return both if isinstance(collection, WithHeldOut) else 0
@@ -533,10 +857,42 @@ def size_draws(
     recipe: Recipe,
     samples: int,  # In the training set
 ) -> int:
-    """How many sizes are drawn for each sample."""
+    """How many sizes are drawn for each sample.
+
+    Args:
+        samples: In the training set
+    """
     if recipe.random_hw_draws or not recipe.random_hw_adapt:
         return Sizing(recipe).draws
+    if recipe.num_train_epochs:
+        return math.ceil(recipe.num_train_epochs)
     return -(-recipe.steps * recipe.global_batch // samples)
+
+
+# %% ../../nbs/7_training/07_encoding.ipynb #c7ac8253
+def training_samples(
+    recipe: Recipe,
+    family: Family,
+) -> list[CachedSample]:  # Without the keys of the cache
+    """The training set of `cache_data` as far as the order of its samples depends on it.
+
+    Returns:
+        Without the keys of the cache
+    """
+    if recipe.model_path.split(":")[0] == "random":
+        return random_data(recipe, family).train
+    collection, train, _ = open_with_held_out(recipe)
+    sizing = Sizing(recipe)
+    sizing.draws = size_draws(recipe, len(train))
+    samples = []
+    for i in train:
+        name, place = collection.ids[i], shard_of(collection, i)
+        buckets = sizes = ()
+        if recipe.varied:
+            buckets, sizes = drawn_sizes(sizing, name, collection.sizes[i])
+        buckets = buckets if family.mixes_sizes else sizes
+        samples.append(CachedSample(name, "", (), sizes=sizes, place=place, buckets=buckets))
+    return samples
 
 
 # %% ../../nbs/7_training/07_encoding.ipynb #e28c7efa
@@ -544,7 +900,14 @@ def scheduled_weights(
     recipe: Recipe,  # Its model_path
     family: Family,
 ) -> Path | str:  # Pipeline folder or hub id
-    """`weights_path`. Raises RecipeError where the folder's scheduler does not suit the model."""
+    """`weights_path`. Raises RecipeError where the folder's scheduler does not suit the model.
+
+    Args:
+        recipe: Its model_path
+
+    Returns:
+        Pipeline folder or hub id
+    """
     base = weights_path(recipe, family)
     steps = recipe.validation_sample_steps if recipe.validation_images else 1
     family.check_schedule(base, recipe.revision or None, steps)
@@ -558,28 +921,72 @@ def write_truth(
     run_dir: RunDir,
     largest: int = 1024,  # Pixels of the longer side
 ):
-    """Write the true figures of validation prompts to validation_images/truth, numbered."""
-    folder = run_dir.validation_images / "truth"
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write the true figures of validation prompts to validation_images/truth, numbered.
+
+    Their reference images go to validation_images/references, as 00-0.png, 00-1.png and so on.
+
+    Args:
+        collection: Collection or JoinedCollections
+        chosen: Of its samples, in the order of the prompts
+        largest: Pixels of the longer side
+    """
+    folder = run_dir.validation_images
     for number, i in enumerate(chosen):
-        picture = to_rgb(open_image(collection[i].image))
-        picture.thumbnail((largest, largest))
-        aside = folder / f".{number:02d}.png"
-        picture.save(aside, format="PNG")
-        aside.replace(folder / f"{number:02d}.png")
+        _write_thumbnail(collection[i].image, folder / "truth" / f"{number:02d}.png", largest)
+        for k in range(len(collection.references[i])):
+            file = folder / "references" / f"{number:02d}-{k}.png"
+            _write_thumbnail(collection.reference(i, k), file, largest)
+
+
+def _write_thumbnail(data: bytes, file: Path, largest: int):
+    """Write an encoded image in a size to look at, complete or not there."""
+    picture = to_rgb(open_image(data))
+    picture.thumbnail((largest, largest))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    aside = file.with_name(f".{file.name}")
+    picture.save(aside, format="PNG")
+    aside.replace(file)
 
 
 # %% ../../nbs/7_training/07_encoding.ipynb #03f1f08a
 def square(recipe: Recipe) -> tuple[int, int]:  # (height, width)
-    """The size of an image that has no shape of its own."""
+    """The size of an image that has no shape of its own.
+
+    Returns:
+        (height, width)
+    """
     return recipe.resolution, recipe.resolution
+
+
+def prompt_references(
+    jobs: EncodingJobs,
+    numbers: list[int],  # Of the samples that are drawn, in the collection
+) -> list[tuple]:  # Cache keys of the reference images of each; [] = none
+    """What validation pictures are drawn from; a recipe's own prompts have no references.
+
+    Args:
+        numbers: Of the samples that are drawn, in the collection
+
+    Returns:
+        Cache keys of the reference images of each; [] = none
+    """
+    if jobs.recipe.validation_prompts:
+        return []
+    return [jobs.references_of(i).get("references", ()) for i in numbers]
 
 
 def held_out_prompts(
     jobs: EncodingJobs,
     numbers: list[int],  # In the collection
 ) -> list[tuple]:  # (text, (height, width)) of each
-    """The first caption of some samples, each to be drawn at the shape of its image."""
+    """The first caption of some samples, each to be drawn at the shape of its image.
+
+    Args:
+        numbers: In the collection
+
+    Returns:
+        (text, (height, width)) of each
+    """
     collection = jobs.collection
     texts = [caption_texts(jobs.recipe, collection.captions[i])[0] for i in numbers]
     return [
@@ -604,7 +1011,12 @@ def cache_data(
     say: Callable = print,  # Progress
     heartbeat: Callable = lambda *a: None,  # (stage, step, note)
 ) -> CachedData:
-    """Open the data, encode what is not cached yet, unload the encoders. All ranks call it."""
+    """Open the data, encode what is not cached yet, unload the encoders. All ranks call it.
+
+    Args:
+        say: Progress
+        heartbeat: (stage, step, note)
+    """
     heartbeat("data")
     if recipe.model_path.split(":")[0] == "random":
         return random_data(recipe, family)
@@ -641,6 +1053,7 @@ def cache_data(
         negative_key=jobs.caption(family.negative_caption),
         prompts=[(text, jobs.caption(text)) for text, _ in prompts[:shown]],
         prompt_sizes=[size for _, size in prompts[:shown]],
+        prompt_references=prompt_references(jobs, (held or train)[:shown]),
         fingerprint=collection.fingerprint,
         rejected=len(collection.rejected),
         base=folder,

@@ -112,8 +112,7 @@ from sciftune.core.recipe import resolve
 from sciftune.lab import launch
 from sciftune.core.plan import Plan
 
-launch.plan_run = lambda recipe, plan, check=True: Plan()  # the race is for the folder
-launch.write_launch_files = lambda run: None
+launch.plan_run = lambda recipe, plan, check=True, run=None: Plan()  # the race is for the folder
 input()
 try:
     fields = dict(run_root=sys.argv[1], steps=int(sys.argv[2]), data=sys.argv[3])

@@ -6,7 +6,8 @@ import time
 import psutil
 
 from sciftune.core.plan import Plan
-from sciftune.core.recipe import resolve
+from sciftune.core.recipe import Recipe, resolve
+from sciftune.core.rundir import RunDir
 from sciftune.lab import launch
 from sciftune.lab.launch import LaunchFile, job_command, job_process, start
 from sciftune.strategies.launch_files import write_configs
@@ -51,13 +52,16 @@ def begin(recipe):
 @contextlib.contextmanager
 def stand_ins():
     "Plan nothing, and write the launch files in this process, which has imported torch already."
-    kept = launch.plan_run, launch.write_launch_files
-    launch.plan_run = lambda recipe, plan, check=True: Plan()
-    launch.write_launch_files = lambda run: write_configs(launch.kept_recipe(run), run)
+
+    def unplanned(recipe, plan, check=True, run=None):
+        write_configs(Recipe.load(recipe), RunDir(plan.parent), run)
+        return Plan()
+
+    kept, launch.plan_run = launch.plan_run, unplanned
     try:
         yield
     finally:
-        launch.plan_run, launch.write_launch_files = kept
+        launch.plan_run = kept
 
 
 def command_line(process):

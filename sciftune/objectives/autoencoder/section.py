@@ -21,6 +21,7 @@ RECORDS = [
         reads=(
             "held_out",
             "validation_data",
+            "num_train_epochs",
             "max_bad_fraction",
             "metadata",
             "start_from",

@@ -28,6 +28,7 @@ RECORDS = [
             "alternate"
         ),
         reads=(
+            "num_train_epochs",
             "max_bad_fraction",
             "figures_side",
             "figures_style",
@@ -73,6 +74,7 @@ RECORDS = [
             "alternate"
         ),
         reads=(
+            "num_train_epochs",
             "max_bad_fraction",
             "figures_side",
             "figures_style",

@@ -20,6 +20,7 @@ RECORDS = [
         reads=(
             "timestep_density",
             "stratified",
+            "num_train_epochs",
             "max_bad_fraction",
             "metadata",
             "figures_side",

@@ -23,6 +23,7 @@ RECORDS = [
         task="sciftune.objectives.flow.task:FlowTask",
         starting_loss=4.0,
         reads=(
+            "num_train_epochs",
             "max_bad_fraction",
             "metadata",
             "figures_side",
@@ -35,6 +36,7 @@ RECORDS = [
             "loss_sigmas",
             "shuffle_window",
             "caption_dropout",
+            "reference_images",
             "caption_prefix",
             "caption_template",
             "text_tokens",

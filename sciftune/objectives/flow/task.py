@@ -13,7 +13,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ...core.randomness import GlobalOrder
 from ...core.recipe import Recipe
+from ...data.buckets import BucketOrder
+from ...data.streams import Mixture, sample_order
+from ...models.family import get_family
 from .data import FlowBatches, held_out_batch
 from .loss import FlowMatching
 from ...planner.profile import trained_share
@@ -21,7 +25,13 @@ from ...strategies.engine import Engine
 from ...strategies.lora import lora_flops
 from ...strategies.network import Network
 from ...toys.reader import read_validation
-from ...training.encoding import CachedData, cache_data, open_recipe_data
+from sciftune.training.encoding import (
+    CachedData,
+    CachedSample,
+    cache_data,
+    open_recipe_data,
+    training_samples,
+)
 from sciftune.training.task import (
     Export,
     Task,
@@ -41,7 +51,14 @@ def held_out_loss(
     engine: Engine,
     heartbeat: Callable = lambda *a: None,  # (stage, step)
 ) -> dict:  # held_out, held_out_sigma {range: loss}; {} when nothing is held out
-    """The loss on the held-out samples at their fixed noise. All ranks call it."""
+    """The loss on the held-out samples at their fixed noise. All ranks call it.
+
+    Args:
+        heartbeat: (stage, step)
+
+    Returns:
+        held_out, held_out_sigma {range: loss}; {} when nothing is held out
+    """
     bins = recipe.held_out_sigmas
 
     def measure(numbers: list[int], counted: int) -> Tensor:
@@ -106,31 +123,47 @@ class FlowTask(Task):
             return "random"
         return open_recipe_data(recipe).fingerprint
 
+    @classmethod
+    def training_order(cls, recipe: Recipe) -> GlobalOrder | BucketOrder | Mixture:
+        """That of the batches, without encoding anything."""
+        return sample_order(recipe, training_samples(recipe, get_family(recipe.model)))
+
     def batches(self, step: int) -> list[dict]:
         """This rank's micro-batches of `step`, on the CPU."""
         return self.source(step)
 
     def flops(self) -> float:
-        """Forward FLOPs per sample, the mean over the sizes of the training set.
+        """Forward FLOPs per sample, the mean over sizes and references of the training set.
 
         Less for adapters, and where some layers alone are trained.
         """
         recipe, base = self.recipe, self.data.base
         config = self.family.config(base)
 
-        def forward(height: int, width: int) -> float:
-            return self.family.flops(config, height, width, recipe.text_tokens)
+        def forward(height: int, width: int, references: int = 0) -> float:
+            plain = self.family.flops(config, height, width, recipe.text_tokens)
+            if not references:
+                return plain
+            more = self.family.flops_with(config, height, width, recipe.text_tokens, references)
+            return plain + (1 - recipe.reference_dropout) * (more - plain)
 
-        square = forward(recipe.resolution, recipe.resolution)
-        sizes = Counter(size for sample in self.data.train for size in sample.sizes)
-        share = 1.0
-        if sizes:
-            share = sum(n * forward(*s) for s, n in sizes.items()) / sizes.total() / square
+        side = (recipe.resolution, recipe.resolution)
+        square = forward(*side)
+        sizes = Counter(
+            (*size, self.reference_tokens(sample))
+            for sample in self.data.train
+            for size in sample.sizes or (side,)
+        )
+        share = sum(n * forward(*s) for s, n in sizes.items()) / sizes.total() / square
         unit = lora_flops(self.family, config, recipe) if recipe.lora_rank else square
         self.forward_share = square / (3 * unit)  # of a forward pass in a step's FLOPs
         if recipe.trained_layers:
             unit *= trained_share(recipe, self.family, base)
         return share * unit
+
+    def reference_tokens(self, sample: CachedSample) -> int:
+        """Tokens of the reference images of a sample."""
+        return sum(self.family.reference_tokens(*size) for size in sample.reference_sizes)
 
     def row(self, row: dict) -> dict:
         """With adapters: what recomputing all blocks adds to a step's FLOPs (else 1/3)."""
@@ -177,5 +210,5 @@ class FlowTask(Task):
         if not export.recipe.lora_rank:
             return written
         return (
-            f"{written}; load it with pipe.load_lora_weights, or merge it with scripts/merge_lora"
+            f"{written}; load it with pipe.load_lora_weights, or merge it with sciftune merge_lora"
         )

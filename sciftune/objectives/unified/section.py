@@ -82,6 +82,17 @@ class UnifiedSection(Section):
         "980",
         ge=0,
     )
+    llm_path: str = field(
+        "", "folder of a Qwen2.5 language model, with its tokenizer", needs="model_path=parts"
+    )
+    vit_path: str = field(
+        "", "folder of a SigLIP, whole or its vision tower", needs="model_path=parts"
+    )
+    vae_path: str = field(
+        "",
+        "the autoencoder of FLUX.1: ae.safetensors, or a diffusers folder",
+        needs="model_path=parts",
+    )
     attention: Literal["auto", "flex", "dense"] = field(
         "auto", "'auto' = flex attention on a GPU, dense masks on a CPU", identity=False
     )

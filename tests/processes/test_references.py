@@ -1,0 +1,192 @@
+"""Reference images through the trainer: an edit set in a list, on any engine, across a resume."""
+
+import json
+import warnings
+
+import numpy as np
+import pytest
+from forked import ENGINES, deviation, losses, recipe_of, train
+from PIL import Image, ImageOps
+
+from sciftune.core.rundir import RunDir
+from sciftune.core.sections import RecipeError
+from sciftune.models.family import get_family
+from sciftune.planner.profile import profile
+
+SHAPES = [(96, 64), (64, 112), (80, 80), (130, 70), (70, 90)]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    "26 edits with one to three references of unequal sizes; the references of two are broken."
+    root = tmp_path_factory.mktemp("edits")
+    rng = np.random.default_rng(0)
+    lines = []
+    for i in range(26):
+        names = []
+        for k in range(1 + i % 3):
+            width, height = SHAPES[(i + k) % len(SHAPES)]
+            picture = Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
+            names.append(f"{i}-{k}.png")
+            picture.save(root / names[-1])
+        ImageOps.invert(Image.open(root / names[0])).save(root / f"{i}.png")
+        lines.append(dict(edited_image=f"{i}.png", source_image=names, edit_prompt=f"invert {i}"))
+    (root / "3-0.png").write_bytes((root / "3-0.png").read_bytes()[:99])
+    Image.new("RGB", (20, 20)).save(root / "8-2.png")
+    (root / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return root
+
+
+BASE = dict(
+    model="klein",
+    max_bad_fraction=0.1,
+    resolution=64,
+    fit="bucket",
+    bucket_step=16,
+    reference_images=3,
+    reference_side=64,
+    reference_dropout=0.2,
+    held_out=4,
+    steps=6,
+    micro_batch=2,
+    global_batch=8,
+    validation_steps=6,
+    validation_images=2,
+    validation_sample_steps=2,
+    checkpoint_steps=3,
+    checkpoints_kept=9,
+    export=False,
+)
+
+
+def go(root, name, **kw):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return train(RunDir(root / "runs" / name), **BASE | dict(data=str(root)) | kw)
+
+
+@pytest.fixture(scope="module")
+def one(data):
+    return go(data, "one", export=True)
+
+
+def held_out(rows):
+    return {row["step"]: row["held_out"] for row in rows if row.get("held_out", 0) > 0}
+
+
+def pictures(data, name):
+    folder = data / "runs" / name / "validation_images" / "step_000006"
+    return [np.asarray(Image.open(folder / f"{i:02d}.png"), int) for i in range(2)]
+
+
+def test_a_row_with_a_bad_reference_is_set_aside(data, one):
+    lines = (data / "runs" / "one" / "quarantine.jsonl").read_text().splitlines()
+    reasons = {r["source"]: r["reason"] for r in map(json.loads, lines)}
+    assert reasons.keys() == {"metadata.jsonl:4", "metadata.jsonl:9"}
+    assert reasons["metadata.jsonl:4"].startswith("reference image 1: unreadable image")
+    assert reasons["metadata.jsonl:9"].startswith("reference image 3: 20x20 is too small")
+    assert set(losses(one)) == set(range(1, 7)) and held_out(one).keys() == {0, 6}
+    shown = sorted(p.name for p in (data / "runs/one/validation_images/references").iterdir())
+    assert {"00-0.png", "01-0.png"} <= set(shown)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero3"])
+def test_two_processes_train_and_validate_with_references(data, one, engine):
+    "Losses, held-out loss and pictures are those of one process."
+    rows = go(data, engine, num_processes=2, **ENGINES[engine])
+    assert deviation(rows, one) <= 1e-5 and deviation(rows, one, "grad_norm") <= 1e-4
+    for step, value in held_out(one).items():
+        assert abs(held_out(rows)[step] / value - 1) < 1e-5
+    for a, b in zip(pictures(data, engine), pictures(data, "one"), strict=True):
+        assert a.shape == b.shape and abs(a - b).max() <= 2
+
+
+@pytest.mark.parametrize("engine,n", [("single", 1), ("zero3", 2)])
+def test_a_resume_is_bit_for_bit(data, one, engine, n):
+    whole = one if n == 1 else go(data, "whole", num_processes=n, **ENGINES[engine])
+    name = "one" if n == 1 else "whole"
+    path = str(data / "runs" / name / "checkpoints" / "step_000003")
+    rest = go(data, f"rest-{engine}", resume=path, num_processes=n, **ENGINES[engine])
+    rest, whole = losses(rest), losses(whole)
+    assert rest.keys() == {4, 5, 6} and all(rest[step] == whole[step] for step in rest)
+
+
+def test_references_change_the_training(data, one):
+    "A run that loses all its references is another one; what is held out keeps them."
+    lost = go(data, "lost", reference_dropout=1.0)
+    assert deviation(lost, one) > 1e-4  # a tiny random model hardly looks at them
+    before = held_out(one)[0]
+    assert abs(held_out(lost)[0] / before - 1) < 1e-6
+
+
+def test_the_export_is_a_pipeline_that_takes_images(data, one):
+    import diffusers
+
+    pipe = diffusers.DiffusionPipeline.from_pretrained(data / "runs" / "one" / "model")
+    assert type(pipe) is diffusers.Flux2KleinPipeline
+    pipe.set_progress_bar_config(disable=True)
+    source = [Image.open(data / "0-0.png"), Image.open(data / "1-0.png")]
+    made = pipe(image=source, prompt="invert 0", num_inference_steps=2, height=64, width=48)
+    assert made.images[0].size == (48, 64)
+
+
+def test_kontext_takes_one_reference(data):
+    "From a list of its own, in which each row names one; two processes are one."
+    lines = map(json.loads, (data / "metadata.jsonl").read_text().splitlines())
+    first = [json.dumps(line | dict(source_image=line["source_image"][0])) for line in lines]
+    (data / "runs").mkdir(exist_ok=True)
+    (data / "runs" / "first.jsonl").write_text("\n".join(first))
+    conf = dict(model="kontext", reference_images=1, steps=3, text_tokens=32, checkpoint_steps=0)
+    conf |= dict(metadata=str(data / "runs" / "first.jsonl"), validation_steps=3)
+    alone = go(data, "kontext", **conf)
+    both = go(data, "kontext-fsdp", num_processes=2, **conf | ENGINES["fsdp"])
+    assert deviation(both, alone) <= 1e-5 and held_out(alone).keys() == {0, 3}
+    for step, value in held_out(alone).items():
+        assert abs(held_out(both)[step] / value - 1) < 1e-5
+    with pytest.raises(RecipeError, match="2 with model 'kontext', which takes at most 1"):
+        recipe_of(RunDir(data / "runs" / "two"), **conf | dict(reference_images=2))
+
+
+def test_what_does_not_fit_is_refused_by_name(data):
+    run = RunDir(data / "runs" / "refused")
+    with pytest.raises(RecipeError, match="reference_images: 3 with model 'zimage', which takes n"):
+        recipe_of(run, **BASE | dict(model="zimage", data=str(data)))
+    with pytest.raises(RecipeError, match="reference_dropout: needs reference_images"):
+        recipe_of(run, model="klein", reference_dropout=0.5)
+    with pytest.raises(RecipeError, match="reference_side: must be 64 or more"):
+        recipe_of(run, model="klein", reference_images=1, reference_side=32)
+    for asked, cure in (
+        (dict(reference_images=0, reference_side=0, reference_dropout=0), "set reference_images=3"),
+        (dict(reference_images=2), "set reference_images=3"),
+    ):
+        with pytest.raises(RuntimeError, match=cure):
+            go(data, f"refused-{asked['reference_images']}", **asked)
+    plain = dict(reference_images=0, reference_side=0, reference_dropout=0, model="zimage")
+    with pytest.raises(RuntimeError, match="model 'zimage' with objective 'flow' takes none"):
+        go(data, "refused-zimage", **plain)
+    with pytest.raises(RuntimeError, match="no row of data has a reference image"):
+        go(data, "refused-figures", data="figures", figures=16, max_bad_fraction=0.05)
+
+
+def test_the_plan_counts_references(data):
+    "Memory and FLOPs grow by the tokens of as many and as large references as the recipe allows."
+    family = get_family("klein4b")
+    conf = dict(model="klein4b", model_path="random", resolution=512, preset="tiny")
+    plain, one, two = (
+        profile(recipe_of(RunDir(data / "plan"), **conf | more), family, vae=False)
+        for more in (
+            {},
+            dict(reference_images=1, reference_side=512),
+            dict(reference_images=2, reference_side=512),
+        )
+    )
+    config = family.config()
+    assert two.flops == family.flops_with(config, 512, 512, 512, 2 * 1024) > one.flops > plain.flops
+    for kept in (lambda p: sum(b.eager(1) for b in p.blocks), lambda p: p.outside(1)):
+        assert kept(two) > kept(one) > kept(plain)
+    tokens = [1024 + 512, 2 * 1024 + 512, 3 * 1024 + 512]
+    rate = [
+        sum(b.eager(1) for b in p.blocks) / n
+        for p, n in zip((plain, one, two), tokens, strict=True)
+    ]
+    assert max(rate) / min(rate) < 1.02
