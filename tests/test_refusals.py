@@ -3,6 +3,20 @@
 import pytest
 from refusals import CASES, PAGE, scene, sentence
 
+from sciftune.core.recipe import Fields, RecipeError, resolve
+
+HOSTILE = [True, -1, 0, 10**30, -(10**30), 1.5, float("nan"), float("inf"), b"abc", object()]
+HOSTILE += ["", " ", "abc", "a\nb", "a\0b", "\ud800", "../x", "图" * 50, "x" * 100_000, "1e400"]
+HOSTILE += ["a:1,b:nan", ":", ",", "a|b", "0x10", "{}", "https://[", "a" * 5000 + "://b"]
+HOSTILE += [[], [1], [None], [["x"]], {}, dict(a=1), (), lambda: 0]
+BASES = {
+    "flow": dict(),
+    "adapters": dict(lora_rank=4),
+    "distillation": dict(model="sd15", objective="dmd2"),
+    "text and images": dict(model="bagel"),
+    "sharded": dict(strategy="zero3", num_processes=2),
+}
+
 
 @pytest.fixture(scope="module")
 def folder():
@@ -26,3 +40,17 @@ def test_the_page_has_every_case():
     for case in CASES:
         row = next(line for line in rows if line.startswith(f"| {case.wrong} |"))
         assert case.says in row, f"python tests/tools/refusals.py: {row}"
+
+
+@pytest.mark.parametrize("base", BASES.values(), ids=list(BASES))
+@pytest.mark.parametrize("name", Fields.model_fields)
+def test_a_field_takes_a_value_or_says_its_name(name, base):
+    """Whatever is given: a recipe that can be written down, or a short sentence."""
+    for value in HOSTILE:
+        try:
+            recipe = resolve(**base | {name: value})
+        except RecipeError as error:
+            said = str(error)
+            assert name in said and len(said) < 1000 and "\0" not in said, (value, said)
+        else:
+            assert recipe.yaml().encode(), value

@@ -464,14 +464,20 @@ def _unknown(values: Mapping[str, Any]) -> list[str]:
     return [f"unknown recipe field '{n}'{nearest(n, Fields.model_fields)}" for n in wrong]
 
 
+def _shortened(text: str) -> str:
+    """The beginning of a long text, and its length."""
+    return text if len(text) <= 80 else f"{text[:60]}..., {len(text)} characters"
+
+
 def _lines(error: ValidationError) -> list[str]:
     """The findings of pydantic, a line each, beginning with the field."""
     lines = []
     for finding in error.errors():
         name = ".".join(map(str, finding["loc"]))
         message = finding["msg"].removeprefix("Value error, ").removeprefix(f"{name}: ")
-        given = masked(repr(finding["input"]))
-        given = given if len(given) <= 80 else f"{given[:60]}..., {len(given)} characters"
+        text = str(finding["input"])
+        message = message.replace(text, _shortened(text)) if len(text) > 80 else message
+        given = _shortened(masked(repr(finding["input"])))
         lines.append(f"{name}: {message}; got {given}" if name else message)
     return lines
 
@@ -599,6 +605,13 @@ def _fields_text(fields: Mapping[str, Any]) -> str:
 
 
 # %% ../../nbs/1_core/05_recipe.ipynb #a289270a
+def _check_name(field: str, name: Any):
+    """Raise RecipeError for what cannot be the name of a record or preset."""
+    if not isinstance(name, str) or not name.isprintable() or len(name) > 80:
+        given = _shortened(masked(repr(name)))
+        raise RecipeError(f"{field}: must be one short name; got {given}")
+
+
 def resolve(
     here: Processes | None = None,  # Processes of a run that names no number; None = not known
     /,
@@ -611,6 +624,8 @@ def resolve(
         **params: Recipe fields and foreign names; None = the preset's value
     """
     given = {k: v for k, v in params.items() if v is not None}
+    for name in ("model", "preset", "objective"):
+        _check_name(name, given.get(name, ""))
     model = given.get("model", "qwenimage")
     try:
         preset = preset_values(model, given.get("preset", "tiny"), given.get("objective"))

@@ -33,7 +33,7 @@ from urllib.parse import SplitResult, urlsplit, urlunsplit
 # %% ../../nbs/1_core/14_secrets.ipynb #2177f4d2
 MASK = "***"
 HARMLESS = ("download", "format", "id", "name", "path", "raw", "ref", "revision", "versionId")
-_ADDRESS = re.compile(r"[a-zA-Z][\w+.-]*://[^\s'\"<>\\]+")
+_ADDRESS = re.compile(r"[a-zA-Z][\w+.-]{0,30}://[^\s'\"<>\\]+")
 _PARAMETER = re.compile(r"([^&;=]*)=([^&;]*)")
 
 

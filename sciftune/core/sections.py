@@ -4,6 +4,7 @@
 
 # %% auto #0
 __all__ = [
+    "WHOLE_LIMIT",
     "Precisions",
     "SECTIONS",
     "RecipeError",
@@ -19,12 +20,14 @@ __all__ = [
     "TrainedSection",
     "NumbersSection",
     "ValidationSection",
+    "size_in_bytes",
     "OutputSection",
     "RunningSection",
 ]
 
 # %% ../../nbs/1_core/02_sections.ipynb #d2246be0
 import re
+import unicodedata
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -161,6 +164,18 @@ def _without_secrets(data: str) -> str:
     return ",".join(f"{conceal(path)}:{weight!r}" for path, weight in parts)
 
 
+WHOLE_LIMIT = 2**31  # What a whole number of a recipe stays below
+
+
+def _check_text(value: Any):
+    """Raise ValueError for text that no file or command line holds."""
+    if not isinstance(value, str):
+        return
+    spoilt = [c for c in value if unicodedata.category(c) in ("Cc", "Cs") and c not in "\r\n\t"]
+    if spoilt:
+        raise ValueError(f"must not contain {ascii(spoilt[0])}: only printable characters")
+
+
 class Section(BaseModel):
     """Some fields of a recipe.
 
@@ -187,11 +202,20 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _conceal(cls, value: Any, info: ValidationInfo) -> Any:
+        for part in value if isinstance(value, (list, tuple)) else (value,):
+            _check_text(part)
         if not isinstance(value, str) or "://" not in value:
             return value
         if facts(cls, info.field_name)["weighted"]:
             return _without_secrets(value)
         return value if re.search(r"\s", value) else conceal(value)
+
+    @field_validator("*")
+    @classmethod
+    def _below_largest(cls, value: Any, info: ValidationInfo) -> Any:
+        if cls.model_fields[info.field_name].annotation is int and value >= WHOLE_LIMIT:
+            raise ValueError(f"must be below {WHOLE_LIMIT}")
+        return value
 
     @staticmethod
     def check(
@@ -724,6 +748,22 @@ class ValidationSection(Section):
 
 
 # %% ../../nbs/1_core/02_sections.ipynb #cfcacb58
+def size_in_bytes(
+    text: str,  # '10GB', '500MB', '80GiB', '1000'
+) -> int:
+    """Read a size. Raises ValueError.
+
+    Args:
+        text: '10GB', '500MB', '80GiB', '1000'
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
+    if not found:
+        raise ValueError("must be a size, for example 10GB or 500MB")
+    number, unit, binary = found.groups()
+    base = 1024 if binary else 1000
+    return int(float(number) * base ** " KMGT".index(unit.upper() or " "))
+
+
 class OutputSection(Section):
     """Metrics, checkpoints, export."""
 
@@ -756,6 +796,13 @@ class OutputSection(Section):
     max_shard_size: str = field(
         "10GB", "of exported safetensors", identity=False, optional=True, needs="export"
     )
+
+    @field_validator("max_shard_size")
+    @classmethod
+    def _size(cls, text: str) -> str:
+        if not size_in_bytes(text):
+            raise ValueError("must be more than nothing, for example 10GB or 500MB")
+        return text
 
     @field_validator("trackers")
     @classmethod

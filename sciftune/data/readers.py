@@ -715,6 +715,17 @@ def image_bytes(
 
 
 # %% ../../nbs/2_data/02_readers.ipynb #30b8f31b
+def _described(file: Path) -> dict:
+    """The object in a JSON file of a Hugging Face dataset. Raises DataError."""
+    try:
+        found = json.loads(file.read_text())
+    except ValueError as error:
+        raise DataError(f"{file} is not valid JSON: {error}; copy it again") from None
+    if not isinstance(found, dict):
+        raise DataError(f"{file} holds no object; copy it again")
+    return found
+
+
 def check_listed_files(
     root: Path,  # Folder that `save_to_disk` wrote, resolved
 ) -> None:
@@ -725,10 +736,13 @@ def check_listed_files(
     """
     splits = [""]
     if (root / "dataset_dict.json").is_file():
-        splits = json.loads((root / "dataset_dict.json").read_text())["splits"]
+        splits = _described(root / "dataset_dict.json")["splits"]
     for split in splits:
         state = os.path.join(root, split, "state.json")
-        listed = json.loads((root / inside(root, state)).read_text())
+        listed = _described(root / inside(root, state))
+        info = root / split / "dataset_info.json"
+        if info.is_file():
+            _described(info)
         for kind in ("_data_files", "_indices_files"):
             for file in listed.get(kind) or ():
                 inside(root, os.path.join(root, split, file["filename"]))

@@ -206,8 +206,8 @@ def remote_source(
     """
     try:
         fs, path = fsspec.core.url_to_fs(reveal(url))
-    except (ImportError, ValueError) as e:
-        raise DataError(f"{url}: {e}") from e
+    except (ImportError, ValueError, TypeError) as e:  # no package, no scheme, no host
+        raise DataError(f"{url}: no address that can be read ({e})") from e
     try:
         if any(c in bare(path) for c in "*?["):
             found = sorted(fs.glob(path))

@@ -443,7 +443,8 @@ def draw_utilisation(
     ax.set_ylabel("MFU, best setting")
     ax.set_xticks(sorted({row["micro_batch"] for row in rows}))
     ax.set_ylim(bottom=0)
-    ax.legend(fontsize=8, frameon=False)
+    place = dict(loc="upper left", bbox_to_anchor=(0, -0.16), borderaxespad=0)
+    ax.legend(fontsize=7, ncol=3, frameon=False, **place)
 
 
 def draw_parts(
@@ -485,7 +486,7 @@ def bench_figure(
         and row["strategy"] == "single"
         and row.get("offload", "none") == "none"
     ]
-    fig, (left, right) = plt.subplots(1, 2, figsize=(11, 4), width_ratios=(1, 1.3))
+    fig, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6), width_ratios=(1, 1.3))
     plt.close(fig)
     draw_utilisation(left, shown)
     draw_parts(right, shown)

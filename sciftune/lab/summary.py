@@ -458,9 +458,18 @@ def _memory(run: RunDir) -> Number:
 
 def _cost(run: RunDir) -> Number:
     world = read_record(run).get("world_size") or 1
-    hours = seconds_used(run) * world / 3600
-    what = "process hours" if trained_on_cpu(run) else "GPU hours"
-    return Number("cost", f"{hours:.2g} {what}" if hours else "–", devices_in_words(run))
+    seconds = seconds_used(run) * world
+    what = "process" if trained_on_cpu(run) else "GPU"
+    return Number("cost", _device_time(seconds, what), devices_in_words(run))
+
+
+def _device_time(seconds: float, what: str) -> str:
+    """Seconds of all devices together, in the largest unit of which there is at least one."""
+    if not seconds:
+        return "–"
+    sizes = dict(hours=3600, minutes=60, seconds=1)
+    unit = next((unit for unit, size in sizes.items() if seconds >= size), "seconds")
+    return f"{seconds / sizes[unit]:.3g} {what} {unit}"
 
 
 # %% ../../nbs/9_lab/28_summary.ipynb #a3ce5c01

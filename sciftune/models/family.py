@@ -69,6 +69,7 @@ from sciftune.models.weights import (
     read_object,
     readable,
     resolve_folder,
+    stored_numel,
     text_encoder_numel,
     weight_files,
 )
@@ -195,7 +196,8 @@ def build_scheduler(
         return kind.from_config(dict(config))
     except (NotImplementedError, ValueError, TypeError, ImportError) as e:
         raise RecipeError(
-            f"model_path: diffusers cannot build the {name} of scheduler_config.json: {e}"
+            f"model_path: diffusers cannot build the {name} of scheduler_config.json: "
+            f"{str(e).partition(chr(10))[0]}"
         ) from e
 
 
@@ -208,6 +210,10 @@ def flow_scheduler(
 ) -> diffusers.SchedulerMixin:  # At its first timestep
     """The scheduler of a flow model, set to the pipeline's noise levels.
 
+    A single step goes from noise to the picture, so its level is 1: there is no last level of
+    several that `shift_terminal` could stretch the others to.
+    Raises RecipeError where the configuration gives no finite levels.
+
     Args:
         config: Scheduler configuration
         steps: Denoising steps
@@ -219,6 +225,8 @@ def flow_scheduler(
     """
     if steps < 1:
         raise ValueError(f"validation needs at least one sampling step, got {steps}")
+    if steps == 1 and config.get("shift_terminal"):
+        config = dict(config, shift_terminal=None)
     scheduler = build_scheduler(config, default)
     name = type(scheduler).__name__
     known = inspect.signature(scheduler.set_timesteps).parameters
@@ -234,6 +242,11 @@ def flow_scheduler(
     if "mu" in known and scheduler.config.get("use_dynamic_shifting"):
         levels |= dict(mu=mu)
     scheduler.set_timesteps(**levels)
+    if not scheduler.sigmas.isfinite().all():
+        raise RecipeError(
+            f"model_path: {steps} steps of the {name} in scheduler_config.json give noise levels "
+            "that are not finite; use another number of steps"
+        )
     return scheduler
 
 
@@ -499,10 +512,17 @@ def user_turn(
 ) -> str:
     """Put a caption into the tokenizer's chat template, up to where the answer begins.
 
+    Raises ValueError for a tokenizer without one.
+
     Args:
         tokenizer: With a chat template
         thinking: Whether the answer that follows may begin with thoughts
     """
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"{tokenizer.name_or_path} has no chat template (chat_template.jinja, or in "
+            "tokenizer_config.json); copy it again"
+        )
     return tokenizer.apply_chat_template(
         [dict(role="user", content=caption)],
         tokenize=False,
@@ -735,7 +755,9 @@ class Family(ABC):
     def empty_denoiser(self, path: str | Path | Mapping = None, revision: str = None) -> nn.Module:
         """Denoiser on the meta device (rotary tables real); arguments of `config`."""
         config = self.config(path, revision)
-        return build_on_meta(lambda: getattr(diffusers, self.denoiser_class)(**config))
+        whose = f"{'' if isinstance(path, Mapping) else path or ''} {self.denoiser_class}".strip()
+        with readable(f"config.json of {whose}"):
+            return build_on_meta(lambda: getattr(diffusers, self.denoiser_class)(**config))
 
     def denoiser_weights(self, path: str | Path, revision: str = None) -> Weights:
         """Lazy weights of the denoiser, for strategies in which each rank reads its own part."""
@@ -805,9 +827,13 @@ class Family(ABC):
         """
         folder = self.resolve(path, ("vae",), revision) / "vae"
         component_config(folder, self.vae_class)
-        weight_files(folder)
+        stored_numel(folder)
         vae = getattr(diffusers, self.vae_class)
-        return freeze(vae.from_pretrained(folder, dtype=dtype, use_safetensors=True)).to(device)
+        with readable(folder):
+            loaded = vae.from_pretrained(folder, dtype=dtype, use_safetensors=True)
+        if lost := [name for name, p in loaded.named_parameters() if p.is_meta]:
+            raise ValueError(f"{folder} lacks {lost[0]} (for {self.vae_class}); copy it again")
+        return freeze(loaded).to(device)
 
     def text_model(
         self,
@@ -1163,7 +1189,9 @@ class Family(ABC):
         if path is not None:
             folder = self.resolve(path, ("scheduler",), revision, weights=False)
             file = folder / "scheduler" / "scheduler_config.json"
-            if file.is_file():
+            if file.parent.is_dir() and not file.is_file():
+                raise ValueError(f"{file} is missing; copy the folder again")
+            if file.is_file():  # some layouts have no schedule
                 written = read_object(file)
                 schedule = {k: v for k, v in written.items() if k != "_diffusers_version"}
         return dict(
@@ -1199,7 +1227,14 @@ class Family(ABC):
             steps: Of the sampler; 0 = the pipeline's
         """
         own, side = self.sampling(path, revision), 16 * self.size_multiple
-        self.scheduler(side, side, steps or own["steps"], own["schedule"])
+        try:
+            self.scheduler(side, side, steps or own["steps"], own["schedule"])
+        except RecipeError:
+            raise
+        except Exception as error:  # of arithmetic with values of any type
+            raise RecipeError(
+                f"model_path: scheduler_config.json of {path} gives no noise levels: {error}"
+            ) from error
 
     def sigmas(
         self,

@@ -19,6 +19,8 @@ __all__ = [
     "Weights",
     "read_tensor",
     "build_on_meta",
+    "check_not_quantised",
+    "check_stored",
     "check_fit",
     "place",
     "materialise",
@@ -38,7 +40,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -129,10 +131,13 @@ def readable(
     """
     try:
         yield
-    except (OSError, ValueError, KeyError) as error:
-        named = str(folder) in str(error)
-        where = "" if named else f"{folder} cannot be read: "
-        raise ValueError(f"{where}{error}") from error
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # each library has errors of its own
+        if str(folder) in str(error):
+            raise ValueError(str(error)) from error
+        kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
+        raise ValueError(f"{folder} cannot be read: {kind}{error}") from error
 
 
 # %% ../../nbs/4_models/01_weights.ipynb #0de55cc0
@@ -199,6 +204,9 @@ def resolve_folder(
 
 
 # %% ../../nbs/4_models/01_weights.ipynb #ba61cd96
+_NUMBERS = {int: "a whole number", float: "a number", bool: "true or false"}
+
+
 def component_config(
     folder: Path,  # Component folder
     class_name: str,  # Expected diffusers class
@@ -219,7 +227,12 @@ def component_config(
     if config.get("_class_name") != class_name:
         raise ValueError(f"{file} describes a {config.get('_class_name')}, not a {class_name}")
     known = inspect.signature(getattr(diffusers, class_name).__init__).parameters
-    return {k: v for k, v in config.items() if k in known}
+    found = {k: v for k, v in config.items() if k in known}
+    for name, value in found.items():
+        wanted = _NUMBERS.get(known[name].annotation)
+        if wanted and isinstance(value, (str, dict)):
+            raise ValueError(f"{file}: {name} must be {wanted}; it is {value!r:.60}")
+    return found
 
 
 # %% ../../nbs/4_models/01_weights.ipynb #6891d7a9
@@ -375,7 +388,10 @@ class Weights(Mapping):
 
     def dtype(self, name: str) -> torch.dtype:
         """Type of a tensor as it is stored, from the file's header."""
-        return _DTYPES[self._handle(name).get_slice(name).get_dtype()]
+        stored = self._handle(name).get_slice(name).get_dtype()
+        if stored not in _DTYPES:
+            raise ValueError(f"{self.where[name]}: {name} is of type {stored}, which is not read")
+        return _DTYPES[stored]
 
     def close(self):
         """Let go of the files; the next access opens them again."""
@@ -424,34 +440,82 @@ def build_on_meta(
 
 
 # %% ../../nbs/4_models/01_weights.ipynb #20fff94a
+def _first_few(names: list[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return f"{', '.join(names[:4])}{more}"
+
+
+_WHOLE = tuple(kind for kind in _DTYPES.values() if not kind.is_floating_point)
+
+
+def check_not_quantised(
+    weights: Weights,  # Of a component
+    names: Iterable[str],  # Tensors to look at
+    kinds: tuple[torch.dtype, ...],  # Types that they must not have
+):
+    """ValueError names tensors that are stored in types without a point.
+
+    Args:
+        weights: Of a component
+        names: Tensors to look at
+        kinds: Types that they must not have
+    """
+    found = [name for name in names if weights.dtype(name) in kinds]
+    if found:
+        kind = str(weights.dtype(found[0])).removeprefix("torch.")
+        raise ValueError(
+            f"{weights.folder} holds {kind} in {_first_few(found)}: quantised weights are not "
+            "read; give a folder in bf16, fp16 or fp32"
+        )
+
+
+def check_stored(
+    want: Mapping[str, torch.Size],  # Name -> shape of floating tensors
+    weights: Weights,  # What they shall be filled with
+    unexpected: Iterable[str] = (),  # Names that the weights have too much
+    whose: str = "the denoiser",  # For people
+):
+    """ValueError names tensors that are missing, of another shape, or no floating numbers.
+
+    Args:
+        want: Name -> shape of floating tensors
+        weights: What they shall be filled with
+        unexpected: Names that the weights have too much
+        whose: For people
+    """
+    there = [name for name in want if name in weights]
+    wrong = [
+        f"{name} {tuple(weights.shape(name))} instead of {tuple(want[name])}"
+        for name in there
+        if weights.shape(name) != want[name]
+    ]
+    faults = {
+        "lacks": sorted(want.keys() - set(weights)),
+        "has unexpected": sorted(unexpected),
+        "has wrong shapes:": wrong,
+    }
+    for what, names in faults.items():
+        if names:
+            raise ValueError(
+                f"{weights.folder} {what} {_first_few(names)} "
+                f"(for {whose}): config.json and the weights do not belong together"
+            )
+    check_not_quantised(weights, there, _WHOLE)
+
+
 def check_fit(
     module: nn.Module,  # Module, maybe on meta
     weights: Weights,  # What it shall be filled with
 ):
-    """ValueError names tensors that are missing, unexpected or of another shape.
+    """ValueError names tensors that are missing, unexpected, of another shape or kind.
 
     Args:
         module: Module, maybe on meta
         weights: What it shall be filled with
     """
-    want = {k: v.shape for k, v in module.state_dict().items()}
-    wrong = [
-        f"{k} {tuple(weights.shape(k))} instead of {tuple(shape)}"
-        for k, shape in want.items()
-        if k in weights and weights.shape(k) != shape
-    ]
-    faults = {
-        "lacks": sorted(want.keys() - set(weights)),
-        "has unexpected": sorted(set(weights) - want.keys()),
-        "has wrong shapes:": wrong,
-    }
-    for what, names in faults.items():
-        if names:
-            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-            raise ValueError(
-                f"{weights.folder} {what} {', '.join(names[:4])}{more} "
-                f"(for {type(module).__name__}): config.json and the weights do not belong together"
-            )
+    tensors = module.state_dict()
+    want = {k: v.shape for k, v in tensors.items()}
+    check_stored(want, weights, set(weights) - want.keys(), type(module).__name__)
 
 
 # %% ../../nbs/4_models/01_weights.ipynb #f4a3bb44
@@ -585,10 +649,13 @@ def stored_numel(
 ) -> int:
     """Elements of all tensors of a component, from the headers of its files.
 
+    Raises ValueError for quantised weights, whose numbers mean nothing without their scales.
+
     Args:
         folder: Component folder
     """
     weights = Weights(folder)
+    check_not_quantised(weights, weights, (torch.int8, torch.uint8))
     return sum(weights.shape(name).numel() for name in weights)
 
 
@@ -656,11 +723,18 @@ def load_text_encoder(
     log.set_verbosity_error()
     try:
         with progress_by_bytes(f"{Path(folder).name} read"):
-            encoder = getattr(transformers, class_name).from_pretrained(
-                folder, dtype=dtype, use_safetensors=True, local_files_only=True, **kwargs
+            encoder, said = getattr(transformers, class_name).from_pretrained(
+                folder,
+                dtype=dtype,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+                **kwargs,
             )
     finally:
         log.set_verbosity(before)
+    if lost := sorted(said["missing_keys"]):
+        raise ValueError(f"{folder} lacks {_first_few(lost)} (for {class_name}); copy it again")
     return freeze(encoder)
 
 

@@ -6,7 +6,6 @@
 __all__ = [
     "CODES",
     "stream_safetensors",
-    "size_in_bytes",
     "split_into_files",
     "write_component",
     "trained_tensors",
@@ -20,7 +19,6 @@ __all__ = [
 
 # %% ../../nbs/7_training/06_export.ipynb #7c2cade0
 import json
-import re
 import shutil
 import struct
 import tempfile
@@ -46,6 +44,7 @@ from sciftune.core.digests import (
 from ..core.progress import ProgressFile
 from ..core.recipe import RecipeError
 from ..core.rundir import replaced_folder
+from ..core.sections import size_in_bytes
 from ..models.family import Family
 from ..models.weights import Weights
 from ..strategies.engine import Engine
@@ -103,23 +102,6 @@ def stream_safetensors(
             file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
         file.sync()
     return file.blocks.digests()
-
-
-# %% ../../nbs/7_training/06_export.ipynb #44bd1bd0
-def size_in_bytes(
-    text: str,  # '10GB', '500MB', '80GiB', '1000'
-) -> int:
-    """Read a size. Raises ValueError.
-
-    Args:
-        text: '10GB', '500MB', '80GiB', '1000'
-    """
-    found = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)(i?)B?\s*", str(text), re.IGNORECASE)
-    if not found:
-        raise ValueError(f"max_shard_size: '{text}'; write for example 10GB or 500MB")
-    number, unit, binary = found.groups()
-    base = 1024 if binary else 1000
-    return int(float(number) * base ** " KMGT".index(unit.upper() or " "))
 
 
 # %% ../../nbs/7_training/06_export.ipynb #30655398

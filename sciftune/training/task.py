@@ -35,7 +35,7 @@ from ..core.recipe import Recipe, RecipeError, learning_rate_at
 from ..core.registry import find_record, import_class
 from ..core.rundir import RunDir
 from ..models.family import Family, get_family
-from ..models.weights import PICKLES
+from ..models.weights import PICKLES, check_stored
 from ..planner.profile import weights_path
 from ..strategies.compilation import prepare_denoiser
 from ..strategies.engine import Engine
@@ -153,6 +153,8 @@ class ParameterSource:
         self.weights = None
         if base is not None:
             self.weights = family.denoiser_weights(base, recipe.revision or None)
+            own = {name: shape for name, shape in shapes.items() if not is_adapter(name)}
+            check_stored(own, self.weights)
 
     def __call__(
         self,

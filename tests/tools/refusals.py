@@ -221,6 +221,88 @@ def model_folder(wrong: str, says: str, files: dict[str, str], weights: bool = F
     return Case("Model folder", wrong, says, give)
 
 
+def tiny_model(wrong: str, says: str, damage: Callable[[Path], object]) -> Case:
+    """Qwen-Image's stand-in, all of which a run reads, after `damage` of its folder."""
+
+    def give(folder: Path) -> None:
+        from sciftune.models.family import get_family
+
+        family = get_family("qwenimage")
+        whole = family.tiny(folder / "whole")
+        place = folder / "given"
+        shutil.copytree(whole, place)
+        try:
+            damage(place)
+            family.check_schedule(place)
+            family.load_encoders(place)
+            family.load_denoiser(place)
+        finally:
+            shutil.rmtree(place)
+
+    return Case("Model folder", wrong, says, give)
+
+
+def changed(file: str, **values: object) -> Callable[[Path], object]:
+    """Puts values into a configuration of a model folder."""
+
+    def change(folder: Path) -> None:
+        content = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps(content | values))
+
+    return change
+
+
+def stored_otherwise(file: str, change: Callable[[dict, str], None]) -> Callable[[Path], object]:
+    """Changes the first tensor of a weight file: `change` gets all tensors and its name."""
+
+    def rewrite(folder: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        tensors = load_file(folder / file)
+        change(tensors, min(tensors))
+        (folder / file).unlink()
+        save_file(tensors, folder / file)
+
+    return rewrite
+
+
+def in_bytes(tensors: dict, name: str) -> None:
+    """As 8-bit numbers without their scales."""
+    import torch
+
+    tensors[name] = tensors[name].to(torch.int8)
+
+
+def renamed(tensors: dict, name: str) -> None:
+    """Under a name that nothing asks for."""
+    tensors["unknown"] = tensors.pop(name)
+
+
+def dataset_folder(wrong: str, says: str, file: str, content: str | None) -> Case:
+    """A folder of `save_to_disk` in which a file has this content, or is not there."""
+
+    def give(folder: Path) -> None:
+        import datasets
+
+        datasets.disable_progress_bars()
+        place = folder / "given"
+        rows = dict(image=[dict(bytes=png(), path=None)], text=["a square"])
+        features = datasets.Features(image=datasets.Image(), text=datasets.Value("string"))
+        datasets.Dataset.from_dict(rows, features=features).save_to_disk(place)
+        try:
+            (place / file).unlink() if content is None else (place / file).write_text(content)
+            open_collection(place)
+        finally:
+            shutil.rmtree(place)
+
+    return Case("Data", wrong, says, give)
+
+
+def address(url: str, says: str) -> Case:
+    """Shards behind an address."""
+    return Case("Data", f"`-p data {url}`", says, lambda folder: open_collection(url))
+
+
 def weights_index(wrong: str, says: str, text: str) -> Case:
     """A model folder whose weights are in several files, with this index."""
     index = "transformer/diffusion_pytorch_model.safetensors.index.json"
@@ -275,6 +357,29 @@ CASES = [
     asked("Recipe", "lora_path: needs objective", model="bagel", lora_rank=4, lora_path="a"),
     asked("Recipe", "fit: needs objective", model="sd15", objective="dmd2", fit="pad"),
     asked("Recipe", "'bucket', 'pad' or 'crop'", fit="squash"),
+    asked("Recipe", "max_shard_size: must be a size, for example 10GB", max_shard_size="much"),
+    asked("Recipe", "max_shard_size: must be more than nothing", max_shard_size="0"),
+    asked("Recipe", "must be 'none', 'linear', 'empirical' or a positive", timestep_shift="inf"),
+    asked("Recipe", "figures: must be below 2147483648", figures=10**20),
+    Case(
+        "Recipe",
+        "`-p caption_prefix` with a zero byte",
+        "must not contain '\\x00': only printable characters",
+        functools.partial(launched, caption_prefix="a\0"),
+    ),
+    Case(
+        "Recipe",
+        "a list as `model`",
+        "model: must be one short name; got ['klein']",
+        functools.partial(launched, model=["klein"]),
+    ),
+    asked(
+        "Recipe",
+        "freeze_llm: with lora_rank 4 the whole base is frozen already",
+        model="bagel",
+        lora_rank=4,
+        freeze_llm=True,
+    ),
     asked("Names of other scripts", "write precision='bf16-mixed'", use_fp16=True),
     asked("Names of other scripts", "write lora_rank=16", use_lora=True),
     asked("Names of other scripts", "write run_root='out' and name='a'", checkpoint_dir="out/a"),
@@ -364,6 +469,39 @@ CASES = [
     collection("a parquet of no images", "no image column", {"a.parquet": table(text=["x"])}),
     collection("half a tar", "copy the shard again", {"a.tar": tar(700)}),
     collection("a tar.gz named .tar", "unpack it with gunzip", {"a.tar": b"\x1f\x8b" + bytes(999)}),
+    dataset_folder(
+        "a dataset folder without its table",
+        "missing file: data-00000-of-00001.arrow",
+        "data-00000-of-00001.arrow",
+        None,
+    ),
+    dataset_folder(
+        "a dataset folder with half a table",
+        "not a readable Hugging Face dataset",
+        "data-00000-of-00001.arrow",
+        "half",
+    ),
+    dataset_folder(
+        "a dataset folder with a broken state",
+        "state.json is not valid JSON",
+        "state.json",
+        "{",
+    ),
+    dataset_folder(
+        "a dataset folder whose state is a list",
+        "state.json holds no object",
+        "state.json",
+        "[]",
+    ),
+    dataset_folder(
+        "a dataset folder with a broken description",
+        "dataset_info.json is not valid JSON",
+        "dataset_info.json",
+        "{",
+    ),
+    address("ftp://", "no address that can be read"),
+    address("weird://there/a.tar", "Protocol not known: weird"),
+    address("file:///nowhere", "no .parquet or .tar shard there"),
     model_folder("a folder without a pipeline", "has no model_index.json", {"x": ""}),
     model_folder("a broken index", "is not valid JSON", {"model_index.json": "{"}),
     model_folder("an index of nothing", "does not name a pipeline", {"model_index.json": "{}"}),
@@ -419,6 +557,66 @@ CASES = [
         "an index of a file outside the folder",
         "named in diffusion_pytorch_model.safetensors.index.json, is missing",
         '{"weight_map": {"x": "../../a.safetensors"}}',
+    ),
+    tiny_model(
+        "a config.json with text for a number",
+        "transformer/config.json: num_layers must be a whole number; it is 'abc'",
+        changed("transformer/config.json", num_layers="abc"),
+    ),
+    tiny_model(
+        "a config.json of which no network can be built",
+        "config.json of FOLDER/given QwenImageTransformer2DModel cannot be read",
+        changed("transformer/config.json", axes_dims_rope=None),
+    ),
+    tiny_model(
+        "a config.json of the VAE with a text for a list",
+        "FOLDER/given/vae cannot be read",
+        changed("vae/config.json", dim_mult=None),
+    ),
+    tiny_model(
+        "a config.json of the text encoder with a text for a number",
+        "FOLDER/given/text_encoder cannot be read",
+        changed("text_encoder/config.json", text_config="abc"),
+    ),
+    tiny_model(
+        "weights in int8",
+        "FOLDER/given/transformer holds int8 in",
+        stored_otherwise("transformer/diffusion_pytorch_model.safetensors", in_bytes),
+    ),
+    tiny_model(
+        "a text encoder in int8",
+        "FOLDER/given/text_encoder holds int8 in",
+        stored_otherwise("text_encoder/model.safetensors", in_bytes),
+    ),
+    tiny_model(
+        "a text encoder that lacks a tensor",
+        "FOLDER/given/text_encoder lacks",
+        stored_otherwise("text_encoder/model.safetensors", renamed),
+    ),
+    tiny_model(
+        "a VAE that lacks a tensor",
+        "FOLDER/given/vae",
+        stored_otherwise("vae/diffusion_pytorch_model.safetensors", renamed),
+    ),
+    tiny_model(
+        "no scheduler_config.json",
+        "FOLDER/given/scheduler/scheduler_config.json is missing; copy the folder again",
+        lambda folder: (folder / "scheduler/scheduler_config.json").unlink(),
+    ),
+    tiny_model(
+        "a broken scheduler_config.json",
+        "scheduler/scheduler_config.json is not valid JSON",
+        lambda folder: (folder / "scheduler/scheduler_config.json").write_text("{"),
+    ),
+    tiny_model(
+        "a scheduler_config.json with text for a number",
+        "model_path: scheduler_config.json of FOLDER/given gives no noise levels",
+        changed("scheduler/scheduler_config.json", base_shift="abc"),
+    ),
+    tiny_model(
+        "a scheduler_config.json that names no scheduler",
+        "scheduler_config.json names 'Nothing', which is no scheduler of diffusers",
+        changed("scheduler/scheduler_config.json", _class_name="Nothing"),
     ),
     command("zero_to_bf16", "nowhere is no folder; give one like", "/nowhere", "out"),
     command("zero_to_bf16", "is a run; give one of its checkpoints", "{folder}/runs/done", "out"),

@@ -6,6 +6,7 @@
 __all__ = ["RECORDS", "FlowSection"]
 
 # %% ../../../nbs/8_objectives/flow/01_section.ipynb #39609202
+import math
 from typing import Any, Literal
 
 from pydantic import field_validator
@@ -80,7 +81,7 @@ class FlowSection(Section):
         if str(shift) in ("none", "linear", "empirical"):
             return str(shift)
         try:
-            positive = float(shift) > 0
+            positive = 0 < float(shift) < math.inf and not isinstance(shift, bool)
         except (TypeError, ValueError):
             positive = False
         if not positive:

@@ -100,6 +100,12 @@ class UnifiedSection(Section):
     @staticmethod
     def check(recipe: Section):  # The whole recipe
         """Raise ValueError where sequences cannot be packed."""
+        frozen = [n for n in ("freeze_llm", "freeze_vit", "freeze_und") if getattr(recipe, n)]
+        if recipe.lora_rank and frozen:
+            raise ValueError(
+                f"{frozen[0]}: with lora_rank {recipe.lora_rank} the whole base is frozen already; "
+                f"leave out {' and '.join(frozen)}, or lora_rank"
+            )
         if recipe.micro_batch != 1:
             raise ValueError(
                 f"micro_batch: {recipe.micro_batch}; with objective unified it is 1, a packed "

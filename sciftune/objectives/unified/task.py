@@ -72,7 +72,7 @@ def build_unified_model(
 ) -> nn.Module:  # BagelModel
     """The unified model, ready for an engine.
 
-    Raises RecipeError for freezing together with LoRA, and when nothing is left to train.
+    Raises RecipeError when nothing is left to train.
 
     Args:
         recipe: Which parts are frozen, adapters, attention, timestep_shift
@@ -85,16 +85,6 @@ def build_unified_model(
         BagelModel
     """
     frozen = dict(llm=recipe.freeze_llm, vit=recipe.freeze_vit, und=recipe.freeze_und)
-    if recipe.lora_rank and any(frozen.values()):
-        raise RecipeError(
-            "lora_rank: adapters train on a frozen base; "
-            "leave out freeze_llm, freeze_vit and freeze_und"
-        )
-    if recipe.lora_path:
-        raise RecipeError(
-            "lora_path: objective unified starts new adapters; "
-            "give start_from to go on from a checkpoint"
-        )
     model = build_denoiser(recipe, family, base, engine, plan or Plan())
     if recipe.timestep_shift != "none":
         model.config = replace(model.config, timestep_shift=float(recipe.timestep_shift))
