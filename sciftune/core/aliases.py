@@ -115,7 +115,12 @@ SWITCHES = dict(
 
 
 class ForeignNames(NamedTuple):
-    """What other scripts call recipe fields."""
+    """What other scripts call recipe fields.
+
+    Attributes:
+        fields: Name -> recipe field, or one of `SWITCHES`
+        fixed: Name -> (the only value that is meant, why)
+    """
 
     fields: Mapping[str, str]  # Name -> recipe field, or one of `SWITCHES`
     fixed: Mapping[str, tuple]  # Name -> (the only value that is meant, why)
@@ -126,7 +131,11 @@ COMMON_NAMES = ForeignNames(ALIASES, FIXED)
 
 # %% ../../nbs/1_core/04_aliases.ipynb #0e1de10c
 def strategy_settings() -> dict[str, dict[str, dict]]:  # Setting -> value -> recipe fields
-    """What the records of strategies call them. Raises RegistryError where two say the same."""
+    """What the records of strategies call them. Raises RegistryError where two say the same.
+
+    Returns:
+        Setting -> value -> recipe fields
+    """
     found: dict[str, dict[str, dict]] = {}
     for record in records("strategies").values():
         for names, values in record.aliases.items():
@@ -373,6 +382,15 @@ def translated(
     """Foreign names as recipe fields, with a warning.
 
     Raises RecipeError where two of them say different things, and for what has no meaning here.
+
+    Args:
+        given: Recipe fields and foreign names
+        below: What the preset says where nothing is given
+        names: With those of the objectives: `recipe.foreign_names`
+        here: Processes of a run that names no number; None = not known
+
+    Returns:
+        Recipe fields
     """
     _refuse_fixed(given, names.fixed)
     settings = strategy_settings()

@@ -35,7 +35,11 @@ class CheckpointError(RuntimeError):
 def checkpoint_name(
     step: int,  # Steps taken
 ) -> str:
-    """The folder's name; names sort like steps up to a million."""
+    """The folder's name; names sort like steps up to a million.
+
+    Args:
+        step: Steps taken
+    """
     return f"step_{step:06d}"
 
 
@@ -43,7 +47,11 @@ def checkpoint_name(
 def checkpoint_info(
     folder: Path,  # A complete checkpoint
 ) -> dict:
-    """`info.json` of a checkpoint. Raises ValueError when it is damaged, OSError without it."""
+    """`info.json` of a checkpoint. Raises ValueError when it is damaged, OSError without it.
+
+    Args:
+        folder: A complete checkpoint
+    """
     return unsealed((Path(folder) / "info.json").read_bytes())
 
 
@@ -51,7 +59,11 @@ def checkpoint_info(
 def checkpoint_fault(
     folder: Path,
 ) -> str:  # '' when nothing is wrong
-    """Why a checkpoint folder cannot be used, by its record and the sizes of its files."""
+    """Why a checkpoint folder cannot be used, by its record and the sizes of its files.
+
+    Returns:
+        '' when nothing is wrong
+    """
     try:
         info = checkpoint_info(folder)
         files = dict(info["files"])
@@ -77,7 +89,17 @@ def checkpoint_damage(
     world: int = 1,  # Parts
     progress: Callable[[str], None] = lambda note: None,  # Told after every block
 ) -> str:  # '' where nothing is wrong, or nothing is known
-    """The file whose bytes are not those that were written."""
+    """The file whose bytes are not those that were written.
+
+    Args:
+        folder: A complete checkpoint
+        rank: Which part of the files is compared
+        world: Parts
+        progress: Told after every block
+
+    Returns:
+        '' where nothing is wrong, or nothing is known
+    """
     record = checkpoint_info(folder).get("digests")
     return damage(folder, record, rank, world, progress) if record else ""
 
@@ -86,14 +108,22 @@ def checkpoint_damage(
 def complete_checkpoints(
     run: RunDir,
 ) -> list[Path]:  # Oldest first
-    """The checkpoints of a run in which nothing is wrong at first sight."""
+    """The checkpoints of a run in which nothing is wrong at first sight.
+
+    Returns:
+        Oldest first
+    """
     return [path for path in checkpoint_folders(run) if not checkpoint_fault(path)]
 
 
 def checkpoint_folders(
     run: RunDir,
 ) -> list[Path]:  # Oldest first
-    """All checkpoints of a run, usable or not."""
+    """All checkpoints of a run, usable or not.
+
+    Returns:
+        Oldest first
+    """
     return sorted(run.checkpoints.glob("step_*"))
 
 
@@ -102,7 +132,14 @@ def resume_candidates(
     run: RunDir,
     resume: str,  # Recipe.resume: '', 'latest', a folder, or the name of one in `run`
 ) -> list[Path]:  # In the order in which they are tried; none = start new
-    """The checkpoints that `resume` may mean. Raises RecipeError for a name that is not there."""
+    """The checkpoints that `resume` may mean. Raises RecipeError for a name that is not there.
+
+    Args:
+        resume: Recipe.resume: '', 'latest', a folder, or the name of one in `run`
+
+    Returns:
+        In the order in which they are tried; none = start new
+    """
     if not resume:
         return []
     if resume == "latest":
@@ -123,7 +160,17 @@ def first_usable(
     fault: Callable[[Path], str] = checkpoint_fault,  # '' for one that can be used
     say: Callable[[str], None] = lambda text: None,  # Told of each that is passed over
 ) -> Path | None:  # None = there is no checkpoint
-    """The first candidate without a fault. Raises RecipeError when all have one."""
+    """The first candidate without a fault. Raises RecipeError when all have one.
+
+    Args:
+        candidates: Of `resume_candidates`
+        resume: Recipe.resume
+        fault: '' for one that can be used
+        say: Told of each that is passed over
+
+    Returns:
+        None = there is no checkpoint
+    """
     faults = []
     for path in candidates:
         reason = fault(path)
@@ -146,7 +193,14 @@ def find_checkpoint(
     run: RunDir,
     resume: str,  # Recipe.resume
 ) -> Path | None:  # None = start new
-    """The checkpoint to go on from, by records and sizes. Raises RecipeError without one."""
+    """The checkpoint to go on from, by records and sizes. Raises RecipeError without one.
+
+    Args:
+        resume: Recipe.resume
+
+    Returns:
+        None = start new
+    """
     return first_usable(resume_candidates(run, resume), resume)
 
 
@@ -156,7 +210,13 @@ def check_same_run(
     recipe: Recipe,  # Of this run
     fingerprint: str | None = None,  # Of the data now; None = not known yet
 ) -> None:
-    """Raise RecipeError when continuing would not equal an uninterrupted run."""
+    """Raise RecipeError when continuing would not equal an uninterrupted run.
+
+    Args:
+        info: info.json of the checkpoint
+        recipe: Of this run
+        fingerprint: Of the data now; None = not known yet
+    """
     differences = changed(restored(info["recipe"]), recipe)
     lines = [
         f"{name}: {then!r} in the checkpoint, {now!r} now"
@@ -191,7 +251,11 @@ def _about_steps(differences: dict[str, tuple], recipe: Recipe) -> str:
 def check_start_from(
     path: str | Path,  # `Recipe.start_from`
 ) -> None:
-    """Raise RecipeError when a run cannot begin with a checkpoint, as far as its folder says."""
+    """Raise RecipeError when a run cannot begin with a checkpoint, as far as its folder says.
+
+    Args:
+        path: `Recipe.start_from`
+    """
     if Path(path).is_file():
         raise RecipeError(
             f"start_from: {path} is a file; give the folder of a checkpoint, or an exported folder "

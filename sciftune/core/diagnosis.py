@@ -29,7 +29,13 @@ from .registry import find_record, records
 # %% ../../nbs/1_core/15_diagnosis.ipynb #1da9c4da
 @dataclass(frozen=True)
 class Case:
-    """What a run that ended has left."""
+    """What a run that ended has left.
+
+    Attributes:
+        log: Output of the job
+        code: Exit code; None = unknown
+        plan: `Plan()` = there is none
+    """
 
     log: str = ""  # Output of the job
     code: int | None = None  # Exit code; None = unknown
@@ -40,7 +46,11 @@ class Case:
         self,
         pattern: str,  # Regular expression with one group
     ) -> str:
-        """The first group of `pattern` in the log; '' where it is not."""
+        """The first group of `pattern` in the log; '' where it is not.
+
+        Args:
+            pattern: Regular expression with one group
+        """
         found = re.search(pattern, self.log)
         return found[1] if found else ""
 
@@ -98,7 +108,11 @@ def _in_words(recipe: Recipe, changes: dict) -> str:
 def cheaper_settings(
     recipe: Recipe,
 ) -> list[str]:  # 'field=value', cheapest first; the last is a smaller resolution
-    """Changes that lower the memory of a GPU."""
+    """Changes that lower the memory of a GPU.
+
+    Returns:
+        'field=value', cheapest first; the last is a smaller resolution
+    """
     found = [
         _in_words(recipe, changes)
         for changes in _memory_changes(recipe)
@@ -298,7 +312,14 @@ def _stall_cure(case: Case) -> str:
 # %% ../../nbs/1_core/15_diagnosis.ipynb #f4d1c4ef
 @dataclass(frozen=True)
 class KnownFailure:
-    """How one trouble is recognised, and what is said about it."""
+    """How one trouble is recognised, and what is said about it.
+
+    Attributes:
+        systems: Who paid for it
+        patterns: Regular expressions; one of them is in the log
+        codes: Exit codes that say it, too, where there is no traceback
+        harmless: A message that is no failure
+    """
 
     name: str
     systems: str  # Who paid for it
@@ -318,7 +339,11 @@ class KnownFailure:
         case: Case,
         text: str,  # A part of its log
     ) -> Finding | None:
-        """What to say when `text` or the exit code shows this trouble; None when they do not."""
+        """What to say when `text` or the exit code shows this trouble; None when they do not.
+
+        Args:
+            text: A part of its log
+        """
         by_code = case.code in self.codes and "Traceback (most recent call last)" not in case.log
         if not by_code and not re.search(self.pattern, text):
             return None
@@ -722,7 +747,11 @@ KNOWN_FAILURES = (
 def is_echo(
     text: str,  # What a rank said
 ) -> bool:
-    """Whether a rank only noticed that another one had died."""
+    """Whether a rank only noticed that another one had died.
+
+    Args:
+        text: What a rank said
+    """
     return any(known.name == "peer lost" and re.search(known.pattern, text) for known in _ECHOES)
 
 
@@ -732,7 +761,15 @@ def recognise(
     first: str = "",  # The traceback of the rank that failed first, where it is known
     most: int = 2,  # Findings given
 ) -> list[Finding]:  # Empty when no entry fits
-    """The troubles of a failed run, the most telling first."""
+    """The troubles of a failed run, the most telling first.
+
+    Args:
+        first: The traceback of the rank that failed first, where it is known
+        most: Findings given
+
+    Returns:
+        Empty when no entry fits
+    """
     found = {}
     for text in dict.fromkeys([first, case.log]):
         for known in KNOWN_FAILURES:

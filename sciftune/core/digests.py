@@ -36,7 +36,11 @@ DIGEST_BLOCK = 32 << 20  # Bytes that have a checksum of their own
 
 
 class BlockDigests:
-    """The CRC-32 of each block of a stream of bytes."""
+    """The CRC-32 of each block of a stream of bytes.
+
+    Args:
+        block: Bytes
+    """
 
     def __init__(
         self,
@@ -51,7 +55,11 @@ class BlockDigests:
         self,
         data: bytes | memoryview,  # The next bytes
     ) -> None:
-        """Take in what follows."""
+        """Take in what follows.
+
+        Args:
+            data: The next bytes
+        """
         view = memoryview(data)
         view = view.cast("B") if view.nbytes else view[:0]
         while len(view):
@@ -64,14 +72,23 @@ class BlockDigests:
                 self.current = self.filled = 0
 
     def digests(self) -> list[str]:  # 8 hexadecimal digits for each block
-        """Of all bytes so far."""
+        """Of all bytes so far.
+
+        Returns:
+            8 hexadecimal digits for each block
+        """
         last = [self.current] if self.filled else []
         return [f"{crc:08x}" for crc in self.full + last]
 
 
 # %% ../../nbs/1_core/12_digests.ipynb #fde1eb7c
 class DigestingFile:
-    """A file that is being written, with the digests of what was written so far."""
+    """A file that is being written, with the digests of what was written so far.
+
+    Args:
+        raw: Open for writing
+        flush_every: Bytes between two flushes to the disk
+    """
 
     def __init__(
         self,
@@ -87,7 +104,11 @@ class DigestingFile:
         self,
         data: bytes | memoryview,
     ) -> int:  # Bytes written
-        """Write all of `data`."""
+        """Write all of `data`.
+
+        Returns:
+            Bytes written
+        """
         self.blocks.update(data)
         count = self.raw.write(data)
         self.unflushed += count
@@ -110,7 +131,14 @@ def file_digests(
     path: str | Path,
     block: int = DIGEST_BLOCK,  # Bytes
 ) -> list[str]:  # Of each block
-    """The digests of a file that is there."""
+    """The digests of a file that is there.
+
+    Args:
+        block: Bytes
+
+    Returns:
+        Of each block
+    """
     blocks = BlockDigests(block)
     with open(path, "rb") as file:
         while data := file.read(min(block, DIGEST_BLOCK)):
@@ -124,7 +152,15 @@ def digest_record(
     files: Mapping[str, list[str]],  # Path below the folder -> digests of its blocks
     block: int = DIGEST_BLOCK,  # Bytes
 ) -> dict:  # JSON
-    """What is kept of the digests of a folder."""
+    """What is kept of the digests of a folder.
+
+    Args:
+        files: Path below the folder -> digests of its blocks
+        block: Bytes
+
+    Returns:
+        JSON
+    """
     return dict(block=block, crc32=dict(files))
 
 
@@ -135,7 +171,17 @@ def damage(
     world: int = 1,  # Parts
     progress: Callable[[str], None] = lambda note: None,  # Told after every block
 ) -> str:  # '' where this rank's part is as it was written
-    """The first block that differs, and in which file."""
+    """The first block that differs, and in which file.
+
+    Args:
+        record: Of `digest_record`
+        rank: Which part of the blocks is compared
+        world: Parts
+        progress: Told after every block
+
+    Returns:
+        '' where this rank's part is as it was written
+    """
     block = record["block"]
     files = sorted(record["crc32"].items())
     for name, digests in files:
@@ -181,7 +227,14 @@ SEAL = ', "seal": "'  # Stands before the checksum, at the end of the text
 def sealed(
     values: dict,  # JSON, not empty
 ) -> str:  # JSON with one more key
-    """The text of a record, with its own checksum."""
+    """The text of a record, with its own checksum.
+
+    Args:
+        values: JSON, not empty
+
+    Returns:
+        JSON with one more key
+    """
     text = json.dumps(values)[:-1]
     return f'{text}{SEAL}{zlib.crc32(text.encode()):08x}"}}'
 
@@ -189,7 +242,11 @@ def sealed(
 def unsealed(
     text: bytes,
 ) -> dict:  # Without the seal
-    """The record that was written. Raises ValueError when it was not written so."""
+    """The record that was written. Raises ValueError when it was not written so.
+
+    Returns:
+        Without the seal
+    """
     head, mark, tail = text.rpartition(SEAL.encode())
     values = json.loads(text)
     if not isinstance(values, dict):
@@ -210,7 +267,11 @@ def write_digests(
     folder: Path,
     known: Mapping[str, list[str]] | None = None,  # Path below the folder -> what is known already
 ) -> Path:
-    """Write the digests of all files below a folder; those that are not known are read."""
+    """Write the digests of all files below a folder; those that are not known are read.
+
+    Args:
+        known: Path below the folder -> what is known already
+    """
     folder = Path(folder)
     known = known or {}
     found = {}
@@ -224,7 +285,11 @@ def write_digests(
 def read_digests(
     folder: Path,
 ) -> dict:  # A `digest_record`; of no file where none was written
-    """What `write_digests` wrote. Raises ValueError when that file is damaged."""
+    """What `write_digests` wrote. Raises ValueError when that file is damaged.
+
+    Returns:
+        A `digest_record`; of no file where none was written
+    """
     file = Path(folder) / DIGESTS_FILE
     if not file.is_file():
         return digest_record({})
@@ -240,7 +305,16 @@ def folder_damage(
     world: int = 1,  # Parts
     progress: Callable[[str], None] = lambda note: None,  # Told after every block
 ) -> str:  # '' where nothing is wrong, or the folder has no digests
-    """What differs from the digests in the folder."""
+    """What differs from the digests in the folder.
+
+    Args:
+        rank: Which part is compared
+        world: Parts
+        progress: Told after every block
+
+    Returns:
+        '' where nothing is wrong, or the folder has no digests
+    """
     try:
         record = read_digests(folder)
     except ValueError as error:

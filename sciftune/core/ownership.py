@@ -45,7 +45,11 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 def is_orphan(
     parent: int,  # Process id that the parent should have
 ) -> bool:
-    """Whether the parent is another by now, or the launcher of the run no ancestor any more."""
+    """Whether the parent is another by now, or the launcher of the run no ancestor any more.
+
+    Args:
+        parent: Process id that the parent should have
+    """
     if os.getppid() != parent:
         return True
     launcher = os.environ.get(LAUNCHER)
@@ -57,7 +61,11 @@ def is_orphan(
 def end_with_parent(
     parent: int | None = None,  # Its process id, where it is known; None = whoever it is now
 ) -> None:
-    """Let the system kill this process when its parent ends; does it here when it has ended."""
+    """Let the system kill this process when its parent ends; does it here when it has ended.
+
+    Args:
+        parent: Its process id, where it is known; None = whoever it is now
+    """
     parent = parent or os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -75,7 +83,13 @@ class FolderInUseError(ValueError):
 
 @dataclass(frozen=True)
 class Owner:
-    """What stands in a lock file."""
+    """What stands in a lock file.
+
+    Attributes:
+        role: One of `ROLES`
+        pid: Process id there
+        started: When it took the folder, seconds since 1970
+    """
 
     role: str  # One of `ROLES`
     host: str
@@ -87,7 +101,11 @@ class Owner:
         cls,
         role: str,  # One of `ROLES`
     ) -> "Owner":
-        """This process."""
+        """This process.
+
+        Args:
+            role: One of `ROLES`
+        """
         return cls(role, os.uname().nodename, os.getpid(), time.time())
 
     def __str__(self) -> str:
@@ -98,7 +116,14 @@ class Owner:
 def read_owner(
     file: Path,  # A lock file
 ) -> Owner | None:  # None: there is none, or nothing in it yet
-    """The record in a lock file, whether the lock is held or not."""
+    """The record in a lock file, whether the lock is held or not.
+
+    Args:
+        file: A lock file
+
+    Returns:
+        None: there is none, or nothing in it yet
+    """
     try:
         return Owner(**json.loads(Path(file).read_text()))
     except (OSError, ValueError, TypeError):
@@ -129,7 +154,14 @@ def _signs(handle: int) -> bool:
 def holder(
     file: Path,  # A lock file
 ) -> Owner | None:  # None: nobody
-    """Who holds a lock; asks without taking it."""
+    """Who holds a lock; asks without taking it.
+
+    Args:
+        file: A lock file
+
+    Returns:
+        None: nobody
+    """
     try:
         handle = os.open(file, os.O_RDONLY)
     except OSError:
@@ -169,7 +201,12 @@ def _lasting_holder(file: Path) -> Owner | None:
 
 # %% ../../nbs/1_core/07_ownership.ipynb #3c6c022c
 class FolderLock:
-    """A lock of a run folder, with a record of who holds it."""
+    """A lock of a run folder, with a record of who holds it.
+
+    Args:
+        folder: Of the run; it exists
+        role: One of `ROLES`
+    """
 
     tries = 20  # Before a lock that is held counts as held
     pause = 0.02  # Seconds between them
@@ -190,7 +227,11 @@ class FolderLock:
         self,
         patience: float = 0.0,  # Seconds to wait for another machine's record to grow old
     ) -> None:
-        """Lock and write the record. Raises FolderInUseError."""
+        """Lock and write the record. Raises FolderInUseError.
+
+        Args:
+            patience: Seconds to wait for another machine's record to grow old
+        """
         _lasting_holder(self.file)  # which waits while the system ends one that was killed
         for _ in range(self.tries):
             handle = os.open(self.file, os.O_RDWR | os.O_CREAT, 0o644)
@@ -211,7 +252,11 @@ class FolderLock:
         self,
         handle: int,  # Of the locked file
     ) -> None:
-        """Write into the record that this process holds the lock, and go on giving signs."""
+        """Write into the record that this process holds the lock, and go on giving signs.
+
+        Args:
+            handle: Of the locked file
+        """
         self.handle = handle
         self.owner = Owner.here(self.role)
         os.ftruncate(handle, 0)
@@ -219,7 +264,11 @@ class FolderLock:
         threading.Thread(target=self._give_signs, daemon=True).start()
 
     def hand_over(self) -> int:  # The open, locked file
-        """Stop being the owner without giving up the lock: a child that inherits it goes on."""
+        """Stop being the owner without giving up the lock: a child that inherits it goes on.
+
+        Returns:
+            The open, locked file
+        """
         self.ended.set()
         handle, self.handle = self.handle, None
         return handle
@@ -265,7 +314,14 @@ class FolderLock:
 def folder_owner(
     folder: str | Path,  # Of a run
 ) -> Owner | None:  # None: it is free, or belongs to this process and its launcher
-    """The other run that uses a folder."""
+    """The other run that uses a folder.
+
+    Args:
+        folder: Of a run
+
+    Returns:
+        None: it is free, or belongs to this process and its launcher
+    """
     launcher = int(os.environ.get(LAUNCHER) or 0)
     mine = {(os.uname().nodename, os.getpid()), (os.uname().nodename, launcher)}
     for name in ROLES.values():
@@ -281,7 +337,13 @@ def owned_folder(
     role: str,  # One of `ROLES`
     patience: float = 0.0,  # As in `FolderLock.take`
 ) -> Iterator[FolderLock]:
-    """Own a run folder. Raises FolderInUseError while another run does."""
+    """Own a run folder. Raises FolderInUseError while another run does.
+
+    Args:
+        folder: Of a run; it exists
+        role: One of `ROLES`
+        patience: As in `FolderLock.take`
+    """
     lock = FolderLock(folder, role)
     lock.take(patience)
     try:
@@ -297,7 +359,11 @@ def owned_folder(
 def owned_by_rank_0(
     folder: str | Path,  # Of the run
 ) -> Iterator[None]:
-    """Own the folder in rank 0, as `RANK` says. Raises FolderInUseError."""
+    """Own the folder in rank 0, as `RANK` says. Raises FolderInUseError.
+
+    Args:
+        folder: Of the run
+    """
     if os.environ.get("RANK", "0") != "0":
         yield
         return

@@ -16,7 +16,25 @@ from .rundir import write_atomic
 
 # %% ../../nbs/1_core/11_plan.ipynb #4530e97b
 class PlanRow(BaseModel):
-    """Predicted memory, time and disk of a run on one engine."""
+    """Predicted memory, time and disk of a run on one engine.
+
+    Attributes:
+        strategy: With its options, for example 'fsdp+gathered'
+        precision: Name of the policy as it will really run
+        micro_batch: Samples per process and forward pass
+        gpu_gib: Part -> GiB of a GPU; on a CPU of a process
+        gpu_total_gib: Their sum
+        allocated_gib: The sum without the gaps between allocations
+        host_parts_gib: Part -> GiB of the host, all its processes
+        host_gib: The largest sum of parts that are there at the same time
+        disk_gib: Checkpoints and export
+        peak_at: Phase of the step with the most memory
+        recompute_blocks: Checkpointed blocks
+        seconds_per_step: None for a device without known rates
+        resident_bytes: Optimizer states that stay on the GPU when they are streamed
+        seconds_parts: compute, host, exchange, update, offload
+        why: How much is needed, and of how much
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore")  # a later version may add keys
 
@@ -41,7 +59,25 @@ class PlanRow(BaseModel):
 
 # %% ../../nbs/1_core/11_plan.ipynb #b89e75ec
 class Plan(BaseModel):
-    """What the planner says about a run: `plan.json`."""
+    """What the planner says about a run: `plan.json`.
+
+    Attributes:
+        chosen: `strategy` of the run's row; empty = there is no plan
+        run: The run as its recipe has it
+        rows: The run on every engine, this one included
+        suggestions: Settings that fit (and are faster), in words
+        advice: One sentence
+        recompute_blocks: Blocks that gradient_checkpointing='auto' checkpoints
+        reshard: Whether FSDP frees gathered parameters after forward
+        blocks: Blocks of the model
+        notes: What differs from what was asked, and warnings
+        resident_bytes: See `PlanRow`
+        step_time: Seconds per optimizer step
+        step_interval: Between which seconds it should lie
+        time_from: Where `step_time` is from
+        trained: Parameters with a gradient
+        device_memory_gib: Per GPU; on a CPU per process
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -71,7 +107,14 @@ class Plan(BaseModel):
         cls,
         path: Path,  # plan.json
     ) -> "Plan":  # `Plan()` where there is no such file
-        """Read a plan. Raises ValueError naming the file when it is none."""
+        """Read a plan. Raises ValueError naming the file when it is none.
+
+        Args:
+            path: plan.json
+
+        Returns:
+            `Plan()` where there is no such file
+        """
         path = Path(path)
         if not path.exists():
             return cls()
@@ -84,7 +127,11 @@ class Plan(BaseModel):
         self,
         path: Path,  # plan.json
     ):
-        """Write the plan, aside first, so that a reader never sees half a file."""
+        """Write the plan, aside first, so that a reader never sees half a file.
+
+        Args:
+            path: plan.json
+        """
         write_atomic(Path(path), json.dumps(self.model_dump(), indent=1))
 
     def timing(self) -> str:

@@ -37,7 +37,20 @@ class PresetError(RecipeError):
 
 
 class Preset(BaseModel):
-    """One preset file: a header for people and values for the recipe."""
+    """One preset file: a header for people and values for the recipe.
+
+    Attributes:
+        summary: What it is for
+        hardware: On which it is meant to run
+        time: How long it takes there
+        memory: Per device
+        expected_loss: What the loss does when all is well
+        command: To copy
+        models: Families that have it; () = all that have the objective
+        objective: '' = the family's own
+        published: Starts from the family's hub id, with the family's learning rate
+        recipe: Field -> value
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     summary: str  # What it is for
@@ -56,7 +69,14 @@ class Preset(BaseModel):
 def read_presets(
     folder: Path,  # With NAME.yaml files
 ) -> dict[str, Preset]:  # By name
-    """The presets in a folder. Raises PresetError naming the file that is wrong."""
+    """The presets in a folder. Raises PresetError naming the file that is wrong.
+
+    Args:
+        folder: With NAME.yaml files
+
+    Returns:
+        By name
+    """
     found = {}
     for path in sorted(folder.glob("*.yaml")):
         try:
@@ -91,7 +111,14 @@ def _values(preset: Preset, name: str, family: FamilyRecord) -> dict[str, Any]:
 def presets(
     model: str,  # Family name
 ) -> dict[str, dict[str, Any]]:  # preset name -> values that differ from the field defaults
-    """The presets of a model. Raises RegistryError for an unknown one."""
+    """The presets of a model. Raises RegistryError for an unknown one.
+
+    Args:
+        model: Family name
+
+    Returns:
+        preset name -> values that differ from the field defaults
+    """
     family = find_record("models", model)
     found = {
         name: preset for name, preset in preset_files().items() if _suits(preset, name, family)
@@ -105,7 +132,16 @@ def preset_values(
     name: str,  # Of a preset
     objective: str | None = None,  # Where another than the preset's is asked for
 ) -> dict[str, Any]:  # Field -> value
-    """What a preset says for a model and an objective. Raises PresetError, RegistryError."""
+    """What a preset says for a model and an objective. Raises PresetError, RegistryError.
+
+    Args:
+        model: Family name
+        name: Of a preset
+        objective: Where another than the preset's is asked for
+
+    Returns:
+        Field -> value
+    """
     known = presets(model)
     if name not in known:
         raise PresetError(f"preset: unknown '{name}' for model '{model}'{nearest(name, known)}")
@@ -117,7 +153,14 @@ def preset_values(
 def nano_folder(
     model: str,  # Family name
 ) -> Path:  # A diffusers folder inside the package
-    """Where the trained nano model of a family is. Raises RecipeError where there is none."""
+    """Where the trained nano model of a family is. Raises RecipeError where there is none.
+
+    Args:
+        model: Family name
+
+    Returns:
+        A diffusers folder inside the package
+    """
     folder = package_folder() / "assets" / "nano" / model
     if (folder / "model_index.json").is_file():
         return folder

@@ -26,7 +26,14 @@ def on_cpu(
 def processes_here(
     values: Mapping[str, Any],  # Of `cpu` and `num_machines`, recipe fields
 ) -> int:  # Processes over all machines
-    """The processes of a run that names no number: one per GPU, on a CPU one."""
+    """The processes of a run that names no number: one per GPU, on a CPU one.
+
+    Args:
+        values: Of `cpu` and `num_machines`, recipe fields
+
+    Returns:
+        Processes over all machines
+    """
     machines = int(values.get("num_machines") or 1)
     return 1 if values.get("cpu") or not gpus() else len(gpus()) * machines
 
@@ -38,6 +45,9 @@ def world_size(
     """The number of processes.
 
     Raises RecipeError when strategy, machines or batch do not go with it.
+
+    Returns:
+        Processes over all machines
     """
     alone = find_record("strategies", recipe.strategy).processes == "one"
     count = recipe.num_processes or (1 if alone else processes_here(dict(recipe)))

@@ -33,7 +33,11 @@ _heard = float("-inf")
 def on_progress(
     listener: Callable[[str], None] | None,  # Given the note; None = nobody listens
 ) -> None:
-    """Let `listener` hear of all progress in this process, instead of whoever did before."""
+    """Let `listener` hear of all progress in this process, instead of whoever did before.
+
+    Args:
+        listener: Given the note; None = nobody listens
+    """
     global _listener, _heard
     _listener = listener
     _heard = float("-inf")
@@ -42,7 +46,11 @@ def on_progress(
 def progress(
     note: str = "",  # What was done, for the table of a run that stalls
 ) -> None:
-    """Say that a piece of long work is done."""
+    """Say that a piece of long work is done.
+
+    Args:
+        note: What was done, for the table of a run that stalls
+    """
     global _heard
     now = time.monotonic()
     if _listener is None or now - _heard < EVERY:
@@ -57,7 +65,12 @@ FLUSH_EVERY = 2**30  # Bytes that may wait in memory
 
 
 class ProgressFile:
-    """A file open for writing that says how far it is; otherwise like the file itself."""
+    """A file open for writing that says how far it is; otherwise like the file itself.
+
+    Args:
+        file: Open for writing
+        note: What is written
+    """
 
     def __init__(
         self,
@@ -73,7 +86,14 @@ class ProgressFile:
         self,
         data: Any,  # Bytes, or anything with a contiguous buffer
     ) -> int:  # Bytes written
-        """Write all of `data`."""
+        """Write all of `data`.
+
+        Args:
+            data: Bytes, or anything with a contiguous buffer
+
+        Returns:
+            Bytes written
+        """
         view = memoryview(data).cast("B")
         for start in range(0, len(view), PIECE):
             self._piece(view[start : start + PIECE])
@@ -120,7 +140,11 @@ def _watch_bytes(note: str, ended: threading.Event) -> None:
 def progress_by_bytes(
     note: str,  # What is done
 ) -> Iterator[None]:
-    """While the block runs, bytes that this process reads or writes count as progress."""
+    """While the block runs, bytes that this process reads or writes count as progress.
+
+    Args:
+        note: What is done
+    """
     ended = threading.Event()
     thread = threading.Thread(target=_watch_bytes, args=(note, ended), daemon=True)
     thread.start()

@@ -18,7 +18,15 @@ def stream_seed(
     seed: int,  # The recipe's seed
     *key: str | int,  # What the draw is for: purpose, sample id, epoch ...
 ) -> int:  # 0 <= x < 2**63
-    """A 63-bit seed for the draw called `key`."""
+    """A 63-bit seed for the draw called `key`.
+
+    Args:
+        seed: The recipe's seed
+        *key: What the draw is for: purpose, sample id, epoch ...
+
+    Returns:
+        0 <= x < 2**63
+    """
     digest = hashlib.sha256()
     for part in (seed, *key):
         text = str(part).encode()
@@ -31,7 +39,15 @@ def stream(
     seed: int,  # The recipe's seed
     *key: str | int,  # What the draw is for
 ) -> "torch.Generator":  # On the CPU: the same numbers on every device and machine
-    """The random stream of the draw called `key`."""
+    """The random stream of the draw called `key`.
+
+    Args:
+        seed: The recipe's seed
+        *key: What the draw is for
+
+    Returns:
+        On the CPU: the same numbers on every device and machine
+    """
     import torch  # here, so that modules of data that only need the order stay light
 
     return torch.Generator().manual_seed(stream_seed(seed, *key))
@@ -42,13 +58,27 @@ def uniform(
     seed: int,  # The recipe's seed
     *key: str | int,  # What the draw is for
 ) -> float:  # In [0, 1)
-    """One number of the stream `key`."""
+    """One number of the stream `key`.
+
+    Args:
+        seed: The recipe's seed
+        *key: What the draw is for
+
+    Returns:
+        In [0, 1)
+    """
     return (stream_seed(seed, *key) >> 10) / 2**53
 
 
 # %% ../../nbs/1_core/08_randomness.ipynb #0c1e60e3
 class GlobalOrder:
-    """Which samples make global batch number `step`."""
+    """Which samples make global batch number `step`.
+
+    Args:
+        n: Samples in the collection
+        global_batch: Samples per optimizer step
+        seed: The recipe's seed
+    """
 
     def __init__(
         self,
@@ -67,7 +97,14 @@ class GlobalOrder:
         self,
         epoch: int,  # Counts from 0
     ) -> np.ndarray:  # (n,) each index once
-        """The order of `epoch`; that of the last one asked for is kept."""
+        """The order of `epoch`; that of the last one asked for is kept.
+
+        Args:
+            epoch: Counts from 0
+
+        Returns:
+            (n,) each index once
+        """
         if self._cached[0] != epoch:
             generator = np.random.Generator(
                 np.random.Philox(stream_seed(self.seed, "order", epoch))
@@ -79,7 +116,14 @@ class GlobalOrder:
         self,
         step: int,  # Optimizer steps already taken
     ) -> list[tuple[int, int]]:  # global_batch times (epoch, index)
-        """The global batch of the next step."""
+        """The global batch of the next step.
+
+        Args:
+            step: Optimizer steps already taken
+
+        Returns:
+            global_batch times (epoch, index)
+        """
         first = step * self.global_batch
         places = [divmod(p, self.n) for p in range(first, first + self.global_batch)]
         return [(epoch, int(self.permutation(epoch)[place])) for epoch, place in places]
@@ -88,7 +132,11 @@ class GlobalOrder:
         self,
         epochs: float,  # Passes over the collection
     ) -> int:
-        """Steps until `epochs` passes are done, see `first_positions`."""
+        """Steps until `epochs` passes are done, see `first_positions`.
+
+        Args:
+            epochs: Passes over the collection
+        """
         return -(-first_positions(epochs, self.n) // self.global_batch)
 
 
@@ -97,7 +145,12 @@ def first_positions(
     epochs: float,  # Passes over a collection
     n: int,  # Positions of one pass
 ) -> int:
-    """How many positions of an endless order the first `epochs` passes take."""
+    """How many positions of an endless order the first `epochs` passes take.
+
+    Args:
+        epochs: Passes over a collection
+        n: Positions of one pass
+    """
     return math.ceil(Fraction(str(epochs)) * n)
 
 
@@ -108,7 +161,17 @@ def share(
     world_size: int,  # Processes
     micro_batch: int,  # Samples per process and forward pass
 ) -> list[list[tuple[int, object]]]:  # Micro-batches of (position in the global batch, item)
-    """The micro-batches of `rank`, in order."""
+    """The micro-batches of `rank`, in order.
+
+    Args:
+        batch: One global batch
+        rank: Of this process
+        world_size: Processes
+        micro_batch: Samples per process and forward pass
+
+    Returns:
+        Micro-batches of (position in the global batch, item)
+    """
     if len(batch) % (world_size * micro_batch):
         raise ValueError(
             f"global_batch {len(batch)} is not a multiple of micro_batch x world_size = "

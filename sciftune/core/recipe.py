@@ -78,7 +78,11 @@ from sciftune.core.sections import (
 # %% ../../nbs/1_core/05_recipe.ipynb #8fd2a040
 @functools.cache
 def objective_sections() -> dict[type[Section], tuple[str, ...]]:  # Section -> its objectives
-    """The sections that objectives bring. Raises RegistryError where two have one field."""
+    """The sections that objectives bring. Raises RegistryError where two have one field.
+
+    Returns:
+        Section -> its objectives
+    """
     found: dict[type[Section], tuple[str, ...]] = {}
     for record in records("objectives").values():
         if record.section:
@@ -105,7 +109,14 @@ class Fields(*reversed((*SECTIONS, *objective_sections()))):
 def readers(
     name: str,  # Of a field
 ) -> dict[str, list[str]]:  # 'objective' and 'strategy' -> names; both empty = every run reads it
-    """The objectives and strategies that read a field which not every run reads."""
+    """The objectives and strategies that read a field which not every run reads.
+
+    Args:
+        name: Of a field
+
+    Returns:
+        'objective' and 'strategy' -> names; both empty = every run reads it
+    """
     own = [o for section, o in objective_sections().items() if name in section.model_fields]
     kinds = dict(objective=records("objectives"), strategy=records("strategies"))
     found = {
@@ -143,7 +154,15 @@ def why_unread(
     name: str,  # Of a field
     values: Mapping[str, Any],  # All fields of the run
 ) -> str:  # '' when this run reads the field
-    """Why this run would not read a field, and what would."""
+    """Why this run would not read a field, and what would.
+
+    Args:
+        name: Of a field
+        values: All fields of the run
+
+    Returns:
+        '' when this run reads the field
+    """
     claims = {kind: names for kind, names in readers(name).items() if names}
     if claims and not any(values[kind] in names for kind, names in claims.items()):
         (kind, names), *_ = claims.items()
@@ -159,7 +178,14 @@ def why_unread(
 def unread_fields(
     values: Mapping[str, Any],  # All fields of a run
 ) -> dict[str, str]:  # Field -> why
-    """The fields with another value than their default that the run would not read."""
+    """The fields with another value than their default that the run would not read.
+
+    Args:
+        values: All fields of a run
+
+    Returns:
+        Field -> why
+    """
     given = [n for n, f in Fields.model_fields.items() if values[n] != f.get_default()]
     reasons = {name: why_unread(name, values) for name in given}
     return {name: reason for name, reason in reasons.items() if reason}
@@ -169,7 +195,11 @@ def unread_fields(
 def check_model(
     recipe: Fields,  # Each field is valid by itself
 ):
-    """The model has this objective, takes reference images, and can compute this shift."""
+    """The model has this objective, takes reference images, and can compute this shift.
+
+    Args:
+        recipe: Each field is valid by itself
+    """
     family = find_record("models", recipe.model)
     objective = find_record("objectives", recipe.objective)
     if recipe.objective not in family.objectives and recipe.model not in objective.models:
@@ -197,7 +227,12 @@ def check_parts(
     recipe: Fields,  # Each field is valid by itself
     parts: tuple[str, ...],  # Of the model's record
 ):
-    """With `model_path='parts'` all parts of the model are named."""
+    """With `model_path='parts'` all parts of the model are named.
+
+    Args:
+        recipe: Each field is valid by itself
+        parts: Of the model's record
+    """
     if recipe.model_path != "parts":
         return
     if not parts:
@@ -211,7 +246,11 @@ def check_parts(
 def check_batches(
     recipe: Fields,  # Each field is valid by itself
 ):
-    """The global batch can be cut into the micro-batches of all processes."""
+    """The global batch can be cut into the micro-batches of all processes.
+
+    Args:
+        recipe: Each field is valid by itself
+    """
     world = max(recipe.num_processes, 1)
     if recipe.global_batch % (recipe.micro_batch * world):
         raise ValueError(
@@ -224,7 +263,11 @@ def check_batches(
 def check_length(
     recipe: Fields,  # Each field is valid by itself
 ):
-    """The run has a length: steps, or epochs whose steps a launch counts."""
+    """The run has a length: steps, or epochs whose steps a launch counts.
+
+    Args:
+        recipe: Each field is valid by itself
+    """
     if not recipe.steps and not recipe.num_train_epochs:
         raise ValueError("steps: must be at least 1; got 0")
 
@@ -233,7 +276,11 @@ def check_length(
 def check_strategy(
     recipe: Fields,  # Each field is valid by itself
 ):
-    """The strategy takes this number of processes and machines, and this objective."""
+    """The strategy takes this number of processes and machines, and this objective.
+
+    Args:
+        recipe: Each field is valid by itself
+    """
     strategy = find_record("strategies", recipe.strategy)
     objective = find_record("objectives", recipe.objective)
     if objective.strategies and recipe.strategy not in objective.strategies:
@@ -260,7 +307,11 @@ def check_strategy(
 def check_offload(
     recipe: Fields,  # Each field is valid by itself
 ):
-    """The strategy can keep this elsewhere than on the GPU."""
+    """The strategy can keep this elsewhere than on the GPU.
+
+    Args:
+        recipe: Each field is valid by itself
+    """
     strategy = find_record("strategies", recipe.strategy)
     if recipe.offload not in ("none", *strategy.offloads):
         able = [s.name for s in records("strategies").values() if recipe.offload in s.offloads]
@@ -285,7 +336,11 @@ def check_offload(
 def check_sizes(
     recipe: Fields,  # Each field is valid by itself
 ):
-    """Sizes of whole images fit together; several collections have no common list."""
+    """Sizes of whole images fit together; several collections have no common list.
+
+    Args:
+        recipe: Each field is valid by itself
+    """
     if recipe.varied:
         low, high, step = recipe.sides()
         if low % step or high % step or recipe.resolution % step:
@@ -312,7 +367,11 @@ def check_sizes(
 def check_numbers(
     recipe: Fields,  # Each field is valid by itself
 ):
-    """Types suit each other."""
+    """Types suit each other.
+
+    Args:
+        recipe: Each field is valid by itself
+    """
     if recipe.reduce_type == "bf16" and recipe.precision == "fp32":
         raise ValueError(
             "reduce_type: 'bf16' needs strategy 'fsdp' and a precision that computes in bf16"
@@ -364,7 +423,11 @@ class Recipe(Fields):
         cls,
         path: str | Path,  # recipe.yaml
     ) -> "Recipe":
-        """Read a recipe from a YAML file. Raises RecipeError."""
+        """Read a recipe from a YAML file. Raises RecipeError.
+
+        Args:
+            path: recipe.yaml
+        """
         try:
             values = yaml.safe_load(Path(path).read_text())
         except (OSError, yaml.YAMLError) as error:
@@ -382,7 +445,11 @@ class Recipe(Fields):
         self,
         path: str | Path,  # recipe.yaml
     ) -> Path:
-        """Write the whole record as YAML, aside first, so that a reader never sees half a file."""
+        """Write the whole record as YAML, aside first, so that a reader never sees half a file.
+
+        Args:
+            path: recipe.yaml
+        """
         path = Path(path)
         aside = path.with_name(f".{path.name}.{os.getpid()}")
         aside.write_text(self.yaml())
@@ -424,7 +491,12 @@ def checked(
     values: dict,  # Field name -> value
     weak: Collection[str] = (),  # Fields that become the default where the run would not read them
 ) -> Recipe:
-    """A `Recipe` from `values`, or `RecipeError` naming every wrong field."""
+    """A `Recipe` from `values`, or `RecipeError` naming every wrong field.
+
+    Args:
+        values: Field name -> value
+        weak: Fields that become the default where the run would not read them
+    """
     if lines := _unknown(values):
         raise RecipeError("\n".join(lines))
     try:
@@ -459,6 +531,9 @@ def restored(
     """The recipe that was written down. Raises RecipeError.
 
     Values of format 1 that the run does not read are reset with a warning.
+
+    Args:
+        values: What recipe.yaml or a checkpoint holds
     """
     values = _with_fit(dict(values))
     written = values.pop("format", 1)
@@ -503,7 +578,11 @@ def _refuse_others_names(given: Collection[str], objective: str):
 
 
 def foreign_meanings() -> dict[str, str]:  # Name -> what it becomes, as Markdown
-    """All names of other scripts that are understood, for people."""
+    """All names of other scripts that are understood, for people.
+
+    Returns:
+        Name -> what it becomes, as Markdown
+    """
     names = foreign_names()
     meanings = {name: f"`{field}`" for name, field in names.fields.items()} | SWITCHES
     for name, (only, why) in names.fixed.items():
@@ -525,7 +604,12 @@ def resolve(
     /,
     **params: Any,  # Recipe fields and foreign names; None = the preset's value
 ) -> Recipe:
-    """The recipe of `params`. Raises `RecipeError` for unknown names, presets and values."""
+    """The recipe of `params`. Raises `RecipeError` for unknown names, presets and values.
+
+    Args:
+        here: Processes of a run that names no number; None = not known
+        **params: Recipe fields and foreign names; None = the preset's value
+    """
     given = {k: v for k, v in params.items() if v is not None}
     model = given.get("model", "qwenimage")
     try:
@@ -548,7 +632,14 @@ def _with_length(given: dict) -> dict:
 def launch_preset(
     given: Mapping[str, Any],  # Recipe fields and foreign names; None counts as not given
 ) -> str:  # nano_style or tiny
-    """The preset of a launch that names none."""
+    """The preset of a launch that names none.
+
+    Args:
+        given: Recipe fields and foreign names; None counts as not given
+
+    Returns:
+        nano_style or tiny
+    """
     names = foreign_names().fields
     named = {names.get(name, name) for name, value in given.items() if value is not None}
     family = records("models").get(given.get("model") or "qwenimage")
@@ -560,7 +651,14 @@ def launch_preset(
 def epochs_line(
     recipe: Recipe,  # With the steps of its epochs
 ) -> str:  # '' without num_train_epochs
-    """The length of a run in both units."""
+    """The length of a run in both units.
+
+    Args:
+        recipe: With the steps of its epochs
+
+    Returns:
+        '' without num_train_epochs
+    """
     if not recipe.num_train_epochs:
         return ""
     epochs = f"num_train_epochs={recipe.num_train_epochs:g}"
@@ -573,7 +671,16 @@ def learning_rate_at(
     step: int,  # Optimizer steps already taken
     first: int = 1,  # Steps of the warm-up that the first one counts as; 0 = its rate is 0
 ) -> float:  # The rate of the next one
-    """Warm-up, then constant, cosine or linear."""
+    """Warm-up, then constant, cosine or linear.
+
+    Args:
+        recipe: Rate, schedule, warm-up and steps
+        step: Optimizer steps already taken
+        first: Steps of the warm-up that the first one counts as; 0 = its rate is 0
+
+    Returns:
+        The rate of the next one
+    """
     warmup, steps = recipe.warmup_steps, recipe.steps
     warm = min(1.0, (step + first) / warmup) if warmup else 1.0
     progress = min(1.0, max(0.0, (step - warmup) / max(1, steps - warmup)))
@@ -589,7 +696,14 @@ def learning_rate_at(
 def identity(
     recipe: Recipe,  # A run
 ) -> list[str]:  # Field names
-    """The fields that a continuation of this run must keep."""
+    """The fields that a continuation of this run must keep.
+
+    Args:
+        recipe: A run
+
+    Returns:
+        Field names
+    """
     names = [name for name in Fields.model_fields if facts(Fields, name)["identity"]]
     if recipe.lr_schedule != "constant":
         names.append("steps")
@@ -602,6 +716,14 @@ def changed(
     old: Recipe,  # As kept in the checkpoint
     new: Recipe,  # As asked for now
 ) -> dict[str, tuple]:  # field -> (old, new), empty when the continuation is exact
-    """Fields that would make a resumed run differ from an uninterrupted one."""
+    """Fields that would make a resumed run differ from an uninterrupted one.
+
+    Args:
+        old: As kept in the checkpoint
+        new: As asked for now
+
+    Returns:
+        field -> (old, new), empty when the continuation is exact
+    """
     pairs = {name: (getattr(old, name), getattr(new, name)) for name in identity(new)}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

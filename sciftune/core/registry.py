@@ -43,7 +43,15 @@ def nearest(
     name: str,  # What was written
     known: Iterable[str],  # The names that exist
 ) -> str:  # " (did you mean 'x'?)", or the whole list when nothing is close
-    """A hint for a wrong `name`."""
+    """A hint for a wrong `name`.
+
+    Args:
+        name: What was written
+        known: The names that exist
+
+    Returns:
+        " (did you mean 'x'?)", or the whole list when nothing is close
+    """
     known = sorted(known)
     close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.6)
     return f" (did you mean '{close[0]}'?)" if close else f" (known: {', '.join(known)})"
@@ -51,7 +59,13 @@ def nearest(
 
 # %% ../../nbs/1_core/01_registry.ipynb #0e1c2d27
 class Record(BaseModel):
-    """What others must know about a part that can be replaced."""
+    """What others must know about a part that can be replaced.
+
+    Attributes:
+        name: What a recipe calls it
+        implementation: Class in the record's module
+        module: Where the record stands; filled in by the registry
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
     name: str  # What a recipe calls it
@@ -61,7 +75,26 @@ class Record(BaseModel):
 
 # %% ../../nbs/1_core/01_registry.ipynb #e71f7953
 class FamilyRecord(Record):
-    """A model family: what can be said of it without importing it."""
+    """A model family: what can be said of it without importing it.
+
+    Attributes:
+        title: For people
+        hub: Hub id of the published weights
+        license: Their licence, as hubs name it; '' = unknown
+        pipeline_class: diffusers pipeline
+        block_classes: Units of sharding, gradient checkpointing and compiling
+        objectives: That can train it; the first is its default
+        blocks: Of those classes in the published denoiser; 0 = not counted
+        learning_rate: Full fine-tuning of the published weights
+        usual_learning_rates: Lowest and highest; LoRA ten times
+        timestep_shifts: Named ones that it can compute
+        parts: Fields that name its parts in folders of their own
+        references: Most reference images of a sample; 0 = it takes none
+        float32_inputs: Blocks get float32 tables (rotary) that must not be cast
+        nano: A small trained model of it is in the package
+        values: Recipe fields that it changes in every preset
+        presets: Recipe fields that it changes in one; may add it to a preset
+    """
 
     title: str  # For people
     hub: str  # Hub id of the published weights
@@ -87,7 +120,17 @@ class FamilyRecord(Record):
 
 # %% ../../nbs/1_core/01_registry.ipynb #4322d92f
 class StrategyRecord(Record):
-    """A way to spread a model over processes."""
+    """A way to spread a model over processes.
+
+    Attributes:
+        summary: One line for people
+        processes: 'one' refuses more
+        reads: Optional recipe fields that it reads
+        offloads: Values of `offload` besides 'none'
+        sharded: Whether parameters are spread, so that no process holds all
+        hooks_layers: Whether it gathers in hooks on every layer, as ZeRO-3 does
+        own_master_weights: Keeps fp32 ones itself: bf16-master24 saves nothing
+    """
 
     summary: str  # One line for people
     processes: Literal["one", "many"] = "many"  # 'one' refuses more
@@ -103,7 +146,23 @@ class StrategyRecord(Record):
 
 # %% ../../nbs/1_core/01_registry.ipynb #68c87453
 class ObjectiveRecord(Record):
-    """What a model is trained for."""
+    """What a model is trained for.
+
+    Attributes:
+        summary: One line for people
+        section: 'module:Class' of its recipe fields; '' = it has none
+        task: 'module:Class' of what the trainer runs
+        work: 'module:Class' of what the planner counts; '' = one forward and backward pass
+        reads: Optional fields of other sections that it reads
+        models: That it can train, besides those whose record names it
+        strategies: That can run it; () = all
+        why_strategies: Why not the others
+        sequences: Its data are sequences of text and images, not captioned images
+        one_network: Whether a step passes through one trained network and nothing else
+        trains_whole: Whether a network is trained whole although lora_rank is set
+        presets: Recipe fields that it changes in a preset
+        starting_loss: A first loss above it says that something is wrong; 0 = unknown
+    """
 
     summary: str  # One line for people
     section: str = ""  # 'module:Class' of its recipe fields; '' = it has none
@@ -135,7 +194,14 @@ def package_folder() -> Path:
 def record_modules(
     kind: str,  # 'models', 'strategies' or 'objectives'
 ) -> dict[str, Path]:  # Module -> its source
-    """The modules that may hold records. Raises RegistryError for an entry point without source."""
+    """The modules that may hold records. Raises RegistryError for an entry point without source.
+
+    Args:
+        kind: 'models', 'strategies' or 'objectives'
+
+    Returns:
+        Module -> its source
+    """
     root = package_folder()
     files = sorted(root.glob(_PLACES[kind]))
     found = {".".join(("sciftune", *f.relative_to(root).with_suffix("").parts)): f for f in files}
@@ -166,7 +232,13 @@ def read_records(
     module: str,  # Its name
     kind: str,  # 'models', 'strategies' or 'objectives'
 ) -> list[Record]:
-    """The records in `RECORDS` of a file; none without such a list. Raises RegistryError."""
+    """The records in `RECORDS` of a file; none without such a list. Raises RegistryError.
+
+    Args:
+        source: Python file
+        module: Its name
+        kind: 'models', 'strategies' or 'objectives'
+    """
     found = []
     for node in ast.parse(source.read_text(), source).body:
         names = [getattr(target, "id", "") for target in getattr(node, "targets", ())]
@@ -186,7 +258,14 @@ def read_records(
 def records(
     kind: str,  # 'models', 'strategies' or 'objectives'
 ) -> dict[str, Record]:  # By name
-    """All records of a kind. Raises RegistryError where two have one name."""
+    """All records of a kind. Raises RegistryError where two have one name.
+
+    Args:
+        kind: 'models', 'strategies' or 'objectives'
+
+    Returns:
+        By name
+    """
     found = {}
     for module, source in record_modules(kind).items():
         for record in read_records(source, module, kind):
@@ -202,7 +281,12 @@ def find_record(
     kind: str,  # 'models', 'strategies' or 'objectives'
     name: str,  # What a recipe says
 ) -> Record:
-    """The record called `name`. Raises RegistryError with the nearest known name."""
+    """The record called `name`. Raises RegistryError with the nearest known name.
+
+    Args:
+        kind: 'models', 'strategies' or 'objectives'
+        name: What a recipe says
+    """
     known = records(kind)
     if name not in known:
         singular = dict(models="model", strategies="strategy", objectives="objective")[kind]
@@ -214,7 +298,11 @@ def find_record(
 def import_class(
     target: str,  # 'module:Class'
 ) -> type:
-    """The class that `target` names. Raises RegistryError where the module has no such class."""
+    """The class that `target` names. Raises RegistryError where the module has no such class.
+
+    Args:
+        target: 'module:Class'
+    """
     module, _, name = target.partition(":")
     found = getattr(importlib.import_module(module), name, None)
     if found is None:
@@ -225,7 +313,14 @@ def import_class(
 def load(
     record: Record,  # One of `records`
 ) -> type:  # The class that it names as its implementation
-    """Import the implementation of a record. Raises RegistryError where it names none."""
+    """Import the implementation of a record. Raises RegistryError where it names none.
+
+    Args:
+        record: One of `records`
+
+    Returns:
+        The class that it names as its implementation
+    """
     if not record.implementation:
         raise RegistryError(f"record '{record.name}' of {record.module} names no implementation")
     return import_class(f"{record.module}:{record.implementation}")

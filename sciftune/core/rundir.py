@@ -40,7 +40,12 @@ def write_atomic(
     path: str | Path,  # Where the file shall be
     text: str | bytes,  # Its content
 ) -> Path:
-    """Write `text` to `path` completely or not at all."""
+    """Write `text` to `path` completely or not at all.
+
+    Args:
+        path: Where the file shall be
+        text: Its content
+    """
     path = Path(path)
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -81,6 +86,13 @@ def replaced_folder(
     The folder given to the body is flushed and renamed to `path` when the body ends, and removed
     when the body raises.
     Raises OSError when `path` cannot be replaced; then what was there is still there.
+
+    Args:
+        path: Where the folder shall be
+        unless: Whether a folder found there may stay
+
+    Returns:
+        An empty folder beside it, to write into
     """
     path = Path(path)
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
@@ -108,7 +120,11 @@ def replaced_folder(
 
 # %% ../../nbs/1_core/06_rundir.ipynb #c50cd834
 class RunDir:
-    """The run folder `path` and the names in it."""
+    """The run folder `path` and the names in it.
+
+    Args:
+        path: runs/<name>
+    """
 
     def __init__(
         self,
@@ -211,6 +227,9 @@ class RunDir:
         """Append one line to metrics.jsonl with a single write, so that lines never mix.
 
         A line that a kill has cut is ended first, so that only that one is lost.
+
+        Args:
+            row: One JSON object; floats, ints, strings, flat dicts
         """
         with open(self.metrics, "ab+") as f:
             cut = False
@@ -244,7 +263,14 @@ class RunDir:
 def cache_root(
     run_root: str | Path,  # Recipe.run_root
 ) -> Path:  # run_root/cache, made
-    """The folder of what runs share."""
+    """The folder of what runs share.
+
+    Args:
+        run_root: Recipe.run_root
+
+    Returns:
+        run_root/cache, made
+    """
     folder = Path(run_root).absolute() / "cache"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -254,7 +280,14 @@ def cache_root(
 def new_run(
     recipe: Recipe,  # Its name, or what a nameless run is called after
 ) -> RunDir:  # Its folder exists now and is empty
-    """Make the run folder. Raises FileExistsError when a named one is there already."""
+    """Make the run folder. Raises FileExistsError when a named one is there already.
+
+    Args:
+        recipe: Its name, or what a nameless run is called after
+
+    Returns:
+        Its folder exists now and is empty
+    """
     root = Path(recipe.run_root).absolute()
     root.mkdir(parents=True, exist_ok=True)
     if recipe.name:
@@ -287,7 +320,11 @@ def _nvidia_smi() -> list[list[str]]:
 
 
 def gpus() -> list[dict]:  # {"name", "memory_gib"} of each
-    """GPUs that processes started from here would see, without importing torch."""
+    """GPUs that processes started from here would see, without importing torch.
+
+    Returns:
+        {"name", "memory_gib"} of each
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return []
@@ -300,7 +337,11 @@ def gpus() -> list[dict]:  # {"name", "memory_gib"} of each
 
 # %% ../../nbs/1_core/06_rundir.ipynb #2269388f
 def cores() -> int:  # At least 1
-    """CPU cores that this process may use; where the system does not say, those of the machine."""
+    """CPU cores that this process may use; where the system does not say, those of the machine.
+
+    Returns:
+        At least 1
+    """
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -339,7 +380,14 @@ def _commit() -> str | None:
 def run_record(
     packages: Iterable[str] = PACKAGES,  # Whose versions
 ) -> dict:  # For record.json
-    """What ran, on what."""
+    """What ran, on what.
+
+    Args:
+        packages: Whose versions
+
+    Returns:
+        For record.json
+    """
     import psutil
 
     return dict(

@@ -45,7 +45,11 @@ def _has_parameters(parts: SplitResult) -> bool:
 def masked_address(
     address: str,  # With a scheme; anything else stays as it is
 ) -> str:
-    """An address without what may be secret in it."""
+    """An address without what may be secret in it.
+
+    Args:
+        address: With a scheme; anything else stays as it is
+    """
     if "://" not in address:
         return address
     try:
@@ -74,7 +78,14 @@ _parts: set[str] = set()  # Secret parts of them
 def conceal(
     address: str,  # Any text; only an address with a scheme is changed
 ) -> str:  # What may be written down
-    """Mask an address and remember the whole one."""
+    """Mask an address and remember the whole one.
+
+    Args:
+        address: Any text; only an address with a scheme is changed
+
+    Returns:
+        What may be written down
+    """
     shown = masked_address(address) if "://" in address else address
     if shown != address and MASK not in address:
         _whole[shown] = address
@@ -89,7 +100,11 @@ def conceal(
 def reveal(
     shown: str,  # Of `conceal`; other text stays as it is
 ) -> str:
-    """The whole address. Raises ValueError where it is not known."""
+    """The whole address. Raises ValueError where it is not known.
+
+    Args:
+        shown: Of `conceal`; other text stays as it is
+    """
     if "://" not in shown or MASK not in shown:
         return shown
     if shown not in _whole:
@@ -103,7 +118,11 @@ def reveal(
 def masked(
     text: str,  # For people
 ) -> str:
-    """`text` without secrets."""
+    """`text` without secrets.
+
+    Args:
+        text: For people
+    """
     text = _ADDRESS.sub(lambda found: masked_address(found[0]), text)
     for part in sorted(_parts, key=len, reverse=True):
         text = text.replace(part, MASK)
@@ -114,7 +133,11 @@ def masked(
 def bare(
     path: str,  # Address, or a path as a file system of fsspec gives it
 ) -> str:
-    """A path without user, password, parameters and fragment."""
+    """A path without user, password, parameters and fragment.
+
+    Args:
+        path: Address, or a path as a file system of fsspec gives it
+    """
     if "://" not in path:
         return path
     parts = urlsplit(path)
@@ -127,7 +150,11 @@ def bare(
 def secrets_file(
     folder: str | Path,  # Run folder
 ) -> Path:
-    """Where the secrets of a run are kept."""
+    """Where the secrets of a run are kept.
+
+    Args:
+        folder: Run folder
+    """
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state"
     name = hashlib.sha256(str(Path(folder).absolute()).encode()).hexdigest()[:32]
     return Path(state) / "sciftune" / "secrets" / f"{name}.json"
@@ -145,7 +172,12 @@ def keep_secrets(
     folder: str | Path,  # Run folder
     addresses: Iterable[str],  # As the recipe shows them
 ) -> None:
-    """Keep what the ranks of a run need. Raises ValueError where an address is not known."""
+    """Keep what the ranks of a run need. Raises ValueError where an address is not known.
+
+    Args:
+        folder: Run folder
+        addresses: As the recipe shows them
+    """
     load_secrets(folder)
     hidden = {shown: reveal(shown) for shown in addresses if reveal(shown) != shown}
     file = secrets_file(folder)
@@ -167,7 +199,11 @@ def keep_secrets(
 def load_secrets(
     folder: str | Path,  # Run folder
 ) -> None:
-    """Remember what `keep_secrets` kept; an address that was given in this process stays."""
+    """Remember what `keep_secrets` kept; an address that was given in this process stays.
+
+    Args:
+        folder: Run folder
+    """
     for shown, whole in _kept(secrets_file(folder))["addresses"].items():
         if shown not in _whole:
             conceal(whole)
@@ -175,7 +211,11 @@ def load_secrets(
 
 # %% ../../nbs/1_core/14_secrets.ipynb #8a2fdbbd
 class MaskedStream:
-    """A text stream that shows no secrets; otherwise like the stream itself."""
+    """A text stream that shows no secrets; otherwise like the stream itself.
+
+    Args:
+        stream: Where masked text goes
+    """
 
     def __init__(
         self,
@@ -187,7 +227,11 @@ class MaskedStream:
         self,
         text: str,
     ) -> int:  # Characters of `text`
-        """Write `text` without secrets."""
+        """Write `text` without secrets.
+
+        Returns:
+            Characters of `text`
+        """
         self.stream.write(masked(text))
         return len(text)
 

@@ -53,7 +53,18 @@ def field(
     instead: str = "",  # What a run that does not read it may give, for people
     **limits: Any,  # Of pydantic: ge, le, gt, lt
 ) -> FieldInfo:
-    """A recipe field with what others must know about it."""
+    """A recipe field with what others must know about it.
+
+    Args:
+        default: Its value where the recipe says nothing
+        description: For people, in one sentence
+        identity: Whether a resumed run must keep it
+        needs: When it is read: 'switch', 'switch=value', 'switch>number', several with '|'
+        optional: Read only by objectives and strategies whose record names it
+        weighted: Several values with weights, as `data_sources` reads them
+        instead: What a run that does not read it may give, for people
+        **limits: Of pydantic: ge, le, gt, lt
+    """
     extra = dict(
         identity=identity, needs=needs, optional=optional, weighted=weighted, instead=instead
     )
@@ -64,7 +75,15 @@ def facts(
     model: type[BaseModel],  # A section, or the recipe
     name: str,  # Of a field
 ) -> Mapping[str, Any]:  # identity, needs, optional, weighted, instead
-    """What `field` was told about a field."""
+    """What `field` was told about a field.
+
+    Args:
+        model: A section, or the recipe
+        name: Of a field
+
+    Returns:
+        identity, needs, optional, weighted, instead
+    """
     return model.model_fields[name].json_schema_extra
 
 
@@ -86,7 +105,12 @@ def is_on(
     needs: str,  # As in `field`
     values: Mapping[str, Any],  # Field values
 ) -> bool:
-    """Whether one of the conditions in `needs` holds; an empty text always does."""
+    """Whether one of the conditions in `needs` holds; an empty text always does.
+
+    Args:
+        needs: As in `field`
+        values: Field values
+    """
     return not needs or any(_holds(condition, values) for condition in needs.split("|"))
 
 
@@ -102,7 +126,14 @@ def _weight(text: str) -> float | None:
 def data_sources(
     data: str,  # 'a', or 'a:0.7,b:0.3'
 ) -> tuple[tuple[str, float], ...]:  # (path, weight) of each
-    """The collections that `data` names. Raises ValueError for a weight that is none."""
+    """The collections that `data` names. Raises ValueError for a weight that is none.
+
+    Args:
+        data: 'a', or 'a:0.7,b:0.3'
+
+    Returns:
+        (path, weight) of each
+    """
     written = data.split(",")
     halves = [part.strip().rpartition(":") for part in written]
     parts = [(path, _weight(end)) for path, _, end in halves]
@@ -135,6 +166,10 @@ class Section(BaseModel):
 
     A number where text is wanted is taken as text, a number that is not finite is refused, and what
     may be secret in an address is masked (see `core.secrets`).
+
+    Attributes:
+        aliases: Name in other scripts -> field, or another name
+        fixed: Name in other scripts -> (its only value, why)
     """
 
     aliases: ClassVar[Mapping[str, str]] = {}  # Name in other scripts -> field, or another name
@@ -162,7 +197,11 @@ class Section(BaseModel):
     def check(
         recipe: "Section",  # The whole recipe, each field of it valid by itself
     ):
-        """Raise ValueError where fields do not fit together; an objective's section says when."""
+        """Raise ValueError where fields do not fit together; an objective's section says when.
+
+        Args:
+            recipe: The whole recipe, each field of it valid by itself
+        """
 
 
 # %% ../../nbs/1_core/02_sections.ipynb #d14c86d1

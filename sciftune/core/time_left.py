@@ -12,7 +12,14 @@ from statistics import fmean, median
 
 # %% ../../nbs/1_core/16_time_left.ipynb #c1955476
 class TimeLeft:
-    """The time until the end of a run, in seconds."""
+    """The time until the end of a run, in seconds.
+
+    Args:
+        steps: Of the run
+        validation_steps: Steps between two validations; 0 = none
+        checkpoint_steps: Steps between two checkpoints; 0 = only at the end
+        recent: Steps whose median counts
+    """
 
     def __init__(
         self,
@@ -34,7 +41,11 @@ class TimeLeft:
         number: int,  # Steps taken, this one included
         seconds: float,
     ):
-        """A step was taken."""
+        """A step was taken.
+
+        Args:
+            number: Steps taken, this one included
+        """
         self.done = number
         if self.first is None:
             self.first = seconds
@@ -46,17 +57,29 @@ class TimeLeft:
         kind: str,  # 'validation' or 'checkpoint'
         seconds: float,
     ):
-        """Something was done between two steps."""
+        """Something was done between two steps.
+
+        Args:
+            kind: 'validation' or 'checkpoint'
+        """
         self.spent[kind].append(seconds)
         self.last[kind] = self.done
 
     @property
     def step_time(self) -> float | None:  # None before the first step
-        """Seconds of a usual step; of the first one where there is no other."""
+        """Seconds of a usual step; of the first one where there is no other.
+
+        Returns:
+            None before the first step
+        """
         return median(self.recent) if self.recent else self.first
 
     def seconds(self) -> float | None:  # None before the first step
-        """The time until the last step, with the validations and checkpoints that are due."""
+        """The time until the last step, with the validations and checkpoints that are due.
+
+        Returns:
+            None before the first step
+        """
         if self.step_time is None:
             return None
         left = self.step_time * (self.steps - self.done)
@@ -81,7 +104,11 @@ class TimeLeft:
 def clock(
     seconds: float,
 ) -> str:  # 'MM:SS' or 'H:MM:SS'
-    """A length of time as a clock shows it."""
+    """A length of time as a clock shows it.
+
+    Returns:
+        'MM:SS' or 'H:MM:SS'
+    """
     minutes, second = divmod(int(seconds), 60)
     hour, minute = divmod(minutes, 60)
     return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute:02}:{second:02}"

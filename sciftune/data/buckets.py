@@ -37,7 +37,17 @@ def bucket_sizes(
     largest: int,  # Longest side
     step: int,  # All sides are multiples of it
 ) -> tuple:  # (height, width) pairs, from flat to tall
-    """The sizes of about `side`*`side` pixels."""
+    """The sizes of about `side`*`side` pixels.
+
+    Args:
+        side: Of the square with the same area, pixels
+        smallest: Shortest side
+        largest: Longest side
+        step: All sides are multiples of it
+
+    Returns:
+        (height, width) pairs, from flat to tall
+    """
     widest = [
         (h, min(largest, side * side // h // step * step))
         for h in range(smallest, largest + 1, step)
@@ -55,7 +65,15 @@ def nearest_size(
     height: int,
     sizes: tuple,  # (height, width) pairs
 ) -> tuple[int, int]:  # One of them
-    """The bucket of an image's shape."""
+    """The bucket of an image's shape.
+
+    Args:
+        width: Of the image
+        sizes: (height, width) pairs
+
+    Returns:
+        One of them
+    """
     ratio = math.log(width / height)
     return min(sizes, key=lambda s: (abs(ratio - math.log(s[1] / s[0])), -s[0] * s[1]))
 
@@ -65,7 +83,15 @@ def crop_loss(
     height: int,
     size: tuple,  # (height, width) that it is scaled to cover
 ) -> float:  # 0 = nothing is cut off
-    """The part of the image that a centre crop to `size` cuts off."""
+    """The part of the image that a centre crop to `size` cuts off.
+
+    Args:
+        width: Of the image
+        size: (height, width) that it is scaled to cover
+
+    Returns:
+        0 = nothing is cut off
+    """
     scale = max(size[1] / width, size[0] / height)
     return 1 - size[0] * size[1] / (scale**2 * width * height)
 
@@ -77,7 +103,15 @@ def size_inside(
     height: int,
     size: tuple,  # (height, width) that it must fit into, multiples of 16
 ) -> tuple[int, int]:  # (height, width), multiples of 16
-    """The size of the whole image inside another size."""
+    """The size of the whole image inside another size.
+
+    Args:
+        width: Of the image
+        size: (height, width) that it must fit into, multiples of 16
+
+    Returns:
+        (height, width), multiples of 16
+    """
     scale = min(size[1] / width, size[0] / height)
     return tuple(
         min(most, max(16, round(side * scale / 16) * 16))
@@ -93,7 +127,17 @@ def share_kept(
     resolution: int = 1024,  # Side of the square, pixels
     sizes: tuple | None = None,  # (height, width) of the buckets; None = those of a recipe's zeros
 ) -> float:  # 0 to 1
-    """The share of an image's pixels that training sees. Raises ValueError for another `fit`."""
+    """The share of an image's pixels that training sees. Raises ValueError for another `fit`.
+
+    Args:
+        fit: 'bucket', 'pad' or 'crop'
+        width: Of the image
+        resolution: Side of the square, pixels
+        sizes: (height, width) of the buckets; None = those of a recipe's zeros
+
+    Returns:
+        0 to 1
+    """
     if fit == "pad":
         return 1.0
     if fit == "crop":
@@ -125,7 +169,16 @@ class Sizing:
         draw: int,  # Number of the draw
         what: str,  # Purpose of the random number
     ) -> object:  # One of the choices
-        """Choose by (seed, purpose, sample, draw)."""
+        """Choose by (seed, purpose, sample, draw).
+
+        Args:
+            sample: Its id
+            draw: Number of the draw
+            what: Purpose of the random number
+
+        Returns:
+            One of the choices
+        """
         return choices[int(uniform(self.recipe.seed, what, sample, draw) * len(choices))]
 
     def buckets(self, side: int) -> tuple:
@@ -172,7 +225,15 @@ class Sizing:
 
 # %% ../../nbs/2_data/06_buckets.ipynb #ad7ec515
 class BucketOrder:
-    """Which samples make which micro-batches of global batch number `step`."""
+    """Which samples make which micro-batches of global batch number `step`.
+
+    Args:
+        sizes: Per draw: the (height, width) of every sample; epoch e uses draw e mod n
+        global_batch: Samples per optimizer step, a multiple of micro_batch, at most
+        key: Tells collections apart
+        offset: Number of the first sample
+        windows: Arrays of numbers that are shuffled together; None = all
+    """
 
     def __init__(
         self,
@@ -240,19 +301,31 @@ class BucketOrder:
             e += 1
 
     def at(self, slot: int) -> list[tuple[int, int]]:  # (epoch, sample number) of each
-        """The micro-batch number `slot`, counted from the start of training."""
+        """The micro-batch number `slot`, counted from the start of training.
+
+        Returns:
+            (epoch, sample number) of each
+        """
         e, n = self.where(slot)
         return [(e, self.offset + int(i)) for i in self.epoch(e)[n]]
 
     def batch(self, step: int) -> list[list[tuple[int, int]]]:  # Micro-batches
-        """The global batch of the step after `step` steps."""
+        """The global batch of the step after `step` steps.
+
+        Returns:
+            Micro-batches
+        """
         return [self.at(step * self.slots + j) for j in range(self.slots)]
 
     def positions(
         self,
         epochs: float,  # Passes over the collection
     ) -> int:
-        """Micro-batches of the first `epochs` passes, those that are not full among them."""
+        """Micro-batches of the first `epochs` passes, those that are not full among them.
+
+        Args:
+            epochs: Passes over the collection
+        """
         done = int(epochs)
         rounds, rest = divmod(done, len(self.counts))
         whole = rounds * sum(self.counts) + sum(self.counts[:rest])
@@ -262,7 +335,11 @@ class BucketOrder:
         self,
         epochs: float,  # Passes over the collection
     ) -> int:
-        """Steps until `epochs` passes are done; the last one is filled up from the next."""
+        """Steps until `epochs` passes are done; the last one is filled up from the next.
+
+        Args:
+            epochs: Passes over the collection
+        """
         return -(-self.positions(epochs) // self.slots)
 
 
@@ -272,7 +349,14 @@ def rank_share(
     rank: int,
     world_size: int,
 ) -> list[tuple[int, list]]:  # (number within the global batch, micro-batch)
-    """List the micro-batches of a rank. Raises ValueError when they cannot be spread evenly."""
+    """List the micro-batches of a rank. Raises ValueError when they cannot be spread evenly.
+
+    Args:
+        micros: Micro-batches of one global batch
+
+    Returns:
+        (number within the global batch, micro-batch)
+    """
     if len(micros) % world_size:
         raise ValueError(
             f"{len(micros)} micro-batches per step cannot be spread over {world_size} processes: "
@@ -290,6 +374,13 @@ def size_report(
     """Tell what a choice of sizes does to a collection.
 
     `partial` counts the samples in micro-batches that are not full.
+
+    Args:
+        shapes: (width, height) of every image
+        ids: Of the samples; None = their numbers
+
+    Returns:
+        buckets {size: images}, crop_loss, crop_worst, tokens per sample, partial
     """
     ids = ids or [str(i) for i in range(len(shapes))]
     found = [sizing.bucket(i, w, h) for i, (w, h) in zip(ids, shapes, strict=False)]
@@ -313,7 +404,15 @@ def cut_line(
     recipe: Recipe,
     most: int = 20_000,  # Images that are looked at
 ) -> str:  # For people
-    """Say what the recipe's `fit` cuts off the images of a collection, and the others would."""
+    """Say what the recipe's `fit` cuts off the images of a collection, and the others would.
+
+    Args:
+        shapes: (width, height) of every image
+        most: Images that are looked at
+
+    Returns:
+        For people
+    """
     some = shapes[:: -(-len(shapes) // most) or 1]
     sizing = Sizing(recipe)
 

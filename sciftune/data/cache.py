@@ -63,7 +63,14 @@ def _canonical(name: str, value: object) -> object:
 def cache_key(
     **parts: object,  # Everything that the cached tensors depend on
 ) -> str:  # 64 hexadecimal digits
-    """Hash the parts. Raises ValueError for none, and for types without a canonical form."""
+    """Hash the parts. Raises ValueError for none, and for types without a canonical form.
+
+    Args:
+        **parts: Everything that the cached tensors depend on
+
+    Returns:
+        64 hexadecimal digits
+    """
     if not parts:
         raise ValueError(
             "cache_key() without parts: expected everything that the tensors depend on"
@@ -77,7 +84,14 @@ def cache_key(
 def entry_digest(
     tensors: dict[str, Tensor],  # name -> tensor on the CPU, any shape and dtype
 ) -> str:  # 8 hexadecimal digits
-    """CRC-32 of the bytes of all tensors, in their order."""
+    """CRC-32 of the bytes of all tensors, in their order.
+
+    Args:
+        tensors: name -> tensor on the CPU, any shape and dtype
+
+    Returns:
+        8 hexadecimal digits
+    """
     crc = 0
     for tensor in tensors.values():
         flat = tensor.contiguous().reshape(-1).view(torch.uint8)
@@ -88,7 +102,14 @@ def entry_digest(
 def header_digest(
     path: Path,  # A safetensors file
 ) -> str:  # 8 hexadecimal digits
-    """CRC-32 of what stands before the tensors: names, types, shapes and places."""
+    """CRC-32 of what stands before the tensors: names, types, shapes and places.
+
+    Args:
+        path: A safetensors file
+
+    Returns:
+        8 hexadecimal digits
+    """
     with open(path, "rb") as file:
         length = file.read(8)
         header = file.read(min(int.from_bytes(length, "little"), path.stat().st_size))
@@ -104,6 +125,11 @@ def save_shard(
     """Write one shard and then its index.
 
     Raises OSError when the disk is full; nothing half-written is left.
+
+    Args:
+        folder: Of the cache
+        name: Without suffix, used by nobody else
+        entries: key -> {tensor name: tensor}
     """
     path = folder / f"{name}.safetensors"
     aside = folder / f".{name}.part"
@@ -138,6 +164,13 @@ def open_shard(
     """Open a complete shard by memory map.
 
     Raises ValueError, OSError or SafetensorError for a damaged one.
+
+    Args:
+        folder: Of the cache
+        name: Without suffix
+
+    Returns:
+        Index, and the open file
     """
     path = folder / f"{name}.safetensors"
     try:
@@ -156,7 +189,13 @@ def open_shard(
 
 # %% ../../nbs/2_data/08_cache.ipynb #a39e4d4f
 class Writer:
-    """Adds entries to a cache; one per process."""
+    """Adds entries to a cache; one per process.
+
+    Args:
+        rank: Part of the file names
+        flush_entries: Entries in a shard
+        flush_bytes: Bytes in a shard, about
+    """
 
     def __init__(
         self,
@@ -179,7 +218,12 @@ class Writer:
         key: str,  # From `cache_key`
         tensors: dict[str, Tensor],  # name -> tensor of any shape, dtype and device
     ):
-        """Keep a copy of the tensors. Raises ValueError for what cannot be cached."""
+        """Keep a copy of the tensors. Raises ValueError for what cannot be cached.
+
+        Args:
+            key: From `cache_key`
+            tensors: name -> tensor of any shape, dtype and device
+        """
         if not isinstance(key, str) or not key or "/" in key:
             raise ValueError(f"cache entry {key!r}: expected a key from cache_key")
         if not tensors:
@@ -223,7 +267,13 @@ def sweep(
     damaged: list[str],  # Names of shards
     stale: float = 3600,  # Age in seconds from which something incomplete is abandoned
 ):
-    """Remove damaged shards and abandoned files."""
+    """Remove damaged shards and abandoned files.
+
+    Args:
+        folder: Of the cache
+        damaged: Names of shards
+        stale: Age in seconds from which something incomplete is abandoned
+    """
     for name in damaged:
         for suffix in (".json", ".safetensors"):
             (folder / (name + suffix)).unlink(missing_ok=True)
@@ -238,7 +288,11 @@ def sweep(
 
 # %% ../../nbs/2_data/08_cache.ipynb #39cec4a0
 class TensorCache:
-    """key -> dict of tensors, in the shards of one folder."""
+    """key -> dict of tensors, in the shards of one folder.
+
+    Args:
+        folder: Made when something is written
+    """
 
     def __init__(
         self,
@@ -344,6 +398,11 @@ class TensorCache:
         """Open a writer for a `with` block.
 
         Its entries are found after the block, and elsewhere after `refresh`.
+
+        Args:
+            rank: Of this process; part of the file names
+            flush_entries: Entries in a shard
+            flush_bytes: Bytes in a shard, about
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         sweep(self.folder, [f["shard"] for f in self.faults])
@@ -370,7 +429,11 @@ class TensorCache:
 def check_hashes(
     cache: TensorCache,
 ) -> list[dict]:  # Its faults, the new ones included
-    """Compare each shard with the hash of its index; shards that differ are dropped."""
+    """Compare each shard with the hash of its index; shards that differ are dropped.
+
+    Returns:
+        Its faults, the new ones included
+    """
     for name in list(cache._shards):
         try:
             written = json.loads((cache.folder / f"{name}.json").read_text())["sha256"]

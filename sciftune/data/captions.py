@@ -29,7 +29,12 @@ def record_captions(
     source: str,  # File and line of the record, for error messages: prompts.jsonl:3
     record: object,  # Text, list of texts, or an object with a caption key
 ) -> list[str]:
-    """Give the captions of one record. Raises DataError for a record without a usable caption."""
+    """Give the captions of one record. Raises DataError for a record without a usable caption.
+
+    Args:
+        source: File and line of the record, for error messages: prompts.jsonl:3
+        record: Text, list of texts, or an object with a caption key
+    """
     if isinstance(record, dict):
         key = next((k for k in CAPTION_KEYS if record.get(k) is not None), None)
         if key is None:
@@ -48,7 +53,11 @@ def record_captions(
 def text_captions(
     path: Path,  # A text file in UTF-8, one caption a line
 ) -> list[str]:
-    """Give the lines of a text file that are not empty. Raises DataError when it is not UTF-8."""
+    """Give the lines of a text file that are not empty. Raises DataError when it is not UTF-8.
+
+    Args:
+        path: A text file in UTF-8, one caption a line
+    """
     try:
         return [line.strip() for line in path.read_text("utf-8-sig").splitlines() if line.strip()]
     except UnicodeDecodeError as e:
@@ -59,7 +68,11 @@ def text_captions(
 def jsonl_captions(
     path: Path,  # One JSON record a line
 ) -> list[str]:
-    """Give the captions of a JSON-lines file. Raises DataError naming the line."""
+    """Give the captions of a JSON-lines file. Raises DataError naming the line.
+
+    Args:
+        path: One JSON record a line
+    """
     captions = []
     lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
     for number, line in enumerate(lines, 1):
@@ -77,7 +90,11 @@ def jsonl_captions(
 def parquet_captions(
     path: Path,  # A parquet file with one of the caption columns
 ) -> list[str]:
-    """Give the captions in a parquet file. Raises DataError naming the file or the row."""
+    """Give the captions in a parquet file. Raises DataError naming the file or the row.
+
+    Args:
+        path: A parquet file with one of the caption columns
+    """
     try:
         f = pq.ParquetFile(path)
         column = next((k for k in CAPTION_KEYS if k in f.schema_arrow.names), None)
@@ -124,6 +141,12 @@ def read_captions(
 
     Raises DataError, which says what is wrong and what would be right, for a pickle, a missing
     file, an unknown ending, and files without any caption.
+
+    Args:
+        path: File, or a pattern of files such as /data/prompts-*.jsonl
+
+    Returns:
+        Captions in the order of the files' names, SHA-256 of them all
     """
     files = [Path(p) for p in sorted(glob.glob(str(path)))] or [Path(path)]
     captions = [caption for file in files for caption in _captions_of_file(file)]

@@ -45,7 +45,14 @@ SMALL = 32  # Pixels
 def small_copy(
     data: bytes,  # Encoded image
 ) -> np.ndarray:  # (32, 32, 3) uint8
-    """Decode an image onto 32 x 32 pixels. Raises Pillow's errors for what is no image."""
+    """Decode an image onto 32 x 32 pixels. Raises Pillow's errors for what is no image.
+
+    Args:
+        data: Encoded image
+
+    Returns:
+        (32, 32, 3) uint8
+    """
     image = open_image(data)
     image.draft(None, (4 * SMALL, 4 * SMALL))
     return np.array(to_rgb(image).resize((SMALL, SMALL), Image.Resampling.BILINEAR))
@@ -59,7 +66,14 @@ BITS = WAVES**2 - 1
 def perceptual_bits(
     copies: np.ndarray,  # (n, 32, 32, 3) uint8
 ) -> np.ndarray:  # (n, 255) bool
-    """Hash small copies by the signs of their lowest frequencies about the median."""
+    """Hash small copies by the signs of their lowest frequencies about the median.
+
+    Args:
+        copies: (n, 32, 32, 3) uint8
+
+    Returns:
+        (n, 255) bool
+    """
     grey = copies.astype(np.float32).mean(-1)
     grey -= grey.mean((1, 2), keepdims=True)
     waves = np.cos(np.outer(np.arange(WAVES), np.arange(SMALL) + 0.5) * np.pi / SMALL)
@@ -75,7 +89,13 @@ BLANK = 2.0  # Standard deviation of grey levels (0 to 255) below which an image
 
 @dataclass
 class Signatures:
-    """What is kept of images to compare them."""
+    """What is kept of images to compare them.
+
+    Attributes:
+        bits: (n, 255) bool
+        colours: (n, 16, 16, 3) uint8
+        blank: (n,) bool: one colour
+    """
 
     bits: np.ndarray  # (n, 255) bool
     colours: np.ndarray  # (n, 16, 16, 3) uint8
@@ -85,7 +105,11 @@ class Signatures:
 def signatures(
     copies: Iterable[np.ndarray],  # Of `small_copy`
 ) -> Signatures:
-    """Hash small copies, 256 at a time."""
+    """Hash small copies, 256 at a time.
+
+    Args:
+        copies: Of `small_copy`
+    """
     parts = [_signed(np.stack(some)) for some in _batches(copies, 256)]
     if not parts:
         parts = [_signed(np.zeros((0, SMALL, SMALL, 3), np.uint8))]
@@ -95,7 +119,11 @@ def signatures(
 def joined_signatures(
     *parts: Signatures,  # Of collections
 ) -> Signatures:
-    """Signatures of several collections, one after another."""
+    """Signatures of several collections, one after another.
+
+    Args:
+        *parts: Of collections
+    """
     columns = zip(*((p.bits, p.colours, p.blank) for p in parts), strict=True)
     return Signatures(*map(np.concatenate, columns))
 
@@ -123,7 +151,12 @@ def collection_signatures(
     collection: Sequence,  # Of samples with `image`, the encoded bytes
     workers: int | None = None,  # Threads; None = one per available core
 ) -> Signatures:
-    """Read and decode every image of a collection once."""
+    """Read and decode every image of a collection once.
+
+    Args:
+        collection: Of samples with `image`, the encoded bytes
+        workers: Threads; None = one per available core
+    """
     with ThreadPoolExecutor(workers or min(cores(), 32)) as pool:
         return signatures(_decoded_ahead(collection, pool))
 
@@ -144,7 +177,15 @@ def candidate_pairs(
     bits: np.ndarray,  # (n, 255) bool
     reach: int = 64,  # Images of one band that each is compared with
 ) -> np.ndarray:  # (pairs, 2) int, i < j, each once
-    """List the pairs of hashes that differ in at most 16 bits."""
+    """List the pairs of hashes that differ in at most 16 bits.
+
+    Args:
+        bits: (n, 255) bool
+        reach: Images of one band that each is compared with
+
+    Returns:
+        (pairs, 2) int, i < j, each once
+    """
     n = len(bits)
     packed = np.packbits(bits, axis=1)
     order = np.lexsort(packed.T[::-1])  # by the whole hash
@@ -167,7 +208,15 @@ def likeness(
     one: np.ndarray,  # (m, 16, 16, 3) uint8
     other: np.ndarray,  # (m, 16, 16, 3) uint8
 ) -> np.ndarray:  # (m,) from -1 to 1
-    """Compare coarse copies by the cosine of their deviations from their means."""
+    """Compare coarse copies by the cosine of their deviations from their means.
+
+    Args:
+        one: (m, 16, 16, 3) uint8
+        other: (m, 16, 16, 3) uint8
+
+    Returns:
+        (m,) from -1 to 1
+    """
     a, b = (v.reshape(len(v), 3 * COARSE**2).astype(np.float32) for v in (one, other))
     a -= a.mean(1, keepdims=True)
     b -= b.mean(1, keepdims=True)
@@ -178,7 +227,11 @@ def likeness(
 def near_duplicates(
     found: Signatures,
 ) -> list[tuple[int, int, float]]:  # (i, j, likeness), i < j
-    """List the pairs of images that are the same picture but for size and encoding."""
+    """List the pairs of images that are the same picture but for size and encoding.
+
+    Returns:
+        (i, j, likeness), i < j
+    """
     shown = np.flatnonzero(~found.blank)
     pairs = shown[candidate_pairs(found.bits[shown])]
     alike = likeness(found.colours[pairs[:, 0]], found.colours[pairs[:, 1]])
@@ -190,7 +243,14 @@ def near_duplicates(
 def duplicate_groups(
     pairs: Iterable[tuple[int, int]],  # Numbers of images
 ) -> list[list[int]]:  # Each in ascending order, two members or more
-    """Join pairs that have an image in common."""
+    """Join pairs that have an image in common.
+
+    Args:
+        pairs: Numbers of images
+
+    Returns:
+        Each in ascending order, two members or more
+    """
     group = {}
     for i, j in pairs:
         joined = group.get(i, [i])
@@ -205,7 +265,14 @@ def duplicate_groups(
 def equal_digests(
     digests: Sequence[str],  # SHA-256 of each image; empty = unknown
 ) -> list[list[int]]:  # As `duplicate_groups`
-    """Group images of the same bytes."""
+    """Group images of the same bytes.
+
+    Args:
+        digests: SHA-256 of each image; empty = unknown
+
+    Returns:
+        As `duplicate_groups`
+    """
     places = {}
     for number, digest in enumerate(digests):
         if digest:

@@ -37,6 +37,9 @@ class DataError(ValueError):
     """Data that cannot be used; the message names the file or row and what would be right.
 
     Addresses in it are masked (see `core.secrets`).
+
+    Args:
+        message: For people
     """
 
     def __init__(
@@ -48,7 +51,15 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class Sample:
-    """One image with its captions."""
+    """One image with its captions.
+
+    Attributes:
+        id: Unique in its collection: relative path, given id, or shard:row
+        image: Encoded image, as stored
+        captions: One or more, none empty
+        width: Pixels, as shown
+        height: Pixels, as shown
+    """
 
     id: str  # Unique in its collection: relative path, given id, or shard:row
     image: bytes  # Encoded image, as stored
@@ -114,6 +125,13 @@ def open_image(
     """Open an image by its header.
 
     Raises DataError above `max_pixels`, and Pillow's errors for what is no image.
+
+    Args:
+        data: Encoded image
+        max_pixels: Largest width*height; None = any
+
+    Returns:
+        Opened, not yet decoded
     """
     formats = _formats()
     with _bound:  # only the header is read in here; Pillow's own bound would warn or raise first
@@ -133,7 +151,14 @@ def open_image(
 def grey8(
     image: Image.Image,  # Modes I;16, I;16B, I or F
 ) -> Image.Image:  # Mode L
-    """Scale deep greyscale to 8 bits."""
+    """Scale deep greyscale to 8 bits.
+
+    Args:
+        image: Modes I;16, I;16B, I or F
+
+    Returns:
+        Mode L
+    """
     v = np.asarray(image).astype(np.float64)
     low, high = 0.0, 65535.0
     if not image.mode.startswith("I;16"):
@@ -146,7 +171,14 @@ def grey8(
 def to_rgb(
     image: Image.Image,  # Any mode, first frame
 ) -> Image.Image:  # Mode RGB, upright
-    """Undo EXIF rotation, scale deep grey to 8 bits, and lay transparency on white."""
+    """Undo EXIF rotation, scale deep grey to 8 bits, and lay transparency on white.
+
+    Args:
+        image: Any mode, first frame
+
+    Returns:
+        Mode RGB, upright
+    """
     image.load()
     ImageOps.exif_transpose(image, in_place=True)
     if image.mode[0] in "IF":
@@ -169,6 +201,15 @@ def pixels(
     """Decode, scale to cover and crop at the centre, or scale the whole image.
 
     Raises Pillow's errors for what is no image.
+
+    Args:
+        data: Encoded image; the collection has checked it against the pixel bound
+        height: Wanted height in pixels
+        width: Wanted width in pixels
+        whole: Keep all of it: both sides are scaled, each by its own factor
+
+    Returns:
+        (height, width, 3) uint8
     """
     image = open_image(data)
     scale = max(width, height) / min(image.size)
@@ -189,7 +230,15 @@ def examine(
     data: bytes,  # Encoded image
     max_pixels: int = MAX_PIXELS,  # Largest width*height
 ) -> tuple[int, int, str]:  # Width and height as shown, SHA-256 of the bytes
-    """Decode an image wholly. Raises DataError with the reason when that fails."""
+    """Decode an image wholly. Raises DataError with the reason when that fails.
+
+    Args:
+        data: Encoded image
+        max_pixels: Largest width*height
+
+    Returns:
+        Width and height as shown, SHA-256 of the bytes
+    """
     if not data:
         raise DataError("unreadable image: no bytes")
     try:

@@ -23,7 +23,11 @@ from .images import DataError
 def is_lmdb(
     path: str | Path,  # A folder
 ) -> bool:
-    """Tell whether `path` is an LMDB folder."""
+    """Tell whether `path` is an LMDB folder.
+
+    Args:
+        path: A folder
+    """
     return (Path(path) / "data.mdb").is_file()
 
 
@@ -31,7 +35,11 @@ def is_lmdb(
 def open_lmdb(
     path: str | Path,  # Folder with data.mdb
 ) -> "lmdb.Environment":  # noqa: F821 (the package is optional)
-    """Open an LMDB for reading. Raises DataError without data.mdb or the package lmdb."""
+    """Open an LMDB for reading. Raises DataError without data.mdb or the package lmdb.
+
+    Args:
+        path: Folder with data.mdb
+    """
     try:
         import lmdb
     except ImportError as e:
@@ -47,7 +55,14 @@ def open_lmdb(
 def lmdb_shape(
     txn: "lmdb.Transaction",  # noqa: F821 An open transaction: has get(bytes)
 ) -> tuple[int, int, int, int]:  # (N,C,H,W): how many latents, and the shape of each
-    """Read the shape that an LMDB states. Raises DataError unless it is four numbers."""
+    """Read the shape that an LMDB states. Raises DataError unless it is four numbers.
+
+    Args:
+        txn: An open transaction: has get(bytes)
+
+    Returns:
+        (N,C,H,W): how many latents, and the shape of each
+    """
     raw = txn.get(b"latents_shape")
     if raw is None:
         raise DataError(
@@ -69,7 +84,16 @@ def lmdb_row(
     i: int,  # Row, from 0
     shape: tuple[int, ...],  # (C,H,W) of a latent
 ) -> tuple[torch.Tensor, str]:  # Latent (C,H,W) fp16, caption
-    """Read one row. Raises DataError for a missing value and for bytes that do not fit `shape`."""
+    """Read one row. Raises DataError for a missing value and for bytes that do not fit `shape`.
+
+    Args:
+        txn: An open transaction: has get(bytes)
+        i: Row, from 0
+        shape: (C,H,W) of a latent
+
+    Returns:
+        Latent (C,H,W) fp16, caption
+    """
     raw = txn.get(f"latents_{i}_data".encode())
     text = txn.get(f"prompts_{i}_data".encode())
     if raw is None or text is None:
@@ -125,6 +149,15 @@ def import_lmdb(
 
     Raises DataError for latents of another shape, for values that are not finite, and for a folder
     that was copied only partly.
+
+    Args:
+        path: LMDB folder
+        cache: Where the latents go
+        manifests: Folder for the list of what was imported
+        shape: (C,H,W) that the training needs
+
+    Returns:
+        (id, cache key, caption) of each row; fingerprint
     """
     fingerprint = _identity(path)
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import itertools
 import json
 import os
@@ -14,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -46,6 +48,11 @@ __all__ = [
     "Files",
     "Parquet",
     "parquet_shards",
+    "Cell",
+    "cell_path",
+    "parse_cell",
+    "cell_bytes",
+    "image_bytes",
     "check_listed_files",
     "HuggingFace",
 ]
@@ -58,6 +65,9 @@ def captions_of(
     """Check the captions in `value`.
 
     Raises DataError for none, for other types, and for text that UTF-8 cannot hold.
+
+    Args:
+        value: Text, a list of texts, or anything else found in a file
     """
     if value is None:
         value = []
@@ -82,7 +92,15 @@ def inside(
     root: Path,  # Data root, already resolved
     name: str,  # Path as written in a row
 ) -> str:  # The same, relative to `root`, with forward slashes
-    """Check that a path names a file under the root. Raises DataError for anything else."""
+    """Check that a path names a file under the root. Raises DataError for anything else.
+
+    Args:
+        root: Data root, already resolved
+        name: Path as written in a row
+
+    Returns:
+        The same, relative to `root`, with forward slashes
+    """
     if not isinstance(name, str) or not name.strip():
         raise DataError("no image path")
     if os.path.isabs(name):  # lists of other trainers have such paths
@@ -106,7 +124,15 @@ def inside(
 # %% ../../nbs/2_data/02_readers.ipynb #bceb29f0
 @dataclass(slots=True)
 class Row:
-    """One line of a listing."""
+    """One line of a listing.
+
+    Attributes:
+        source: Where it stands, for people: metadata.jsonl:3
+        key: What the reader needs to fetch the image
+        fault: Why it cannot be used; empty = nothing known against it
+        digest: SHA-256 of the image bytes, hex
+        references: Of its reference images, in order; without captions
+    """
 
     source: str  # Where it stands, for people: metadata.jsonl:3
     key: object = None  # What the reader needs to fetch the image
@@ -155,7 +181,13 @@ def reference_rows(
     source: str,  # Where the record stands, for messages
     names: list[str],  # Paths of the reference images, as written
 ) -> tuple[Row, ...]:
-    """Rows of reference images that are files. Raises DataError for one that must not be read."""
+    """Rows of reference images that are files. Raises DataError for one that must not be read.
+
+    Args:
+        root: Data root, resolved
+        source: Where the record stands, for messages
+        names: Paths of the reference images, as written
+    """
     rows = []
     for number, name in enumerate(names, 1):
         try:
@@ -170,7 +202,16 @@ def listed_row(
     source: str,  # Where the record stands, for messages: list.jsonl:7
     record: object,  # Anything that JSON or CSV gave
 ) -> Row:  # With `fault` set when it cannot be used
-    """Make a row of one record of a list."""
+    """Make a row of one record of a list.
+
+    Args:
+        root: Data root, resolved
+        source: Where the record stands, for messages: list.jsonl:7
+        record: Anything that JSON or CSV gave
+
+    Returns:
+        With `fault` set when it cannot be used
+    """
     progress(f"{source} listed")
     try:
         if not isinstance(record, dict):
@@ -219,7 +260,11 @@ def _references_beside(names: list[str]) -> dict[str, list[str]]:
 def folder_rows(
     root: Path,  # Data root, resolved
 ) -> list[Row]:
-    """List images under the root, each with the caption in the `.txt` of the same name."""
+    """List images under the root, each with the caption in the `.txt` of the same name.
+
+    Args:
+        root: Data root, resolved
+    """
     rows = []
     names = sorted(_image_names(root))
     references = _references_beside(names)
@@ -245,7 +290,12 @@ def json_rows(
     root: Path,  # Data root, resolved
     path: Path,  # .json with a list of objects, or .jsonl with one object per line
 ) -> list[Row]:
-    """Read a JSON or JSON-lines list. Raises DataError when a .json file as a whole is wrong."""
+    """Read a JSON or JSON-lines list. Raises DataError when a .json file as a whole is wrong.
+
+    Args:
+        root: Data root, resolved
+        path: .json with a list of objects, or .jsonl with one object per line
+    """
     if path.suffix == ".json":
         try:
             records = json.loads(path.read_text("utf-8-sig"))
@@ -272,7 +322,12 @@ def csv_rows(
     root: Path,  # Data root, resolved
     path: Path,  # .csv with a heading line
 ) -> list[Row]:
-    """Read a CSV list. Raises DataError for a wrong heading or encoding."""
+    """Read a CSV list. Raises DataError for a wrong heading or encoding.
+
+    Args:
+        root: Data root, resolved
+        path: .csv with a heading line
+    """
     try:
         with open(path, newline="", encoding="utf-8-sig") as f:
             reader = csv.DictReader(f)
@@ -290,7 +345,12 @@ def csv_rows(
 
 # %% ../../nbs/2_data/02_readers.ipynb #144fd1a6
 class Files:
-    """Images that are files under `root`; the rows name them."""
+    """Images that are files under `root`; the rows name them.
+
+    Args:
+        root: Data root, resolved
+        rows: Their keys are paths relative to the root
+    """
 
     loose = frozenset()
 
@@ -434,6 +494,10 @@ class Parquet:
     """Images in parquet shards.
 
     Raises DataError for a shard that cannot be read and for one without image or caption column.
+
+    Args:
+        root: Data root, resolved
+        paths: Shards, in order
     """
 
     def __init__(
@@ -542,6 +606,12 @@ def parquet_shards(
     """List the parquet files of a folder, or below it when it holds none itself.
 
     Of several splits only `train` is taken.
+
+    Args:
+        root: Folder
+
+    Returns:
+        Sorted
     """
     paths = sorted(root.glob("*.parquet")) or sorted(root.rglob("*.parquet"))
     splits = {}
@@ -553,11 +623,106 @@ def parquet_shards(
     return paths
 
 
+# %% ../../nbs/2_data/02_readers.ipynb #3ccee14d
+class Cell(NamedTuple):
+    """Where an image lies in a parquet file.
+
+    Attributes:
+        group: Row group
+        row: In the row group
+        item: In a list of images
+    """
+
+    file: str
+    group: int  # Row group
+    row: int  # In the row group
+    column: str
+    item: int | None = None  # In a list of images
+
+
+def cell_path(
+    *where,  # As in `Cell`
+) -> str:
+    """A cell as a path.
+
+    Args:
+        *where: As in `Cell`
+    """
+    file, *rest = where
+    return f"{file}#{':'.join(map(str, rest))}"
+
+
+@functools.lru_cache(1 << 16)
+def parse_cell(
+    path: str,  # Of an image
+) -> Cell | None:  # None = it is a file
+    """The cell that a path means.
+
+    Args:
+        path: Of an image
+
+    Returns:
+        None = it is a file
+    """
+    found = re.fullmatch(r"(.+\.parquet)#(\d+):(\d+):(\w+?)(?::(\d+))?", str(path))
+    if not found:
+        return None
+    file, group, row, column, item = found.groups()
+    return Cell(file, int(group), int(row), column, None if item is None else int(item))
+
+
+def cell_bytes(
+    path: str,  # Of `cell_path`
+    count: int | None = None,  # Items that its list must have; None = any
+) -> bytes:
+    """Read an image; its row group stays with this thread.
+
+    Raises DataError for a list of another length, and OSError when the file cannot be read.
+
+    Args:
+        path: Of `cell_path`
+        count: Items that its list must have; None = any
+    """
+    cell = parse_cell(path)
+    status = os.stat(cell.file)
+    at = (*cell[:2], cell.column, status.st_size, status.st_mtime_ns)
+    if getattr(_local, "cell_at", None) != at:
+        try:
+            file = pq.ParquetFile(cell.file, memory_map=True)
+            _local.cells = file.read_row_group(cell.group, columns=[cell.column]).column(0)
+        except (pa.ArrowException, OSError) as e:
+            raise OSError(f"{cell.file}: row group {cell.group} cannot be read: {e}") from e
+        _local.cell_at = at
+    value = _local.cells[cell.row]
+    if cell.item is not None:
+        length = len(value) if value.is_valid else 0
+        if count is not None and length != count:
+            raise DataError(f"{cell.column} has {length} pictures, instruction_list needs {count}")
+        value = value[cell.item]
+    value = value.as_py()
+    return (value.get("bytes") if isinstance(value, dict) else value) or b""
+
+
+def image_bytes(
+    path: str | Path,  # Of a file, or of a cell
+) -> bytes:
+    """The bytes of an image.
+
+    Args:
+        path: Of a file, or of a cell
+    """
+    return cell_bytes(str(path)) if parse_cell(str(path)) else Path(path).read_bytes()
+
+
 # %% ../../nbs/2_data/02_readers.ipynb #30b8f31b
 def check_listed_files(
     root: Path,  # Folder that `save_to_disk` wrote, resolved
 ) -> None:
-    """Raise DataError unless all files that a Hugging Face dataset names are below its folder."""
+    """Raise DataError unless all files that a Hugging Face dataset names are below its folder.
+
+    Args:
+        root: Folder that `save_to_disk` wrote, resolved
+    """
     splits = [""]
     if (root / "dataset_dict.json").is_file():
         splits = json.loads((root / "dataset_dict.json").read_text())["splits"]
@@ -584,6 +749,9 @@ class HuggingFace:
     """Images in a folder that `Dataset.save_to_disk` wrote.
 
     Raises DataError without the package datasets and for a folder that it cannot read.
+
+    Args:
+        root: Folder, resolved
     """
 
     def __init__(

@@ -47,7 +47,14 @@ REFERENCE_KEYS = (
 def reference_columns(
     names: Iterable[str],  # Of the columns of a collection, or of the keys of a record
 ) -> list[str]:  # In the order of their numbers
-    """The columns that hold reference images. Raises DataError for two kinds of them."""
+    """The columns that hold reference images. Raises DataError for two kinds of them.
+
+    Args:
+        names: Of the columns of a collection, or of the keys of a record
+
+    Returns:
+        In the order of their numbers
+    """
     matches = [re.fullmatch(rf"({'|'.join(REFERENCE_KEYS)})_?(\d*)", name) for name in names]
     found = sorted((int(m[2] or 0), m[0], m[1]) for m in matches if m)
     kinds = sorted({kind for *_, kind in found})
@@ -74,7 +81,14 @@ def _texts(name: str, value: object) -> list[str]:
 def reference_paths(
     record: Mapping[str, object],  # One line of a list
 ) -> list[str]:  # As written, in order
-    """The paths of a record's reference images. Raises DataError for other values than paths."""
+    """The paths of a record's reference images. Raises DataError for other values than paths.
+
+    Args:
+        record: One line of a list
+
+    Returns:
+        As written, in order
+    """
     given = {str(name): value for name, value in record.items() if value not in (None, "")}
     held = {name: paths for name in given if (paths := _named_paths(name, given[name]))}
     return [path for name in reference_columns(held) for path in held[name]]
@@ -93,7 +107,14 @@ _TARGET_PARTS = ("", "target", "edited", "output")
 def reference_number(
     suffix: str,  # Of a file behind the first dot: png, source.png, source2.png
 ) -> int | None:  # 0 where it has none; None = no reference
-    """The number of a reference image among those of its sample."""
+    """The number of a reference image among those of its sample.
+
+    Args:
+        suffix: Of a file behind the first dot: png, source.png, source2.png
+
+    Returns:
+        0 where it has none; None = no reference
+    """
     part, dot, end = suffix.lower().rpartition(".")
     match = _REFERENCE_PART.fullmatch(part)
     return int(match[1] or 0) if dot and match and f".{end}" in SUFFIXES else None
@@ -102,6 +123,10 @@ def reference_number(
 def is_target(
     suffix: str,  # Of a file behind the first dot
 ) -> bool:
-    """Whether a file of a sample is the image that is to be made."""
+    """Whether a file of a sample is the image that is to be made.
+
+    Args:
+        suffix: Of a file behind the first dot
+    """
     part, _, end = suffix.lower().rpartition(".")
     return f".{end}" in SUFFIXES and part in _TARGET_PARTS

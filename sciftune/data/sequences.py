@@ -39,8 +39,10 @@ __all__ = [
     "to_segments",
     "read_jsonl",
     "read_examples",
+    "read_lines",
     "read_example",
     "open_examples",
+    "verify_examples",
     "verified_example",
     "plan_item",
     "image_items",
@@ -66,6 +68,7 @@ __all__ = [
 
 # %% ../../nbs/2_data/10_sequences.ipynb #b8c80bf7
 import hashlib
+import io
 import json
 import os
 import re
@@ -83,7 +86,7 @@ from torch import Tensor
 from ..core.progress import progress
 from ..core.randomness import GlobalOrder, stream, stream_seed, uniform
 from .images import DataError, open_image, to_rgb
-from .readers import Files, Row
+from .readers import Files, Row, cell_bytes, image_bytes, parse_cell
 from .sources import set_aside, verify_once
 
 
@@ -97,6 +100,15 @@ def visibility(
     """The rule that says which key positions a query position sees.
 
     Raises ValueError when the lengths disagree or a mode is unknown.
+
+    Args:
+        sample_lens: Tokens of each sample; their sum is the packed length
+        split_lens: Tokens of each split, over all samples
+        attn_modes: causal | full | noise of each split
+        device: Where the rule will be evaluated
+
+    Returns:
+        rule(batch, head, q, k) -> bool tensor, a flex-attention `mask_mod`
     """
     if sum(sample_lens) != sum(split_lens):
         raise ValueError(f"samples hold {sum(sample_lens)} tokens but splits {sum(split_lens)}")
@@ -133,7 +145,16 @@ def dense_mask(
     attn_modes: list[str],  # Mode of each
     device: torch.device | str = "cpu",  # Of the mask
 ) -> Tensor:  # (L,L) bool, True = query (row) sees key (column)
-    """The visibility rule of one sample as a matrix."""
+    """The visibility rule of one sample as a matrix.
+
+    Args:
+        split_lens: Splits of ONE sample
+        attn_modes: Mode of each
+        device: Of the mask
+
+    Returns:
+        (L,L) bool, True = query (row) sees key (column)
+    """
     at = torch.arange(sum(split_lens), device=device)
     return visibility([len(at)], split_lens, attn_modes, device)(0, 0, at[:, None], at[None])
 
@@ -152,7 +173,13 @@ class SpecialTokens:
 # %% ../../nbs/2_data/10_sequences.ipynb #2080018a
 @dataclass(frozen=True)
 class Resize:
-    """The size rule of one encoder, in pixels."""
+    """The size rule of one encoder, in pixels.
+
+    Attributes:
+        stride: Sides become multiples of it: 16 for latents, 14 for the vision tower
+        max_size: Of the long side
+        min_size: Of the short side
+    """
 
     stride: int  # Sides become multiples of it: 16 for latents, 14 for the vision tower
     max_size: int  # Of the long side
@@ -171,7 +198,16 @@ class Resize:
         height: int,  # Likewise
         images: int = 1,  # Images of the sample among which max_pixels is shared
     ) -> tuple[int, int]:  # Width and height
-        """The size that an image gets."""
+        """The size that an image gets.
+
+        Args:
+            width: Of the image in the file
+            height: Likewise
+            images: Images of the sample among which max_pixels is shared
+
+        Returns:
+            Width and height
+        """
         down = min(self.max_size / max(width, height), 1.0)
         up = self.min_size / min(width, height)
         w, h = self._scaled(width, height, max(down, up))
@@ -186,7 +222,11 @@ class Resize:
 def says_more_after_pixels(
     file: BinaryIO,  # A PNG
 ) -> bool:
-    """Whether text or EXIF stands behind the pixels of a PNG; the pixels are not read."""
+    """Whether text or EXIF stands behind the pixels of a PNG; the pixels are not read.
+
+    Args:
+        file: A PNG
+    """
     file.seek(8)  # the signature
     pixels = False
     while len(head := file.read(8)) == 8:
@@ -201,7 +241,11 @@ def says_more_after_pixels(
 def is_turned(
     image: Image.Image,  # Opened, not decoded
 ) -> bool:
-    """Whether EXIF or XMP turns an image by a quarter, decoding only where nothing else tells."""
+    """Whether EXIF or XMP turns an image by a quarter, decoding only where nothing else tells.
+
+    Args:
+        image: Opened, not decoded
+    """
     read = Image.Image.getexif  # of what stands in the header
     if image.format == "PNG" and "exif" not in image.info:
         at = image.fp.tell()
@@ -216,9 +260,16 @@ def is_turned(
 def displayed_size(
     path: str,  # Image file
 ) -> tuple[int, int]:  # Width and height as displayed (EXIF rotation applied)
-    """The size from the header alone. Raises DataError when the file is missing or is no image."""
+    """The size from the header alone. Raises DataError when the file is missing or is no image.
+
+    Args:
+        path: Image file
+
+    Returns:
+        Width and height as displayed (EXIF rotation applied)
+    """
     try:
-        with Image.open(path) as image:
+        with Image.open(io.BytesIO(cell_bytes(path)) if parse_cell(path) else path) as image:
             width, height = image.size
             turned = is_turned(image)
     except FileNotFoundError:
@@ -232,9 +283,16 @@ def displayed_size(
 def decoded_image(
     path: str | Path,  # Image file
 ) -> Image.Image:  # Mode RGB, upright
-    """Decode a file. Raises DataError when it is damaged."""
+    """Decode a file. Raises DataError when it is damaged.
+
+    Args:
+        path: Image file
+
+    Returns:
+        Mode RGB, upright
+    """
     try:
-        return to_rgb(open_image(Path(path).read_bytes()))
+        return to_rgb(open_image(image_bytes(path)))
     except Exception as e:  # decoders raise nearly anything on damaged bytes
         raise DataError(f"image {path} cannot be read: {e}") from e
 
@@ -244,14 +302,27 @@ def resized(
     width: int,  # Wanted size in pixels
     height: int,  # Likewise
 ) -> Image.Image:
-    """The image in another size, bicubically."""
+    """The image in another size, bicubically.
+
+    Args:
+        image: Mode RGB
+        width: Wanted size in pixels
+        height: Likewise
+    """
     return image.resize((width, height), Image.Resampling.BICUBIC)
 
 
 def image_tensor(
     image: Image.Image,  # Mode RGB
 ) -> Tensor:  # (3,H,W) fp32 in [-1,1]
-    """The pixels of an image."""
+    """The pixels of an image.
+
+    Args:
+        image: Mode RGB
+
+    Returns:
+        (3,H,W) fp32 in [-1,1]
+    """
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255 * 2 - 1
 
 
@@ -260,7 +331,16 @@ def load_image(
     width: int,  # Wanted size in pixels
     height: int,  # Likewise
 ) -> Tensor:  # (3,H,W) fp32 in [-1,1]
-    """Decode and resize. Raises DataError for a damaged file."""
+    """Decode and resize. Raises DataError for a damaged file.
+
+    Args:
+        path: Image file
+        width: Wanted size in pixels
+        height: Likewise
+
+    Returns:
+        (3,H,W) fp32 in [-1,1]
+    """
     return image_tensor(resized(decoded_image(path), width, height))
 
 
@@ -269,7 +349,15 @@ def image_patches(
     image: Tensor,  # (C,H,W), H and W multiples of `size`
     size: int,  # Side of a patch
 ) -> Tensor:  # (H/size*W/size, size*size*C)
-    """Patches in row-major order."""
+    """Patches in row-major order.
+
+    Args:
+        image: (C,H,W), H and W multiples of `size`
+        size: Side of a patch
+
+    Returns:
+        (H/size*W/size, size*size*C)
+    """
     grid = image.unfold(1, size, size).unfold(2, size, size)  # (C, rows, columns, size, size)
     return grid.permute(1, 2, 3, 4, 0).flatten(0, 1).flatten(1)
 
@@ -277,7 +365,19 @@ def image_patches(
 # %% ../../nbs/2_data/10_sequences.ipynb #dc63661e
 @dataclass(frozen=True)
 class Segment:
-    """One piece of an example."""
+    """One piece of an example.
+
+    Attributes:
+        type: text | image | video
+        texts: Alternatives
+        loss: Learn to write this text
+        next: 'image': learn that an image follows
+        paths: The image, or the frames
+        indices: Positions of the frames in time
+        role: or target
+        encoders: None = vae and vit before a target, else vit
+        cfg_dropout: None = see above
+    """
 
     type: str  # text | image | video
     texts: tuple[str, ...] = ()  # Alternatives
@@ -295,12 +395,20 @@ class Segment:
 # %% ../../nbs/2_data/10_sequences.ipynb #03b24d60
 @dataclass(frozen=True)
 class Example:
-    """One line of a file."""
+    """One line of a file.
+
+    Attributes:
+        id: Keys everything random about it
+        where: File and line, for errors
+        fault: Why it is set aside; empty = nothing known against it
+        digest: Of images that lie in a parquet file; '' = they are files
+    """
 
     id: str  # Keys everything random about it
     segments: tuple[Segment, ...]
     where: str = ""  # File and line, for errors
     fault: str = ""  # Why it is set aside; empty = nothing known against it
+    digest: str = ""  # Of images that lie in a parquet file; '' = they are files
 
     @property
     def targets(self) -> bool:
@@ -311,6 +419,17 @@ class Example:
     def files(self) -> list[str]:
         """All images and frames."""
         return [path for s in self.segments for path in s.paths]
+
+    def drawn(
+        self,
+        number: Callable[..., float],  # What is drawn -> a number in [0,1)
+    ) -> "Example":
+        """What an epoch trains of it: all of it; a part of a chain, see `data.released`.
+
+        Args:
+            number: What is drawn -> a number in [0,1)
+        """
+        return self
 
 
 # %% ../../nbs/2_data/10_sequences.ipynb #c01d4315
@@ -326,7 +445,13 @@ def read_segment(
     folder: Path,  # What paths are relative to
     where: str,  # Named in errors
 ) -> Segment:
-    """One segment. Raises DataError naming the field."""
+    """One segment. Raises DataError naming the field.
+
+    Args:
+        entry: Of a line's `segments`
+        folder: What paths are relative to
+        where: Named in errors
+    """
     kind = entry.get("type") if isinstance(entry, dict) else None
     if kind not in SEGMENT_FIELDS:
         raise DataError(f"{where}: type is {kind!r}; text, image or video is needed")
@@ -344,7 +469,11 @@ def read_segment(
 def is_string_list(
     value: object,  # Of JSON
 ) -> bool:
-    """Whether it is a list of strings, at least one."""
+    """Whether it is a list of strings, at least one.
+
+    Args:
+        value: Of JSON
+    """
     return isinstance(value, list) and bool(value) and all(isinstance(i, str) for i in value)
 
 
@@ -352,7 +481,12 @@ def read_text_segment(
     entry: dict,  # With known fields
     where: str,  # Named in errors
 ) -> Segment:
-    """A text segment. Raises DataError naming the field."""
+    """A text segment. Raises DataError naming the field.
+
+    Args:
+        entry: With known fields
+        where: Named in errors
+    """
     texts = [entry["text"]] if isinstance(entry.get("text"), str) else entry.get("text")
     if not is_string_list(texts):
         raise DataError(f"{where}: text must be a string or a list of strings")
@@ -377,7 +511,13 @@ def image_paths(
     folder: Path,  # What paths are relative to
     where: str,  # Named in errors
 ) -> tuple[str, ...]:
-    """The image's path, or those of the frames. Raises DataError for anything but paths."""
+    """The image's path, or those of the frames. Raises DataError for anything but paths.
+
+    Args:
+        entry: An image or video segment
+        folder: What paths are relative to
+        where: Named in errors
+    """
     if entry["type"] == "image":
         names, must = [entry.get("path")], "path must be a string"
     else:
@@ -392,7 +532,13 @@ def read_image_segment(
     folder: Path,  # What paths are relative to
     where: str,  # Named in errors
 ) -> Segment:
-    """An image or video segment. Raises DataError naming the field."""
+    """An image or video segment. Raises DataError naming the field.
+
+    Args:
+        entry: An image or video segment with known fields
+        folder: What paths are relative to
+        where: Named in errors
+    """
     paths = image_paths(entry, folder, where)
     if entry.get("role") not in ("condition", "target"):
         raise DataError(f"{where}: role is {entry.get('role')!r}; condition or target is needed")
@@ -422,7 +568,16 @@ def turn_segments(
     where: str,  # Named in errors
     **image,  # Further fields of condition images
 ) -> list[dict]:
-    """The segments of one turn. Raises DataError when there are more tags than images."""
+    """The segments of one turn. Raises DataError when there are more tags than images.
+
+    Args:
+        text: With <image> and <video> tags
+        learn: An assistant's turn
+        pictures: Paths still to be used; consumed
+        videos: Lists of frames still to be used; consumed
+        where: Named in errors
+        **image: Further fields of condition images
+    """
     role = dict(role="target") if learn else dict(role="condition", **image)
     segments = []
     for part in re.split(r"(<image>|<video>)", text):
@@ -445,7 +600,13 @@ def object_list(
     key: str,  # Field
     where: str,  # Named in errors
 ) -> list[dict]:
-    """A field that must be a list of JSON objects. Raises DataError."""
+    """A field that must be a list of JSON objects. Raises DataError.
+
+    Args:
+        record: A line
+        key: Field
+        where: Named in errors
+    """
     values = record.get(key)
     if not isinstance(values, list):
         raise DataError(f"{where}: {key} must be a list, got {values!r:.60}")
@@ -462,7 +623,13 @@ def turn_text(
     key: str,  # Field that holds the text
     where: str,  # Named in errors
 ) -> str:
-    """The text of a turn. Raises DataError when it is no string."""
+    """The text of a turn. Raises DataError when it is no string.
+
+    Args:
+        turn: Of a conversation
+        key: Field that holds the text
+        where: Named in errors
+    """
     if not isinstance(turn.get(key), str):
         raise DataError(f"{where}: {key} of a turn must be a string, got {turn.get(key)!r:.60}")
     return turn[key]
@@ -472,7 +639,12 @@ def image_entry(
     path: str,  # Relative to the file
     learn: bool,  # To be drawn
 ) -> dict:
-    """An image segment as it stands in a file."""
+    """An image segment as it stands in a file.
+
+    Args:
+        path: Relative to the file
+        learn: To be drawn
+    """
     return dict(type="image", path=path, role="target" if learn else "condition")
 
 
@@ -481,7 +653,13 @@ def element_entry(
     learn: bool,  # Of an assistant, or of a target sequence
     where: str,  # Named in errors
 ) -> dict:
-    """A segment of a {type, content | image_path} element. Raises DataError for another type."""
+    """A segment of a {type, content | image_path} element. Raises DataError for another type.
+
+    Args:
+        element: {type, content | image_path}
+        learn: Of an assistant, or of a target sequence
+        where: Named in errors
+    """
     if element.get("type") == "text":
         return dict(type="text", text=element.get("content"), loss=learn)
     if element.get("type") == "image":
@@ -494,7 +672,12 @@ def from_messages(
     record: dict,  # With messages, and maybe images
     where: str,  # Named in errors
 ) -> list[dict]:
-    """Messages with <image> tags; images[0] is the user's even where no tag says so."""
+    """Messages with <image> tags; images[0] is the user's even where no tag says so.
+
+    Args:
+        record: With messages, and maybe images
+        where: Named in errors
+    """
     messages, pictures = object_list(record, "messages", where), record.get("images") or []
     if pictures and not is_string_list(pictures):
         raise DataError(f"{where}: images must be a list of paths, got {pictures!r:.60}")
@@ -527,7 +710,13 @@ def from_llava(
     where: str,  # Named in errors
     seen: dict,  # Further fields of the images
 ) -> list[dict]:
-    """Image (one or several) or video (frames), and turns of human and gpt."""
+    """Image (one or several) or video (frames), and turns of human and gpt.
+
+    Args:
+        record: With conversations of {from, value}, and maybe image or video
+        where: Named in errors
+        seen: Further fields of the images
+    """
     image, video = record.get("image"), record.get("video")
     pictures = [image] if isinstance(image, str) else image or []
     if pictures and not is_string_list(pictures):
@@ -552,7 +741,12 @@ def native_segments(
     record: dict,  # With segments
     where: str,  # Named in errors
 ) -> list[dict]:
-    """The segments of a record of the native form, whose own fields are checked."""
+    """The segments of a record of the native form, whose own fields are checked.
+
+    Args:
+        record: With segments
+        where: Named in errors
+    """
     if extra := sorted(set(record) - {"id", "task", "segments", "metadata"}):
         raise DataError(
             f"{where}: unknown field {extra[0]!r}; known: id, task, segments, metadata "
@@ -573,7 +767,12 @@ def rewritten(
     record: dict,  # Any form but the native one
     where: str,  # Named in errors
 ) -> list[dict]:
-    """The segments of a record of another form. Raises DataError for an unknown one."""
+    """The segments of a record of another form. Raises DataError for an unknown one.
+
+    Args:
+        record: Any form but the native one
+        where: Named in errors
+    """
     if "messages" in record:
         return from_messages(record, where)
     if "conversations" in record:
@@ -603,7 +802,15 @@ def to_segments(
     record: dict,  # Any known form
     where: str,  # Named in errors
 ) -> list[dict]:  # Segments of the native form
-    """Rewrite a record. Raises DataError for an unknown form."""
+    """Rewrite a record. Raises DataError for an unknown form.
+
+    Args:
+        record: Any known form
+        where: Named in errors
+
+    Returns:
+        Segments of the native form
+    """
     if "segments" in record:
         return native_segments(record, where)
     out = rewritten(record, where)
@@ -619,7 +826,11 @@ def to_segments(
 def read_jsonl(
     path: str | Path,  # One JSON object per line, UTF-8
 ) -> list[Example]:
-    """All examples of a file, whose images are all there. Raises DataError naming file and line."""
+    """All examples of a file, whose images are all there. Raises DataError naming file and line.
+
+    Args:
+        path: One JSON object per line, UTF-8
+    """
     examples = read_examples(path)
     for example in examples:
         for file in example.files:
@@ -631,16 +842,14 @@ def read_jsonl(
 def read_examples(
     path: str | Path,  # One JSON object per line, UTF-8
 ) -> list[Example]:
-    """All examples of a file; no image is looked for. Raises DataError naming file and line."""
+    """All examples of a file; no image is looked for. Raises DataError naming file and line.
+
+    Args:
+        path: One JSON object per line, UTF-8
+    """
     path = Path(path)
-    if not path.is_file():
-        raise DataError(f"{path} is missing; a file with one JSON object per line is needed")
-    try:
-        text = path.read_text("utf-8-sig")
-    except UnicodeDecodeError as e:
-        raise DataError(f"{path} is not UTF-8: {e}") from e
     out, ids = [], set()
-    for n, line in enumerate(text.split("\n"), 1):  # splitlines() would also split at U+2028
+    for n, line in enumerate(read_lines(path), 1):
         if not line.strip():
             continue
         example = read_example(line, n, path)
@@ -656,12 +865,38 @@ def read_examples(
     return out
 
 
+def read_lines(
+    path: Path,  # UTF-8
+) -> list[str]:  # Without their ends
+    """The lines of a file. Raises DataError when it is missing or is not UTF-8.
+
+    Args:
+        path: UTF-8
+
+    Returns:
+        Without their ends
+    """
+    if not path.is_file():
+        raise DataError(f"{path} is missing; a file with one JSON object per line is needed")
+    try:
+        text = path.read_text("utf-8-sig")
+    except UnicodeDecodeError as e:
+        raise DataError(f"{path} is not UTF-8: {e}") from e
+    return text.removesuffix("\n").split("\n")  # splitlines() would also split at U+2028
+
+
 def read_example(
     line: str,  # One JSON object
     number: int,  # Of the line, from 1; the id where the line has none
     path: Path,  # The file
 ) -> Example:
-    """One line of a file. Raises DataError naming file and line."""
+    """One line of a file. Raises DataError naming file and line.
+
+    Args:
+        line: One JSON object
+        number: Of the line, from 1; the id where the line has none
+        path: The file
+    """
     where = f"{path.name}:{number}"
     progress(f"{where} read")
     try:
@@ -689,22 +924,77 @@ def open_examples(
     """The examples of a file, every image verified.
 
     Raises DataError naming file and line, and when too many examples are bad.
+
+    Args:
+        path: One JSON object per line, UTF-8
+        max_bad_fraction: Largest part of the examples that may be set aside, 0..1
+        quarantine: File for those set aside; None = not written
+        cache: Folder that keeps findings; None = decode every image
+
+    Returns:
+        All, with `fault` where an image cannot be used
     """
-    examples = read_examples(path)
-    files = dict.fromkeys(file for example in examples for file in example.files)
-    images = {file: Row(file, file, file) for file in files}
-    verify_once(Files(Path(), list(images.values())), f"{Path(path).absolute()}", cache)
+    place = Path(path).absolute()
+    return verify_examples(read_examples(path), None, place, max_bad_fraction, quarantine, cache)
+
+
+def verify_examples(
+    examples: list[Example],  # With `fault` where one cannot be used
+    source: object,  # A reader of the images, its keys are their paths; None = they are files
+    path: str | Path,  # Names the collection
+    max_bad_fraction: float,  # Largest part of the examples that may be set aside, 0..1
+    quarantine: str | Path | None,  # File for those set aside; None = not written
+    cache: str | Path | None,  # Folder that keeps findings; None = decode every image
+) -> list[Example]:  # With the sizes of their images, or with `fault`
+    """Verify every image. Raises DataError when too many examples are bad.
+
+    Args:
+        examples: With `fault` where one cannot be used
+        source: A reader of the images, its keys are their paths; None = they are files
+        path: Names the collection
+        max_bad_fraction: Largest part of the examples that may be set aside, 0..1
+        quarantine: File for those set aside; None = not written
+        cache: Folder that keeps findings; None = decode every image
+
+    Returns:
+        With the sizes of their images, or with `fault`
+    """
+    if source is None:
+        files = dict.fromkeys(file for example in examples for file in example.files)
+        source = Files(Path(), [Row(file, file, file) for file in files])
+    verify_once(source, f"{path}", cache)
+    images = {row.key: row for row in source.rows}
     examples = [verified_example(example, images) for example in examples]
+    if not isinstance(source, Files):
+        examples = [_with_digest(example, images) for example in examples]
     rows = [Row(example.where, id=example.id, fault=example.fault) for example in examples]
     set_aside(rows, max_bad_fraction, quarantine, path)
     return examples
+
+
+def _with_digest(example: Example, images: dict[str, Row]) -> Example:
+    """An example with one digest of the bytes of its images."""
+    if example.fault:
+        return example
+    together = "".join(images[file].digest for file in example.files)
+    return replace(example, digest=hashlib.sha256(together.encode()).hexdigest())
 
 
 def verified_example(
     example: Example,  # As read
     images: dict[str, Row],  # What was found, by file
 ) -> Example:  # With the sizes of its images, or with `fault`
-    """An example after its images have been looked at."""
+    """An example after its images have been looked at.
+
+    Args:
+        example: As read
+        images: What was found, by file
+
+    Returns:
+        With the sizes of its images, or with `fault`
+    """
+    if example.fault:
+        return example
     for file in example.files:
         if fault := images[file].fault:
             return replace(example, fault=f"{fault}: {file}")
@@ -723,7 +1013,15 @@ def plan_item(
     label: int | None = None,  # Id that its last token learns to predict
     **extra,  # split_start, split_end, frame_delta
 ) -> dict:
-    """One item of a plan, as the published packer has it."""
+    """One item of a plan, as the published packer has it.
+
+    Args:
+        kind: text | vae_image | vit_image
+        loss: Learn to write or to draw it
+        drop: May be left out
+        label: Id that its last token learns to predict
+        **extra: split_start, split_end, frame_delta
+    """
     return dict(
         type=kind,
         enable_cfg=int(drop),
@@ -745,6 +1043,16 @@ def image_items(
 
     Frames share one split under the autoencoder, positions advancing by the time between them;
     the tower sees them one by one.
+
+    Args:
+        kind: vae_image | vit_image
+        segment: An image or a video
+        number: Of the segment
+        loss: Learn to draw it
+        drop: May be left out
+
+    Returns:
+        (plan item, number of the segment, number of the frame)
     """
     count = len(segment.paths)
     if count == 1 or kind == "vit_image":
@@ -763,7 +1071,15 @@ def sequence_plan(
     example: Example,  # As read
     special: SpecialTokens | None = None,  # For the token that announces an image
 ) -> list[tuple[dict, int, int]]:  # (plan item, number of the segment, number of the frame)
-    """The sequence plan of an example, deterministic."""
+    """The sequence plan of an example, deterministic.
+
+    Args:
+        example: As read
+        special: For the token that announces an image
+
+    Returns:
+        (plan item, number of the segment, number of the frame)
+    """
     special, segments, plan = special or SpecialTokens(), example.segments, []
     for n, s in enumerate(segments):
         target_follows = any(t.role == "target" for t in segments[n + 1 :])
@@ -789,7 +1105,15 @@ def sequence_plan(
 # %% ../../nbs/2_data/10_sequences.ipynb #41160b9e
 @dataclass(frozen=True)
 class PackingRules:
-    """What the packer must know of the model."""
+    """What the packer must know of the model.
+
+    Attributes:
+        vit_patch: Pixels per patch of the vision tower
+        vit_side: Patches per side at most
+        stride: Pixels per latent token
+        latent_side: Latent tokens per side at most
+        latent_size: Values per latent token
+    """
 
     special: SpecialTokens = SpecialTokens()
     vit_patch: int = 14  # Pixels per patch of the vision tower
@@ -804,7 +1128,12 @@ class PackingRules:
         config: object,  # models.bagel.BagelConfig
         special: SpecialTokens,  # Of the tokenizer
     ) -> "PackingRules":
-        """The rules of a model."""
+        """The rules of a model.
+
+        Args:
+            config: models.bagel.BagelConfig
+            special: Of the tokenizer
+        """
         return cls(
             special,
             config.vit_patch,
@@ -820,7 +1149,16 @@ class PackingRules:
         width: int,  # Pixels
         height: int,  # Pixels
     ) -> tuple[int, int]:  # Rows, columns
-        """Tokens of an image. Raises DataError when the size does not suit the encoder."""
+        """Tokens of an image. Raises DataError when the size does not suit the encoder.
+
+        Args:
+            kind: vit_image | vae_image
+            width: Pixels
+            height: Pixels
+
+        Returns:
+            Rows, columns
+        """
         cell, most = self.stride, self.latent_side
         if kind == "vit_image":
             cell, most = self.vit_patch, self.vit_side
@@ -842,7 +1180,12 @@ class PackedBatch(dict):
         device: torch.device | str,  # Where the model is
         non_blocking: bool = True,  # Do not wait for the copy
     ) -> "PackedBatch":
-        """Move the tensors, except lengths that the host reads."""
+        """Move the tensors, except lengths that the host reads.
+
+        Args:
+            device: Where the model is
+            non_blocking: Do not wait for the copy
+        """
 
         def moved(value: object) -> object:
             if isinstance(value, Tensor):
@@ -859,7 +1202,11 @@ class PackedBatch(dict):
         return PackedBatch({**self, **other})
 
     def nested_masks(self) -> list[Tensor]:  # (L,L) for each sample
-        """Additive masks (0 and -inf), one per sample, as the published batches carry them."""
+        """Additive masks (0 and -inf), one per sample, as the published batches carry them.
+
+        Returns:
+            (L,L) for each sample
+        """
         out, lens, modes = [], list(self["split_lens"]), list(self["attn_modes"])
         for n in self["sample_lens"]:
             k = int(np.searchsorted(np.cumsum(lens), n)) + 1  # its splits
@@ -871,7 +1218,11 @@ class PackedBatch(dict):
 
 # %% ../../nbs/2_data/10_sequences.ipynb #f6bc37df
 class Packer:
-    """Lists that grow item by item and become a PackedBatch."""
+    """Lists that grow item by item and become a PackedBatch.
+
+    Args:
+        rules: Of the model
+    """
 
     FLOAT = ("packed_timesteps", "ce_loss_weights")
 
@@ -891,7 +1242,11 @@ class Packer:
         self,
         **values: Iterable,  # Key of the batch -> numbers to append
     ):
-        """Append to lists."""
+        """Append to lists.
+
+        Args:
+            **values: Key of the batch -> numbers to append
+        """
         for key, numbers in values.items():
             self.lists.setdefault(key, []).extend(numbers)
 
@@ -900,7 +1255,12 @@ class Packer:
         ids: list[int],  # Text-type tokens
         positions: Iterable[int],  # One each
     ):
-        """Append text-type tokens."""
+        """Append text-type tokens.
+
+        Args:
+            ids: Text-type tokens
+            positions: One each
+        """
         where = range(self.at, self.at + len(ids))
         self.put(packed_text_ids=ids, packed_text_indexes=where, packed_position_ids=positions)
         self.at += len(ids)
@@ -911,7 +1271,16 @@ class Packer:
         item: dict,  # Of the plan
         position: int,  # Of its first token
     ) -> int:  # Position after it
-        """Append a text."""
+        """Append a text.
+
+        Args:
+            ids: Without bos and eos
+            item: Of the plan
+            position: Of its first token
+
+        Returns:
+            Position after it
+        """
         special, labels, at = self.rules.special, len(ids) + 1, self.at
         after = position + labels + 1
         self.tokens([special.bos, *ids, special.eos], range(position, after))
@@ -928,7 +1297,11 @@ class Packer:
         self,
         item: dict,  # Of the plan
     ):
-        """The last token learns what follows, where the item says so."""
+        """The last token learns what follows, where the item says so.
+
+        Args:
+            item: Of the plan
+        """
         if item["special_token_loss"]:
             self.put(
                 ce_loss_indexes=[self.at - 1],
@@ -943,7 +1316,17 @@ class Packer:
         position: int,  # Shared by all its tokens
         side: int,  # Cells per row of the position table
     ) -> tuple[range, list[int], tuple[int, int]]:  # Packed indexes, cells, (rows, columns)
-        """Append soi, the cells of an image, eoi: all at one position."""
+        """Append soi, the cells of an image, eoi: all at one position.
+
+        Args:
+            item: Of the plan
+            image: Pixels (3,H,W)
+            position: Shared by all its tokens
+            side: Cells per row of the position table
+
+        Returns:
+            Packed indexes, cells, (rows, columns)
+        """
         rows, columns = self.rules.grid(item["type"], image.shape[2], image.shape[1])
         self.tokens([self.rules.special.soi], [position])
         where = range(self.at, self.at + rows * columns)
@@ -960,7 +1343,16 @@ class Packer:
         item: dict,  # Of the plan
         position: int,  # Shared by all its tokens
     ) -> int:  # Position after it
-        """Append an image for the vision tower."""
+        """Append an image for the vision tower.
+
+        Args:
+            image: Pixels (3,H,W)
+            item: Of the plan
+            position: Shared by all its tokens
+
+        Returns:
+            Position after it
+        """
         where, cells, _ = self.image(item, image, position, self.rules.vit_side)
         self.put(
             packed_vit_token_indexes=where,
@@ -979,7 +1371,18 @@ class Packer:
         time: float,  # Before the sigmoid, of an image with loss
         noise: Callable | None = None,  # Tokens -> two tensors (tokens, p*p*C)
     ) -> int:  # Position after it
-        """Append an image for the autoencoder, clean or (with loss) to be noised."""
+        """Append an image for the autoencoder, clean or (with loss) to be noised.
+
+        Args:
+            image: Pixels (3,H,W)
+            item: Of the plan
+            position: Shared by all its tokens
+            time: Before the sigmoid, of an image with loss
+            noise: Tokens -> two tensors (tokens, p*p*C)
+
+        Returns:
+            Position after it
+        """
         where, cells, shape = self.image(item, image, position, self.rules.latent_side)
         self.put(
             packed_vae_token_indexes=where,
@@ -1003,7 +1406,11 @@ class Packer:
 def split_starts(
     plan: list[dict],  # Items
 ) -> list[int]:
-    """For each item, the first item of its split."""
+    """For each item, the first item of its split.
+
+    Args:
+        plan: Items
+    """
     out = []
     for n, item in enumerate(plan):
         out.append(n if item.get("split_start", True) else out[-1])
@@ -1013,7 +1420,11 @@ def split_starts(
 def split_mode(
     item: dict,  # Its first item
 ) -> str:
-    """The attention mode of a split. Frames of a video are not hidden from what follows."""
+    """The attention mode of a split. Frames of a video are not hidden from what follows.
+
+    Args:
+        item: Its first item
+    """
     if item["type"] == "text":
         return "causal"
     return "noise" if item["loss"] and "frame_delta" not in item else "full"
@@ -1029,7 +1440,20 @@ def add_sample(
     normals: list[float],  # Per item, the time before the sigmoid; a split takes its first item's
     noise: Callable | None = None,  # Item number -> (tokens -> two tensors (tokens, p*p*C))
 ) -> int:  # Tokens added
-    """Append one sample."""
+    """Append one sample.
+
+    Args:
+        packer: Grows
+        plan: Items
+        texts: Ids of each text item
+        images: (3,H,W) of each image item
+        keep: Per item; only items with enable_cfg are ever dropped
+        normals: Per item, the time before the sigmoid; a split takes its first item's
+        noise: Item number -> (tokens -> two tensors (tokens, p*p*C))
+
+    Returns:
+        Tokens added
+    """
     texts, images, position, begin = iter(texts), iter(images), 0, packer.at
     for n, (item, first) in enumerate(zip(plan, split_starts(plan), strict=True)):
         is_text = item["type"] == "text"
@@ -1056,7 +1480,14 @@ def add_sample(
 def packed_batch(
     packer: Packer,  # With samples added
 ) -> PackedBatch:  # Keys of a missing modality are absent
-    """The batch of all samples added; images of several sizes are padded with zeros."""
+    """The batch of all samples added; images of several sizes are padded with zeros.
+
+    Args:
+        packer: With samples added
+
+    Returns:
+        Keys of a missing modality are absent
+    """
     out = PackedBatch(
         sequence_length=packer.at,
         sample_lens=packer.sample_lens,
@@ -1089,7 +1520,12 @@ VIT_SIZE = Resize(14, 980, 378, 2_007_040)  # As published, where images are onl
 
 @dataclass(frozen=True)
 class Group:
-    """Examples that are drawn from with one weight."""
+    """Examples that are drawn from with one weight.
+
+    Attributes:
+        mandatory: Every pack begins with one of its samples
+        vit: None = as published, see `vit_size`
+    """
 
     name: str
     examples: Sequence[Example]
@@ -1102,14 +1538,32 @@ class Group:
         self,
         example: Example,  # Of the group, or to be treated as one
     ) -> Resize:
-        """The size rule of the vision tower for an example."""
+        """The size rule of the vision tower for an example.
+
+        Args:
+            example: Of the group, or to be treated as one
+        """
         return self.vit or (VIT_SIZE_BEFORE_TARGET if example.targets else VIT_SIZE)
 
 
 # %% ../../nbs/2_data/10_sequences.ipynb #bf4e6934
 @dataclass(frozen=True)
 class PlannedSample:
-    """One drawn sample without its pixels."""
+    """One drawn sample without its pixels.
+
+    Attributes:
+        group: Name
+        position: Number of the draw in its group
+        texts: Ids of each text item
+        images: Path, width, height of each image item
+        keep: Per item
+        normals: Per item, the time before the sigmoid
+        length: Packed tokens, after dropping
+        full_length: Without dropping
+        ce: Text tokens with a label
+        mse: Latent tokens with a target
+        ce_weight: Sum of the reweighted weights of `ce`
+    """
 
     group: str  # Name
     position: int  # Number of the draw in its group
@@ -1135,7 +1589,19 @@ def item_sources(
     rules: PackingRules,  # Of the model
     choose: Callable,  # Number of a segment -> number in [0,1) that chooses among its texts
 ) -> tuple[list, list, list[int]]:  # Ids of texts, (path, width, height) of images, all lengths
-    """What each item of a plan will be made of. Raises DataError for an image that does not fit."""
+    """What each item of a plan will be made of. Raises DataError for an image that does not fit.
+
+    Args:
+        group: Of the example
+        example: Drawn
+        items: Of `sequence_plan`
+        encode: Text -> list of ids
+        rules: Of the model
+        choose: Number of a segment -> number in [0,1) that chooses among its texts
+
+    Returns:
+        Ids of texts, (path, width, height) of images, all lengths
+    """
     texts, images, lengths = [], [], []
     pictures = sum(len(s.paths) for s in example.segments)
     shared = 1 if example.targets else max(1, pictures)
@@ -1172,8 +1638,20 @@ def plan_sample(
     dropout: dict[str, float],  # Probability per kind: text, vae, vit
     seed: int,  # Of the run
 ) -> PlannedSample:
-    """Decide everything about a draw but its pixels. Raises DataError naming file and line."""
+    """Decide everything about a draw but its pixels. Raises DataError naming file and line.
+
+    Args:
+        group: Drawn from
+        position: Number of the draw in the group
+        epoch: Of the draw
+        example: Drawn
+        encode: Text -> list of ids
+        rules: Of the model
+        dropout: Probability per kind: text, vae, vit
+        seed: Of the run
+    """
     key = (group.name, example.id, epoch)
+    example = example.drawn(lambda *what: uniform(seed, "chain", *key, *what))
     items = sequence_plan(example, rules.special)
     texts, images, lengths = item_sources(
         group, example, items, encode, rules, lambda n: uniform(seed, "text", *key, n)
@@ -1215,7 +1693,17 @@ def load_pack(
     seed: int,  # Of the run
     pad_to: int = 0,  # Length that flex attention pads to
 ) -> PackedBatch:  # With packed_noise and packed_posterior_noise, and the samples' ids
-    """Open the images and pack. Raises DataError for a file that cannot be read."""
+    """Open the images and pack. Raises DataError for a file that cannot be read.
+
+    Args:
+        samples: One pack
+        rules: Of the model
+        seed: Of the run
+        pad_to: Length that flex attention pads to
+
+    Returns:
+        With packed_noise and packed_posterior_noise, and the samples' ids
+    """
     packer = Packer(rules)
     for sample in samples:
         try:
@@ -1233,7 +1721,16 @@ def item_noise(
     size: int,  # Values per latent token
     seed: int,  # Of the run
 ) -> Callable:  # Number of an item -> (tokens -> noise (2, tokens, size))
-    """The noise of a sample's images: one part for the latents, one for the posterior."""
+    """The noise of a sample's images: one part for the latents, one for the posterior.
+
+    Args:
+        sample: Whose key is used
+        size: Values per latent token
+        seed: Of the run
+
+    Returns:
+        Number of an item -> (tokens -> noise (2, tokens, size))
+    """
 
     def of_item(n: int) -> Callable:
         generator = stream(seed, "noise", sample.group, sample.example.id, sample.epoch, n)
@@ -1255,7 +1752,16 @@ class SampleStream:
         max_sample_tokens: int = 16384,  # Longer samples (without dropping) are passed over
         dropout: dict | None = None,  # Probability of leaving out text, vae, vit; default .1 .3 .3
     ):
-        """Raises ValueError for groups, weights or kinds that make no stream."""
+        """Raises ValueError for groups, weights or kinds that make no stream.
+
+        Args:
+            groups: With names of their own
+            encode: Text -> list of ids
+            rules: Of the model
+            seed: Of the run
+            max_sample_tokens: Longer samples (without dropping) are passed over
+            dropout: Probability of leaving out text, vae, vit; default .1 .3 .3
+        """
         if not groups or len({g.name for g in groups}) < len(groups):
             raise ValueError("at least one group is needed, each with a name of its own")
         if min(g.weight for g in groups) < 0 or not any(g.weight > 0 for g in groups):
@@ -1282,7 +1788,15 @@ class SampleStream:
         name: str,  # Of a group
         position: int,  # Number of the draw in it
     ) -> tuple[int, Example] | None:  # Epoch, example; None = set aside
-        """One draw of a group; the same whenever it is asked for."""
+        """One draw of a group; the same whenever it is asked for.
+
+        Args:
+            name: Of a group
+            position: Number of the draw in it
+
+        Returns:
+            Epoch, example; None = set aside
+        """
         ((epoch, index),) = self.orders[name].batch(position)
         example = self.groups[name].examples[index]
         return None if example.id in self.aside[name] else (epoch, example)
@@ -1292,7 +1806,15 @@ class SampleStream:
         name: str,  # Of a group
         position: int,  # Number of the draw in it
     ) -> PlannedSample | None:  # None = set aside
-        """One draw of a group, planned; the same whenever it is asked for."""
+        """One draw of a group, planned; the same whenever it is asked for.
+
+        Args:
+            name: Of a group
+            position: Number of the draw in it
+
+        Returns:
+            None = set aside
+        """
         drawn = self.draw(name, position)
         if drawn is None:
             return None
@@ -1315,6 +1837,9 @@ class SampleStream:
         """The next sample of a group that can be used. DataError when none can.
 
         Examples that are set aside or too long are passed over, the latter counted.
+
+        Args:
+            name: Of a group
         """
         for _ in range(2 * len(self.groups[name].examples)):  # first of one epoch, last of the next
             sample = self.sample(name, self.taken[name])
@@ -1346,7 +1871,15 @@ def fingerprint(
     groups: Iterable[Group],  # All
     *settings,  # Anything with a repr
 ) -> str:  # Hex
-    """A hash of data and settings, the same for the checkpoints of earlier versions."""
+    """A hash of data and settings, the same for the checkpoints of earlier versions.
+
+    Args:
+        groups: All
+        *settings: Anything with a repr
+
+    Returns:
+        Hex
+    """
     said = repr(settings).replace("PackingRules(", "Rules(")  # the name when they were written
     digest = hashlib.sha256(said.encode())
     for group in groups:
@@ -1356,7 +1889,8 @@ def fingerprint(
             segments = [
                 replace(s, paths=tuple(Path(p).name for p in s.paths)) for s in example.segments
             ]
-            digest.update(repr((example.id, segments)).encode())
+            own = (example.digest,) if example.digest else ()
+            digest.update(repr((example.id, segments, *own)).encode())
     return digest.hexdigest()
 
 
@@ -1377,7 +1911,20 @@ class PackStream(SampleStream):
         buffer_size: int = 50,  # Samples that may wait
         dropout: dict | None = None,  # Probability of leaving out text, vae, vit
     ):
-        """Raises ValueError when the budgets contradict each other."""
+        """Raises ValueError when the budgets contradict each other.
+
+        Args:
+            groups: With names of their own
+            encode: Text -> list of ids
+            rules: Of the model
+            seed: Of the run
+            expected_tokens: A pack is given out when it holds so many
+            max_tokens: and never holds more
+            max_sample_tokens: Longer samples are passed over
+            prefer_buffer_before: Waiting samples come first while the pack is shorter
+            buffer_size: Samples that may wait
+            dropout: Probability of leaving out text, vae, vit
+        """
         super().__init__(groups, encode, rules, seed, max_sample_tokens, dropout)
         if max_tokens < (least := max(max_sample_tokens, expected_tokens)):
             raise ValueError(
@@ -1458,6 +2005,9 @@ class PackStream(SampleStream):
         """Continue exactly. Raises ValueError when data, seed or budgets have changed.
 
         What was set aside stays so; what cannot be used any more is passed over from now on.
+
+        Args:
+            state: Of `state_dict`
         """
         if state["fingerprint"] != self.fingerprint():
             raise ValueError(
@@ -1478,7 +2028,14 @@ class PackStream(SampleStream):
 def step_totals(
     packs: list[list[PlannedSample]],  # All packs of one optimizer step, over all processes
 ) -> dict:  # ce and mse: tokens with a loss; ce_weight: sum of weights; tokens; samples
-    """What the losses of a step are divided by."""
+    """What the losses of a step are divided by.
+
+    Args:
+        packs: All packs of one optimizer step, over all processes
+
+    Returns:
+        ce and mse: tokens with a loss; ce_weight: sum of weights; tokens; samples
+    """
     samples = [sample for pack in packs for sample in pack]
     counts = {k: sum(getattr(s, k) for s in samples) for k in ("ce", "mse", "ce_weight")}
     return counts | dict(tokens=sum(s.length for s in samples), samples=len(samples))

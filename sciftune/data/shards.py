@@ -32,6 +32,13 @@ def tar_members(
 
     Raises DataError when it is none, is compressed, or ends early: how much is missing then, nobody
     can tell.
+
+    Args:
+        file: Open and seekable
+        name: For messages
+
+    Returns:
+        (member, offset, bytes)
     """
     try:
         tar = tarfile.open(fileobj=file, mode="r:")  # noqa: SIM115 (the caller's file)
@@ -63,7 +70,12 @@ def tar_captions(
     suffix: str,  # txt, caption or json
     data: bytes,  # The member's content
 ) -> tuple[str, ...]:
-    """Read the captions in a member. Raises DataError for what is no text, JSON or caption."""
+    """Read the captions in a member. Raises DataError for what is no text, JSON or caption.
+
+    Args:
+        suffix: txt, caption or json
+        data: The member's content
+    """
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -86,7 +98,12 @@ def _beside(suffix: str) -> bool:
 
 
 class Tars:
-    """Images in tar shards on any file system."""
+    """Images in tar shards on any file system.
+
+    Args:
+        fs: Where the shards are
+        paths: Shards, sorted
+    """
 
     loose = frozenset()
 
@@ -153,7 +170,12 @@ class Tars:
 
 # %% ../../nbs/2_data/03_shards.ipynb #24e3d8b4
 class RemoteParquet(Parquet):
-    """Parquet shards behind an fsspec file system."""
+    """Parquet shards behind an fsspec file system.
+
+    Args:
+        fs: Where the shards are
+        paths: Shards, sorted
+    """
 
     def __init__(
         self,
@@ -178,6 +200,9 @@ def remote_source(
     """Choose the reader for shards behind a URL.
 
     Raises DataError when there are none, or when the scheme's package is missing.
+
+    Args:
+        url: Folder, shard or pattern with a scheme, as `core.secrets.conceal` shows it
     """
     try:
         fs, path = fsspec.core.url_to_fs(reveal(url))

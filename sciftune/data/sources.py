@@ -93,7 +93,12 @@ def find_source(
     path: str | Path,  # Folder, list, shard, a pattern such as data/val-*.parquet, or a URL
     metadata: str | Path | None = None,  # List file that is not in the folder
 ) -> Reader:
-    """Choose the reader for a path. Raises DataError when there is nothing that can be read."""
+    """Choose the reader for a path. Raises DataError when there is nothing that can be read.
+
+    Args:
+        path: Folder, list, shard, a pattern such as data/val-*.parquet, or a URL
+        metadata: List file that is not in the folder
+    """
     text = str(path)
     if "://" in text:
         return remote_source(text)
@@ -157,7 +162,17 @@ def verify_images(
     workers: int,  # Threads
     known: Findings,  # Of earlier runs
 ) -> Findings:  # Of this run
-    """Fill in size and digest of each row, or its fault. Raises DataError for a damaged shard."""
+    """Fill in size and digest of each row, or its fault. Raises DataError for a damaged shard.
+
+    Args:
+        source: Its rows are filled in
+        max_pixels: Largest width*height
+        workers: Threads
+        known: Of earlier runs
+
+    Returns:
+        Of this run
+    """
     found = {}
 
     def verify_chunk(rows: list[Row]):
@@ -197,7 +212,12 @@ def findings_file(
     place: str,  # Names the collection: its absolute path and its list
     cache: str | Path,  # Folder that keeps findings
 ) -> Path:
-    """Where the findings of a collection are kept."""
+    """Where the findings of a collection are kept.
+
+    Args:
+        place: Names the collection: its absolute path and its list
+        cache: Folder that keeps findings
+    """
     digest = hashlib.sha256(place.encode()).hexdigest()
     return Path(cache) / f"verified-{digest[:16]}.parquet"
 
@@ -206,7 +226,15 @@ def known_findings(
     place: str,  # Names the collection: its absolute path and its list
     cache: str | Path,  # Folder that keeps findings
 ) -> Findings:  # Empty where it was never verified
-    """What earlier runs have found of the images of a collection."""
+    """What earlier runs have found of the images of a collection.
+
+    Args:
+        place: Names the collection: its absolute path and its list
+        cache: Folder that keeps findings
+
+    Returns:
+        Empty where it was never verified
+    """
     return _read_findings(findings_file(place, cache))
 
 
@@ -217,7 +245,15 @@ def verify_once(
     max_pixels: int = MAX_PIXELS,  # Largest width*height of an image
     workers: int | None = None,  # Threads; None = one per available core
 ):
-    """`verify_images`, of what has changed since the findings in `cache` were written."""
+    """`verify_images`, of what has changed since the findings in `cache` were written.
+
+    Args:
+        source: Its rows are filled in
+        place: Names the collection in `cache`
+        cache: Folder that keeps findings; None = verify everything
+        max_pixels: Largest width*height of an image
+        workers: Threads; None = one per available core
+    """
     known = known_findings(place, cache) if cache else {}
     found = verify_images(source, max_pixels, workers or min(cores(), 32), known)
     if cache and found != known:
@@ -229,7 +265,12 @@ _NEIGHBOURS = 1000  # samples that count as one shard where there are no shards
 
 
 class Collection:
-    """Samples by number; images are read when asked for."""
+    """Samples by number; images are read when asked for.
+
+    Args:
+        rows: Those that are kept
+        rejected: source and reason of the others
+    """
 
     def __init__(
         self,
@@ -266,7 +307,12 @@ class Collection:
         i: int,  # Number of a sample
         k: int,  # Number of its reference image, from 0
     ) -> bytes:
-        """Read a reference image, encoded as it is stored."""
+        """Read a reference image, encoded as it is stored.
+
+        Args:
+            i: Number of a sample
+            k: Number of its reference image, from 0
+        """
         return self._read(self.references[i][k])
 
     def _read(self, r: Row) -> bytes:
@@ -328,7 +374,17 @@ def set_aside(
     quarantine: str | Path | None,  # File for the rows set aside; None = not written
     where: str | Path,  # The collection, for the message
 ) -> tuple[list[Row], list[dict]]:  # Rows to keep; source and reason of the others
-    """Set bad rows aside. Raises DataError when too many are bad or none is left."""
+    """Set bad rows aside. Raises DataError when too many are bad or none is left.
+
+    Args:
+        rows: With the faults that were found
+        max_bad_fraction: Largest part of the rows that may be set aside, 0..1
+        quarantine: File for the rows set aside; None = not written
+        where: The collection, for the message
+
+    Returns:
+        Rows to keep; source and reason of the others
+    """
     if not 0 <= max_bad_fraction <= 1:
         raise DataError(f"max_bad_fraction is {max_bad_fraction}: expected 0 to 1")
     kept, rejected = _separate(rows)
@@ -372,6 +428,16 @@ def open_collection(
     """Read, verify and fingerprint a collection.
 
     Raises DataError, which says what is wrong and what would be right.
+
+    Args:
+        path: Folder, list file, parquet shard or pattern of shards, or a URL
+        max_bad_fraction: Largest part of the rows that may be set aside, 0..1
+        quarantine: File for the rows set aside; None = not written
+        max_pixels: Largest width*height of an image
+        metadata: List file that lies outside the folder
+        cache: Folder that keeps findings; None = verify everything
+        workers: Threads; None = one per available core
+        reference_fault: (width, height) of a reference -> why not, or ''
     """
     if not str(path).strip():
         raise DataError("data: the path is empty")
@@ -405,7 +471,11 @@ class JoinedCollections:
         self,
         i: int,  # Number of a sample
     ) -> int:
-        """Give the number of the collection that a sample comes from."""
+        """Give the number of the collection that a sample comes from.
+
+        Args:
+            i: Number of a sample
+        """
         return bisect.bisect_right(self.first, i) - 1
 
     def __getitem__(self, i):
@@ -419,7 +489,12 @@ class JoinedCollections:
         i: int,  # Number of a sample
         k: int,  # Number of its reference image, from 0
     ) -> bytes:
-        """Read a reference image, encoded as it is stored."""
+        """Read a reference image, encoded as it is stored.
+
+        Args:
+            i: Number of a sample
+            k: Number of its reference image, from 0
+        """
         part = self.part(i)
         return self.parts[part].reference(i - self.first[part], k)
 
@@ -429,7 +504,15 @@ def joined_quarantine(
     quarantine: str | Path | None,  # File for all rows set aside; None = not written
     count: int,  # Collections
 ) -> Iterator[list[Path | None]]:  # A file for each of them
-    """One quarantine of several collections, written at the end, also when one is refused."""
+    """One quarantine of several collections, written at the end, also when one is refused.
+
+    Args:
+        quarantine: File for all rows set aside; None = not written
+        count: Collections
+
+    Returns:
+        A file for each of them
+    """
     if not quarantine:
         yield [None] * count
         return
@@ -452,7 +535,13 @@ def open_collections(
     quarantine: str | Path | None = None,  # File for all rows set aside; None = not written
     **options: object,  # Of `open_collection`
 ) -> Collection | JoinedCollections:
-    """Open one or several collections. Raises DataError as `open_collection` does."""
+    """Open one or several collections. Raises DataError as `open_collection` does.
+
+    Args:
+        paths: See `open_collection`
+        quarantine: File for all rows set aside; None = not written
+        **options: Of `open_collection`
+    """
     if len(paths) == 1:
         return open_collection(paths[0], quarantine=quarantine, **options)
     with joined_quarantine(quarantine, len(paths)) as asides:

@@ -22,7 +22,15 @@ from .images import DataError
 
 # %% ../../nbs/2_data/07_streams.ipynb #3086f4e1
 class ShardOrder:
-    """Which sample stands at a position of the endless stream of one collection."""
+    """Which sample stands at a position of the endless stream of one collection.
+
+    Args:
+        counts: Samples per shard
+        seed: Of the recipe
+        window: Shards shuffled together; 0 = all
+        key: Tells collections apart
+        offset: Number of the first sample
+    """
 
     def __init__(
         self,
@@ -63,21 +71,39 @@ class ShardOrder:
         self,
         shards: list[int],  # Their numbers
     ) -> np.ndarray:  # Numbers of their samples, shard by shard
-        """List the samples of some shards."""
+        """List the samples of some shards.
+
+        Args:
+            shards: Their numbers
+
+        Returns:
+            Numbers of their samples, shard by shard
+        """
         return np.concatenate([np.arange(self.first[s], self.first[s + 1]) for s in shards])
 
     def windows(
         self,
         epoch: int,
     ) -> list[list[int]]:  # Numbers of shards
-        """List the windows of an epoch, in their order."""
+        """List the windows of an epoch, in their order.
+
+        Returns:
+            Numbers of shards
+        """
         return self._epoch(epoch)[0]
 
     def at(
         self,
         position: int,  # Counted from the start of training
     ) -> tuple[int, int]:  # (epoch, number of the sample)
-        """Give the sample at a position."""
+        """Give the sample at a position.
+
+        Args:
+            position: Counted from the start of training
+
+        Returns:
+            (epoch, number of the sample)
+        """
         epoch, p = divmod(position, self.n)
         ends = self._epoch(epoch)[1]
         w = bisect.bisect_right(ends, p)
@@ -87,13 +113,25 @@ class ShardOrder:
         self,
         epochs: float,  # Passes over the collection
     ) -> int:
-        """Samples of the first `epochs` passes."""
+        """Samples of the first `epochs` passes.
+
+        Args:
+            epochs: Passes over the collection
+        """
         return first_positions(epochs, self.n)
 
 
 # %% ../../nbs/2_data/07_streams.ipynb #4ff71db5
 class Mixture:
-    """Global batches from several orders, as a function of the step."""
+    """Global batches from several orders, as a function of the step.
+
+    Args:
+        orders: One per collection: ShardOrder, BucketOrder or anything with `at`
+        weights: Parts of the mixture, any positive scale
+        slots: Positions in a global batch
+        seed: Of the recipe
+        block: Positions after which the weights hold exactly
+    """
 
     def __init__(
         self,
@@ -119,7 +157,11 @@ class Mixture:
         self,
         positions: int,  # A multiple of `block`
     ) -> list[int]:
-        """Count how many of the first positions belong to each collection."""
+        """Count how many of the first positions belong to each collection.
+
+        Args:
+            positions: A multiple of `block`
+        """
         return np.diff(np.floor(self.cumulative * positions + 1e-9).astype(int)).tolist()
 
     def _shuffled(self, b: int) -> tuple[np.ndarray, np.ndarray]:
@@ -137,7 +179,14 @@ class Mixture:
         self,
         position: int,  # Counted from the start of training
     ) -> object:  # As the order of one of the collections gives it
-        """Give what stands at a position."""
+        """Give what stands at a position.
+
+        Args:
+            position: Counted from the start of training
+
+        Returns:
+            As the order of one of the collections gives it
+        """
         who, nth = self._block(position // self.block)
         j = position % self.block
         return self.orders[who[j]].at(int(nth[j]))
@@ -146,14 +195,22 @@ class Mixture:
         self,
         step: int,  # Steps already taken
     ) -> list:
-        """Give the global batch of the next step."""
+        """Give the global batch of the next step.
+
+        Args:
+            step: Steps already taken
+        """
         return [self.at(p) for p in range(step * self.slots, (step + 1) * self.slots)]
 
     def steps(
         self,
         epochs: float,  # Passes over the collection
     ) -> int:
-        """Steps until `epochs` passes are done. Raises ValueError for several collections."""
+        """Steps until `epochs` passes are done. Raises ValueError for several collections.
+
+        Args:
+            epochs: Passes over the collection
+        """
         takes = [
             math.ceil(order.positions(epochs) / share / self.slots)
             for order, share in zip(self.orders, np.diff(self.cumulative), strict=True)
@@ -174,7 +231,13 @@ def collection_order(
     offset: int = 0,  # Number of the first
     key: str = "",  # Tells collections apart
 ) -> ShardOrder | BucketOrder:
-    """Make the order of one collection."""
+    """Make the order of one collection.
+
+    Args:
+        samples: Of one collection, by shard: with .place (collection, shard) and .buckets
+        offset: Number of the first
+        key: Tells collections apart
+    """
     shards = [s.place[1] for s in samples]
     counts = list(Counter(shards).values())
     if not recipe.varied:
@@ -201,6 +264,12 @@ def sample_order(
     """Make the order that a recipe's data, weights and window ask for.
 
     Raises ValueError without samples, and DataError for a collection that has none left.
+
+    Args:
+        samples: Of all collections, one after another
+
+    Returns:
+        `batch(step)` gives (epoch, number), or lists of them
     """
     if not samples:
         raise ValueError("the collection holds no sample to train on")

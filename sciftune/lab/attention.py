@@ -58,7 +58,13 @@ from sciftune.models.bagel import (
 # %% ../../nbs/9_lab/14_attention.ipynb #5310905b
 @dataclass
 class AttentionCase:
-    """What is compared, and where."""
+    """What is compared, and where.
+
+    Attributes:
+        tokens: Of a pack, about
+        layers: Of the model
+        tiny: Small shapes on a CPU
+    """
 
     tokens: int = 10240  # Of a pack, about
     layers: int = 2  # Of the model
@@ -138,7 +144,12 @@ def mixed_pack(
 
 # %% ../../nbs/9_lab/14_attention.ipynb #23fafbda
 class Measured(NamedTuple):
-    """What a call gave and took."""
+    """What a call gave and took.
+
+    Attributes:
+        seconds: Per call
+        gib: Above what was allocated before; 0 on a CPU
+    """
 
     result: object
     seconds: float  # Per call
@@ -170,7 +181,12 @@ def relative_distance(
     wanted: Sequence[Tensor],  # Of any shapes
     got: Sequence[Tensor],  # Of the same shapes
 ) -> float:
-    """The largest distance of two tensors over the norm of the first."""
+    """The largest distance of two tensors over the norm of the first.
+
+    Args:
+        wanted: Of any shapes
+        got: Of the same shapes
+    """
     pairs = [(a.float(), b.float()) for a, b in zip(wanted, got, strict=True)]
     return max(float((a - b).norm() / a.norm().clamp_min(1e-12)) for a, b in pairs)
 
@@ -182,7 +198,12 @@ def compared(
     allowed: float,  # Relative distance
     **more: float,  # Other columns
 ) -> dict:
-    """A row of the report. Raises AssertionError when the two differ."""
+    """A row of the report. Raises AssertionError when the two differ.
+
+    Args:
+        allowed: Relative distance
+        **more: Other columns
+    """
     distance = relative_distance(dense.result, flex.result)
     assert distance < allowed, f"{what}: {distance:.1e} apart, allowed {allowed:.0e}"
     row = {"what": what, "dense": dense.seconds, "flex": flex.seconds}
@@ -290,7 +311,14 @@ def compare_attention(
     case: AttentionCase,
     out: Path,  # Takes attention.json
 ) -> list[dict]:  # Rows
-    """Compare both attentions on one pack."""
+    """Compare both attentions on one pack.
+
+    Args:
+        out: Takes attention.json
+
+    Returns:
+        Rows
+    """
     out.mkdir(parents=True, exist_ok=True)
     batch = mixed_pack(case)
     counts = {"text": "text", "seen": "vit_token", "latents": "vae_token"}
@@ -311,7 +339,11 @@ def compare_attention(
 def attention_command(
     words: list[str],  # Of the command line
 ):
-    """`python -m sciftune.lab.attention OUT [--tokens N] [--layers N] [--tiny]`."""
+    """`python -m sciftune.lab.attention OUT [--tokens N] [--layers N] [--tiny]`.
+
+    Args:
+        words: Of the command line
+    """
     parser = argparse.ArgumentParser(prog="python -m sciftune.lab.attention")
     parser.add_argument("out", type=Path)
     parser.add_argument("--tokens", type=int, default=10240)

@@ -54,7 +54,15 @@ def one_batch(
     device: torch.device,
     size: tuple[int, int] | None = None,  # Height and width in pixels; None = a square
 ) -> dict:  # x0, noise (B,C,h,w); sigma, weight (B,); conditioning
-    """A micro-batch that stays on the device."""
+    """A micro-batch that stays on the device.
+
+    Args:
+        config: Of the denoiser
+        size: Height and width in pixels; None = a square
+
+    Returns:
+        x0, noise (B,C,h,w); sigma, weight (B,); conditioning
+    """
     generator = torch.Generator(device).manual_seed(recipe.seed)
 
     def draw(*shape: int) -> Tensor:
@@ -80,7 +88,11 @@ def loaded(
     dtype: torch.dtype,
     device: torch.device,
 ) -> nn.Module:
-    """The denoiser to measure."""
+    """The denoiser to measure.
+
+    Args:
+        base: Pipeline folder; None = random weights of the published size
+    """
     if base is None:
         return family.random_denoiser(None, dtype, device)
     return family.load_denoiser(base, dtype, device)
@@ -93,7 +105,15 @@ def bare_step(
     device: torch.device,
     plan: Plan,  # As the trainer's
 ) -> Callable[[], Tensor]:  # A step; returns the loss
-    """Forward, backward, update; nothing else. Raises RecipeError for an offloading recipe."""
+    """Forward, backward, update; nothing else. Raises RecipeError for an offloading recipe.
+
+    Args:
+        base: Pipeline folder; None = random weights of the published size
+        plan: As the trainer's
+
+    Returns:
+        A step; returns the loss
+    """
     if recipe.offload != "none":
         raise RecipeError("offload: the bare loop keeps everything on the device; use the trainer")
     cuda = device.type == "cuda"
@@ -132,7 +152,15 @@ def plain_step(
     device: torch.device,
     plan: Plan,  # Not used: every block is checkpointed
 ) -> Callable[[], Tensor]:  # A step; returns the loss
-    """What a script in the manner of the diffusers examples does."""
+    """What a script in the manner of the diffusers examples does.
+
+    Args:
+        base: Pipeline folder; None = random weights of the published size
+        plan: Not used: every block is checkpointed
+
+    Returns:
+        A step; returns the loss
+    """
     from accelerate import Accelerator
 
     mixed, cpu = recipe.precision == "bf16-mixed", device.type == "cpu"
@@ -163,7 +191,11 @@ def plain_step(
 
 # %% ../../nbs/9_lab/07_baseline.ipynb #a5baa00e
 class StepClock:
-    """Marks between steps: events of the device where there is one, else the clock."""
+    """Marks between steps: events of the device where there is one, else the clock.
+
+    Args:
+        cuda: There is a device to ask
+    """
 
     def __init__(
         self,
@@ -200,7 +232,13 @@ def run_loop(
     kind: str,  # 'bare' or 'plain'
     plan: Plan | None = None,  # As the trainer's
 ):
-    """Run `recipe.steps` steps and write a metrics line for each."""
+    """Run `recipe.steps` steps and write a metrics line for each.
+
+    Args:
+        run: Takes the metrics
+        kind: 'bare' or 'plain'
+        plan: As the trainer's
+    """
     cuda = torch.cuda.is_available() and not recipe.cpu
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     family = get_family(recipe.model)
@@ -234,7 +272,11 @@ def run_loop(
 def forget_cached(
     folder: Path,  # With safetensors
 ):
-    """Drop the safetensors of `folder` from the page cache."""
+    """Drop the safetensors of `folder` from the page cache.
+
+    Args:
+        folder: With safetensors
+    """
     for path in Path(folder).glob("*.safetensors"):
         file = os.open(path, os.O_RDONLY)
         try:
@@ -249,7 +291,14 @@ def random_weights(
     shape: torch.Size,
     generator: torch.Generator,  # On the CPU
 ) -> Tensor:  # bf16
-    """Random numbers between 2^-15 and 2^-7, of either sign; a vector is all ones."""
+    """Random numbers between 2^-15 and 2^-7, of either sign; a vector is all ones.
+
+    Args:
+        generator: On the CPU
+
+    Returns:
+        bf16
+    """
     if len(shape) < 2:
         return torch.ones(shape, dtype=torch.bfloat16)
     bits = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, generator=generator)
@@ -260,7 +309,11 @@ def split_by_size(
     shapes: dict[str, torch.Size],
     limit: int,  # Bytes per file
 ) -> Iterator[dict[str, torch.Size]]:
-    """The tensors of one file after another, in bf16: a file ends when it exceeds the limit."""
+    """The tensors of one file after another, in bf16: a file ends when it exceeds the limit.
+
+    Args:
+        limit: Bytes per file
+    """
     part, size = {}, 0
     for name, shape in shapes.items():
         if size > limit:
@@ -279,7 +332,16 @@ def write_random(
     shard: int = 2 * 10**9,  # Bytes per file
     threads: int = 8,
 ) -> int:  # Bytes written
-    """Write random bf16 weights of a denoiser; does nothing when they are there."""
+    """Write random bf16 weights of a denoiser; does nothing when they are there.
+
+    Args:
+        folder: A pipeline folder with nothing but the denoiser
+        config: Of the denoiser; None = published size
+        shard: Bytes per file
+
+    Returns:
+        Bytes written
+    """
     model = family.empty_denoiser(config)
     where = Path(folder) / family.denoiser_component
     index = where / "diffusion_pytorch_model.safetensors.index.json"
@@ -315,7 +377,12 @@ def write_descriptions(
     family: Family,
     config: dict,  # Of the denoiser
 ):
-    """config.json of the denoiser, and a model_index.json that names nothing else."""
+    """config.json of the denoiser, and a model_index.json that names nothing else.
+
+    Args:
+        folder: A pipeline folder
+        config: Of the denoiser
+    """
     component, kind = family.denoiser_component, family.denoiser_class
     text = json.dumps(config | {"_class_name": kind}, default=list)
     (folder / component / "config.json").write_text(text)
@@ -327,7 +394,14 @@ def write_descriptions(
 def baseline_command(
     words: list[str],  # Of the command line
 ) -> int:  # Exit code
-    """Run a loop in the folder of a recipe, or write weights."""
+    """Run a loop in the folder of a recipe, or write weights.
+
+    Args:
+        words: Of the command line
+
+    Returns:
+        Exit code
+    """
     if len(words) == 3 and words[0] == "write":
         written = write_random(Path(words[2]), get_family(words[1]))
         print(f"{written / 1e9:.1f} GB written")

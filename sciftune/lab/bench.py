@@ -73,7 +73,14 @@ BENCH_FIELDS = {
 def parse_setting(
     text: str,  # 'model=klein,micro_batch=3,recompute=0'
 ) -> dict:  # Field -> value
-    """A setting from one word of a command line; values are YAML. Raises RecipeError."""
+    """A setting from one word of a command line; values are YAML. Raises RecipeError.
+
+    Args:
+        text: 'model=klein,micro_batch=3,recompute=0'
+
+    Returns:
+        Field -> value
+    """
     pairs = [pair.split("=", 1) for pair in text.split(",") if pair.strip()]
     if bad := [pair[0] for pair in pairs if len(pair) != 2]:
         raise RecipeError(
@@ -106,7 +113,15 @@ def bench_recipe(
     run_root: str | Path,  # Where the run folder goes
     **given,  # Recipe fields and those of `BENCH_FIELDS`
 ) -> tuple[Recipe, dict]:  # The recipe, and the values of `BENCH_FIELDS`
-    """The recipe of a measurement. Raises RecipeError for unknown names."""
+    """The recipe of a measurement. Raises RecipeError for unknown names.
+
+    Args:
+        run_root: Where the run folder goes
+        **given: Recipe fields and those of `BENCH_FIELDS`
+
+    Returns:
+        The recipe, and the values of `BENCH_FIELDS`
+    """
     own = {name: given.pop(name, default) for name, default in BENCH_FIELDS.items()}
     if own["loop"] not in ("trainer", "bare", "plain"):
         raise RecipeError(f"loop: '{own['loop']}'; allowed: 'trainer', 'bare', 'plain'")
@@ -127,7 +142,11 @@ def bench_recipe(
 def end_family(
     process: subprocess.Popen,  # Leader of a session
 ):
-    """Kill `process` and all that it started; a launcher's workers lead sessions of their own."""
+    """Kill `process` and all that it started; a launcher's workers lead sessions of their own.
+
+    Args:
+        process: Leader of a session
+    """
     family = [psutil.Process(process.pid)]
     family += family[0].children(recursive=True)
     for member in family:
@@ -143,7 +162,17 @@ def run_command(
     log: Path,  # Takes all output
     timeout: float,  # Seconds
 ) -> int:  # Exit code; 124 = ended at the time limit
-    """Run `command` to its end or to the time limit."""
+    """Run `command` to its end or to the time limit.
+
+    Args:
+        command: The program and its arguments
+        env: Added to the environment
+        log: Takes all output
+        timeout: Seconds
+
+    Returns:
+        Exit code; 124 = ended at the time limit
+    """
     with open(log, "wb") as out:
         process = subprocess.Popen(
             command,
@@ -170,7 +199,15 @@ def medians(
     rows: list[dict],  # Training lines
     keys: tuple[str, ...],  # Metrics
 ) -> dict[str, float]:  # Those that were measured
-    """The median of each metric."""
+    """The median of each metric.
+
+    Args:
+        rows: Training lines
+        keys: Metrics
+
+    Returns:
+        Those that were measured
+    """
     found = {key: [row[key] for row in rows if key in row] for key in keys}
     return {key: statistics.median(values) for key, values in found.items() if values}
 
@@ -178,7 +215,11 @@ def medians(
 def quartile_distance(
     values: list[float],
 ) -> float:  # 0 for one value
-    """Distance of the quartiles: how much the middle half varies."""
+    """Distance of the quartiles: how much the middle half varies.
+
+    Returns:
+        0 for one value
+    """
     if len(values) < 2:
         return 0.0
     lower, _, upper = statistics.quantiles(values, n=4)
@@ -190,7 +231,14 @@ def recomputed_share(
     recipe: Recipe,
     recompute: int | None,  # Checkpointed blocks; None = all
 ) -> float:  # Of the forward pass, 0 to 1
-    """How much of the forward pass a backward pass runs again."""
+    """How much of the forward pass a backward pass runs again.
+
+    Args:
+        recompute: Checkpointed blocks; None = all
+
+    Returns:
+        Of the forward pass, 0 to 1
+    """
     if recipe.gradient_checkpointing == "none":
         return 0.0
     if recompute is None:
@@ -204,7 +252,15 @@ def utilisation(
     recipe: Recipe,
     recompute: int | None,  # Checkpointed blocks; None = all
 ) -> dict[str, float]:  # mfu and hfu; empty where nothing was counted
-    """FLOPs utilisation of the model, and of the hardware: with what is computed again."""
+    """FLOPs utilisation of the model, and of the hardware: with what is computed again.
+
+    Args:
+        steps: Training lines with `mfu`
+        recompute: Checkpointed blocks; None = all
+
+    Returns:
+        mfu and hfu; empty where nothing was counted
+    """
     found = medians(steps, ("mfu", "forward_share"))
     if "mfu" not in found:
         return {}
@@ -218,7 +274,14 @@ def tokens_per_second(
     recipe: Recipe,
     samples_per_second: float,
 ) -> dict[str, float]:  # Empty where it is not known
-    """Tokens of all processes that go through the model in a second."""
+    """Tokens of all processes that go through the model in a second.
+
+    Args:
+        steps: Training lines
+
+    Returns:
+        Empty where it is not known
+    """
     if counted := medians(steps, ("tokens_per_second",)):
         return counted
     if not find_record("models", recipe.model).blocks:
@@ -231,7 +294,15 @@ def compilations(
     steps: list[dict],  # Training lines
     skip: int,  # Steps that may compile
 ) -> dict[str, int]:  # Empty where nothing was compiled
-    """Compiled graphs, and those that came after the first steps."""
+    """Compiled graphs, and those that came after the first steps.
+
+    Args:
+        steps: Training lines
+        skip: Steps that may compile
+
+    Returns:
+        Empty where nothing was compiled
+    """
     if not any("compiled_graphs" in row for row in steps[skip:] or steps[-1:]):
         return {}
     last = steps[-1]["compiled_graphs"]
@@ -245,7 +316,16 @@ def summarise_steps(
     recompute: int | None = None,  # Checkpointed blocks; None = all
     skip: int = 4,  # Steps left out
 ) -> dict:  # Medians and peaks; empty without steps
-    """The numbers of a measurement."""
+    """The numbers of a measurement.
+
+    Args:
+        rows: metrics.jsonl
+        recompute: Checkpointed blocks; None = all
+        skip: Steps left out
+
+    Returns:
+        Medians and peaks; empty without steps
+    """
     steps = [row for row in rows if "step_time" in row]
     late = steps[skip:] or steps[-1:]
     if not late:
@@ -269,7 +349,14 @@ def summarise_steps(
 def complaint(
     log: Path,  # Output of a run
 ) -> str:  # At most 300 characters
-    """The line of a log that says what went wrong."""
+    """The line of a log that says what went wrong.
+
+    Args:
+        log: Output of a run
+
+    Returns:
+        At most 300 characters
+    """
     if not log.exists():
         return "no output"
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
@@ -291,7 +378,16 @@ def settled_plan(
     own: dict,  # Values of `BENCH_FIELDS`
     predict: bool,  # Ask the planner
 ) -> Plan:  # The prediction; `Plan()` without one
-    """Write the plan that the trainer follows; what the setting says goes before the planner."""
+    """Write the plan that the trainer follows; what the setting says goes before the planner.
+
+    Args:
+        run: With recipe.yaml
+        own: Values of `BENCH_FIELDS`
+        predict: Ask the planner
+
+    Returns:
+        The prediction; `Plan()` without one
+    """
     planner = [sys.executable, "-m", "sciftune.planner.plan", str(run.recipe), str(run.plan)]
     if predict:
         subprocess.run(planner, capture_output=True)
@@ -311,7 +407,15 @@ def bench_command(
     recipe: Recipe,
     own: dict,  # Values of `BENCH_FIELDS`
 ) -> LaunchFile:  # What is run, and its environment
-    """The command of a measurement; random weights are written first where it reads some."""
+    """The command of a measurement; random weights are written first where it reads some.
+
+    Args:
+        run: With recipe.yaml and plan.json
+        own: Values of `BENCH_FIELDS`
+
+    Returns:
+        What is run, and its environment
+    """
     write_launch_files(run)
     launch = LaunchFile.load(run)
     baseline = [sys.executable, "-m", "sciftune.lab.baseline"]
@@ -351,7 +455,12 @@ def described(
     plan: Plan,  # As the trainer follows it
     loop: str,  # 'trainer', 'bare' or 'plain'
 ) -> dict:
-    """What a row says about its setting."""
+    """What a row says about its setting.
+
+    Args:
+        plan: As the trainer follows it
+        loop: 'trainer', 'bare' or 'plain'
+    """
     row = {name: getattr(recipe, name) for name in ROW_FIELDS}
     row["reshard"] = plan.reshard if recipe.reshard == "auto" else recipe.reshard
     if loop == "plain":
@@ -364,7 +473,14 @@ def recompute_words(
     recipe: Recipe,
     recompute: int | None,  # Checkpointed blocks; None = all
 ) -> str | int:  # 'none', 'all' or a number
-    """How a row says which blocks are checkpointed."""
+    """How a row says which blocks are checkpointed.
+
+    Args:
+        recompute: Checkpointed blocks; None = all
+
+    Returns:
+        'none', 'all' or a number
+    """
     if recipe.gradient_checkpointing == "none":
         return "none"
     return "all" if recompute is None else recompute
@@ -374,7 +490,15 @@ def plan_columns(
     plan: Plan,  # The prediction
     allocated: float | None,  # GiB that were measured
 ) -> dict:  # Empty without a prediction
-    """The predicted peak beside the measured one."""
+    """The predicted peak beside the measured one.
+
+    Args:
+        plan: The prediction
+        allocated: GiB that were measured
+
+    Returns:
+        Empty without a prediction
+    """
     if not plan.chosen:
         return {}
     planned = plan.run.allocated_gib
@@ -401,7 +525,17 @@ def bench(
     table: str | Path | None = None,  # JSON lines file to which the row is appended
     **given,  # See `bench_recipe`
 ) -> dict:  # The row
-    """Measure one setting; a measurement that fails gives a row with the reason."""
+    """Measure one setting; a measurement that fails gives a row with the reason.
+
+    Args:
+        run_root: Run folders and caches go here
+        plan: Predict the memory, too
+        table: JSON lines file to which the row is appended
+        **given: See `bench_recipe`
+
+    Returns:
+        The row
+    """
     recipe, own = bench_recipe(run_root, **given)
     run = new_run(recipe)
     recipe.save(run.recipe)
@@ -427,7 +561,13 @@ def bench_row(
     predicted: Plan,
     began: float,  # When the command was started, seconds
 ) -> dict:
-    """What a measurement left in its run folder, as a row."""
+    """What a measurement left in its run folder, as a row.
+
+    Args:
+        run: It has ended
+        own: Values of `BENCH_FIELDS`
+        began: When the command was started, seconds
+    """
     followed, rows = Plan.load(run.plan), run.read_metrics()
     auto = recipe.gradient_checkpointing == "auto"
     recompute = followed.recompute_blocks if auto else None
@@ -479,7 +619,11 @@ def shown_value(
     column: str,  # Of `BENCH_COLUMNS`
     value: float | int | str | None,
 ) -> str:
-    """A value with the digits that its column deserves."""
+    """A value with the digits that its column deserves.
+
+    Args:
+        column: Of `BENCH_COLUMNS`
+    """
     if value is None:
         return ""
     if isinstance(value, str):
@@ -494,7 +638,14 @@ def shown_value(
 def bench_text(
     rows: list[dict],  # As `bench` returns them
 ) -> str:  # Fixed width, one line per row
-    """The rows for reading; columns that nobody has are left out."""
+    """The rows for reading; columns that nobody has are left out.
+
+    Args:
+        rows: As `bench` returns them
+
+    Returns:
+        Fixed width, one line per row
+    """
     used = [name for name in BENCH_COLUMNS if any(row.get(name) is not None for row in rows)]
     cells = [[BENCH_COLUMNS[name] for name in used]]
     cells += [[shown_value(name, row.get(name)) for name in used] for row in rows]
@@ -509,7 +660,11 @@ def bench_text(
 def read_settings(
     words: list[str],  # Settings, or YAML files with lists of them
 ) -> list[dict]:
-    """The settings of a command line, in order."""
+    """The settings of a command line, in order.
+
+    Args:
+        words: Settings, or YAML files with lists of them
+    """
     settings = []
     for word in words:
         if word.endswith((".yaml", ".yml")):
@@ -524,7 +679,12 @@ def keep_log(
     run_root: str | Path,
     out: Path,  # Takes logs.txt
 ):
-    """Append the end of the newest run's log to `logs.txt`: a failure far away is told by it."""
+    """Append the end of the newest run's log to `logs.txt`: a failure far away is told by it.
+
+    Args:
+        row: Of the run that ended last
+        out: Takes logs.txt
+    """
     logs = sorted(Path(run_root).glob("*/log.txt"), key=lambda path: path.stat().st_mtime)
     if logs:
         with open(out / "logs.txt", "a") as file:
@@ -539,7 +699,18 @@ def measure_all(
     plan: bool = False,  # Predict the memory, too
     budget: float = 1e9,  # Seconds; no measurement starts later
 ) -> list[dict]:  # The rows, one for each setting
-    """Measure one setting after another, and say each row as it comes."""
+    """Measure one setting after another, and say each row as it comes.
+
+    Args:
+        settings: See `bench_recipe`
+        out: Takes bench.jsonl, logs.txt and table.txt
+        run_root: Run folders and caches go here
+        plan: Predict the memory, too
+        budget: Seconds; no measurement starts later
+
+    Returns:
+        The rows, one for each setting
+    """
     out.mkdir(parents=True, exist_ok=True)
     began, rows = time.time(), []
     for setting in settings:
@@ -561,7 +732,11 @@ def measure_all(
 def bench_command_line(
     words: list[str],  # Of the command line
 ):
-    """Measure what the command line of `scripts/gpu_bench` asks for."""
+    """Measure what the command line of `scripts/gpu_bench` asks for.
+
+    Args:
+        words: Of the command line
+    """
     parser = argparse.ArgumentParser(prog="scripts/gpu_bench")
     parser.add_argument("out", type=Path)
     parser.add_argument("settings", nargs="+", help="field=value,field=value or a YAML file")

@@ -58,7 +58,14 @@ def markdown_table(
     head: list[str],
     rows: list[list[str]],  # Cells
 ) -> list[str]:  # Lines
-    """A table in markdown."""
+    """A table in markdown.
+
+    Args:
+        rows: Cells
+
+    Returns:
+        Lines
+    """
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     return lines + ["| " + " | ".join(row) + " |" for row in rows]
 
@@ -66,7 +73,12 @@ def markdown_table(
 # %% ../../nbs/9_lab/11_bench_table.ipynb #39ea9282
 @dataclass
 class Prediction:
-    """What the planner expects of a measured setting."""
+    """What the planner expects of a measured setting.
+
+    Attributes:
+        peak: GiB allocated
+        seconds: Of a step with the turns that are in every step
+    """
 
     recipe: Recipe
     peak: float  # GiB allocated
@@ -101,7 +113,14 @@ class Predictor:
         self,
         row: dict,  # Of bench.jsonl
     ) -> Prediction | None:  # None where the planner has no say
-        """The prediction for a measured setting."""
+        """The prediction for a measured setting.
+
+        Args:
+            row: Of bench.jsonl
+
+        Returns:
+            None where the planner has no say
+        """
         offloads = row.get("offload", "none") != "none"
         if row["loop"] != "trainer" or (offloads and row.get("resident_gib") is None):
             return None
@@ -143,7 +162,11 @@ def rounded(
     key: str,
     digits: int = 3,
 ) -> str:  # Empty where it was not measured
-    """A number of a row."""
+    """A number of a row.
+
+    Returns:
+        Empty where it was not measured
+    """
     return "" if row.get(key) is None else f"{row[key]:.{digits}f}"
 
 
@@ -175,7 +198,11 @@ def table_row(
     row: dict,
     predict: Callable[[dict], Prediction | None],
 ) -> list[str]:  # Cells, as in `HEAD`
-    """A measured row beside its prediction."""
+    """A measured row beside its prediction.
+
+    Returns:
+        Cells, as in `HEAD`
+    """
     made = predict(row)
     time = memory = ["", ""]
     if made:
@@ -228,7 +255,11 @@ def refused_rows(
     rows: list[dict],
     predict: Callable[[dict], Prediction | None],
 ) -> list[list[str]]:  # Cells, as in `TRIED_HEAD`
-    """What ran out of memory as the planner had said."""
+    """What ran out of memory as the planner had said.
+
+    Returns:
+        Cells, as in `TRIED_HEAD`
+    """
     cells = []
     for row in rows:
         made = predict(row) if "out of memory" in row.get("error", "") else None
@@ -285,7 +316,11 @@ def other_way(
 def comparisons(
     rows: list[dict],
 ) -> Iterator[list[str]]:  # Cells
-    """What one would do otherwise, and the fastest run of the same model on as many cards."""
+    """What one would do otherwise, and the fastest run of the same model on as many cards.
+
+    Returns:
+        Cells
+    """
     fast = [row for row in good_rows(rows) if is_fast_setting(row)]
     for row in rows:
         if row["loop"] != "plain" and not row.get("preset", "").startswith("system"):
@@ -308,7 +343,11 @@ def scaling(
     gpus: int,
     ways: dict[str, str],  # Suffix of a label -> what it is called
 ) -> str:
-    """Samples per second and card against one card, measured on the same machine."""
+    """Samples per second and card against one card, measured on the same machine.
+
+    Args:
+        ways: Suffix of a label -> what it is called
+    """
     last = {row["label"]: row for row in rows}
     base = samples_per_second(last["klein-bs4"])
     words = []
@@ -322,7 +361,11 @@ def scaling(
 def start_words(
     row: dict,  # Of a start with weights from files
 ) -> str:
-    """Where the time until the first step went."""
+    """Where the time until the first step went.
+
+    Args:
+        row: Of a start with weights from files
+    """
     parts = ", ".join(f"{name} {t:.0f}" for name, t in row["launch"].items() if t > 0.5)
     cards = f"{row['processes']} GPU{'s' if row['processes'] > 1 else ''}"
     warm = " with the kernels of an earlier run" if "warm" in row["label"] else ""
@@ -348,7 +391,11 @@ BAGEL_HEAD = [
 def bagel_row(
     row: dict,
 ) -> list[str]:  # Cells, as in `BAGEL_HEAD`
-    """A measured row of the unified model."""
+    """A measured row of the unified model.
+
+    Returns:
+        Cells, as in `BAGEL_HEAD`
+    """
     kind = f"LoRA, rank {row['lora_rank']}" if row["lora_rank"] else "full"
     attention = "flex" if row["attention"] == "auto" else row["attention"]
     return [
@@ -531,7 +578,11 @@ def bench_page(
     rows: list[dict],  # Of bench.jsonl
     predict: Callable[[dict], Prediction | None],
 ) -> str:
-    """docs/generated/bench.md."""
+    """docs/generated/bench.md.
+
+    Args:
+        rows: Of bench.jsonl
+    """
     flow = [row for row in rows if row["model"] != "bagel"]
     main = markdown_table(HEAD, [table_row(row, predict) for row in good_rows(flow)])
     head = ["model", "GPUs", "otherwise", "measured", "ours", "ours is faster by"]
@@ -554,7 +605,14 @@ def bench_page(
 def write_bench_pages(
     docs: Path,  # The folder with bench.jsonl
 ) -> str:  # The page
-    """Write bench.md, bench.png and bagel_table.md into docs/generated."""
+    """Write bench.md, bench.png and bagel_table.md into docs/generated.
+
+    Args:
+        docs: The folder with bench.jsonl
+
+    Returns:
+        The page
+    """
     rows = [json.loads(line) for line in (docs / "bench.jsonl").read_text().splitlines()]
     out = docs / "generated"
     out.mkdir(exist_ok=True)

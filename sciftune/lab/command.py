@@ -72,7 +72,14 @@ from .tables import fields_text, parameters_of_notebook, presets_text, table_tex
 def packaged_notebooks(
     folder: Path | None = None,  # With notebooks; None = those of this package
 ) -> dict[str, Path]:  # Name of the command -> notebook
-    """The notebooks that can be run by name; launch.ipynb is 'run'."""
+    """The notebooks that can be run by name; launch.ipynb is 'run'.
+
+    Args:
+        folder: With notebooks; None = those of this package
+
+    Returns:
+        Name of the command -> notebook
+    """
     folder = folder or launch_notebook_path().parent
     found = {path.stem: path for path in sorted(folder.glob("*.ipynb"))}
     return {"run" if name == "launch" else name: path for name, path in found.items()}
@@ -96,7 +103,11 @@ class CommandError(ValueError):
 def papermill_options(
     words: Sequence[str],  # Of the command line, after the name of the notebook
 ) -> list[str]:
-    """`words` as papermill takes them. Raises CommandError for one that is no setting."""
+    """`words` as papermill takes them. Raises CommandError for one that is no setting.
+
+    Args:
+        words: Of the command line, after the name of the notebook
+    """
     options, rest = [], list(words)
     while rest:
         word = rest.pop(0)
@@ -119,7 +130,11 @@ def numbered(
     folder: Path,
     stem: str,  # 'compare'
 ) -> Path:
-    """The first of STEM-1.ipynb, STEM-2.ipynb, ... that is not there yet."""
+    """The first of STEM-1.ipynb, STEM-2.ipynb, ... that is not there yet.
+
+    Args:
+        stem: 'compare'
+    """
     number = 1
     while (folder / f"{stem}-{number}.ipynb").exists():
         number += 1
@@ -128,7 +143,12 @@ def numbered(
 
 @dataclass
 class Execution:
-    """A notebook under papermill, in a folder of its own."""
+    """A notebook under papermill, in a folder of its own.
+
+    Attributes:
+        notebook: What is executed
+        aside: An empty folder below `runs`
+    """
 
     notebook: Path  # What is executed
     aside: Path  # An empty folder below `runs`
@@ -144,7 +164,11 @@ class Execution:
         self,
         options: Sequence[str],  # Of papermill
     ) -> list[str]:
-        """The call of papermill; output of the notebook goes to the terminal."""
+        """The call of papermill; output of the notebook goes to the terminal.
+
+        Args:
+            options: Of papermill
+        """
         paths = str(self.notebook), str(self.aside / self.notebook.name)
         return [sys.executable, "-m", "papermill", *paths, *QUIET, *options]
 
@@ -152,7 +176,14 @@ class Execution:
         self,
         options: Sequence[str],  # Of papermill
     ) -> tuple[int, bool]:  # (exit code, whether it was interrupted)
-        """Run papermill and wait for it; Ctrl-C reaches it too, and it ends the job."""
+        """Run papermill and wait for it; Ctrl-C reaches it too, and it ends the job.
+
+        Args:
+            options: Of papermill
+
+        Returns:
+            (exit code, whether it was interrupted)
+        """
         environment = os.environ | {"SCIFTUNE_RUN_FILE": str(self.aside / "run")}
         environment |= {"SCIFTUNE_TERMINAL": "1"} if sys.stdout.isatty() else {}
         interrupted = False
@@ -165,7 +196,11 @@ class Execution:
                 interrupted = True
 
     def keep(self) -> Path | None:  # Where it is now; None: papermill has written nothing
-        """Move the executed notebook to the run folder, or to `runs`."""
+        """Move the executed notebook to the run folder, or to `runs`.
+
+        Returns:
+            Where it is now; None: papermill has written nothing
+        """
         made = self.aside / self.notebook.name
         if not made.exists():
             return None
@@ -188,7 +223,15 @@ def run_notebook(
     name: str,  # Of the command
     words: Sequence[str],  # Its settings
 ) -> int:  # Exit code
-    """Execute a packaged notebook with settings. Raises CommandError for unknown words."""
+    """Execute a packaged notebook with settings. Raises CommandError for unknown words.
+
+    Args:
+        name: Of the command
+        words: Its settings
+
+    Returns:
+        Exit code
+    """
     options = papermill_options(words)
     runs = project_root() / "runs"
     runs.mkdir(exist_ok=True)
@@ -226,7 +269,11 @@ def _interrupted(name: str, run: Path | None) -> int:
 def readable_gib(
     value: float,  # GiB
 ) -> str:
-    """Memory with a readable unit."""
+    """Memory with a readable unit.
+
+    Args:
+        value: GiB
+    """
     return f"{value * 1024:.0f} MiB" if value < 0.5 else f"{value:.1f} GiB"
 
 
@@ -250,7 +297,11 @@ def plan_text(
     plan: Plan,
     width: int = 140,  # Characters of a line
 ) -> str:
-    """A plan for a terminal: the rows, what is advised, what differs from what was asked."""
+    """A plan for a terminal: the rows, what is advised, what differs from what was asked.
+
+    Args:
+        width: Characters of a line
+    """
     said = [f"note: {note}" for note in plan.notes]
     said += [plan.advice] if plan.advice else []
     if not plan.run.fits and plan.chosen:
@@ -262,7 +313,14 @@ def plan_text(
 def settings_of(
     words: Sequence[str],  # Of the command line
 ) -> dict[str, Any]:  # Field -> value, of the type that YAML gives it
-    """The settings among `words`: -p, -f and name=value. Raises CommandError for others."""
+    """The settings among `words`: -p, -f and name=value. Raises CommandError for others.
+
+    Args:
+        words: Of the command line
+
+    Returns:
+        Field -> value, of the type that YAML gives it
+    """
     options, found = papermill_options(words), {}
     while options:
         option = options.pop(0)
@@ -279,7 +337,14 @@ def settings_of(
 def plan_command(
     words: Sequence[str],  # Settings, as of `run`
 ) -> int:  # 1 when the run cannot fit
-    """Print what each strategy would need. Raises LaunchError for a wrong setting."""
+    """Print what each strategy would need. Raises LaunchError for a wrong setting.
+
+    Args:
+        words: Settings, as of `run`
+
+    Returns:
+        1 when the run cannot fit
+    """
     recipe = with_steps(with_absolute_paths(recipe_from(settings_of(words))))
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "recipe.yaml"
@@ -306,7 +371,14 @@ def notebooks_folder() -> Path:
 def lab_options(
     words: Sequence[str],  # Options of JupyterLab
 ) -> tuple[list[str], bool]:  # (options, whether only this computer reaches it)
-    """The options of JupyterLab, with 127.0.0.1 where no address is given."""
+    """The options of JupyterLab, with 127.0.0.1 where no address is given.
+
+    Args:
+        words: Options of JupyterLab
+
+    Returns:
+        (options, whether only this computer reaches it)
+    """
     opened = any(word.startswith(("--ServerApp.ip=", "--ip=")) for word in words)
     return [*words] if opened else ["--ServerApp.ip=127.0.0.1", *words], not opened
 
@@ -314,7 +386,11 @@ def lab_options(
 def lab_command(
     words: Sequence[str],  # Options of JupyterLab
 ) -> int:
-    """Open the notebooks in JupyterLab. Raises CommandError where it is not installed."""
+    """Open the notebooks in JupyterLab. Raises CommandError where it is not installed.
+
+    Args:
+        words: Options of JupyterLab
+    """
     if not importlib.util.find_spec("jupyterlab"):
         raise CommandError("JupyterLab is not installed: pip install 'sciftune[lab]'")
     options, local = lab_options(words)
@@ -327,7 +403,11 @@ def lab_command(
 
 
 def opened_in_lab() -> tuple[Path, Path]:  # (folder of JupyterLab, notebook in it)
-    """What JupyterLab opens: of a repository a copy below runs/, so that its own stays as it is."""
+    """What JupyterLab opens: of a repository a copy below runs/, so that its own stays as it is.
+
+    Returns:
+        (folder of JupyterLab, notebook in it)
+    """
     root, folder = project_root(), notebooks_folder()
     if folder.name != "nbs":  # a copy already
         return folder, Path("launch.ipynb")
@@ -340,7 +420,13 @@ def opened_in_lab() -> tuple[Path, Path]:  # (folder of JupyterLab, notebook in 
 # %% ../../nbs/9_lab/20_command.ipynb #1c1a50b6
 @dataclass(frozen=True)
 class Command:
-    """A subcommand."""
+    """A subcommand.
+
+    Attributes:
+        summary: One line
+        call: Takes the words after its name
+        help: What --help prints; None: `call` knows --help itself
+    """
 
     summary: str  # One line
     call: Callable[[list[str]], int | None]  # Takes the words after its name
@@ -350,7 +436,11 @@ class Command:
 def fields_command(
     words: Sequence[str],  # A word to look for
 ) -> None:
-    """Print the recipe fields. Raises CommandError where none is about the word."""
+    """Print the recipe fields. Raises CommandError where none is about the word.
+
+    Args:
+        words: A word to look for
+    """
     try:
         print(fields_text(" ".join(words), shutil.get_terminal_size((100, 24)).columns))
     except KeyError as error:
@@ -360,7 +450,11 @@ def fields_command(
 def presets_command(
     words: Sequence[str],  # Nothing, a model, or a model and a preset
 ) -> None:
-    """Print models, the presets of a model, or what a preset sets. Raises CommandError."""
+    """Print models, the presets of a model, or what a preset sets. Raises CommandError.
+
+    Args:
+        words: Nothing, a model, or a model and a preset
+    """
     if len(words) > 2:
         raise CommandError("write sciftune presets [MODEL [PRESET]]")
     try:
@@ -383,7 +477,11 @@ def run_help() -> str:
 def notebook_help(
     name: str,  # Of the command
 ) -> str:
-    """How a notebook's command is called, and its parameters."""
+    """How a notebook's command is called, and its parameters.
+
+    Args:
+        name: Of the command
+    """
     path = packaged_notebooks()[name]
     rows = [list(row) for row in parameters_of_notebook(path)]
     table = table_text([["parameter", "default", "what it is"], *rows])
@@ -445,7 +543,14 @@ def command_help() -> str:
 def call_command(
     words: Sequence[str],  # Without the program
 ) -> int:  # Exit code
-    """Do what the command line says."""
+    """Do what the command line says.
+
+    Args:
+        words: Without the program
+
+    Returns:
+        Exit code
+    """
     known = commands()
     if not words or words[0] in ("-h", "--help", "help"):
         print(command_help())

@@ -33,7 +33,7 @@ from matplotlib.image import imread
 
 from ..core.recipe import Recipe
 from ..core.rundir import RunDir
-from .launch import state
+from .launch import LaunchError, state
 from sciftune.lab.plots import (
     COLORS,
     PART_COLORS,
@@ -59,7 +59,14 @@ from .summary import picture_rows, typed_value
 def found_runs(
     places: str | Path | Iterable[str | Path],  # Folders, or one text with commas between them
 ) -> list[RunDir]:  # At least one
-    """The run folders at `places`. Raises FileNotFoundError that names a place without a run."""
+    """The run folders at `places`. Raises LaunchError that names a place without a run.
+
+    Args:
+        places: Folders, or one text with commas between them
+
+    Returns:
+        At least one
+    """
     if isinstance(places, str):
         places = [place.strip() for place in places.split(",") if place.strip()]
     elif isinstance(places, Path):
@@ -69,10 +76,10 @@ def found_runs(
         inside = sorted(file.parent for file in place.glob("*/recipe.yaml"))
         here = [place] if (place / "recipe.yaml").is_file() else inside
         if not here:
-            raise FileNotFoundError(f"{place} is no run folder, and none is in it (recipe.yaml)")
+            raise LaunchError(f"runs: {place} is no run folder, and none is in it (recipe.yaml)")
         found |= {path.resolve(): RunDir(path) for path in here}
     if not found:
-        raise FileNotFoundError("no run folder was given")
+        raise LaunchError("runs: no run folder was given")
     return list(found.values())
 
 
@@ -83,7 +90,11 @@ WHERE = ("name", "run_root", "resume", "launcher", "plan_check")  # Fields that 
 def recipe_differences(
     runs: list[RunDir],
 ) -> dict[str, list[Any]]:  # Field -> its value in each run
-    """The recipe fields in which the runs differ, in the order of the recipe."""
+    """The recipe fields in which the runs differ, in the order of the recipe.
+
+    Returns:
+        Field -> its value in each run
+    """
     recipes = [Recipe.load(run.recipe) for run in runs]
     names = [name for name in Recipe.model_fields if name not in WHERE]
     values = {name: [getattr(recipe, name) for recipe in recipes] for name in names}
@@ -116,7 +127,11 @@ RESULT_COLUMNS = ("state", "steps", "loss", "held-out, start", "held-out", "best
 def run_results(
     run: RunDir,
 ) -> dict[str, str]:  # Column -> text, of `RESULT_COLUMNS` and of `SCORES`
-    """What a run has to show so far."""
+    """What a run has to show so far.
+
+    Returns:
+        Column -> text, of `RESULT_COLUMNS` and of `SCORES`
+    """
     rows, held = train_rows(run), validation_rows(run)
     losses, seen = smooth(column(rows, "loss")), column(held, "held_out")
     best = held[int(np.nanargmin(seen))] if np.isfinite(seen).any() else None
@@ -162,7 +177,11 @@ def results_table(
 def run_colour(
     number: int,  # Of the run
 ) -> str:
-    """The colour of a run in every figure."""
+    """The colour of a run in every figure.
+
+    Args:
+        number: Of the run
+    """
     return PART_COLORS[number % len(PART_COLORS)]
 
 
@@ -170,7 +189,11 @@ def plot_losses(
     runs: list[RunDir],
     log: bool = False,  # Logarithmic losses
 ) -> Figure:
-    """Training and held-out losses of all runs, beside each other."""
+    """Training and held-out losses of all runs, beside each other.
+
+    Args:
+        log: Logarithmic losses
+    """
     fig, axes = plt.subplots(1, 2, figsize=(8.6, 2.8), dpi=90, layout="constrained")
     plt.close(fig)
     for ax, title in zip(axes, ("Training loss, smoothed", "Held-out loss"), strict=True):
@@ -202,7 +225,11 @@ def plot_field(
     runs: list[RunDir],
     name: str,  # A field with a number that differs
 ) -> Figure:
-    """The best held-out loss of each run over one of its fields."""
+    """The best held-out loss of each run over one of its fields.
+
+    Args:
+        name: A field with a number that differs
+    """
     values = recipe_differences(runs).get(name)
     numbers = values and all(isinstance(v, (int, float)) for v in values)
     held = [column(validation_rows(run), "held_out") for run in runs]
@@ -222,7 +249,11 @@ def plot_field(
 def pictures_by_prompt(
     run: RunDir,
 ) -> dict[str, Path]:  # Prompt -> file
-    """The newest validation image of each prompt."""
+    """The newest validation image of each prompt.
+
+    Returns:
+        Prompt -> file
+    """
     return {row.prompt: row.newest[1] for row in picture_rows(run) if row.newest}
 
 
@@ -230,7 +261,11 @@ def plot_pictures(
     runs: list[RunDir],
     rows: int = 6,  # Prompts, at most
 ) -> Figure:
-    """The newest pictures of each run for the prompts that most runs have."""
+    """The newest pictures of each run for the prompts that most runs have.
+
+    Args:
+        rows: Prompts, at most
+    """
     pictures = [pictures_by_prompt(run) for run in runs]
     prompts = dict.fromkeys(prompt for found in pictures for prompt in found)
     shared = sorted(prompts, key=lambda prompt: -sum(prompt in found for found in pictures))[:rows]

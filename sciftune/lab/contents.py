@@ -31,7 +31,11 @@ class Room:
         self,
         kind: str,  # 'code' or 'markdown'
     ) -> list[str]:
-        """The texts of its cells of one kind."""
+        """The texts of its cells of one kind.
+
+        Args:
+            kind: 'code' or 'markdown'
+        """
         return ["".join(cell["source"]) for cell in self.cells if cell["cell_type"] == kind]
 
     @cached_property
@@ -69,7 +73,11 @@ class Room:
 def names_of(
     node: ast.stmt,  # At the top of a cell
 ) -> list[str]:
-    """What a statement defines."""
+    """What a statement defines.
+
+    Args:
+        node: At the top of a cell
+    """
     if isinstance(node, ast.Assign):
         return [target.id for target in node.targets if isinstance(target, ast.Name)]
     if not isinstance(node, (ast.ClassDef, ast.FunctionDef)):
@@ -94,7 +102,12 @@ FLOORS = {
 
 
 class House:
-    """All notebooks of a repository that become modules."""
+    """All notebooks of a repository that become modules.
+
+    Args:
+        root: Of the repository
+        base: What links begin with: nbs/ as seen from the page, '' = from nbs/ itself
+    """
 
     def __init__(
         self,
@@ -116,6 +129,11 @@ class House:
         """A markdown link to the heading under which `name` is defined.
 
         Raises KeyError for what is not there.
+
+        Args:
+            module: Below the package: 'training.trainer'
+            name: A definition of it: 'train', 'Klein.predict'
+            text: Of the link; '' = the definition or the notebook's title
         """
         room = self.rooms[module]
         if name and name not in room.definitions:
@@ -129,7 +147,11 @@ class House:
         self,
         text: str,  # With places as @lab.launch.recipe_from or @training.ema
     ) -> str:
-        """`text` with a link at each place. Raises KeyError for one that is not there."""
+        """`text` with a link at each place. Raises KeyError for one that is not there.
+
+        Args:
+            text: With places as @lab.launch.recipe_from or @training.ema
+        """
 
         def replaced(match: re.Match) -> str:
             parts = match[1].split(".")
@@ -145,7 +167,11 @@ class House:
         self,
         floor: str,  # Of `FLOORS`
     ) -> str:
-        """The rooms of a floor as a list in markdown."""
+        """The rooms of a floor as a list in markdown.
+
+        Args:
+            floor: Of `FLOORS`
+        """
         rooms = [room for room in self.rooms.values() if floor in room.path.parts]
         rooms.sort(key=lambda room: room.path)
         lines = [f"- {self.link(room.module)}: {room.summary}" for room in rooms]

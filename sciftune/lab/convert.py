@@ -39,7 +39,11 @@ TYPES = {
 def checkpoint_recipe(
     checkpoint: Path,  # A complete checkpoint
 ) -> Recipe:
-    """The recipe of the run that wrote `checkpoint`. Raises ValueError for any other folder."""
+    """The recipe of the run that wrote `checkpoint`. Raises ValueError for any other folder.
+
+    Args:
+        checkpoint: A complete checkpoint
+    """
     if not checkpoint.is_dir():
         raise ValueError(
             f"{checkpoint} is no folder; give one like runs/NAME/checkpoints/step_000100"
@@ -68,6 +72,16 @@ def convert_checkpoint(
 
     Raises ValueError when `checkpoint` is no checkpoint, has no average, or `out` is in use,
     CheckpointError when its tensors cannot be read.
+
+    Args:
+        checkpoint: A complete checkpoint
+        out: New folder
+        dtype: Of `TYPES`; adapters are always float32
+        ema: The moving average instead of the weights
+        pipeline: Everything that the model needs, not the trained component alone
+
+    Returns:
+        What was written
     """
     recipe = checkpoint_recipe(checkpoint).model_copy(update=dict(max_shard_size=max_shard_size))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -85,8 +99,12 @@ def convert_checkpoint(
 def convert_command(
     words: list[str],  # Of the command line
 ):
-    """`scripts/zero_to_bf16 CHECKPOINT OUT`, with the options of `convert_checkpoint`."""
-    parser = argparse.ArgumentParser(prog="scripts/zero_to_bf16")
+    """`sciftune zero_to_bf16 CHECKPOINT OUT`, with the options of `convert_checkpoint`.
+
+    Args:
+        words: Of the command line
+    """
+    parser = argparse.ArgumentParser(prog="sciftune zero_to_bf16")
     parser.add_argument("checkpoint", type=Path, help="runs/NAME/checkpoints/step_XXXXXX")
     parser.add_argument("out", type=Path, help="new folder")
     parser.add_argument("--max_shard_size", default="10GB")
@@ -109,8 +127,12 @@ def convert_command(
 def merge_command(
     words: list[str],  # Of the command line
 ):
-    """`scripts/merge_lora BASE LORA OUT [--dtype bfloat16] [--max_shard_size 10GB]`."""
-    parser = argparse.ArgumentParser(prog="scripts/merge_lora")
+    """`sciftune merge_lora BASE LORA OUT [--dtype bfloat16] [--max_shard_size 10GB]`.
+
+    Args:
+        words: Of the command line
+    """
+    parser = argparse.ArgumentParser(prog="sciftune merge_lora")
     for name in ("base", "lora", "out"):
         parser.add_argument(name)
     types = ["bfloat16", "float32", "float16"]

@@ -39,7 +39,14 @@ def plot_metrics(
     labels: dict[str, str],  # Metric -> its name in the legend, at most three
     log: bool = False,  # Logarithmic axis
 ) -> Figure:
-    """Metrics of a run over its steps, raw and smoothed; those it does not have are left out."""
+    """Metrics of a run over its steps, raw and smoothed; those it does not have are left out.
+
+    Args:
+        run: A run folder or its path
+        ylabel: With its unit
+        labels: Metric -> its name in the legend, at most three
+        log: Logarithmic axis
+    """
     rows = train_rows(run)
     measured = [key for key in labels if np.isfinite(column(rows, key)).any()]
     if not measured:
@@ -64,7 +71,11 @@ def plot_metrics(
 def plot_distillation_losses(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> Figure:
-    """Distribution matching, critic and discriminator."""
+    """Distribution matching, critic and discriminator.
+
+    Args:
+        run: A run folder or its path
+    """
     return plot_metrics(
         run,
         "Losses of the distillation",
@@ -81,7 +92,11 @@ def plot_distillation_losses(
 def plot_dm_gradient(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> Figure:
-    """Norm of the distribution-matching gradient, per sample."""
+    """Norm of the distribution-matching gradient, per sample.
+
+    Args:
+        run: A run folder or its path
+    """
     return plot_metrics(
         run,
         "Distribution-matching gradient",
@@ -94,7 +109,11 @@ def plot_dm_gradient(
 def plot_turn_gradients(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> Figure:
-    """Gradient norms of both networks before clipping."""
+    """Gradient norms of both networks before clipping.
+
+    Args:
+        run: A run folder or its path
+    """
     return plot_metrics(
         run,
         "Gradient norms",
@@ -108,7 +127,11 @@ def plot_turn_gradients(
 def plot_logits(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> Figure:
-    """Mean logits of real and generated latents."""
+    """Mean logits of real and generated latents.
+
+    Args:
+        run: A run folder or its path
+    """
     return plot_metrics(
         run, "Discriminator", "mean logit", dict(logit_real="real", logit_fake="generated")
     )

@@ -79,7 +79,12 @@ from sciftune.training.encoding import (
 # %% ../../nbs/9_lab/18_evaluate.ipynb #5bf63910
 @dataclass(frozen=True)
 class Target:
-    """A prompt, and what its picture should say."""
+    """A prompt, and what its picture should say.
+
+    Attributes:
+        labels: None = nothing is known of its words
+        truth: figures, labels, ocr or quotes
+    """
 
     prompt: str
     labels: tuple[str, ...] | None = None  # None = nothing is known of its words
@@ -90,7 +95,14 @@ def asked_labels(
     labels: list[str],  # Words of the original
     caption: str,
 ) -> tuple[str, ...]:  # Those that the caption asks for, each once
-    """The labels that stand in a caption; a number stands there as a word of its own."""
+    """The labels that stand in a caption; a number stands there as a word of its own.
+
+    Args:
+        labels: Words of the original
+
+    Returns:
+        Those that the caption asks for, each once
+    """
     text = squeezed(caption)
     words = {squeezed(w.strip("\"'.,;:()")) for w in caption.split()}
     kept = [t for t in dict.fromkeys(labels) if any(c.isalnum() for c in t)]
@@ -145,7 +157,14 @@ def _labels_of(record: dict) -> tuple[str, list[str]] | None:
 def known_labels(
     path: str | Path,  # Collection: folder or file
 ) -> dict[str, tuple[str, list[str]]]:  # Caption -> (figures or labels, words)
-    """The words of each picture of a collection that tells them. {} for a hub id."""
+    """The words of each picture of a collection that tells them. {} for a hub id.
+
+    Args:
+        path: Collection: folder or file
+
+    Returns:
+        Caption -> (figures or labels, words)
+    """
     found = {}
     for record in _records(Path(path)) if Path(path).exists() else ():
         caption = next((record[k] for k in CAPTION_KEYS if record.get(k)), None)
@@ -164,6 +183,9 @@ def run_targets(
     """Targets from the held-out samples of a recipe, from all where none is held out.
 
     Raises ValueError for an edit run: a prompt without its reference images asks for another thing.
+
+    Args:
+        count: At most
     """
     if recipe.reference_images:
         raise ValueError(
@@ -208,7 +230,11 @@ NO_FID = "its Inception weights are published as pickles, which are refused to b
 
 
 class ClipScore:
-    """CLIP scores by a model on disk. Raises ValueError where the folder holds none."""
+    """CLIP scores by a model on disk. Raises ValueError where the folder holds none.
+
+    Args:
+        folder: CLIP of transformers, safetensors
+    """
 
     def __init__(
         self,
@@ -228,7 +254,11 @@ class ClipScore:
         image: Image.Image,
         caption: str,
     ) -> float:  # 0 to 100
-        """The score of a picture and its caption."""
+        """The score of a picture and its caption.
+
+        Returns:
+            0 to 100
+        """
         length = self.model.config.text_config.max_position_embeddings
         cut = dict(return_tensors="pt", padding=True, truncation=True, max_length=length)
         made = self.model(**self.processor(text=[caption], images=[image.convert("RGB")], **cut))
@@ -243,7 +273,13 @@ def score_picture(
     reader: ChartReader | None = None,  # Of kind and number; None = not scored
     clip: ClipScore | None = None,  # None = not scored
 ) -> Picture:
-    """All scores of one picture."""
+    """All scores of one picture.
+
+    Args:
+        file: Where the picture is
+        reader: Of kind and number; None = not scored
+        clip: None = not scored
+    """
     parts, words = {}, []
     if target.labels is not None and can_read_text():
         labels = [Label(text) for text in target.labels]
@@ -267,7 +303,21 @@ def chart_reader() -> ChartReader | None:
 # %% ../../nbs/9_lab/18_evaluate.ipynb #cb6cd3fa
 @dataclass(frozen=True)
 class Job:
-    """One set of weights, and what it is asked."""
+    """One set of weights, and what it is asked.
+
+    Attributes:
+        where: See `lab.sample.find_weights`
+        out: Folder of results: that of the run, or any other
+        state: weight, ema or base
+        base: Of an adapter
+        strength: 0 = the base, 1 = the source
+        seed: Of the noise; the number of a prompt is its place in the list
+        steps: Of the sampler; 0 = as the source says
+        guidance: Below 0 = as the source says
+        side: Pixels; 0 = as the source says
+        batch: Pictures at once
+        clip: CLIP folder of transformers; '' = no CLIP score
+    """
 
     where: str  # See `lab.sample.find_weights`
     out: str  # Folder of results: that of the run, or any other
@@ -307,7 +357,11 @@ class Job:
 def job_of(
     text: str,  # JSON of `asdict`
 ) -> Job:
-    """A job that another process has written down."""
+    """A job that another process has written down.
+
+    Args:
+        text: JSON of `asdict`
+    """
     values = json.loads(text)
     targets = [t | dict(labels=t["labels"] and tuple(t["labels"])) for t in values["targets"]]
     return Job(**values | dict(targets=tuple(Target(**t) for t in targets)))
@@ -319,7 +373,15 @@ def evaluate_part(
     folder: Path,  # Where the pictures go
     part: tuple[int, int] = (0, 1),  # Which of how many processes this one is
 ) -> dict[int, Picture]:  # Number of the target -> its picture
-    """Draw and score the pictures of one process, and write both."""
+    """Draw and score the pictures of one process, and write both.
+
+    Args:
+        folder: Where the pictures go
+        part: Which of how many processes this one is
+
+    Returns:
+        Number of the target -> its picture
+    """
     source = find_weights(job.where, job.state, job.base)
     device = f"cuda:{part[0] % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
     images = draw_samples(source, job.requests(), job.strength, job.batch, device, part)
@@ -369,7 +431,14 @@ def evaluate(
     job: Job,
     processes: int = 1,  # On this machine
 ) -> Evaluation:  # As it stands in evaluation.jsonl
-    """Draw, score and keep one set of weights. Raises ValueError without targets."""
+    """Draw, score and keep one set of weights. Raises ValueError without targets.
+
+    Args:
+        processes: On this machine
+
+    Returns:
+        As it stands in evaluation.jsonl
+    """
     if not job.targets:
         raise ValueError("prompts: none is given; name some, or a run with data")
     source = find_weights(job.where, job.state, job.base)
@@ -417,7 +486,12 @@ def run_jobs(
     checkpoints: bool = False,  # Every checkpoint that is there; False = the last
     **settings: object,  # Of `Job`
 ) -> list[Job]:
-    """The jobs that compare a run with its base."""
+    """The jobs that compare a run with its base.
+
+    Args:
+        checkpoints: Every checkpoint that is there; False = the last
+        **settings: Of `Job`
+    """
     recipe = Recipe.load(run.recipe)
     folders = sorted(run.checkpoints.glob("step_*"))
     places = [str(f) for f in folders if (f / "info.json").is_file()] or [str(run.path)]
@@ -439,7 +513,16 @@ def evaluate_run(
     say=lambda text: None,  # Told what is being evaluated
     **settings: object,  # Of `Job`
 ) -> list[Evaluation]:
-    """Evaluate base and fine-tuned weights of a run; rows go to its evaluation.jsonl."""
+    """Evaluate base and fine-tuned weights of a run; rows go to its evaluation.jsonl.
+
+    Args:
+        count: Held-out samples, at most
+        prompts: In their place
+        checkpoints: Every checkpoint that is there; False = the last
+        processes: On this machine
+        say: Told what is being evaluated
+        **settings: Of `Job`
+    """
     recipe = Recipe.load(run.recipe)
     targets = prompt_targets(prompts) if prompts else run_targets(recipe, count)
     rows = []

@@ -46,7 +46,13 @@ def run_evaluation(
     processes: int = 1,
     say: Callable[[str], None] = print,  # Told what is being evaluated
 ) -> list[Evaluation]:
-    """Evaluate base and fine-tuned weights of a run. Raises RuntimeError with what went wrong."""
+    """Evaluate base and fine-tuned weights of a run. Raises RuntimeError with what went wrong.
+
+    Args:
+        run: Run folder
+        count: Held-out samples, at most
+        say: Told what is being evaluated
+    """
     call = "evaluation_command(sys.argv[1:])"
     code = f"import sys; from sciftune.lab.evaluate import evaluation_command; {call}"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -70,7 +76,11 @@ def run_evaluation(
 def shown_score(
     found: dict | None,  # Of `scores`: value, low, high, pictures
 ) -> str:
-    """A score with its interval."""
+    """A score with its interval.
+
+    Args:
+        found: Of `scores`: value, low, high, pictures
+    """
     if not found or found["value"] is None:
         return ""
     if found.get("low") is None:
@@ -81,7 +91,11 @@ def shown_score(
 def evaluation_table(
     run: Path | str,  # Run folder, or any folder of results
 ) -> Table:
-    """Every evaluation of a run; columns are the scores that any of them has."""
+    """Every evaluation of a run; columns are the scores that any of them has.
+
+    Args:
+        run: Run folder, or any folder of results
+    """
     rows = read_evaluation(run)
     names = [name for name in SCORES if any(name in row.scores for row in rows)]
     notes = [f"{SCORES[n]}{' (less is better)' if n in FALLING else ''}" for n in names]
@@ -96,7 +110,11 @@ def evaluation_table(
 def skipped_scores(
     run: Path | str,
 ) -> dict[str, str]:  # Score -> why
-    """What the last evaluation did not score, and why."""
+    """What the last evaluation did not score, and why.
+
+    Returns:
+        Score -> why
+    """
     rows = read_evaluation(run)
     return rows[-1].skipped if rows else {}
 
@@ -109,7 +127,11 @@ def plot_evaluation(
     run: Path | str,
     score: str = "recall",  # In SCORES
 ) -> Figure:
-    """A score over the steps of a run. Raises ValueError for an unknown one."""
+    """A score over the steps of a run. Raises ValueError for an unknown one.
+
+    Args:
+        score: In SCORES
+    """
     if score not in SCORES:
         raise ValueError(f"score {score!r}: expected one of {', '.join(SCORES)}")
     rows = [row for row in read_evaluation(run) if row.scores.get(score)]
@@ -170,7 +192,14 @@ def marked(
     picture: Picture,
     side: int = 260,  # Longer side on the page, pixels
 ) -> Image.Image:  # With its verdict below
-    """A picture with frames around what was read in it."""
+    """A picture with frames around what was read in it.
+
+    Args:
+        side: Longer side on the page, pixels
+
+    Returns:
+        With its verdict below
+    """
     scale = side / max(image.size)
     small = image.convert("RGB").resize([max(1, round(scale * n)) for n in image.size])
     page = Image.new("RGB", (side, side + 62), "white")
@@ -192,7 +221,11 @@ def marked(
 def picture_verdict(
     picture: Picture,
 ) -> list[tuple[str, str]]:  # Lines and their colours
-    """What was found of a picture, in a few lines."""
+    """What was found of a picture, in a few lines.
+
+    Returns:
+        Lines and their colours
+    """
     lines = [(picture.prompt, "black")]
     for score in ("kind", "number", "colours"):
         if score in picture.parts:
@@ -218,7 +251,13 @@ def words_page(
     most: int = 12,  # Pictures
     side: int = 260,  # Of a picture, pixels
 ) -> Image.Image:
-    """A page of the pictures of an evaluation. Raises ValueError where there are none."""
+    """A page of the pictures of an evaluation. Raises ValueError where there are none.
+
+    Args:
+        name: Of a row of evaluation.jsonl
+        most: Pictures
+        side: Of a picture, pixels
+    """
     folder = Path(run) / "evaluation" / name
     if not (folder / "pictures.jsonl").is_file():
         raise ValueError(f"{folder} holds no evaluated pictures")

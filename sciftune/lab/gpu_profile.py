@@ -80,7 +80,14 @@ KIND_COLORS = {"matrix": "C0", "attention": "C1", "update": "C2", "copy": "C3", 
 def kernel_kind(
     name: str,  # Of a kernel or an operator
 ) -> str:  # A key of `KIND_COLORS`
-    """What a kernel does, by its name."""
+    """What a kernel does, by its name.
+
+    Args:
+        name: Of a kernel or an operator
+
+    Returns:
+        A key of `KIND_COLORS`
+    """
     low = name.lower()
     found = (kind for kind, words in KERNEL_KINDS.items() if any(word in low for word in words))
     return next(found, "other")
@@ -88,7 +95,12 @@ def kernel_kind(
 
 # %% ../../nbs/9_lab/09_gpu_profile.ipynb #0a0900b7
 class TraceEvent(NamedTuple):
-    """Something that ran."""
+    """Something that ran.
+
+    Attributes:
+        start: ms
+        end: ms
+    """
 
     start: float  # ms
     end: float  # ms
@@ -99,7 +111,15 @@ def trace_events(
     trace: dict,  # As the profiler exports it
     device: bool = True,  # What ran on the device; False: outermost operators of the host
 ) -> list[TraceEvent]:  # In the order of their starts
-    """What ran, without what ran inside of it."""
+    """What ran, without what ran inside of it.
+
+    Args:
+        trace: As the profiler exports it
+        device: What ran on the device; False: outermost operators of the host
+
+    Returns:
+        In the order of their starts
+    """
     kinds = ("kernel", "gpu_memcpy", "gpu_memset") if device else ("cpu_op",)
     found = [
         event
@@ -118,7 +138,14 @@ def trace_events(
 
 
 class Gap(NamedTuple):
-    """A time in which nothing ran."""
+    """A time in which nothing ran.
+
+    Attributes:
+        length: ms
+        start: ms
+        before: Name of what ended
+        after: Name of what began
+    """
 
     length: float  # ms
     start: float  # ms
@@ -144,7 +171,11 @@ def table_lines(
     head: str,  # Cells, separated by ' | '
     rows: list[str],
 ) -> list[str]:
-    """A table in markdown, with an empty line after it."""
+    """A table in markdown, with an empty line after it.
+
+    Args:
+        head: Cells, separated by ' | '
+    """
     columns = head.count("|") + 1
     lines = [f"| {head} |", "|" + "---|" * columns, *(f"| {row} |" for row in rows)]
     return [*lines, ""]
@@ -155,7 +186,11 @@ def trace_page(
     steps: int,  # How many were recorded
     label: str,
 ) -> str:
-    """Time by kind, the largest kernels, the gaps, in markdown."""
+    """Time by kind, the largest kernels, the gaps, in markdown.
+
+    Args:
+        steps: How many were recorded
+    """
     begin, gaps = events[0].start, gaps_between(events)
     whole = max(event.end for event in events) - begin
     idle = sum(gap.length for gap in gaps)
@@ -228,7 +263,16 @@ def save_memory(
     cuda: bool,  # The device's memory, else the host's
     start: float = 0.0,  # GiB allocated when the trace began
 ) -> float:  # GiB, the peak
-    """Draw the allocated memory over the traced steps."""
+    """Draw the allocated memory over the traced steps.
+
+    Args:
+        trace: Recorded with memory
+        cuda: The device's memory, else the host's
+        start: GiB allocated when the trace began
+
+    Returns:
+        GiB, the peak
+    """
     changes = sorted(
         (event["ts"] / 1000, event["args"]["Bytes"] / 2**30)
         for event in trace["traceEvents"]
@@ -253,7 +297,12 @@ def save_memory(
 
 # %% ../../nbs/9_lab/09_gpu_profile.ipynb #60168d55
 class Timing(NamedTuple):
-    """Time of a call."""
+    """Time of a call.
+
+    Attributes:
+        device: Seconds until the device has done it
+        host: Seconds until Python has handed it over
+    """
 
     device: float  # Seconds until the device has done it
     host: float  # Seconds until Python has handed it over
@@ -273,7 +322,14 @@ def timed(
     count: int = 8,
     warm: int = 3,  # Calls before
 ) -> Timing:  # Medians
-    """How long `call` takes."""
+    """How long `call` takes.
+
+    Args:
+        warm: Calls before
+
+    Returns:
+        Medians
+    """
     for _ in range(warm):
         call()
     if cuda:
@@ -291,7 +347,12 @@ def timed(
 # %% ../../nbs/9_lab/09_gpu_profile.ipynb #a92f3391
 @dataclass
 class ProfiledModel:
-    """A few blocks of a model, one batch, and what a step does with them."""
+    """A few blocks of a model, one batch, and what a step does with them.
+
+    Attributes:
+        tiny: The stand-in on a CPU
+        folder: For the stand-in
+    """
 
     model: str
     blocks: int = 6
@@ -393,7 +454,11 @@ class ProfiledModel:
 def time_passes(
     model: ProfiledModel,
 ) -> list[str]:  # Lines for reading
-    """Forward and backward with and without recomputation, and forward alone."""
+    """Forward and backward with and without recomputation, and forward alone.
+
+    Returns:
+        Lines for reading
+    """
     peak = 989e12  # bf16 FLOP/s of an H200
 
     def line(label: str) -> str:
@@ -413,7 +478,11 @@ def time_attention(
     heads: int,
     batch: int,
 ) -> list[str]:  # Lines for reading
-    """Attention of 4608 tokens, forward and backward, by each library. Needs a GPU."""
+    """Attention of 4608 tokens, forward and backward, by each library. Needs a GPU.
+
+    Returns:
+        Lines for reading
+    """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     shape = (batch, heads, 4608, 128)
@@ -436,7 +505,11 @@ def time_attention(
 def time_updates(
     model: ProfiledModel,
 ) -> list[str]:  # Lines for reading
-    """All updates by flashoptim's kernel and by ours, one by one and a launch per block."""
+    """All updates by flashoptim's kernel and by ours, one by one and a launch per block.
+
+    Returns:
+        Lines for reading
+    """
     from flashoptim import FlashAdamW
 
     from sciftune.strategies.adam import LeanAdamW
@@ -483,7 +556,11 @@ def time_updates(
 def released_step(
     model: ProfiledModel,
 ) -> Callable[[], None]:  # A step
-    """Forward, backward and updates inside of it."""
+    """Forward, backward and updates inside of it.
+
+    Returns:
+        A step
+    """
     kind = "flashadamw" if model.cuda else "adamw"
     optimizer = build_optimizer(model.parameters, model.recipe, kind, model.cuda, release=True)
     blocks = blocks_of(model.denoiser, model.family.block_classes)
@@ -502,7 +579,14 @@ def record_steps(
     out: Path,  # Takes the trace, the page and the pictures
     steps: int = 2,
 ) -> str:  # The page
-    """Record some steps with the profiler."""
+    """Record some steps with the profiler.
+
+    Args:
+        out: Takes the trace, the page and the pictures
+
+    Returns:
+        The page
+    """
     before = torch.cuda.memory_allocated() / 2**30 if model.cuda else 0.0
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * model.cuda
     with record_trace(activities=activities, profile_memory=True) as recorded:
@@ -530,7 +614,11 @@ def profile_model(
     model: ProfiledModel,
     out: Path,  # Takes all files
 ):
-    """Time the parts of a step, then record two steps; prints as it goes."""
+    """Time the parts of a step, then record two steps; prints as it goes.
+
+    Args:
+        out: Takes all files
+    """
     out.mkdir(parents=True, exist_ok=True)
     if model.cuda:
         print(*time_attention(model.config["num_attention_heads"], model.batch), sep="\n")
@@ -549,7 +637,11 @@ def profile_model(
 def profile_command(
     words: list[str],  # Of the command line
 ):
-    """`python -m sciftune.lab.gpu_profile OUT [--model qwenimage] [--blocks 6] [--batch 1]`."""
+    """`python -m sciftune.lab.gpu_profile OUT [--model qwenimage] [--blocks 6] [--batch 1]`.
+
+    Args:
+        words: Of the command line
+    """
     parser = argparse.ArgumentParser(prog="python -m sciftune.lab.gpu_profile")
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", default="qwenimage")

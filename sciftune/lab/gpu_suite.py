@@ -33,7 +33,13 @@ from .launch import project_root
 
 # %% ../../nbs/9_lab/08_gpu_suite.ipynb #e3cca9fe
 class SuiteCase(BaseModel):
-    """A named measurement and what it needs."""
+    """A named measurement and what it needs.
+
+    Attributes:
+        gpus: Of one machine
+        seconds: Estimated
+        command: A program instead of a setting; {out} is the folder of results
+    """
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -55,7 +61,14 @@ class SuiteCase(BaseModel):
 def read_cases(
     path: Path | None = None,  # None = scripts/bench/suite.yaml of the repository
 ) -> dict[str, SuiteCase]:  # By label, in order
-    """The cases of a file."""
+    """The cases of a file.
+
+    Args:
+        path: None = scripts/bench/suite.yaml of the repository
+
+    Returns:
+        By label, in order
+    """
     path = path or project_root() / "scripts" / "bench" / "suite.yaml"
     cases = [SuiteCase(**fields) for fields in yaml.safe_load(path.read_text())]
     return {case.label: case for case in cases}
@@ -67,7 +80,12 @@ def choose_cases(
     labels: list[str],  # Empty = all for so many GPUs
     gpus: int,  # Of this machine
 ) -> list[SuiteCase]:
-    """The cases to run. Raises ValueError for a label that nobody has."""
+    """The cases to run. Raises ValueError for a label that nobody has.
+
+    Args:
+        labels: Empty = all for so many GPUs
+        gpus: Of this machine
+    """
     if wrong := [label for label in labels if label not in cases]:
         raise ValueError(f"no case {', '.join(wrong)}; known: {', '.join(cases)}")
     if labels:
@@ -112,7 +130,17 @@ def run_case(
     seconds: float,  # How long it may take
     tiny: bool = False,  # A stand-in on a CPU
 ) -> dict:  # A row of the table
-    """Run one case; a failure is a row with its reason."""
+    """Run one case; a failure is a row with its reason.
+
+    Args:
+        out: Takes the rows and the output of programs
+        run_root: Run folders and caches go here
+        seconds: How long it may take
+        tiny: A stand-in on a CPU
+
+    Returns:
+        A row of the table
+    """
     try:
         if case.command:
             return run_program(case, out, seconds)
@@ -128,7 +156,15 @@ def run_program(
     out: Path,  # Takes its output, and stands for {out}
     seconds: float,  # How long it may take
 ) -> dict:  # A row of the table
-    """Run a program of the repository with this Python."""
+    """Run a program of the repository with this Python.
+
+    Args:
+        out: Takes its output, and stands for {out}
+        seconds: How long it may take
+
+    Returns:
+        A row of the table
+    """
     words = [word.replace("{out}", str(out.resolve())) for word in case.command]
     words = [sys.executable if word == "python" else word for word in words]
     root = {"PYTHONPATH": str(project_root())}
@@ -145,7 +181,17 @@ def run_suite(
     budget: float = 1e9,  # Seconds
     tiny: bool = False,  # Stand-ins on a CPU
 ) -> list[dict]:  # A row for each case
-    """Run `cases` in order; one that would not end within the budget is left out, and said so."""
+    """Run `cases` in order; one that would not end within the budget is left out, and said so.
+
+    Args:
+        out: Takes bench.jsonl, table.txt and the output of programs
+        run_root: Run folders and caches go here
+        budget: Seconds
+        tiny: Stand-ins on a CPU
+
+    Returns:
+        A row for each case
+    """
     out.mkdir(parents=True, exist_ok=True)
     began, rows = time.time(), []
     for case in cases:
@@ -183,7 +229,11 @@ def suite_parser() -> argparse.ArgumentParser:
 def suite_command(
     words: list[str],  # Of the command line
 ):
-    """Run what the command line asks for. Raises SystemExit for a case that is not known."""
+    """Run what the command line asks for. Raises SystemExit for a case that is not known.
+
+    Args:
+        words: Of the command line
+    """
     given = suite_parser().parse_args(words)
     try:
         cases = choose_cases(read_cases(), given.cases, given.gpus)

@@ -20,7 +20,18 @@ def push_to_hub(
     token: str | None = None,  # None = that of `hf auth login`
     api: Any = None,  # None = huggingface_hub.HfApi
 ) -> str:  # Address of what was uploaded
-    """Upload `model/` of a run. Raises ValueError without an export, a card or a full name."""
+    """Upload `model/` of a run. Raises ValueError without an export, a card or a full name.
+
+    Args:
+        run: A run folder with an export
+        repo: 'owner/name'
+        private: Whether only the owner sees it
+        token: None = that of `hf auth login`
+        api: None = huggingface_hub.HfApi
+
+    Returns:
+        Address of what was uploaded
+    """
     folder = (run if isinstance(run, RunDir) else RunDir(run)).model
     if not folder.is_dir():
         raise ValueError(f"{folder} is not there; the run has to end with export=True")

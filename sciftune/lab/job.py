@@ -22,7 +22,12 @@ def write_status(
     status: Path,  # status.json of the run
     **facts: object,  # What it says
 ) -> None:
-    """Write `status.json`, so that a reader never sees half of it."""
+    """Write `status.json`, so that a reader never sees half of it.
+
+    Args:
+        status: status.json of the run
+        **facts: What it says
+    """
     aside = status.with_name(f"{status.name}.part")
     aside.write_text(json.dumps(facts))
     aside.replace(status)
@@ -35,7 +40,17 @@ def run_job(
     handle: int,  # The locked file of the folder, inherited
     command: list[str],  # The program and its arguments
 ) -> int:  # Exit code
-    """Run `command` and keep `status.json`."""
+    """Run `command` and keep `status.json`.
+
+    Args:
+        status: status.json of the run
+        log_offset: First byte of the log that belongs to this job
+        handle: The locked file of the folder, inherited
+        command: The program and its arguments
+
+    Returns:
+        Exit code
+    """
     lock = FolderLock(status.parent, "launcher")
     lock.adopt(handle)
     asked = []  # signals that ask for an end

@@ -145,7 +145,11 @@ class RunFailedError(LaunchError):
 def project_root(
     start: str | Path | None = None,  # Where to look from; None = the working directory
 ) -> Path:
-    """The folder with settings.ini and nbs/ at or above `start`, else `start` itself."""
+    """The folder with settings.ini and nbs/ at or above `start`, else `start` itself.
+
+    Args:
+        start: Where to look from; None = the working directory
+    """
     start = Path(start or ".").absolute()
     for folder in (start, *start.parents):
         if (folder / "settings.ini").is_file() and (folder / "nbs").is_dir():
@@ -164,7 +168,15 @@ def absolute_path(
     path: str,  # A path of the recipe
     root: Path,  # The repository
 ) -> str:  # Absolute where it names something that exists, else unchanged
-    """`path` as an absolute path: looked for where the caller is, then in the repository."""
+    """`path` as an absolute path: looked for where the caller is, then in the repository.
+
+    Args:
+        path: A path of the recipe
+        root: The repository
+
+    Returns:
+        Absolute where it names something that exists, else unchanged
+    """
     if not path:
         return path
     for place in (Path(path).expanduser().absolute(), (root / path).absolute()):
@@ -178,7 +190,12 @@ def absolute_data(
     path: str,  # A path, a pattern, 'figures', or an address
     root: Path,  # The repository
 ) -> str:
-    """The path of data as an absolute one. Raises LaunchError where there is nothing."""
+    """The path of data as an absolute one. Raises LaunchError where there is nothing.
+
+    Args:
+        path: A path, a pattern, 'figures', or an address
+        root: The repository
+    """
     if path == "figures" or "://" in path:
         return path
     found = absolute_path(path, root)
@@ -211,7 +228,13 @@ def absolute_input(
     path: str,  # Its value
     root: Path,  # The repository
 ) -> str:
-    """A file or folder that a run reads, as an absolute path. LaunchError where there is none."""
+    """A file or folder that a run reads, as an absolute path. LaunchError where there is none.
+
+    Args:
+        field: One of `INPUT_FIELDS`
+        path: Its value
+        root: The repository
+    """
     found = absolute_path(path, root)
     if found and "://" not in found and not Path(found).exists():
         raise LaunchError(_nothing(field, path, root))
@@ -242,7 +265,14 @@ def with_absolute_paths(
 def parameters_of(
     namespace: dict[str, Any],  # globals() of the notebook
 ) -> dict[str, Any]:  # name -> value
-    """Plain values that a person or papermill put into `namespace`; `_names` are private."""
+    """Plain values that a person or papermill put into `namespace`; `_names` are private.
+
+    Args:
+        namespace: globals() of the notebook
+
+    Returns:
+        name -> value
+    """
     plain = (str, int, float, bool, list, tuple, dict, type(None))
     return {
         name: value
@@ -255,7 +285,11 @@ def parameters_of(
 def recipe_from(
     namespace: dict[str, Any],  # globals() of the notebook
 ) -> Recipe:
-    """The recipe of a notebook's parameters. Raises LaunchError naming what is wrong."""
+    """The recipe of a notebook's parameters. Raises LaunchError naming what is wrong.
+
+    Args:
+        namespace: globals() of the notebook
+    """
     given = parameters_of(namespace)
     written = given.pop("format", FORMAT)  # of a kept recipe.yaml, given with papermill -f
     if written != FORMAT:
@@ -286,7 +320,14 @@ EXCEPTION = re.compile(
 def failure_line(
     text: str,  # Output of a process
 ) -> str:  # The last exception's own line, else the last line
-    """What went wrong, in one line."""
+    """What went wrong, in one line.
+
+    Args:
+        text: Output of a process
+
+    Returns:
+        The last exception's own line, else the last line
+    """
     lines = [line for line in text.splitlines() if line.strip()]
     for line in reversed(lines):
         if match := EXCEPTION.match(line):
@@ -301,7 +342,14 @@ def plan_run(
     check: bool = True,  # Refuse what cannot fit
     run: RunDir | None = None,  # For which the launch files are written, beside the plan
 ) -> Plan:
-    """Predict a run's memory and time. Raises LaunchError when it cannot fit or be planned."""
+    """Predict a run's memory and time. Raises LaunchError when it cannot fit or be planned.
+
+    Args:
+        recipe_path: A written recipe
+        plan_path: Where plan.json shall be
+        check: Refuse what cannot fit
+        run: For which the launch files are written, beside the plan
+    """
     folder = [run.path] if run else []
     done = run_module("sciftune.planner.plan", recipe_path, plan_path, *folder)
     if done.returncode not in (0, 3):
@@ -318,7 +366,14 @@ def run_module(
     module: str,  # For python -m
     *arguments: str | Path,
 ) -> subprocess.CompletedProcess:  # With its output as text
-    """Run a module that needs torch in a process of its own."""
+    """Run a module that needs torch in a process of its own.
+
+    Args:
+        module: For python -m
+
+    Returns:
+        With its output as text
+    """
     return subprocess.run(
         [sys.executable, "-m", module, *map(str, arguments)],
         capture_output=True,
@@ -329,7 +384,13 @@ def run_module(
 
 # %% ../../nbs/9_lab/02_launch.ipynb #d05d1a12
 class LaunchFile(BaseModel):
-    """`launch.json` of a run folder: how its processes are started."""
+    """`launch.json` of a run folder: how its processes are started.
+
+    Attributes:
+        command: accelerate launch ...
+        environment: Added to the environment
+        processes: Of all machines
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -342,14 +403,22 @@ class LaunchFile(BaseModel):
         cls,
         run: RunDir,  # With written files
     ) -> Self:
-        """Read the file of `run`."""
+        """Read the file of `run`.
+
+        Args:
+            run: With written files
+        """
         return cls.model_validate_json((run.path / "launch.json").read_text())
 
 
 def write_launch_files(
     run: RunDir,  # With recipe.yaml, and plan.json where there is one
 ):
-    """Write what the launcher needs into `run`. Raises LaunchError for a wrong recipe."""
+    """Write what the launcher needs into `run`. Raises LaunchError for a wrong recipe.
+
+    Args:
+        run: With recipe.yaml, and plan.json where there is one
+    """
     done = run_module("sciftune.strategies.launch_files", run.recipe, run.path)
     if done.returncode:
         raise LaunchError(failure_line(done.stderr))
@@ -374,7 +443,11 @@ def read_status(
 def job_process(
     run: RunDir,
 ) -> psutil.Process | None:  # None: not running (here)
-    """The process that runs the job of `run`."""
+    """The process that runs the job of `run`.
+
+    Returns:
+        None: not running (here)
+    """
     status = read_status(run)
     if "exit_code" in status or status.get("host") != os.uname().nodename:
         return None
@@ -393,7 +466,11 @@ def job_process(
 def state(
     run: RunDir,
 ) -> str:  # 'prepared', 'running', 'elsewhere', 'finished', 'failed' or 'killed'
-    """In which state the job of `run` is."""
+    """In which state the job of `run` is.
+
+    Returns:
+        'prepared', 'running', 'elsewhere', 'finished', 'failed' or 'killed'
+    """
     status = read_status(run)
     if not status:
         return "prepared"
@@ -423,7 +500,11 @@ def same_run(
 def kept_recipe(
     run: RunDir,
 ) -> Recipe | None:  # None: this folder holds no run
-    """The recipe a run folder was made for."""
+    """The recipe a run folder was made for.
+
+    Returns:
+        None: this folder holds no run
+    """
     if not run.recipe.exists():
         return None
     try:
@@ -438,7 +519,14 @@ def kept_recipe(
 def runs_of(
     recipe: Recipe,  # With an absolute run_root
 ) -> list[RunDir]:  # Newest first
-    """The unnamed runs of the same model, preset and strategy."""
+    """The unnamed runs of the same model, preset and strategy.
+
+    Args:
+        recipe: With an absolute run_root
+
+    Returns:
+        Newest first
+    """
     stem = re.escape(f"{recipe.model}-{recipe.preset}-{recipe.strategy}-")
     numbered = {}
     for folder in Path(recipe.run_root).glob("*"):
@@ -452,7 +540,14 @@ def runs_of(
 def choose_folder(
     recipe: Recipe,  # With an absolute run_root
 ) -> RunDir | None:  # An existing folder to use; None: make a new one
-    """The run folder that `recipe` belongs into. Raises LaunchError for a name that is taken."""
+    """The run folder that `recipe` belongs into. Raises LaunchError for a name that is taken.
+
+    Args:
+        recipe: With an absolute run_root
+
+    Returns:
+        An existing folder to use; None: make a new one
+    """
     there = [RunDir(Path(recipe.run_root) / recipe.name)] if recipe.name else runs_of(recipe)
     for run in there:
         if state(run) == "running" and same_run(kept_recipe(run), recipe):
@@ -533,7 +628,11 @@ def differences(
     old: Recipe,
     new: Recipe,
 ) -> str:  # "steps 100 → 7, seed 0 → 1"
-    """The fields in which two recipes differ, but for those that say how to start."""
+    """The fields in which two recipes differ, but for those that say how to start.
+
+    Returns:
+        "steps 100 → 7, seed 0 → 1"
+    """
     before, after = old.model_dump(), new.model_dump()
     changed = [name for name in before if before[name] != after[name]]
     changed = [name for name in changed if name not in ("name", "launcher", "resume")]
@@ -545,7 +644,11 @@ def differences(
 def reserved(
     run: RunDir,  # Its folder exists
 ) -> Iterator[None]:
-    """Own the folder of `run`. Raises LaunchError when another run does."""
+    """Own the folder of `run`. Raises LaunchError when another run does.
+
+    Args:
+        run: Its folder exists
+    """
     try:
         with owned_folder(run.path, "launcher"):
             yield
@@ -576,7 +679,11 @@ def keep_run_secrets(
 def with_steps(
     recipe: Recipe,  # With absolute paths
 ) -> Recipe:
-    """`recipe` with the steps that its `num_train_epochs` means. Raises LaunchError."""
+    """`recipe` with the steps that its `num_train_epochs` means. Raises LaunchError.
+
+    Args:
+        recipe: With absolute paths
+    """
     if not recipe.num_train_epochs:
         return recipe
     with tempfile.TemporaryDirectory() as folder:
@@ -597,7 +704,12 @@ def check_data(
     recipe_path: Path,  # A written recipe
     checkpoint: Path,  # That it goes on from
 ):
-    """Raise LaunchError when the data have changed since the checkpoint, or cannot be read."""
+    """Raise LaunchError when the data have changed since the checkpoint, or cannot be read.
+
+    Args:
+        recipe_path: A written recipe
+        checkpoint: That it goes on from
+    """
     done = run_module("sciftune.training.resumption", recipe_path, checkpoint)
     if done.returncode == 2:
         raise LaunchError(done.stdout.strip())
@@ -609,7 +721,11 @@ def check_port(
     recipe: Recipe,
     world: int,  # Processes over all machines
 ):
-    """Raise LaunchError when the port at which the processes shall meet cannot be opened here."""
+    """Raise LaunchError when the port at which the processes shall meet cannot be opened here.
+
+    Args:
+        world: Processes over all machines
+    """
     port = recipe.main_process_port
     if recipe.launcher != "job" or world == 1 or not port or recipe.machine_rank:
         return
@@ -632,7 +748,13 @@ def data_looked_at(
     recipe_path: Path,  # The same, written
     findings: Path,  # Where findings.json shall be
 ) -> Iterator[None]:
-    """Look at the data of a run meanwhile, and print the three worst findings."""
+    """Look at the data of a run meanwhile, and print the three worst findings.
+
+    Args:
+        recipe: With absolute paths
+        recipe_path: The same, written
+        findings: Where findings.json shall be
+    """
     files = any(path != "figures" and "://" not in path for path, _ in recipe.sources)
     sequences = find_record("objectives", recipe.objective).sequences
     if not files or recipe.resume or sequences:
@@ -645,7 +767,7 @@ def data_looked_at(
         yield
         print(looking.communicate(timeout=LOOK_SECONDS)[0], end="")
     except subprocess.TimeoutExpired:
-        print("data: not looked at wholly before the launch; scripts/look does")
+        print("data: not looked at wholly before the launch; sciftune look does")
     finally:
         looking.kill()
         looking.communicate()
@@ -655,7 +777,11 @@ def data_looked_at(
 def prepare_run(
     recipe: Recipe,
 ) -> RunDir:  # With recipe.yaml, plan.json, accelerate.yaml, command.txt, launch.json
-    """Plan the run and write its folder, completely or not at all. Raises LaunchError."""
+    """Plan the run and write its folder, completely or not at all. Raises LaunchError.
+
+    Returns:
+        With recipe.yaml, plan.json, accelerate.yaml, command.txt, launch.json
+    """
     recipe = with_absolute_paths(recipe)
     try:
         _check_run_root(Path(recipe.run_root))
@@ -745,7 +871,15 @@ def start(
     command: list[str],  # The program and its arguments
     env: dict[str, str] | None = None,  # Variables to add
 ) -> int:  # Process id of the job
-    """Start `command` as the detached job of `run`. Raises LaunchError while one is running."""
+    """Start `command` as the detached job of `run`. Raises LaunchError while one is running.
+
+    Args:
+        command: The program and its arguments
+        env: Variables to add
+
+    Returns:
+        Process id of the job
+    """
     offset = run.log.stat().st_size if run.log.exists() else 0
     with reserved_for_child(run) as handle, open(run.log, "ab") as log:
         words = [str(run.status), str(offset), str(handle), *command]
@@ -771,7 +905,14 @@ def start(
 def reserved_for_child(
     run: RunDir,  # Prepared
 ) -> Iterator[int]:  # The locked file, for the child to inherit
-    """Lock the folder of `run` until the child has ended. Raises LaunchError."""
+    """Lock the folder of `run` until the child has ended. Raises LaunchError.
+
+    Args:
+        run: Prepared
+
+    Returns:
+        The locked file, for the child to inherit
+    """
     lock = FolderLock(run.path, "launcher")
     try:
         lock.take()
@@ -807,7 +948,11 @@ class TracebackFilter:
         self,
         line: str,  # Without its end
     ) -> bool:
-        """Look at the next line."""
+        """Look at the next line.
+
+        Args:
+            line: Without its end
+        """
         if TRACEBACK in line or line.startswith("rank ") and line.endswith(" failed:"):
             self.inside = True
             return True
@@ -824,7 +969,12 @@ def progress_bar(
     line: str,  # 'step 12/200  loss 0.81 ...'
     width: int = 24,  # Characters of the bar
 ) -> str:
-    """A progress line with a bar before it."""
+    """A progress line with a bar before it.
+
+    Args:
+        line: 'step 12/200  loss 0.81 ...'
+        width: Characters of the bar
+    """
     step, steps = map(int, re.match(r"step (\d+)/(\d+)", line).groups())
     full = width * step // max(steps, 1)
     return f"[{'#' * full}{'.' * (width - full)}] {line}"
@@ -832,7 +982,12 @@ def progress_bar(
 
 # %% ../../nbs/9_lab/02_launch.ipynb #acbe6c2e
 class LogEcho:
-    """Prints lines of a log, progress lines only now and then."""
+    """Prints lines of a log, progress lines only now and then.
+
+    Args:
+        every: Seconds between two progress lines at first
+        terminal: Draw one bar; None = as SCIFTUNE_TERMINAL says
+    """
 
     progress = re.compile(r"^step \d+/\d+\b")
 
@@ -853,7 +1008,11 @@ class LogEcho:
         self,
         line: str,  # Without its end
     ):
-        """Print `line`, or keep it for `close` when another came a moment ago."""
+        """Print `line`, or keep it for `close` when another came a moment ago.
+
+        Args:
+            line: Without its end
+        """
         if self.hidden(line) or NOISE.match(line):
             return
         now = time.monotonic()
@@ -890,7 +1049,11 @@ def follow(
     run: RunDir,
     offset: int = 0,  # First byte of the log to show
 ):
-    """Print the log until the job has ended."""
+    """Print the log until the job has ended.
+
+    Args:
+        offset: First byte of the log to show
+    """
     echo, rest, alive = LogEcho(), b"", True
     with open(run.log, "rb") as log:
         log.seek(offset)
@@ -912,7 +1075,15 @@ def exception_line(
     after: int = 0,  # Where to begin
     default: int = 0,  # When there is none
 ) -> int:  # Its index
-    """The first line that is an exception's own."""
+    """The first line that is an exception's own.
+
+    Args:
+        after: Where to begin
+        default: When there is none
+
+    Returns:
+        Its index
+    """
     for index in range(after, len(lines)):
         if EXCEPTION.match(lines[index]):
             return index
@@ -923,7 +1094,15 @@ def traceback_end(
     mine: list[str],  # What a rank said from the beginning of a traceback on
     most: int,  # Lines, when it does not end
 ) -> int:  # Number of its last line
-    """Where a traceback ends, with the exceptions that it led to."""
+    """Where a traceback ends, with the exceptions that it led to.
+
+    Args:
+        mine: What a rank said from the beginning of a traceback on
+        most: Lines, when it does not end
+
+    Returns:
+        Number of its last line
+    """
     end = exception_line(mine, default=most)
     while end + 2 < len(mine) and any(
         "exception" in line and line.strip().endswith(":") for line in mine[end + 1 : end + 4]
@@ -936,7 +1115,12 @@ def said_errors(
     log: str,  # Output of the job
     most: int = 60,  # Lines of a traceback
 ) -> Iterator[str]:
-    """All tracebacks, and the lines of errors that explain themselves, in the order of the log."""
+    """All tracebacks, and the lines of errors that explain themselves, in the order of the log.
+
+    Args:
+        log: Output of the job
+        most: Lines of a traceback
+    """
     lines = log.splitlines()
     ended = {}  # '[rank1]: ' -> last line of its traceback
     for number, line in enumerate(lines):
@@ -958,6 +1142,13 @@ def first_traceback(
 
     A rank that only noticed that another one was gone, and the launcher, count when nobody else
     said anything.
+
+    Args:
+        log: Output of the job
+        most: Lines
+
+    Returns:
+        Empty when there is none
     """
     first = ""
     for said in said_errors(log, most):
@@ -973,7 +1164,12 @@ def recognised(
     log: str,  # Output of the job
     code: int | None,  # Exit code
 ) -> list[Finding]:
-    """What is known about this failure."""
+    """What is known about this failure.
+
+    Args:
+        log: Output of the job
+        code: Exit code
+    """
     try:
         recipe = kept_recipe(run)
     except LaunchError:
@@ -986,7 +1182,11 @@ def recognised(
 def job_log(
     run: RunDir,  # Its job was started
 ) -> str:
-    """What the last job of `run` has printed."""
+    """What the last job of `run` has printed.
+
+    Args:
+        run: Its job was started
+    """
     with open(run.log, "rb") as log:
         log.seek(read_status(run).get("log_offset", 0))
         return log.read().decode(errors="replace")
@@ -996,7 +1196,12 @@ def failure(
     run: RunDir,  # Its job has ended
     tail: int = 8,  # Lines of a traceback, or of the log, where nothing was recognised
 ) -> str:
-    """Why the job of `run` ended, on one screen: cause and cure first, the rest is in log.txt."""
+    """Why the job of `run` ended, on one screen: cause and cure first, the rest is in log.txt.
+
+    Args:
+        run: Its job has ended
+        tail: Lines of a traceback, or of the log, where nothing was recognised
+    """
     code, log = read_status(run).get("exit_code"), job_log(run)
     trace = first_traceback(log)
     how = f"failed with exit code {code}"
@@ -1037,7 +1242,15 @@ def stop(
     run: RunDir | str | Path,  # Or a path to a run folder
     grace: float = 30.0,  # Seconds between asking and killing, for the step and a checkpoint
 ) -> int:  # Processes that were running
-    """End the job of `run` with all its ranks."""
+    """End the job of `run` with all its ranks.
+
+    Args:
+        run: Or a path to a run folder
+        grace: Seconds between asking and killing, for the step and a checkpoint
+
+    Returns:
+        Processes that were running
+    """
     run = run if isinstance(run, RunDir) else RunDir(run)
     every = processes(run)
     for process in every:
@@ -1059,7 +1272,11 @@ def stop(
 def kernel_restarts(
     patience: float = 1.0,  # Seconds to wait for the message
 ) -> bool:
-    """Whether this kernel is being interrupted because it restarts."""
+    """Whether this kernel is being interrupted because it restarts.
+
+    Args:
+        patience: Seconds to wait for the message
+    """
     try:
         kernel = get_ipython().kernel
     except (NameError, AttributeError):
@@ -1105,7 +1322,14 @@ def last_lines(
     run: RunDir,
     count: int = 10,  # Lines
 ) -> int:  # First byte of the log that belongs to them
-    """Where the last `count` lines of the current job begin in the log."""
+    """Where the last `count` lines of the current job begin in the log.
+
+    Args:
+        count: Lines
+
+    Returns:
+        First byte of the log that belongs to them
+    """
     log = run.log.read_bytes()
     job = log[read_status(run)["log_offset"] :].splitlines(keepends=True)
     return len(log) - sum(len(line) for line in job[-count:])
@@ -1119,6 +1343,10 @@ def attach(
     """Show the running job of `run` until it ends.
 
     Raises RunFailedError when it failed, LaunchError when there is none.
+
+    Args:
+        run: Or a path to a run folder
+        offset: First byte of the log to show; None = its last ten lines
     """
     run = run if isinstance(run, RunDir) else RunDir(run)
     now, status = state(run), read_status(run)
@@ -1169,7 +1397,14 @@ def free_port() -> int:
 def engine_env(
     run: RunDir,  # With accelerate.yaml
 ) -> dict[str, str]:  # What `accelerate launch --config_file` would set
-    """The environment of a rank, by accelerate's own launcher."""
+    """The environment of a rank, by accelerate's own launcher.
+
+    Args:
+        run: With accelerate.yaml
+
+    Returns:
+        What `accelerate launch --config_file` would set
+    """
     from accelerate.commands import launch as accelerate_launch
 
     parser = accelerate_launch.launch_command_parser()
@@ -1187,7 +1422,11 @@ def engine_env(
 
 # %% ../../nbs/9_lab/02_launch.ipynb #73c30976
 class Tee:
-    """Writes to several streams."""
+    """Writes to several streams.
+
+    Args:
+        *streams: Each takes everything
+    """
 
     def __init__(
         self,
@@ -1199,7 +1438,11 @@ class Tee:
         self,
         text: str,
     ) -> int:  # Characters written
-        """Write `text` to every stream."""
+        """Write `text` to every stream.
+
+        Returns:
+            Characters written
+        """
         for stream in self.streams:
             stream.write(text)
         return len(text)
@@ -1220,7 +1463,11 @@ def train_rank(
     log_path: str,
     kernel: int,  # Its process id
 ):
-    """One rank of a run that is launched from the kernel."""
+    """One rank of a run that is launched from the kernel.
+
+    Args:
+        kernel: Its process id
+    """
     end_with_parent(kernel)
     from sciftune.training.trainer import train
 
@@ -1241,7 +1488,12 @@ def train_only_rank(
     index: int,  # Given by start_processes
     *arguments: str | int,  # Of `train_rank`
 ):
-    """The only rank of a run."""
+    """The only rank of a run.
+
+    Args:
+        index: Given by start_processes
+        *arguments: Of `train_rank`
+    """
     train_rank(*arguments)
 
 
@@ -1250,7 +1502,11 @@ def fork_ranks(
     run: RunDir,
     count: int,  # Processes
 ):
-    """Run the ranks as forks of this kernel and wait for them."""
+    """Run the ranks as forks of this kernel and wait for them.
+
+    Args:
+        count: Processes
+    """
     from accelerate import notebook_launcher
     from torch.multiprocessing import start_processes
 
@@ -1284,7 +1540,11 @@ def environment(
 def kernel_status(
     run: RunDir,
 ) -> Iterator[dict]:  # What status.json says
-    """Write that this kernel trains `run`, and at the end with which exit code."""
+    """Write that this kernel trains `run`, and at the end with which exit code.
+
+    Returns:
+        What status.json says
+    """
     status = {
         "pid": os.getpid(),
         "created": psutil.Process().create_time(),
@@ -1309,6 +1569,9 @@ def launch_here(
     """Train in forks of this kernel.
 
     Raises LaunchError when that is unsafe, RunFailedError when training fails.
+
+    Args:
+        run: Prepared
     """
     forkable()
     launch = LaunchFile.load(run)
@@ -1332,7 +1595,14 @@ def launch_here(
 def job_command(
     command: tuple[str, ...] | list[str],  # As in launch.json
 ) -> list[str]:  # With this Python
-    """`command` with `strategies.agent` in the place of accelerate."""
+    """`command` with `strategies.agent` in the place of accelerate.
+
+    Args:
+        command: As in launch.json
+
+    Returns:
+        With this Python
+    """
     if tuple(command[:2]) == ("accelerate", "launch"):
         return [sys.executable, "-m", "sciftune.strategies.agent", *command[2:]]
     return list(command)
@@ -1343,7 +1613,12 @@ def launch(
     run: RunDir,  # Prepared
     launcher: str | None = None,  # 'job', 'notebook' or 'print'; None = the recipe's
 ) -> RunDir:
-    """Train `run`, or attach to its job when it is training already. Raises RunFailedError."""
+    """Train `run`, or attach to its job when it is training already. Raises RunFailedError.
+
+    Args:
+        run: Prepared
+        launcher: 'job', 'notebook' or 'print'; None = the recipe's
+    """
     recipe = kept_recipe(run)
     launcher = launcher or recipe.launcher
     print(f"run folder: {run.path}\n{run.command.read_text()}", flush=True)

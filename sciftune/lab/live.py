@@ -51,7 +51,17 @@ from .summary import picture_rows, recipe_of, troubles_of
 # %% ../../nbs/9_lab/27_live.ipynb #fd138068
 @dataclass(frozen=True)
 class RunProgress:
-    """What a run has done so far, and how long it will take."""
+    """What a run has done so far, and how long it will take.
+
+    Attributes:
+        state: As of `launch.state`
+        left: Seconds; None before the first step
+        held_out: The newest
+        before: The held-out loss before training
+        step_time: Seconds of a usual step
+        memory: GiB per device; nan = not measured
+        doing: What the job has said last, before its first step
+    """
 
     state: str  # As of `launch.state`
     step: int
@@ -89,7 +99,11 @@ def time_left(
 def progress_of(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> RunProgress:
-    """How far `run` is."""
+    """How far `run` is.
+
+    Args:
+        run: A run folder or its path
+    """
     run = as_run(run)
     rows, left = train_rows(run), time_left(run)
     held = plots.validation_rows(run)
@@ -142,7 +156,11 @@ def newest_pictures(
     run: RunDir,
     most: int = 4,
 ) -> list[tuple[str, str]]:  # (step, address of the picture)
-    """The pictures of the last validation."""
+    """The pictures of the last validation.
+
+    Returns:
+        (step, address of the picture)
+    """
     found = []
     for row in picture_rows(run)[:most]:
         try:
@@ -155,7 +173,14 @@ def newest_pictures(
 def live_view(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> str:  # HTML
-    """What is known of `run` now."""
+    """What is known of `run` now.
+
+    Args:
+        run: A run folder or its path
+
+    Returns:
+        HTML
+    """
     run = as_run(run)
     now = progress_of(run)
     numbers = [
@@ -201,7 +226,12 @@ def watch(
     run: RunDir | str | Path,  # A run folder or its path
     every: float = 2.0,  # Seconds between two looks
 ) -> RunDir:
-    """Show the job of `run` until it ends; interrupting this ends the watching only."""
+    """Show the job of `run` until it ends; interrupting this ends the watching only.
+
+    Args:
+        run: A run folder or its path
+        every: Seconds between two looks
+    """
     run = as_run(run)
     try:
         _refresh(run, every)
@@ -214,7 +244,11 @@ def watch(
 def begin(
     run: RunDir,  # Prepared
 ) -> RunDir:
-    """Start the job of `run` and return at once. Raises LaunchError while one is running."""
+    """Start the job of `run` and return at once. Raises LaunchError while one is running.
+
+    Args:
+        run: Prepared
+    """
     file = LaunchFile.load(run)
     start(run, job_command(file.command), file.environment)
     return run
@@ -223,7 +257,11 @@ def begin(
 def save_now(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> None:
-    """Ask the job of `run` for a checkpoint after its current step. Raises LaunchError."""
+    """Ask the job of `run` for a checkpoint after its current step. Raises LaunchError.
+
+    Args:
+        run: A run folder or its path
+    """
     run = as_run(run)
     if state(run) != "running":
         raise LaunchError(f"{run.path}: no job is running (it is {state(run)})")
@@ -234,7 +272,11 @@ def save_now(
 def train_run(
     run: RunDir,  # Prepared
 ) -> RunDir:
-    """Train `run` and show it, or attach to its job. Raises RunFailedError with cause and cure."""
+    """Train `run` and show it, or attach to its job. Raises RunFailedError with cause and cure.
+
+    Args:
+        run: Prepared
+    """
     live = in_notebook() and kept_recipe(run).launcher == "job"
     try:
         if not live:

@@ -89,7 +89,13 @@ ROWS_NAMED = 3  # Rows that a sentence names
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with one row."""
+    """What is wrong with one row.
+
+    Attributes:
+        row: Id of the sample, or where the row stands: metadata.jsonl:7
+        value: What was measured, see the finding
+        says: The same in words
+    """
 
     row: str  # Id of the sample, or where the row stands: metadata.jsonl:7
     value: float | str  # What was measured, see the finding
@@ -98,7 +104,15 @@ class Fault:
 
 @dataclass(frozen=True)
 class DataFinding:
-    """One kind of fault in a collection."""
+    """One kind of fault in a collection.
+
+    Attributes:
+        check: In `HARM`
+        says: One sentence with its numbers
+        cure: What would be right
+        share: Of the samples, 0 to 1
+        faults: Worst first
+    """
 
     check: str  # In `HARM`
     says: str  # One sentence with its numbers
@@ -121,7 +135,11 @@ class DataFinding:
 def percent(
     share: float,  # 0 to 1
 ) -> str:
-    """Write a share for people."""
+    """Write a share for people.
+
+    Args:
+        share: 0 to 1
+    """
     return f"{100 * share:.1f} %" if 0 < share < 0.1 else f"{100 * share:.0f} %"
 
 
@@ -129,7 +147,11 @@ def worst_findings(
     findings: Iterable[DataFinding],
     count: int = 3,
 ) -> list[DataFinding]:  # The first is the worst
-    """Choose the findings that harm the run most."""
+    """Choose the findings that harm the run most.
+
+    Returns:
+        The first is the worst
+    """
     return sorted(findings, key=lambda finding: -finding.score)[:count]
 
 
@@ -154,7 +176,15 @@ def cropped_images(
     shapes: Sequence[tuple[int, int]],  # (width, height) of every image
     sizes: Sequence[tuple[int, int]],  # (height, width) at which it is trained
 ) -> list[DataFinding]:  # One, or none
-    """Find images of which much is cut off."""
+    """Find images of which much is cut off.
+
+    Args:
+        shapes: (width, height) of every image
+        sizes: (height, width) at which it is trained
+
+    Returns:
+        One, or none
+    """
     lost = [crop_loss(*shape, size) for shape, size in zip(shapes, sizes, strict=True)]
     faults = [
         Fault(i, round(cut, 4), f"{percent(cut)} cut off, {_sizes_text(shape, size)}")
@@ -177,7 +207,12 @@ def scaled_images(
     shapes: Sequence[tuple[int, int]],  # (width, height) of every image
     sizes: Sequence[tuple[int, int]],  # (height, width) at which it is trained
 ) -> list[DataFinding]:
-    """Find images that are enlarged, and those that are shrunk to a quarter or less."""
+    """Find images that are enlarged, and those that are shrunk to a quarter or less.
+
+    Args:
+        shapes: (width, height) of every image
+        sizes: (height, width) at which it is trained
+    """
     large, small = [], []
     for i, (w, h), size in zip(ids, shapes, sizes, strict=True):
         scale = max(size[1] / w, size[0] / h)
@@ -209,7 +244,15 @@ def fit_costs(
     shapes: Sequence[tuple[int, int]],  # (width, height) of every image
     flops=None,  # (height, width) -> FLOPs of a sample; None = by tokens
 ) -> list[dict]:  # fit, kept, worst, cut, tokens, padding, time
-    """Compare cropped squares, buckets and padded buckets for a collection."""
+    """Compare cropped squares, buckets and padded buckets for a collection.
+
+    Args:
+        shapes: (width, height) of every image
+        flops: (height, width) -> FLOPs of a sample; None = by tokens
+
+    Returns:
+        fit, kept, worst, cut, tokens, padding, time
+    """
     square = (recipe.resolution, recipe.resolution)
     sizing = Sizing(recipe)
     buckets = [nearest_size(*shape, sizing.buckets(sizing.filled(*shape)[-1])) for shape in shapes]
@@ -241,7 +284,14 @@ def _fit_cost(fit: str, shapes: Sequence, sizes: Sequence, flops, square: tuple)
 # %% ../../nbs/9_lab/16_look.ipynb #a5ca38e8
 @dataclass(frozen=True)
 class TokenCount:
-    """The captions of a collection for one text encoder."""
+    """The captions of a collection for one text encoder.
+
+    Attributes:
+        encoder: text_encoder, text_encoder_2
+        limit: Tokens that it reads
+        lengths: Of the longest caption of each sample, templates included
+        most: `limit` with the largest text_tokens that the model takes
+    """
 
     encoder: str  # text_encoder, text_encoder_2
     limit: int  # Tokens that it reads
@@ -252,7 +302,14 @@ class TokenCount:
 def local_folder(
     recipe: Recipe,  # Its model and model_path
 ) -> Path:  # Of the pipeline
-    """The model's folder on this machine. Raises DataError where there is none."""
+    """The model's folder on this machine. Raises DataError where there is none.
+
+    Args:
+        recipe: Its model and model_path
+
+    Returns:
+        Of the pipeline
+    """
     path = recipe.model_path
     if path.split(":")[0] in ("tiny", "random"):
         raise DataError(
@@ -280,7 +337,14 @@ def count_tokens(
     recipe: Recipe,
     captions: Sequence[tuple[str, ...]],  # Of every sample, as the collection has them
 ) -> list[TokenCount]:  # One for each text encoder
-    """Count the tokens of captions. Raises DataError where the tokenizers are not to be had."""
+    """Count the tokens of captions. Raises DataError where the tokenizers are not to be had.
+
+    Args:
+        captions: Of every sample, as the collection has them
+
+    Returns:
+        One for each text encoder
+    """
     folder = local_folder(recipe)
     from sciftune.models.family import get_family
     from sciftune.training.encoding import caption_texts
@@ -317,7 +381,11 @@ def cut_captions(
     ids: Sequence[str],
     count: TokenCount,
 ) -> list[DataFinding]:  # One, or none
-    """Find captions that a text encoder does not read to their end."""
+    """Find captions that a text encoder does not read to their end.
+
+    Returns:
+        One, or none
+    """
     faults = [
         Fault(i, n, f"{n} tokens, {count.encoder} reads {count.limit}")
         for i, n in zip(ids, count.lengths, strict=True)
@@ -339,7 +407,11 @@ def wanted_tokens(
     recipe: Recipe,
     counts: Iterable[TokenCount],
 ) -> int:  # A multiple of 16; 0 = no larger value would cut less
-    """The text_tokens with which no caption is cut, or as few as the model can take."""
+    """The text_tokens with which no caption is cut, or as few as the model can take.
+
+    Returns:
+        A multiple of 16; 0 = no larger value would cut less
+    """
     wanted = 0
     for count in counts:
         longest = min(max(count.lengths, default=0), count.most)
@@ -373,7 +445,15 @@ def duplicate_images(
     digests: Sequence[str],  # SHA-256 of each image; empty = unknown
     near: Sequence[tuple[int, int, float]] = (),  # Of `near_duplicates`
 ) -> tuple[list[DataFinding], list[list[int]]]:  # Findings; all groups of equal pictures
-    """Find pictures that are there more than once."""
+    """Find pictures that are there more than once.
+
+    Args:
+        digests: SHA-256 of each image; empty = unknown
+        near: Of `near_duplicates`
+
+    Returns:
+        Findings; all groups of equal pictures
+    """
     exact = equal_digests(digests)
     first = {i: group[0] for group in exact for i in group}  # one of a group speaks for it
     pairs = {}
@@ -398,7 +478,15 @@ def leaked_images(
     groups: Sequence[list[int]],  # Of equal pictures
     held: Iterable[int],  # Numbers of the samples held out
 ) -> list[DataFinding]:  # One, or none
-    """Find held-out images that are in the training set as well."""
+    """Find held-out images that are in the training set as well.
+
+    Args:
+        groups: Of equal pictures
+        held: Numbers of the samples held out
+
+    Returns:
+        One, or none
+    """
     held = set(held)
     faults = []
     for group in groups:
@@ -423,7 +511,16 @@ def unreadable_rows(
     total: int,  # Rows of the collection
     allowed: float = 1.0,  # max_bad_fraction
 ) -> list[DataFinding]:  # One, or none
-    """Tell how many rows cannot be used, and why."""
+    """Tell how many rows cannot be used, and why.
+
+    Args:
+        rejected: source and reason of each
+        total: Rows of the collection
+        allowed: max_bad_fraction
+
+    Returns:
+        One, or none
+    """
     if not rejected:
         return []
     reasons = Counter(row["reason"].split(":")[0] for row in rejected)
@@ -441,7 +538,14 @@ def blank_images(
     ids: Sequence[str],
     signatures: Signatures,  # Of every image
 ) -> list[DataFinding]:  # One, or none
-    """Find images of one colour."""
+    """Find images of one colour.
+
+    Args:
+        signatures: Of every image
+
+    Returns:
+        One, or none
+    """
     faults = [Fault(ids[i], "blank", "one colour") for i in np.flatnonzero(signatures.blank)]
     if not faults:
         return []
@@ -452,7 +556,21 @@ def blank_images(
 # %% ../../nbs/9_lab/16_look.ipynb #4ab8a7ac
 @dataclass
 class DataLook:
-    """What was found in a collection."""
+    """What was found in a collection.
+
+    Attributes:
+        data: Of the recipe
+        model: Its family
+        rows: Of the collection, those that cannot be used included
+        looked_at: Images whose size is known
+        whole: Every image was decoded; else captions, headers and earlier findings only
+        findings: Worst first
+        shapes: (width, height) of each image
+        fits: Of `fit_costs`
+        tokens: Empty where they were not counted
+        recommended: Recipe fields
+        notes: What was not looked at, and why
+    """
 
     data: str  # Of the recipe
     model: str  # Its family
@@ -477,7 +595,11 @@ class DataLook:
         self,
         path: Path,  # findings.json
     ) -> Path:
-        """Write everything as JSON."""
+        """Write everything as JSON.
+
+        Args:
+            path: findings.json
+        """
         record = asdict(self)
         for finding, written in zip(self.findings, record["findings"], strict=True):
             written |= dict(score=finding.score, line=finding.line())
@@ -490,7 +612,14 @@ def opened_data(
     recipe: Recipe,
     quarantine: Path | None = None,  # File for the rows that are set aside
 ) -> object:  # Collection or JoinedCollections
-    """Open the data of a recipe with all that can be used of it. Raises DataError for none."""
+    """Open the data of a recipe with all that can be used of it. Raises DataError for none.
+
+    Args:
+        quarantine: File for the rows that are set aside
+
+    Returns:
+        Collection or JoinedCollections
+    """
     from sciftune.training.encoding import data_path
 
     if find_record("objectives", recipe.objective).sequences:
@@ -509,7 +638,14 @@ def training_sizes(
     ids: Sequence[str],
     shapes: Sequence[tuple[int, int]],  # (width, height) of every image
 ) -> list[tuple[int, int]]:  # (height, width) at which each is trained first
-    """The sizes that the recipe gives to images."""
+    """The sizes that the recipe gives to images.
+
+    Args:
+        shapes: (width, height) of every image
+
+    Returns:
+        (height, width) at which each is trained first
+    """
     sizing = Sizing(recipe)
     return [
         sizing.fitted(*shape, sizing.bucket(i, *shape))
@@ -522,7 +658,12 @@ def look_at(
     collection: object,  # Of `opened_data`
     workers: int | None = None,  # Threads that decode; None = one per available core
 ) -> DataLook:
-    """Look at everything: every image is decoded once, every caption counted."""
+    """Look at everything: every image is decoded once, every caption counted.
+
+    Args:
+        collection: Of `opened_data`
+        workers: Threads that decode; None = one per available core
+    """
     ids, shapes = collection.ids, collection.sizes
     signed = collection_signatures(collection, workers)
     found, groups = duplicate_images(ids, collection.digests, near_duplicates(signed))
@@ -597,7 +738,11 @@ def recommended_fields(
     recipe: Recipe,
     look: DataLook,
 ) -> dict:  # Field -> value
-    """Recipe fields that would cure findings."""
+    """Recipe fields that would cure findings.
+
+    Returns:
+        Field -> value
+    """
     shares = {finding.check: finding.share for finding in look.findings}
     wanted = {}
     if shares.get("cropped", 0) > 0.01 and not recipe.varied:
@@ -626,7 +771,15 @@ def clean_list(
     look: DataLook,
     path: Path,  # .jsonl to write
 ) -> Path | None:  # None where nothing is to be left out, or the data are no files
-    """List the rows without duplicates, for the recipe's field `metadata`."""
+    """List the rows without duplicates, for the recipe's field `metadata`.
+
+    Args:
+        collection: Of `opened_data`
+        path: .jsonl to write
+
+    Returns:
+        None where nothing is to be left out, or the data are no files
+    """
     doubled = [f for f in look.findings if f.check in ("duplicates", "near-duplicates")]
     left_out = {fault.row for finding in doubled for fault in finding.faults}
     source = getattr(collection, "source", None)
@@ -646,7 +799,14 @@ def clean_list(
 def look_folder(
     recipe: Recipe,  # With absolute paths
 ) -> Path:  # Made
-    """The folder of a look below the runs; `sciftune look` keeps its notebook there."""
+    """The folder of a look below the runs; `sciftune look` keeps its notebook there.
+
+    Args:
+        recipe: With absolute paths
+
+    Returns:
+        Made
+    """
     stem = re.sub(r"[^\w.-]+", "-", Path(recipe.sources[0][0]).stem).strip("-.") or "data"
     folder = Path(recipe.run_root).absolute() / f"look-{stem}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -659,7 +819,11 @@ def recommended_settings(
     look: DataLook,
     clean: Path | None = None,  # Of `clean_list`
 ) -> str:
-    """The recommended fields as they are given to a run."""
+    """The recommended fields as they are given to a run.
+
+    Args:
+        clean: Of `clean_list`
+    """
     fields = look.recommended | (dict(metadata=clean) if clean else {})
     if not fields:
         return "no field of the recipe would help"
@@ -695,7 +859,11 @@ def _fill_in(source: object, row: Row, known: dict) -> bool:
 def quick_look(
     recipe: Recipe,  # With absolute paths
 ) -> DataLook:
-    """Look at captions, headers and what earlier runs have verified."""
+    """Look at captions, headers and what earlier runs have verified.
+
+    Args:
+        recipe: With absolute paths
+    """
     rows, rejected, notes, total = [], [], [], 0
     for path, _ in recipe.sources:
         if path == "figures" or "://" in path:
@@ -723,7 +891,11 @@ def quick_look(
 def quick_look_command(
     arguments: list[str],  # Recipe file, file to write
 ):
-    """Look at the data of a recipe quickly, write what is found, and print the worst."""
+    """Look at the data of a recipe quickly, write what is found, and print the worst.
+
+    Args:
+        arguments: Recipe file, file to write
+    """
     recipe = Recipe.load(Path(arguments[0]))
     look = quick_look(recipe)
     look.save(Path(arguments[1]))

@@ -51,7 +51,11 @@ def faults_table(
     finding: DataFinding,
     count: int = 20,  # Rows at most
 ) -> Table:
-    """The rows of one finding, the worst first."""
+    """The rows of one finding, the worst first.
+
+    Args:
+        count: Rows at most
+    """
     rows = [[fault.row, fault.says] for fault in finding.faults[:count]]
     left = len(finding.faults) - len(rows)
     return Table([f"{finding.check}: row", "what"], rows + ([[f"{left} more", ""]] if left else []))
@@ -142,7 +146,11 @@ def training_view(
     recipe: Recipe,
     sample: Sample,
 ) -> np.ndarray:  # (H, W, 3) uint8
-    """The pixels that the autoencoder is given."""
+    """The pixels that the autoencoder is given.
+
+    Returns:
+        (H, W, 3) uint8
+    """
     sizing, shape = Sizing(recipe), (sample.width, sample.height)
     size = sizing.fitted(*shape, sizing.bucket(sample.id, *shape))
     return pixels(sample.image, *size, whole=recipe.fit == "pad")
@@ -152,7 +160,15 @@ def kept_frame(
     shape: Sequence[int],  # (width, height) of the image
     size: Sequence[int],  # (height, width) at which it is trained
 ) -> tuple[float, float, float, float]:  # Left, top, width, height, in its pixels
-    """The part of an image that a crop keeps."""
+    """The part of an image that a crop keeps.
+
+    Args:
+        shape: (width, height) of the image
+        size: (height, width) at which it is trained
+
+    Returns:
+        Left, top, width, height, in its pixels
+    """
     scale = max(size[1] / shape[0], size[0] / shape[1])
     width, height = size[1] / scale, size[0] / scale
     return (shape[0] - width) / 2, (shape[1] - height) / 2, width, height
@@ -177,7 +193,12 @@ def sample_page(
     numbers: Sequence[int],  # Which of them
     look: DataLook,
 ) -> Figure:
-    """Samples as they are and as the model will see them, with captions and faults."""
+    """Samples as they are and as the model will see them, with captions and faults.
+
+    Args:
+        collection: Of samples
+        numbers: Which of them
+    """
     height = 0.2 + 1.6 * max(1, len(numbers))
     fig, axes = plt.subplots(
         max(1, len(numbers)), 3, figsize=(7.5, height), dpi=90, squeeze=False, layout="constrained"
@@ -213,7 +234,11 @@ def shown_samples(
     look: DataLook,
     count: int = 8,
 ) -> list[int]:
-    """Choose the worst image of each finding in turn, and fill up evenly from the collection."""
+    """Choose the worst image of each finding in turn, and fill up evenly from the collection.
+
+    Args:
+        collection: With `ids`
+    """
     number = {name: i for i, name in enumerate(collection.ids)}
     worst = [
         number[finding.faults[k].row]
@@ -232,7 +257,13 @@ def pairs_page(
     finding: DataFinding,  # Of duplicates, near-duplicates or leaks
     count: int = 6,  # Pairs at most
 ) -> Figure:
-    """The faults of a finding, each beside the image that it is the same as."""
+    """The faults of a finding, each beside the image that it is the same as.
+
+    Args:
+        collection: With `ids`
+        finding: Of duplicates, near-duplicates or leaks
+        count: Pairs at most
+    """
     number = {name: i for i, name in enumerate(collection.ids)}
     shown = finding.faults[:count]
     fig, axes = plt.subplots(

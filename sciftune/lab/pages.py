@@ -167,7 +167,11 @@ plugged into it and calls down to the model family (`4_models`).
 def map_markdown(
     root: Path,  # Of the repository
 ) -> str:
-    """Where things are defined, all rooms, and the way of a run through them."""
+    """Where things are defined, all rooms, and the way of a run through them.
+
+    Args:
+        root: Of the repository
+    """
     house = House(root, "../../nbs/")
     return house.linked(MAP).replace("{contents}", house.contents())
 
@@ -175,7 +179,12 @@ def map_markdown(
 # %% ../../nbs/9_lab/24_pages.ipynb #f7309cec
 @dataclass(frozen=True)
 class Page:
-    """A page of docs/generated."""
+    """A page of docs/generated.
+
+    Attributes:
+        about: What it shows
+        body: Of the root of the repository, in markdown
+    """
 
     title: str
     about: str  # What it shows
@@ -185,7 +194,11 @@ class Page:
         self,
         root: Path,  # Of the repository
     ) -> str:
-        """The page as markdown."""
+        """The page as markdown.
+
+        Args:
+            root: Of the repository
+        """
         made = "Written from the code by `scripts/readme`."
         return f"# {self.title}\n\n{self.about} {made}\n\n{self.body(root)}\n"
 
@@ -224,7 +237,11 @@ PAGES = {
 def write_pages(
     root: Path,  # Of the repository
 ) -> list[Path]:
-    """Write every page of `PAGES` into docs/generated."""
+    """Write every page of `PAGES` into docs/generated.
+
+    Args:
+        root: Of the repository
+    """
     written = []
     for name, page in PAGES.items():
         path = root / "docs" / "generated" / f"{name}.md"

@@ -78,7 +78,11 @@ from ..core.rundir import RunDir
 def as_run(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> RunDir:
-    """`run` as a `RunDir`. Raises FileNotFoundError where there is no such folder."""
+    """`run` as a `RunDir`. Raises FileNotFoundError where there is no such folder.
+
+    Args:
+        run: A run folder or its path
+    """
     run = run if isinstance(run, RunDir) else RunDir(run)
     if not run.path.is_dir():
         raise FileNotFoundError(f"no run folder {run.path}")
@@ -89,7 +93,14 @@ def as_run(
 def train_rows(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> list[dict]:  # Training lines in the order of their steps
-    """The lines with a loss."""
+    """The lines with a loss.
+
+    Args:
+        run: A run folder or its path
+
+    Returns:
+        Training lines in the order of their steps
+    """
     rows = as_run(run).read_metrics()
     steps = [row for row in rows if {"loss", "step"} <= row.keys() and "event" not in row]
     return sorted(steps, key=lambda row: row["step"])
@@ -99,7 +110,14 @@ def train_rows(
 def validation_rows(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> list[dict]:  # Validation lines in the order of their steps
-    """The lines with a held-out loss."""
+    """The lines with a held-out loss.
+
+    Args:
+        run: A run folder or its path
+
+    Returns:
+        Validation lines in the order of their steps
+    """
     rows = [row for row in as_run(run).read_metrics() if row.get("held_out") is not None]
     return sorted(rows, key=lambda row: row["step"])
 
@@ -109,7 +127,15 @@ def column(
     rows: list[dict],  # Of metrics.jsonl
     key: str,  # Of a row
 ) -> np.ndarray:  # (len(rows),) float
-    """The values of `key`, nan where there is none."""
+    """The values of `key`, nan where there is none.
+
+    Args:
+        rows: Of metrics.jsonl
+        key: Of a row
+
+    Returns:
+        (len(rows),) float
+    """
     values = [row.get(key) for row in rows]
     return np.array([np.nan if value is None else float(value) for value in values])
 
@@ -119,7 +145,14 @@ def evenly(
     rows: list[dict],  # Of metrics.jsonl
     most: int = 1000,
 ) -> list[dict]:  # The first and the last among them
-    """At most `most` rows at even distances."""
+    """At most `most` rows at even distances.
+
+    Args:
+        rows: Of metrics.jsonl
+
+    Returns:
+        The first and the last among them
+    """
     if len(rows) <= most:
         return rows
     return [rows[round(i)] for i in np.linspace(0, len(rows) - 1, most)]
@@ -130,7 +163,15 @@ def smooth(
     values: np.ndarray | list[float],  # (n,), nan allowed
     beta: float | None = None,  # Memory of 1/(1-beta) values; None = a twentieth, 4 to 100 values
 ) -> np.ndarray:  # (n,)
-    """Exponential average with start correction; nan until the first finite value."""
+    """Exponential average with start correction; nan until the first finite value.
+
+    Args:
+        values: (n,), nan allowed
+        beta: Memory of 1/(1-beta) values; None = a twentieth, 4 to 100 values
+
+    Returns:
+        (n,)
+    """
     if beta is None:
         beta = 1 - 1 / min(100, max(4, len(values) / 20))
     average, weight, smoothed = 0.0, 0.0, []
@@ -170,7 +211,14 @@ def figure(
     height: float = 2.5,  # Inches
     width: float = 6.0,  # Inches
 ) -> tuple[Figure, Axes]:
-    """An empty figure in the common look."""
+    """An empty figure in the common look.
+
+    Args:
+        xlabel: With its unit
+        ylabel: With its unit
+        height: Inches
+        width: Inches
+    """
     fig, ax = plt.subplots(figsize=(width, height), dpi=90, layout="constrained")
     plt.close(fig)
     ax.set_title(title, fontsize=9, loc="left", color=COLORS["dark"])
@@ -188,7 +236,11 @@ def add_legend(
     ax: Axes,
     **options: Any,  # Of Axes.legend
 ):
-    """A small legend right of the axes, where it covers no data."""
+    """A small legend right of the axes, where it covers no data.
+
+    Args:
+        **options: Of Axes.legend
+    """
     if ax.get_legend_handles_labels()[0]:
         ax.legend(
             fontsize=7,
@@ -208,7 +260,11 @@ def empty_figure(
     title: str,
     why: str,  # What is missing
 ) -> Figure:
-    """A figure that says that there is nothing to draw yet."""
+    """A figure that says that there is nothing to draw yet.
+
+    Args:
+        why: What is missing
+    """
     fig, ax = figure(title, "", "", height=0.9)
     fig.set_gid(EMPTY)
     ax.axis("off")
@@ -220,7 +276,14 @@ def empty_figure(
 def body_limit(
     *values: np.ndarray | list[float],  # Arrays of any shape, nan allowed
 ) -> float:  # Upper limit for an axis that starts at 0
-    """The limit that shows the body of `values`."""
+    """The limit that shows the body of `values`.
+
+    Args:
+        *values: Arrays of any shape, nan allowed
+
+    Returns:
+        Upper limit for an axis that starts at 0
+    """
     every = np.concatenate([np.ravel(np.asarray(array, float)) for array in values])
     every = every[np.isfinite(every)]
     if not len(every) or every.max() <= 0:
@@ -232,7 +295,11 @@ def body_limit(
 def readable_size(
     gib: float | None,  # None, nan = unknown
 ) -> str:
-    """`gib` with a readable unit."""
+    """`gib` with a readable unit.
+
+    Args:
+        gib: None, nan = unknown
+    """
     if gib is None or math.isnan(gib):
         return "–"
     return f"{gib * 1024:.3g} MiB" if abs(gib) < 0.5 else f"{gib:.3g} GiB"
@@ -242,7 +309,14 @@ def readable_size(
 def measured_peak(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> float:  # GiB per device, nan when nothing was measured
-    """The largest memory that a training step used: reserved, else allocated."""
+    """The largest memory that a training step used: reserved, else allocated.
+
+    Args:
+        run: A run folder or its path
+
+    Returns:
+        GiB per device, nan when nothing was measured
+    """
     rows = train_rows(run)
     for key in ("memory_reserved_gib", "memory_allocated_gib"):
         used = column(rows, key)
@@ -255,7 +329,14 @@ def measured_peak(
 def trained_on_cpu(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> bool:  # By the run's record, else by its recipe
-    """Whether `run` was trained without a GPU."""
+    """Whether `run` was trained without a GPU.
+
+    Args:
+        run: A run folder or its path
+
+    Returns:
+        By the run's record, else by its recipe
+    """
     run = as_run(run)
     if run.record.exists() and not json.loads(run.record.read_text()).get("gpus"):
         return True
@@ -266,7 +347,11 @@ def trained_on_cpu(
 def plot_plan(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> Figure:
-    """Predicted memory per strategy, against the device and the measured peak."""
+    """Predicted memory per strategy, against the device and the measured peak.
+
+    Args:
+        run: A run folder or its path
+    """
     plan, peak = Plan.load(as_run(run).plan), measured_peak(run)
     if not plan.rows:
         return empty_figure("Plan", "no plan.json in this run folder")
@@ -340,7 +425,11 @@ def _level(ax: Axes, value: float, factor: float, top: float, label: str, bar: i
 def plot_loss(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> Figure:
-    """Raw, smoothed and held-out loss with the baseline of the starting model."""
+    """Raw, smoothed and held-out loss with the baseline of the starting model.
+
+    Args:
+        run: A run folder or its path
+    """
     rows, held = train_rows(run), validation_rows(run)
     if not rows and not held:
         return empty_figure("Loss", "no step yet")
@@ -372,7 +461,11 @@ def plot_loss(
 def plot_sigma(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> Figure:
-    """Held-out loss per sigma bin: the starting model against now."""
+    """Held-out loss per sigma bin: the starting model against now.
+
+    Args:
+        run: A run folder or its path
+    """
     rows = [r for r in validation_rows(run) if r.get("held_out_sigma")]
     if not rows:
         return empty_figure("Held-out loss by sigma", "no validation yet")
@@ -397,7 +490,11 @@ def plot_sigma(
 def plot_grad_norm(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> Figure:
-    """Global gradient norm before clipping."""
+    """Global gradient norm before clipping.
+
+    Args:
+        run: A run folder or its path
+    """
     rows, run = train_rows(run), as_run(run)
     y = column(rows, "grad_norm")
     if not np.isfinite(y).any():
@@ -418,7 +515,11 @@ def plot_grad_norm(
 def plot_learning_rate(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> Figure:
-    """Learning rate of each step."""
+    """Learning rate of each step.
+
+    Args:
+        run: A run folder or its path
+    """
     rows = train_rows(run)
     if not rows:
         return empty_figure("Learning rate", "no step yet")
@@ -438,7 +539,11 @@ MODALITIES = {"text_tokens": "text", "vit_tokens": "images seen", "vae_tokens": 
 def plot_parts(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> Figure:
-    """Cross entropy and latent error of each step."""
+    """Cross entropy and latent error of each step.
+
+    Args:
+        run: A run folder or its path
+    """
     rows = [r for r in train_rows(run) if "ce" in r]
     if not rows:
         return empty_figure("Text and image loss", "no step of unified training yet")
@@ -458,7 +563,11 @@ def plot_parts(
 def plot_tokens(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> Figure:
-    """Tokens of each step by modality, stacked."""
+    """Tokens of each step by modality, stacked.
+
+    Args:
+        run: A run folder or its path
+    """
     rows = [r for r in train_rows(run) if "tokens" in r]
     if not rows:
         return empty_figure("Tokens per step", "no step of unified training yet")
@@ -487,7 +596,14 @@ STEP_PARTS = ("data", "forward", "backward", "optimizer")
 def step_time_parts(
     rows: list[dict],  # Training lines
 ) -> dict[str, np.ndarray]:  # Name -> (n,) seconds; together at least step_time
-    """The parts of each step's time; what nobody measured is in 'other'."""
+    """The parts of each step's time; what nobody measured is in 'other'.
+
+    Args:
+        rows: Training lines
+
+    Returns:
+        Name -> (n,) seconds; together at least step_time
+    """
     parts = {}
     for name in STEP_PARTS:
         seconds = column(rows, f"{name}_time")
@@ -501,7 +617,11 @@ def step_time_parts(
 def plot_step_time(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> Figure:
-    """Step time, split."""
+    """Step time, split.
+
+    Args:
+        run: A run folder or its path
+    """
     rows = train_rows(run)
     if not rows:
         return empty_figure("Step time", "no step yet")
@@ -527,7 +647,14 @@ def plot_step_time(
 def planned_peak_of(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> float:  # GiB per device, nan without a plan
-    """The memory that the planner predicted for `run`."""
+    """The memory that the planner predicted for `run`.
+
+    Args:
+        run: A run folder or its path
+
+    Returns:
+        GiB per device, nan without a plan
+    """
     plan = Plan.load(as_run(run).plan)
     return sum(plan.run.gpu_gib.values()) if plan.chosen else math.nan
 
@@ -536,7 +663,11 @@ def planned_peak_of(
 def plot_memory(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> Figure:
-    """Peak memory of each step against the plan."""
+    """Peak memory of each step against the plan.
+
+    Args:
+        run: A run folder or its path
+    """
     rows, peak = train_rows(run), measured_peak(run)
     if math.isnan(peak):
         return empty_figure("Memory", "no memory measured yet")
@@ -561,7 +692,11 @@ def plot_memory(
 def plot_host_memory(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> Figure:
-    """Memory of the host at each step against the plan."""
+    """Memory of the host at each step against the plan.
+
+    Args:
+        run: A run folder or its path
+    """
     rows, run = train_rows(run), as_run(run)
     used = column(rows, "host_memory_gib")
     if not np.isfinite(used).any():
@@ -584,7 +719,15 @@ def image_steps(
     run: RunDir | str | Path,  # A run folder or its path
     columns: int = 6,  # At most so many
 ) -> list[Path]:  # Folders step_XXXXXX in order
-    """The validation folders to show: the first, the last, and evenly spaced ones between."""
+    """The validation folders to show: the first, the last, and evenly spaced ones between.
+
+    Args:
+        run: A run folder or its path
+        columns: At most so many
+
+    Returns:
+        Folders step_XXXXXX in order
+    """
     folders = as_run(run).validation_images.glob("step_*")
     have = sorted(folder for folder in folders if any(folder.glob("*.png")))
     if len(have) <= columns:
@@ -596,7 +739,14 @@ def image_steps(
 def read_prompts(
     folder: Path,  # validation_images/step_XXXXXX
 ) -> list[str]:  # One per image; empty when there is no prompts.json
-    """The prompts of the images."""
+    """The prompts of the images.
+
+    Args:
+        folder: validation_images/step_XXXXXX
+
+    Returns:
+        One per image; empty when there is no prompts.json
+    """
     path = folder / "prompts.json"
     if not path.exists():
         return []
@@ -609,7 +759,14 @@ def image_grid(
     rows: int,
     columns: int,  # The first is for text
 ) -> tuple[Figure, np.ndarray]:  # (rows, columns) axes without frames
-    """An empty grid for small pictures."""
+    """An empty grid for small pictures.
+
+    Args:
+        columns: The first is for text
+
+    Returns:
+        (rows, columns) axes without frames
+    """
     fig, axes = plt.subplots(
         rows,
         columns,
@@ -631,7 +788,13 @@ def plot_images(
     columns: int = 6,  # Steps shown
     rows: int = 6,  # Prompts shown
 ) -> Figure:
-    """Validation images side by side over the steps, and the teacher's where there is one."""
+    """Validation images side by side over the steps, and the teacher's where there is one.
+
+    Args:
+        run: A run folder or its path
+        columns: Steps shown
+        rows: Prompts shown
+    """
     folders = image_steps(run, columns)
     if not folders:
         return empty_figure("Validation images", "no validation images yet")
@@ -659,7 +822,16 @@ def compact(
     width: int = 640,  # Pixels; what is wider is made smaller
     quality: int = 60,  # Of a JPEG, 0 to 100
 ) -> Any:  # IPython image, PNG or JPEG, whichever is shorter
-    """A figure or a picture, small enough to be kept in a notebook."""
+    """A figure or a picture, small enough to be kept in a notebook.
+
+    Args:
+        picture: matplotlib Figure, or PIL image
+        width: Pixels; what is wider is made smaller
+        quality: Of a JPEG, 0 to 100
+
+    Returns:
+        IPython image, PNG or JPEG, whichever is shorter
+    """
     from IPython.display import Image as Shown
     from PIL import Image
 
@@ -680,7 +852,11 @@ def compact(
 
 # %% ../../nbs/9_lab/01_plots.ipynb #fba7fccf
 class Table:
-    """Rows of text under a header: a table in a notebook, aligned columns in a terminal."""
+    """Rows of text under a header: a table in a notebook, aligned columns in a terminal.
+
+    Args:
+        rows: Cells are shown with str
+    """
 
     def __init__(
         self,
@@ -707,7 +883,14 @@ class Table:
 def held_out_change(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> tuple[float, float, float]:  # Starting model, now, change in percent; nan where unknown
-    """How far the held-out loss went."""
+    """How far the held-out loss went.
+
+    Args:
+        run: A run folder or its path
+
+    Returns:
+        Starting model, now, change in percent; nan where unknown
+    """
     rows = validation_rows(run)
     if not rows:
         return math.nan, math.nan, math.nan
@@ -720,7 +903,14 @@ def held_out_change(
 def quarantined(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> int:  # Rows of the data that were set aside
-    """The number of lines in quarantine.jsonl."""
+    """The number of lines in quarantine.jsonl.
+
+    Args:
+        run: A run folder or its path
+
+    Returns:
+        Rows of the data that were set aside
+    """
     path = as_run(run).quarantine
     return sum(1 for line in path.read_text().splitlines() if line.strip()) if path.exists() else 0
 
@@ -730,7 +920,15 @@ def median_of(
     rows: list[dict],  # Training lines
     key: str,  # Of a row
 ) -> float:  # nan when it was never measured
-    """The median of a metric."""
+    """The median of a metric.
+
+    Args:
+        rows: Training lines
+        key: Of a row
+
+    Returns:
+        nan when it was never measured
+    """
     values = column(rows, key)
     return float(np.nanmedian(values)) if np.isfinite(values).any() else math.nan
 
@@ -738,7 +936,11 @@ def median_of(
 def plan_against_use(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> Table:
-    """The plan against what was really used."""
+    """The plan against what was really used.
+
+    Args:
+        run: A run folder or its path
+    """
     run = as_run(run)
     rows, plan = train_rows(run), Plan.load(run.plan)
     recipe = Recipe.load(run.recipe) if run.recipe.exists() else None
@@ -777,7 +979,14 @@ def short_number(
 def update_rows(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> list[dict]:  # One per network and measurement
-    """What the updates meter wrote, in order."""
+    """What the updates meter wrote, in order.
+
+    Args:
+        run: A run folder or its path
+
+    Returns:
+        One per network and measurement
+    """
     rows = as_run(run).read_metrics()
     measured = [row for row in rows if row.get("event") == "updates" and row.get("blocks")]
     return sorted(measured, key=lambda row: row["step"])
@@ -790,6 +999,12 @@ def telling_updates(
     """The measurement at the highest learning rate, of several the last one.
 
     At the end of a schedule that goes to zero updates vanish in any type of number.
+
+    Args:
+        run: A run folder or its path
+
+    Returns:
+        One per network
     """
     rates = {row["step"]: row.get("lr") or 0.0 for row in train_rows(run)}
     found = {}
@@ -804,7 +1019,11 @@ def telling_updates(
 def plot_updates(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> Figure:
-    """Weights that changed and realised over ideal update, per block, where the rate is highest."""
+    """Weights that changed and realised over ideal update, per block, where the rate is highest.
+
+    Args:
+        run: A run folder or its path
+    """
     rows = telling_updates(run)
     if not rows:
         return empty_figure(
@@ -844,7 +1063,14 @@ def plot_updates(
 def failure_of(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> Case | None:  # None: it has not failed
-    """What the last job of `run` has left, when it failed."""
+    """What the last job of `run` has left, when it failed.
+
+    Args:
+        run: A run folder or its path
+
+    Returns:
+        None: it has not failed
+    """
     run = as_run(run)
     try:
         status = json.loads(run.status.read_text())
@@ -867,7 +1093,11 @@ def failure_of(
 def recognised_troubles(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> Table:
-    """Everything that was recognised, with cause and cure."""
+    """Everything that was recognised, with cause and cure.
+
+    Args:
+        run: A run folder or its path
+    """
     run = as_run(run)
     events = [row for row in run.read_metrics() if row.get("event") == "trouble"]
     rows = [(f"step {row['step']}", row["name"], row["cause"], row["cure"]) for row in events]

@@ -46,7 +46,11 @@ from ..training.checkpoints import CheckpointReader, CheckpointTensors
 def recorded_numbers(
     run: RunDir,
 ) -> dict[tuple[int, str], float]:  # (step, name) -> value
-    """Every loss and gradient norm of a run; of a repeated step the last one."""
+    """Every loss and gradient norm of a run; of a repeated step the last one.
+
+    Returns:
+        (step, name) -> value
+    """
     return {
         (row["step"], name): value
         for row in run.read_metrics()
@@ -58,7 +62,11 @@ def recorded_numbers(
 def last_step(
     run: RunDir,
 ) -> int:  # 0 before the first
-    """The last step in the record of a run."""
+    """The last step in the record of a run.
+
+    Returns:
+        0 before the first
+    """
     return max((row.get("step", 0) for row in run.read_metrics()), default=0)
 
 
@@ -67,7 +75,15 @@ def weights_deviation(
     whole: Path,  # A complete checkpoint
     other: Path,  # One of the same step
 ) -> float:  # Relative, over all networks and parameters
-    """Distance of the weights of two checkpoints, |b - a| / |a| by the Euclidean norm."""
+    """Distance of the weights of two checkpoints, |b - a| / |a| by the Euclidean norm.
+
+    Args:
+        whole: A complete checkpoint
+        other: One of the same step
+
+    Returns:
+        Relative, over all networks and parameters
+    """
     stored = CheckpointReader(whole).read_metadata().state_dict_metadata
     networks = {key.split("/")[0] for key in stored if key.split("/")[1:2] == ["weight"]}
     distance = size = 0.0
@@ -85,7 +101,16 @@ def weights_deviation(
 # %% ../../nbs/9_lab/15_prove.ipynb #b1cc7836
 @dataclass
 class Proof:
-    """A run that was killed and resumed, against one that was not."""
+    """A run that was killed and resumed, against one that was not.
+
+    Attributes:
+        whole: Numbers of the uninterrupted run
+        resumed: Numbers of the other
+        killed_at: Last step in the record when the processes were killed
+        resumed_from: Step of the checkpoint
+        weights: Relative deviation at the end
+        how: Fields of the resume that differ
+    """
 
     whole: Mapping[tuple[int, str], float]  # Numbers of the uninterrupted run
     resumed: Mapping[tuple[int, str], float]  # Numbers of the other
@@ -95,7 +120,11 @@ class Proof:
     how: Mapping[str, Any] = field(default_factory=dict)  # Fields of the resume that differ
 
     def deviations(self) -> dict[tuple[int, str], float]:  # (step, name) -> relative deviation
-        """Of every number that both runs have."""
+        """Of every number that both runs have.
+
+        Returns:
+            (step, name) -> relative deviation
+        """
         return {
             key: abs(self.resumed[key] - value) / max(abs(value), 1e-30)
             for key, value in self.whole.items()
@@ -115,11 +144,19 @@ class Proof:
         self,
         tolerance: float,  # Largest relative deviation
     ) -> bool:
-        """Whether nothing is missing and nothing deviates by more than `tolerance`."""
+        """Whether nothing is missing and nothing deviates by more than `tolerance`.
+
+        Args:
+            tolerance: Largest relative deviation
+        """
         return bool(self.whole) and not self.missing() and self.worst() <= tolerance
 
     def table(self) -> str:  # Markdown
-        """A line for each step, a pair of columns for each number."""
+        """A line for each step, a pair of columns for each number.
+
+        Returns:
+            Markdown
+        """
         names = sorted({name for _, name in self.whole})
         lines = ["| step | " + " | ".join(f"{n} | deviation" for n in names) + " |"]
         lines.append("|" + "---|" * (1 + 2 * len(names)))
@@ -134,7 +171,11 @@ class Proof:
         self,
         tolerance: float,  # Largest relative deviation
     ) -> str:
-        """What was found, in two lines."""
+        """What was found, in two lines.
+
+        Args:
+            tolerance: Largest relative deviation
+        """
         how = ", ".join(f"{name} {value}" for name, value in self.how.items())
         said = (
             f"killed at step {self.killed_at}, resumed from step {self.resumed_from}"
@@ -158,7 +199,15 @@ def kill_at(
     run: RunDir,  # Its job has been started
     step: int,  # To be in the record
 ) -> int:  # The last step in the record
-    """SIGKILL to all processes of a run. Raises LaunchError when it ends before."""
+    """SIGKILL to all processes of a run. Raises LaunchError when it ends before.
+
+    Args:
+        run: Its job has been started
+        step: To be in the record
+
+    Returns:
+        The last step in the record
+    """
     while state(run) == "running":
         if last_step(run) >= step and complete_checkpoints(run):
             every = processes(run)
@@ -185,6 +234,11 @@ def prove(
 
     Two run folders are made, NAME-whole and NAME-killed (`name`, or 'proof'). Raises LaunchError
     for a recipe that cannot be killed between two checkpoints, or that fails.
+
+    Args:
+        given: Parameters of the run, as in the launch notebook
+        at: Step to kill at; None = half of the steps
+        resume_with: Parameters that change in the resume
     """
     changed = dict(resume_with or {})
     name = str(given.get("name") or "proof")
@@ -220,9 +274,13 @@ def _check(recipe: Recipe, at: int) -> None:
 def prove_command(
     arguments: list[str],  # Without the program
 ) -> None:
-    """`scripts/prove`: print the table and end with 1 when the resume is not exact."""
+    """`sciftune prove`: print the table and end with 1 when the resume is not exact.
+
+    Args:
+        arguments: Without the program
+    """
     parser = argparse.ArgumentParser(
-        prog="scripts/prove",
+        prog="sciftune prove",
         description="Run a recipe, run it again, kill it, resume it, and compare the two.",
     )
     pair = dict(nargs=2, action="append", default=[], metavar=("NAME", "VALUE"))
@@ -238,6 +296,6 @@ def prove_command(
         changed = {name: yaml.safe_load(value) for name, value in asked.resume_with}
         proof = prove(given, asked.at, changed)
     except (LaunchError, OSError, yaml.YAMLError) as error:
-        sys.exit(f"scripts/prove: {error}")
+        sys.exit(f"sciftune prove: {error}")
     print(f"\n{proof.table()}\n\n{proof.verdict(asked.tolerance)}")
     sys.exit(not proof.holds(asked.tolerance))

@@ -72,7 +72,11 @@ ANSWERS_CELL = """[   # what it answered
 def report_cells(
     run: RunDir,
 ) -> list[tuple[str, str]]:  # (prose or '', code)
-    """The cells that fit the objective and the metrics of `run`."""
+    """The cells that fit the objective and the metrics of `run`.
+
+    Returns:
+        (prose or '', code)
+    """
     rows = run.read_metrics() if run.metrics.exists() else []
     keys = set().union(*(row.keys() for row in rows))
     cells = [
@@ -116,7 +120,11 @@ def report_cells(
 def report_notebook(
     run: RunDir,
 ) -> nbformat.NotebookNode:  # Without outputs
-    """The report's cells as a notebook."""
+    """The report's cells as a notebook.
+
+    Returns:
+        Without outputs
+    """
     cells = [new_markdown_cell(f"# {run.path.name}", id="title")]
     for i, (text, code) in enumerate(report_cells(run)):
         if text:
@@ -131,7 +139,11 @@ def report_notebook(
 def nbconvert(
     *arguments: str,  # Of its command line
 ):
-    """Run nbconvert of this Python. Raises RuntimeError with the end of its output."""
+    """Run nbconvert of this Python. Raises RuntimeError with the end of its output.
+
+    Args:
+        *arguments: Of its command line
+    """
     done = subprocess.run(
         [sys.executable, "-m", "nbconvert", "--log-level", "ERROR", *arguments],
         capture_output=True,
@@ -151,6 +163,12 @@ def run_report(
     """Make the report of `run`: the page first, then the executed notebook.
 
     Raises RuntimeError when the notebook cannot be made.
+
+    Args:
+        run: A run folder or its path
+
+    Returns:
+        report.html; report.ipynb is beside it
     """
     run = as_run(run)
     html = write_page(run)

@@ -82,7 +82,11 @@ _TEXT_COLORS = ("#333333", "#000000")
 def color_variables(
     dark: bool,
 ) -> str:  # '--c0: #b8c4d6; --c1: ...'
-    """The colours of the plots as CSS variables."""
+    """The colours of the plots as CSS variables.
+
+    Returns:
+        '--c0: #b8c4d6; --c1: ...'
+    """
     values = DARK_COLORS.values() if dark else DARK_COLORS
     return " ".join(f"--c{number}: {color};" for number, color in enumerate(values))
 
@@ -93,7 +97,15 @@ def extremes(
     y: np.ndarray,  # (n,), nan allowed
     stretches: int = 1000,
 ) -> tuple[np.ndarray, np.ndarray]:  # At most 2 * stretches points
-    """The smallest and the largest value of each stretch of a curve, in their order."""
+    """The smallest and the largest value of each stretch of a curve, in their order.
+
+    Args:
+        x: (n,)
+        y: (n,), nan allowed
+
+    Returns:
+        At most 2 * stretches points
+    """
     if len(x) <= 2 * stretches:
         return x, y
     kept = set()
@@ -109,7 +121,14 @@ def extremes(
 def for_page(
     figure: Figure,  # Of `lab.plots`
 ) -> Figure:  # The same one
-    """Make a figure narrow: larger letters, the legend below, fewer points."""
+    """Make a figure narrow: larger letters, the legend below, fewer points.
+
+    Args:
+        figure: Of `lab.plots`
+
+    Returns:
+        The same one
+    """
     height = figure.get_size_inches()[1]
     handles, labels = [], []
     for ax in figure.axes:
@@ -135,7 +154,11 @@ def svg(
     figure: Figure,
     name: str,  # Of the figure, for readers of screens
 ) -> Markup:
-    """A figure as an SVG element whose colours are those of the page."""
+    """A figure as an SVG element whose colours are those of the page.
+
+    Args:
+        name: Of the figure, for readers of screens
+    """
     drawn = io.StringIO()
     with plt.rc_context({"svg.hashsalt": name, "svg.fonttype": "path"}):
         nothing = {"Date": None, "Creator": None, "Format": None, "Type": None}
@@ -157,7 +180,15 @@ def data_uri(
     path: Path,  # A picture
     largest: int = 640,  # Pixels of its longer side
 ) -> str:  # 'data:image/...'
-    """A picture as an address that holds it. Raises OSError for a file that is no picture."""
+    """A picture as an address that holds it. Raises OSError for a file that is no picture.
+
+    Args:
+        path: A picture
+        largest: Pixels of its longer side
+
+    Returns:
+        'data:image/...'
+    """
     with Image.open(path) as opened:
         picture = opened.convert("RGB")
     picture.thumbnail((largest, largest), Image.Resampling.LANCZOS)
@@ -175,7 +206,14 @@ def pictures_for_page(
     run: RunDir,
     rows: int = 12,  # Prompts shown
 ) -> list[dict]:  # prompt; pictures: (what it is, address)
-    """The validation pictures of `run`; a file that is no picture is left out."""
+    """The validation pictures of `run`; a file that is no picture is left out.
+
+    Args:
+        rows: Prompts shown
+
+    Returns:
+        prompt; pictures: (what it is, address)
+    """
     shown = []
     for row in picture_rows(run)[:rows]:
         pictures = []
@@ -192,7 +230,12 @@ def before_and_after(
     pictures: list[dict],  # Of `pictures_for_page`
     most: int = 3,  # Prompts
 ) -> list[dict]:
-    """The first and the last step of the first prompts, for the first screen."""
+    """The first and the last step of the first prompts, for the first screen.
+
+    Args:
+        pictures: Of `pictures_for_page`
+        most: Prompts
+    """
     chosen = []
     for row in pictures[:most]:
         steps = [one for one in row["pictures"] if one[0].startswith(("before", "step"))]
@@ -204,7 +247,12 @@ def before_and_after(
 # %% ../../nbs/9_lab/29_page.ipynb #45db27ad
 @dataclass(frozen=True)
 class PagePlot:
-    """A figure of the page."""
+    """A figure of the page.
+
+    Attributes:
+        draw: (run) -> Figure
+        text: How to read it
+    """
 
     draw: Callable  # (run) -> Figure
     text: str  # How to read it
@@ -254,7 +302,11 @@ def drawings(
     run: RunDir,
     wanted: tuple[PagePlot, ...],
 ) -> list[dict]:  # svg, text
-    """The figures that have something to show."""
+    """The figures that have something to show.
+
+    Returns:
+        svg, text
+    """
     shown = []
     for one in wanted:
         figure = one.draw(run)
@@ -269,7 +321,11 @@ def drawings(
 def event_rows(
     run: RunDir,
 ) -> list[tuple[str, str, str]]:  # Step, event, the rest
-    """What happened besides steps; troubles and updates have their own places."""
+    """What happened besides steps; troubles and updates have their own places.
+
+    Returns:
+        Step, event, the rest
+    """
     rows = []
     for row in run.read_metrics():
         if row.get("event") in (None, "trouble", "updates"):
@@ -291,7 +347,14 @@ def text_of(
     path: Path,
     lines: int = 60,  # The last ones
 ) -> str:  # '' where there is no such file
-    """The end of a text file, without what is secret in addresses."""
+    """The end of a text file, without what is secret in addresses.
+
+    Args:
+        lines: The last ones
+
+    Returns:
+        '' where there is no such file
+    """
     if not path.exists():
         return ""
     text = path.read_bytes().decode(errors="replace").rstrip().split("\n")[-lines:]
@@ -301,7 +364,11 @@ def text_of(
 def answers_of(
     run: RunDir,
 ) -> list[dict]:  # asked, expected, answer
-    """What a model that writes has answered last."""
+    """What a model that writes has answered last.
+
+    Returns:
+        asked, expected, answer
+    """
     files = sorted(run.validation_images.glob("step_*/texts.json"))
     return json.loads(files[-1].read_text()) if files else []
 
@@ -473,7 +540,11 @@ TEMPLATE = """<!DOCTYPE html>
 def page_values(
     run: RunDir,
 ) -> dict:  # What the template reads
-    """Everything that the page of `run` shows."""
+    """Everything that the page of `run` shows.
+
+    Returns:
+        What the template reads
+    """
     pictures = pictures_for_page(run)
     recipe = recipe_of(run)
     answers = [[one.get(k, "") for k in ("asked", "expected", "answer")] for one in answers_of(run)]
@@ -509,7 +580,14 @@ def page_values(
 def page(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> str:  # HTML
-    """The page of a run."""
+    """The page of a run.
+
+    Args:
+        run: A run folder or its path
+
+    Returns:
+        HTML
+    """
     loader = DictLoader({"macros": MACROS, "page": TEMPLATE})
     environment = Environment(
         loader=loader,
@@ -524,6 +602,13 @@ def page(
 def write_page(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> Path:  # report.html
-    """Write the page into the run folder, completely or not at all."""
+    """Write the page into the run folder, completely or not at all.
+
+    Args:
+        run: A run folder or its path
+
+    Returns:
+        report.html
+    """
     run = as_run(run)
     return write_atomic(run.report.with_suffix(".html"), page(run))

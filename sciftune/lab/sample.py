@@ -61,7 +61,20 @@ WEIGHT_STATES = ("weight", "ema", "base")  # What of a run or a checkpoint draws
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Weights that draw, and how they are sampled."""
+    """Weights that draw, and how they are sampled.
+
+    Attributes:
+        name: As in step_000500-ema
+        series: base, weights, ema, adapter or model
+        step: Optimizer steps; 0 = a base, -1 = not known
+        base: Pipeline folder
+        changed: Name of a tensor of the denoiser -> its value, flat or shaped
+        side: Pixels, where nothing else is asked for
+        steps: Of the sampler
+        schedule: Configuration of the scheduler
+        text_tokens: Where captions are cut
+        reference_side: Of the largest reference image; 0 = the pipeline's own
+    """
 
     name: str  # As in step_000500-ema
     series: str  # base, weights, ema, adapter or model
@@ -105,7 +118,11 @@ def _source(
 def model_source(
     where: str | Path,  # Pipeline folder, hub id, or the family of a nano model
 ) -> ModelSource:
-    """Weights of a folder as they are. Raises ValueError for a damaged or an unknown one."""
+    """Weights of a folder as they are. Raises ValueError for a damaged or an unknown one.
+
+    Args:
+        where: Pipeline folder, hub id, or the family of a nano model
+    """
     nano = [name for name, record in records("models").items() if record.nano]
     if str(where) in nano and not Path(where).exists():
         recipe = resolve(model=str(where), preset="nano_style")
@@ -123,7 +140,12 @@ def checkpoint_source(
     checkpoint: Path,  # A complete checkpoint
     state: str = "weight",  # In WEIGHT_STATES
 ) -> ModelSource:
-    """The weights of a checkpoint. Raises ValueError for what it does not hold, or damage."""
+    """The weights of a checkpoint. Raises ValueError for what it does not hold, or damage.
+
+    Args:
+        checkpoint: A complete checkpoint
+        state: In WEIGHT_STATES
+    """
     if fault := checkpoint_fault(checkpoint) or checkpoint_damage(checkpoint):
         raise ValueError(f"{checkpoint} is no complete checkpoint: {fault}")
     info = checkpoint_info(checkpoint)
@@ -132,7 +154,7 @@ def checkpoint_source(
     if recipe.distils:
         raise ValueError(
             f"{checkpoint} is of a distillation, which is sampled by a scheduler of its own: "
-            f"scripts/zero_to_bf16 {checkpoint} OUT --pipeline, and give OUT"
+            f"sciftune zero_to_bf16 {checkpoint} OUT --pipeline, and give OUT"
         )
     export = Export(checkpoint, Path(), recipe, state)
     if state == "base":
@@ -164,7 +186,13 @@ def adapter_source(
     base: str | Path,  # Pipeline folder, hub id, or the family of a nano model
     recipe: Recipe | None = None,  # Of the run that wrote it
 ) -> ModelSource:
-    """The base with an adapter. Raises ValueError where they do not belong together."""
+    """The base with an adapter. Raises ValueError where they do not belong together.
+
+    Args:
+        where: LoRA file or folder
+        base: Pipeline folder, hub id, or the family of a nano model
+        recipe: Of the run that wrote it
+    """
     below = model_source(base)
     changed = Merged(where, below.family, below.family.denoiser_weights(below.base))
     step = recipe.steps if recipe else -1
@@ -180,7 +208,11 @@ def run_source(
     run: RunDir,
     state: str = "weight",  # In WEIGHT_STATES
 ) -> ModelSource:
-    """What a run has made. Raises ValueError where it has made nothing yet."""
+    """What a run has made. Raises ValueError where it has made nothing yet.
+
+    Args:
+        state: In WEIGHT_STATES
+    """
     recipe = Recipe.load(run.recipe)
     complete = complete_checkpoints(run)
     if complete and not recipe.distils:
@@ -204,7 +236,13 @@ def find_weights(
     state: str = "weight",  # weight, ema, or base: what a run or a checkpoint began with
     base: str | Path = "",  # Of an adapter
 ) -> ModelSource:
-    """The weights that are meant. Raises ValueError for what is none of these."""
+    """The weights that are meant. Raises ValueError for what is none of these.
+
+    Args:
+        where: Run, checkpoint, model folder, hub id, adapter, or name of a nano model
+        state: weight, ema, or base: what a run or a checkpoint began with
+        base: Of an adapter
+    """
     if state not in WEIGHT_STATES:
         raise ValueError(f"state {state!r}: expected one of {', '.join(WEIGHT_STATES)}")
     path = Path(where).expanduser()
@@ -240,7 +278,12 @@ def load_source(
     dtype: torch.dtype = torch.float32,  # Of its parameters
     device: torch.device | str = "cpu",
 ) -> nn.Module:
-    """The denoiser of a source. Raises ValueError for tensors that the base does not have."""
+    """The denoiser of a source. Raises ValueError for tensors that the base does not have.
+
+    Args:
+        strength: 0 = the base, 1 = the source
+        dtype: Of its parameters
+    """
     model = source.family.load_denoiser(source.base, dtype, device).eval()
     own = dict(model.named_parameters()) | dict(model.named_buffers())
     if lost := sorted(set(source.changed) - set(own)):
@@ -257,7 +300,15 @@ def load_source(
 # %% ../../nbs/9_lab/19_sample.ipynb #329a9776
 @dataclass(frozen=True)
 class Request:
-    """A picture that is asked for; None = what the source says."""
+    """A picture that is asked for; None = what the source says.
+
+    Attributes:
+        number: Of the noise
+        seed: Of the noise
+        steps: Of the sampler
+        height: Pixels
+        references: Files of the images that it is made from, in order
+    """
 
     prompt: str
     number: int = 0  # Of the noise
@@ -276,6 +327,9 @@ def settled_request(
     """A sample with what its source says.
 
     Raises ValueError for a size, or a number of references, that does not suit.
+
+    Returns:
+        Without None
     """
     own = dict(steps=source.steps, guidance=source.guidance, height=source.side, width=source.side)
     given = {name: value for name, value in vars(sample).items() if value is not None}
@@ -294,7 +348,15 @@ def sample_batches(
     samples: list[Request],  # Settled
     size: int,  # Samples in a batch, at most
 ) -> list[list[int]]:  # Numbers of the samples of each batch
-    """Batches of samples that are sampled alike, in the order of the list."""
+    """Batches of samples that are sampled alike, in the order of the list.
+
+    Args:
+        samples: Settled
+        size: Samples in a batch, at most
+
+    Returns:
+        Numbers of the samples of each batch
+    """
     groups = {}
     for i, s in enumerate(samples):
         kind = (s.steps, s.guidance, s.height, s.width, len(s.references))
@@ -312,7 +374,17 @@ def draw_samples(
     device: torch.device | str | None = None,  # None = a GPU where there is one
     part: tuple[int, int] = (0, 1),  # Which of how many processes this one is
 ) -> dict[int, Image.Image]:  # Number in `samples` -> picture; those of this part
-    """Draw pictures. Raises ValueError for what the source cannot draw."""
+    """Draw pictures. Raises ValueError for what the source cannot draw.
+
+    Args:
+        strength: 0 = the base, 1 = the source
+        batch: Pictures at once
+        device: None = a GPU where there is one
+        part: Which of how many processes this one is
+
+    Returns:
+        Number in `samples` -> picture; those of this part
+    """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     samples = [settled_request(s, source) for s in samples]
@@ -342,7 +414,14 @@ def encoded_references(
     files: list[str],  # Images
     device: torch.device | str,
 ) -> dict[str, Tensor]:  # File -> latents (C,h,w) on the host
-    """Reference images as the pipeline prepares them. Raises ValueError for what is none."""
+    """Reference images as the pipeline prepares them. Raises ValueError for what is none.
+
+    Args:
+        files: Images
+
+    Returns:
+        File -> latents (C,h,w) on the host
+    """
     if not files:
         return {}
     family, encoders = source.family, Encoders(source.family.load_vae(source.base, device=device))
@@ -384,7 +463,11 @@ def _sampled(
 def as_image(
     pixels: Tensor,  # (3,H,W) in [-1,1]; values outside are clipped
 ) -> Image.Image:
-    """A picture of 8 bits."""
+    """A picture of 8 bits.
+
+    Args:
+        pixels: (3,H,W) in [-1,1]; values outside are clipped
+    """
     values = ((pixels.clamp(-1, 1) + 1) * 127.5).round().byte()
     return Image.fromarray(values.permute(1, 2, 0).cpu().numpy())
 
@@ -397,7 +480,15 @@ def sheet(
     side: int = 160,  # Longer side of a picture on the sheet, pixels
     margin: int = 110,  # Room for the names of rows, pixels
 ) -> Image.Image:
-    """Pictures side by side, named."""
+    """Pictures side by side, named.
+
+    Args:
+        rows: Of one size; None = an empty place
+        columns: A name for each column
+        names: A name for each row
+        side: Longer side of a picture on the sheet, pixels
+        margin: Room for the names of rows, pixels
+    """
     first = next(p for row in rows for p in row if p is not None)
     scale = side / max(first.size)
     width, height = (round(scale * n) for n in first.size)
@@ -415,7 +506,11 @@ def sheet(
 
 
 def wrapped(text: str, width: int) -> str:  # Lines
-    """A text in lines of so many letters."""
+    """A text in lines of so many letters.
+
+    Returns:
+        Lines
+    """
     return "\n".join(textwrap.wrap(text, max(width, 4)))
 
 
@@ -424,7 +519,12 @@ def check_parameters(
     names: Mapping[str, object],  # globals() of a notebook
     known: str,  # Its parameters, separated by spaces; constants are in capitals
 ):
-    """Raise ValueError naming a parameter that the notebook does not have."""
+    """Raise ValueError naming a parameter that the notebook does not have.
+
+    Args:
+        names: globals() of a notebook
+        known: Its parameters, separated by spaces; constants are in capitals
+    """
     plain = (str, int, float, bool, list, dict, type(None))
     named = {n: v for n, v in names.items() if not n.startswith("_") and not n.isupper()}
     given = {n for n, v in named.items() if isinstance(v, plain)}

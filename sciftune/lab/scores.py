@@ -79,7 +79,11 @@ NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?")
 def squeezed(
     text: str,
 ) -> str:  # Equal for texts that count as the same
-    """A text as it is compared."""
+    """A text as it is compared.
+
+    Returns:
+        Equal for texts that count as the same
+    """
     plain = unicodedata.normalize("NFKC", text).casefold().translate(ALIKE)
     words = [_value(word) for word in plain.split()]
     return (" " if all(map(is_number, words)) else "").join(words)
@@ -112,7 +116,11 @@ def edit_distance(
 # %% ../../nbs/9_lab/17_scores.ipynb #b5945037
 @dataclass(frozen=True)
 class Label:
-    """A text that a picture should hold."""
+    """A text that a picture should hold.
+
+    Attributes:
+        height: Size of its type in pixels, where it is known
+    """
 
     text: str
     height: float | None = None  # Size of its type in pixels, where it is known
@@ -120,7 +128,12 @@ class Label:
 
 @dataclass(frozen=True)
 class Reading:
-    """A line of text that was read from a picture."""
+    """A line of text that was read from a picture.
+
+    Attributes:
+        box: Left, top, right, bottom in pixels
+        height: Of the line in pixels, across the direction of reading
+    """
 
     text: str
     box: tuple = ()  # Left, top, right, bottom in pixels
@@ -129,7 +142,16 @@ class Reading:
 
 @dataclass(frozen=True)
 class Word:
-    """What became of a label, or a text that belongs to none."""
+    """What became of a label, or a text that belongs to none.
+
+    Attributes:
+        text: The label; what was read where there is none
+        state: found, wrong, missing, added or ignored
+        read: What was read in its place
+        height: Of the label where it is known, else of the line
+        box: Of the line
+        errors: Letters that are wrong, missing or added
+    """
 
     text: str  # The label; what was read where there is none
     state: str  # found, wrong, missing, added or ignored
@@ -199,7 +221,15 @@ def match_words(
     allowed: str = "",  # Text whose parts may be read without being an addition
     free_numbers: bool = False,  # Numbers that belong to no label are no additions
 ) -> list[Word]:  # One per label in their order, then what belongs to none
-    """What became of each label, by the rule above."""
+    """What became of each label, by the rule above.
+
+    Args:
+        allowed: Text whose parts may be read without being an addition
+        free_numbers: Numbers that belong to no label are no additions
+
+    Returns:
+        One per label in their order, then what belongs to none
+    """
     lines = [_Line(r) for r in readings]
     made = {}
     order = sorted(range(len(labels)), key=lambda i: (-len(squeezed(labels[i].text)), i))
@@ -258,7 +288,14 @@ def _other(run: tuple, allowed: str, free_numbers: bool) -> Word | None:
 def text_parts(
     words: list[Word],  # Of `match_words`
 ) -> dict[str, tuple[float, float]]:  # recall, precision, cer: above and below the line
-    """The sums of one picture."""
+    """The sums of one picture.
+
+    Args:
+        words: Of `match_words`
+
+    Returns:
+        recall, precision, cer: above and below the line
+    """
     count = {s: sum(w.state == s for w in words) for s in ("found", "wrong", "missing", "added")}
     labels = count["found"] + count["wrong"] + count["missing"]
     letters = sum(len(squeezed(w.text)) for w in words if w.state in ("found", "wrong", "missing"))
@@ -277,7 +314,14 @@ HEIGHTS = (0, 6, 8, 10, 12, 16, 24, 1000)  # Limits of the classes of letter siz
 def legibility(
     words: Iterable[Word],  # Of any number of pictures
 ) -> list[dict]:  # low, high (pixels), labels, found; classes without labels are left out
-    """Labels and those found, by the size of their letters."""
+    """Labels and those found, by the size of their letters.
+
+    Args:
+        words: Of any number of pictures
+
+    Returns:
+        low, high (pixels), labels, found; classes without labels are left out
+    """
     rows = []
     known = [w for w in words if w.height is not None and w.state in ("found", "wrong", "missing")]
     for low, high in zip(HEIGHTS, HEIGHTS[1:], strict=False):
@@ -294,7 +338,17 @@ def interval(
     share: float = 0.95,  # Of them that lie inside
     seed: int = 0,  # Of the draws
 ) -> dict:  # value, low, high; pictures that have anything below the line. None without any
-    """A quotient of sums over pictures, with its bootstrap interval."""
+    """A quotient of sums over pictures, with its bootstrap interval.
+
+    Args:
+        pairs: One per picture: above and below the line
+        draws: Collections that are drawn
+        share: Of them that lie inside
+        seed: Of the draws
+
+    Returns:
+        value, low, high; pictures that have anything below the line. None without any
+    """
     sums = np.array([pair for pair in pairs if pair[1] > 0], float).reshape(-1, 2)
     if not len(sums):
         return dict(value=None, low=None, high=None, pictures=0)
@@ -342,7 +396,14 @@ def can_read_text() -> bool:
 def text_reader(
     threads: int = 1,  # Of the processor
 ) -> tuple:  # rapidocr.RapidOCR, one for each of READER_LOOKS
-    """The networks that read text, loaded once. Raises ReaderMissingError without the package."""
+    """The networks that read text, loaded once. Raises ReaderMissingError without the package.
+
+    Args:
+        threads: Of the processor
+
+    Returns:
+        rapidocr.RapidOCR, one for each of READER_LOOKS
+    """
     if not can_read_text():
         raise ReaderMissingError(READER_MISSING)
     from rapidocr import RapidOCR
@@ -356,7 +417,11 @@ def text_reader(
 def read_text(
     image: Image.Image,
 ) -> list[Reading]:  # From top to bottom
-    """Read the lines of text of a picture. Raises ReaderMissingError without the package."""
+    """Read the lines of text of a picture. Raises ReaderMissingError without the package.
+
+    Returns:
+        From top to bottom
+    """
     margin = int(READ_MARGIN * max(image.size))
     around = ((margin, margin), (margin, margin), (0, 0))
     pixels = np.pad(np.asarray(image.convert("RGB")), around, mode="edge")
@@ -407,7 +472,13 @@ def figure_labels(
     smallest: float = 0,  # Letters of less pixels are left out
     scale: float = 1,  # The picture is shown so much larger
 ) -> list[Label]:
-    """The texts of a drawn figure, as labels."""
+    """The texts of a drawn figure, as labels.
+
+    Args:
+        words: `words` of a figure's facts
+        smallest: Letters of less pixels are left out
+        scale: The picture is shown so much larger
+    """
     sized = [Label(w["text"], round(scale * w["height"], 1)) for w in words]
     return [label for label in sized if label.height >= smallest]
 
@@ -422,7 +493,14 @@ def mark_parts(
     read: dict,  # kind and count, of `toys.reader.ChartReader.read`
     caption: str,
 ) -> dict[str, tuple[float, float]]:  # kind, number, both: above and below the line
-    """Whether kind and number of marks are what a caption claims."""
+    """Whether kind and number of marks are what a caption claims.
+
+    Args:
+        read: kind and count, of `toys.reader.ChartReader.read`
+
+    Returns:
+        kind, number, both: above and below the line
+    """
     wanted = claims(caption)
     if not wanted:
         return {}
@@ -443,7 +521,14 @@ XYZ = np.array(
 def cielab(
     rgb: np.ndarray,  # sRGB (...,3) in [0,1]
 ) -> np.ndarray:  # L, a, b (...,3)
-    """Colours in CIELAB."""
+    """Colours in CIELAB.
+
+    Args:
+        rgb: sRGB (...,3) in [0,1]
+
+    Returns:
+        L, a, b (...,3)
+    """
     linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
     t = linear @ XYZ.T / XYZ.sum(1)
     f = np.where(t > (6 / 29) ** 3, np.cbrt(t), t / (3 * (6 / 29) ** 2) + 4 / 29)
@@ -482,7 +567,11 @@ def shades() -> dict[str, tuple[str, ...]]:
 def named_colours(
     caption: str,
 ) -> dict[str, tuple[str, ...]]:  # Name -> hex colours of which one is meant
-    """The colours that a caption speaks of."""
+    """The colours that a caption speaks of.
+
+    Returns:
+        Name -> hex colours of which one is meant
+    """
     known = dict(shades())
     for style in CHART_STYLES.values():
         if style.says in caption:
@@ -501,7 +590,11 @@ def colour_parts(
     image: Image.Image,
     caption: str,
 ) -> dict[str, tuple[float, float]]:  # colours, colour_distance: above and below the line
-    """The colours that the caption names: how many are there, and how far they are."""
+    """The colours that the caption names: how many are there, and how far they are.
+
+    Returns:
+        colours, colour_distance: above and below the line
+    """
     wanted = named_colours(caption)
     if not wanted:
         return {}
@@ -521,7 +614,18 @@ def _distance(lab: np.ndarray, colour: str) -> float:
 # %% ../../nbs/9_lab/17_scores.ipynb #45374a5b
 @dataclass(frozen=True)
 class Evaluation:
-    """A row of evaluation.jsonl: the scores of one set of weights."""
+    """A row of evaluation.jsonl: the scores of one set of weights.
+
+    Attributes:
+        name: Of the row and of its folder below evaluation/, as in step_000500-ema
+        series: Curve that the row is a point of: base, weights, ema, adapter or model
+        step: Optimizer steps; 0 = the base, -1 = not known
+        scores: Score -> value, low, high (bootstrap, 95 %), pictures
+        legibility: Of `legibility`
+        skipped: Score -> why it was not taken
+        truth: Where the words come from: figures, labels, ocr, quotes or '' = none
+        settings: prompts (digest), seed, steps, guidance, side
+    """
 
     name: str  # Of the row and of its folder below evaluation/, as in step_000500-ema
     series: str  # Curve that the row is a point of: base, weights, ema, adapter or model
@@ -551,14 +655,22 @@ FALLING = ("cer", "colour_distance", "fid")  # Scores of which less is better
 def evaluation_file(
     run: Path | str,  # Run folder, or any folder of results
 ) -> Path:
-    """Where the rows are."""
+    """Where the rows are.
+
+    Args:
+        run: Run folder, or any folder of results
+    """
     return Path(run) / "evaluation.jsonl"
 
 
 def read_evaluation(
     run: Path | str,
 ) -> list[Evaluation]:  # By step; [] where nothing was evaluated
-    """The rows of a run. Raises ValueError naming a line that is none."""
+    """The rows of a run. Raises ValueError naming a line that is none.
+
+    Returns:
+        By step; [] where nothing was evaluated
+    """
     file = evaluation_file(run)
     rows = []
     for number, line in enumerate(file.read_text().splitlines() if file.is_file() else [], 1):
@@ -582,7 +694,13 @@ def keep_evaluation(
 # %% ../../nbs/9_lab/17_scores.ipynb #cebf461b
 @dataclass(frozen=True)
 class Picture:
-    """What was found in one picture: a line of pictures.jsonl."""
+    """What was found in one picture: a line of pictures.jsonl.
+
+    Attributes:
+        file: In its folder
+        parts: Score -> (above, below)
+        words: Word
+    """
 
     file: str  # In its folder
     prompt: str
@@ -597,7 +715,11 @@ class Picture:
 def read_pictures(
     folder: Path | str,  # evaluation/<name> of a run
 ) -> list[Picture]:
-    """The pictures of an evaluation."""
+    """The pictures of an evaluation.
+
+    Args:
+        folder: evaluation/<name> of a run
+    """
     lines = (Path(folder) / "pictures.jsonl").read_text().splitlines()
     found = [Picture(**json.loads(line)) for line in lines]
     return [_with_words(p) for p in found]
@@ -613,7 +735,11 @@ def _with_words(picture: Picture) -> Picture:
 def scores_of(
     pictures: list[Picture],
 ) -> dict[str, dict]:  # Score -> `interval`; those that no picture has are left out
-    """Intervals of every score over pictures."""
+    """Intervals of every score over pictures.
+
+    Returns:
+        Score -> `interval`; those that no picture has are left out
+    """
     names = [n for n in SCORES if any(n in p.parts for p in pictures)]
     found = {n: interval([p.parts[n] for p in pictures if n in p.parts]) for n in names}
     return {n: scores for n, scores in found.items() if scores["pictures"]}

@@ -40,7 +40,11 @@ from .contents import FLOORS
 def anchor(
     heading: str,  # A heading, or the fragment of a link to it
 ) -> str:
-    """The id of a heading in the site."""
+    """The id of a heading in the site.
+
+    Args:
+        heading: A heading, or the fragment of a link to it
+    """
     plain = unicodedata.normalize("NFKD", unquote(heading)).encode("ascii", "ignore").decode()
     return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", plain).strip().lower())
 
@@ -48,7 +52,11 @@ def anchor(
 def site_links(
     text: str,  # Markdown of a page
 ) -> str:
-    """`text` with its links as the site needs them."""
+    """`text` with its links as the site needs them.
+
+    Args:
+        text: Markdown of a page
+    """
 
     def moved(match: re.Match) -> str:
         path, _, fragment = match[1].partition("#")
@@ -76,7 +84,11 @@ def _begins(line: str, before: str) -> bool:
 def with_empty_lines(
     text: str,  # Markdown
 ) -> str:
-    """`text` with an empty line before every list and table."""
+    """`text` with an empty line before every list and table.
+
+    Args:
+        text: Markdown
+    """
     lines: list[str] = []
     fenced = False
     for line in text.split("\n"):
@@ -90,7 +102,11 @@ def with_empty_lines(
 def page_text(
     text: str,  # Markdown as it stands in the repository
 ) -> str:
-    """`text` as a page of the site."""
+    """`text` as a page of the site.
+
+    Args:
+        text: Markdown as it stands in the repository
+    """
     return with_empty_lines(site_links(text))
 
 
@@ -115,7 +131,11 @@ def write_notebook_page(
     notebook: Path,
     page: Path,  # Where its markdown shall be; its pictures are put into a folder beside it
 ) -> None:
-    """Write a notebook with its outputs as a page."""
+    """Write a notebook with its outputs as a page.
+
+    Args:
+        page: Where its markdown shall be; its pictures are put into a folder beside it
+    """
     node = nbformat.read(notebook, as_version=4)
     node.cells = list(shown_cells(node))
     node.metadata.setdefault("language_info", {"name": "python"})
@@ -144,7 +164,11 @@ REFERENCE = ("fields", "presets", "names", "refusals", "troubles", "map")
 def heading_of(
     page: Path,  # Markdown
 ) -> str:
-    """Its first heading."""
+    """Its first heading.
+
+    Args:
+        page: Markdown
+    """
     return re.search(r"^# (.+)$", page.read_text(), re.M)[1]
 
 
@@ -156,7 +180,11 @@ def _listed(source: Path, pages: list[Path]) -> list[dict[str, str]]:
 def navigation(
     source: Path,  # Of the site, with all its pages
 ) -> list[Any]:
-    """The pages of the site in reading order; every page stands in it once."""
+    """The pages of the site in reading order; every page stands in it once.
+
+    Args:
+        source: Of the site, with all its pages
+    """
     docs, nbs = source / "docs", source / "nbs"
     every = sorted(docs.rglob("*.md"))
     guides = [docs / "guides" / f"{name}.md" for name in GUIDES]
@@ -204,7 +232,12 @@ def write_source(
     root: Path,  # Of the repository
     out: Path,  # Gets `source` and `mkdocs.yml`; the site is built into `site`
 ) -> None:
-    """Write what mkdocs builds. What stood in `out/source` is removed."""
+    """Write what mkdocs builds. What stood in `out/source` is removed.
+
+    Args:
+        root: Of the repository
+        out: Gets `source` and `mkdocs.yml`; the site is built into `site`
+    """
     source = out / "source"
     shutil.rmtree(source, ignore_errors=True)
     source.mkdir(parents=True)

@@ -72,7 +72,11 @@ from .scores import SCORES, read_evaluation
 def read_record(
     run: RunDir,
 ) -> dict:  # Empty where training has not begun
-    """Code, versions, hardware and data of `run`: record.json."""
+    """Code, versions, hardware and data of `run`: record.json.
+
+    Returns:
+        Empty where training has not begun
+    """
     try:
         return json.loads(run.record.read_text())
     except (FileNotFoundError, json.JSONDecodeError):
@@ -82,7 +86,11 @@ def read_record(
 def recipe_of(
     run: RunDir,
 ) -> Recipe:  # The default one where the folder has none
-    """The recipe of a run folder. Raises LaunchError for one of another version."""
+    """The recipe of a run folder. Raises LaunchError for one of another version.
+
+    Returns:
+        The default one where the folder has none
+    """
     return kept_recipe(run) or Recipe()
 
 
@@ -114,7 +122,11 @@ def data_in_words(
     recipe: Recipe,
     record: dict,  # Of `read_record`
 ) -> str:
-    """The data, and how much of them, where that was written."""
+    """The data, and how much of them, where that was written.
+
+    Args:
+        record: Of `read_record`
+    """
     names = [
         "drawn figures" if path == "figures" else Path(path).name for path, _ in recipe.sources
     ]
@@ -130,7 +142,11 @@ def data_in_words(
 def devices_in_words(
     run: RunDir,
 ) -> str:  # '2 x H100', '1 CPU process'
-    """On what it ran, or shall run."""
+    """On what it ran, or shall run.
+
+    Returns:
+        '2 x H100', '1 CPU process'
+    """
     record, recipe = read_record(run), recipe_of(run)
     world = record.get("world_size") or Plan.load(run.plan).processes or recipe.num_processes or 1
     if trained_on_cpu(run):
@@ -142,7 +158,14 @@ def devices_in_words(
 def subject(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> str:  # One sentence
-    """What was trained on what."""
+    """What was trained on what.
+
+    Args:
+        run: A run folder or its path
+
+    Returns:
+        One sentence
+    """
     run = as_run(run)
     recipe = recipe_of(run)
     how = find_record("objectives", recipe.objective).summary.rstrip(".")
@@ -159,7 +182,14 @@ def subject(
 def reached_step(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> int:  # 0 before the first
-    """The last step that was written down."""
+    """The last step that was written down.
+
+    Args:
+        run: A run folder or its path
+
+    Returns:
+        0 before the first
+    """
     return max((row["step"] for row in train_rows(run)), default=0)
 
 
@@ -191,7 +221,11 @@ def _failure_name(run: RunDir) -> str:
 def failure_message(
     run: RunDir,
 ) -> str:  # '' for a run that has not failed
-    """What the rank that failed first said, in one line."""
+    """What the rank that failed first said, in one line.
+
+    Returns:
+        '' for a run that has not failed
+    """
     if state(run) != "failed" or not run.log.exists():
         return ""
     return failure_line(first_traceback(job_log(run)) or job_log(run))
@@ -222,14 +256,25 @@ def _loss_sentence(run: RunDir) -> str:
 def troubles_of(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> list[list[str]]:  # When, what, cause, what to try
-    """What was recognised in `run`; empty when nothing was."""
+    """What was recognised in `run`; empty when nothing was.
+
+    Args:
+        run: A run folder or its path
+
+    Returns:
+        When, what, cause, what to try
+    """
     return [row for row in recognised_troubles(run).rows if row[0] != "–"]
 
 
 def verdict(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> str:
-    """How the run ended and what became of its loss."""
+    """How the run ended and what became of its loss.
+
+    Args:
+        run: A run folder or its path
+    """
     run = as_run(run)
     count = len(troubles_of(run))
     trouble = f"{count} trouble{'s' * (count > 1)} recognised: see below." if count else ""
@@ -250,7 +295,14 @@ def _raw_rows(run: RunDir) -> Iterator[dict]:
 def seconds_used(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> float:  # 0 where nothing was measured
-    """Wall-clock time of all jobs of `run`, from the launch to the end of each."""
+    """Wall-clock time of all jobs of `run`, from the launch to the end of each.
+
+    Args:
+        run: A run folder or its path
+
+    Returns:
+        0 where nothing was measured
+    """
     run = as_run(run)
     jobs: list[list] = []  # seconds until the first step, time of the first and of the last row
     before = 0.0
@@ -272,7 +324,11 @@ def seconds_used(
 def readable_time(
     seconds: float,  # nan, 0 = unknown
 ) -> str:
-    """A length of time in its two largest units."""
+    """A length of time in its two largest units.
+
+    Args:
+        seconds: nan, 0 = unknown
+    """
     if not seconds or math.isnan(seconds):
         return "–"
     if seconds < 60:
@@ -287,7 +343,12 @@ def readable_time(
 # %% ../../nbs/9_lab/28_summary.ipynb #e7cb4e29
 @dataclass(frozen=True)
 class EvaluatedScore:
-    """A score before training and now."""
+    """A score before training and now.
+
+    Attributes:
+        before: nan = not evaluated
+        low: Of 95 % of a resampling
+    """
 
     label: str
     before: float  # nan = not evaluated
@@ -305,7 +366,14 @@ class EvaluatedScore:
 def evaluation_of(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> list[EvaluatedScore]:  # Empty where nothing was evaluated
-    """The newest evaluation of `run` beside that of the model before training."""
+    """The newest evaluation of `run` beside that of the model before training.
+
+    Args:
+        run: A run folder or its path
+
+    Returns:
+        Empty where nothing was evaluated
+    """
     run = as_run(run)
     rows = read_evaluation(run.path)
     if not rows:
@@ -333,7 +401,12 @@ def _followed(run: RunDir) -> list[EvaluatedScore]:
 # %% ../../nbs/9_lab/28_summary.ipynb #1c3ee0d1
 @dataclass(frozen=True)
 class Number:
-    """A number of the first screen."""
+    """A number of the first screen.
+
+    Attributes:
+        value: With its unit; '–' = not known
+        note: What to compare it with
+    """
 
     label: str
     value: str  # With its unit; '–' = not known
@@ -343,7 +416,11 @@ class Number:
 def five_numbers(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> list[Number]:
-    """Held-out loss, evaluation, time, memory, cost."""
+    """Held-out loss, evaluation, time, memory, cost.
+
+    Args:
+        run: A run folder or its path
+    """
     run = as_run(run)
     return [_held_out(run), _evaluation(run), _time(run), _memory(run), _cost(run)]
 
@@ -400,7 +477,11 @@ PLACES = (
 def differing_fields(
     recipe: Recipe,
 ) -> list[tuple[str, str, str]]:  # Field, value of the preset, value of the run
-    """The fields in which a run is not what its preset says."""
+    """The fields in which a run is not what its preset says.
+
+    Returns:
+        Field, value of the preset, value of the run
+    """
     given = dict(model=recipe.model, preset=recipe.preset, objective=recipe.objective)
     for fields in (dict(list(given.items())[:2]), given):
         try:
@@ -421,7 +502,11 @@ def differing_fields(
 def typed_value(
     value: object,  # Of a recipe field
 ) -> str:
-    """A value as it is typed."""
+    """A value as it is typed.
+
+    Args:
+        value: Of a recipe field
+    """
     if isinstance(value, (tuple, list)):
         return ", ".join(map(str, value)) or "none"
     return f"{value:g}" if isinstance(value, float) else str(value) or "none"
@@ -431,7 +516,14 @@ def typed_value(
 def environment_rows(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> list[tuple[str, str]]:  # What, which
-    """Machine, versions and code, where the run has begun."""
+    """Machine, versions and code, where the run has begun.
+
+    Args:
+        run: A run folder or its path
+
+    Returns:
+        What, which
+    """
     record = read_record(as_run(run))
     if not record:
         return []
@@ -454,7 +546,11 @@ def environment_rows(
 # %% ../../nbs/9_lab/28_summary.ipynb #c3b7f53f
 @dataclass(frozen=True)
 class PictureRow:
-    """Pictures of one prompt."""
+    """Pictures of one prompt.
+
+    Attributes:
+        pictures: (what it is, file)
+    """
 
     prompt: str
     pictures: tuple[tuple[str, Path], ...]  # (what it is, file)
@@ -473,7 +569,12 @@ def picture_rows(
     run: RunDir | str | Path,  # A run folder or its path
     columns: int = 4,  # Steps shown
 ) -> list[PictureRow]:
-    """The validation pictures, a row a prompt."""
+    """The validation pictures, a row a prompt.
+
+    Args:
+        run: A run folder or its path
+        columns: Steps shown
+    """
     folders = image_steps(run, columns)
     if not folders:
         return []

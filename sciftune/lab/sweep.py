@@ -12,6 +12,7 @@ __all__ = [
     "Point",
     "points_of",
     "point_words",
+    "said_of",
     "run_points",
     "sweep_command",
 ]
@@ -40,7 +41,11 @@ ONE_WORD = ("model", "preset", "objective", "strategy", "timestep_shift")  # Tex
 def holds_commas(
     name: str,  # Of a recipe field, or of another script's
 ) -> bool:
-    """Whether one value of the field may hold a comma."""
+    """Whether one value of the field may hold a comma.
+
+    Args:
+        name: Of a recipe field, or of another script's
+    """
     if name not in Recipe.model_fields or name in ONE_WORD:
         return False
     kinds = {Recipe.model_fields[name].annotation}
@@ -52,7 +57,15 @@ def values_of(
     name: str,  # Of a recipe field
     texts: list[str],  # As they were given
 ) -> list[str]:  # Each once, in order
-    """The values of a field that a sweep goes through."""
+    """The values of a field that a sweep goes through.
+
+    Args:
+        name: Of a recipe field
+        texts: As they were given
+
+    Returns:
+        Each once, in order
+    """
     apart = not holds_commas(name)
     parts = [part.strip() for text in texts for part in (text.split(",") if apart else [text])]
     return list(dict.fromkeys(parts))
@@ -61,7 +74,12 @@ def values_of(
 # %% ../../nbs/9_lab/22_sweep.ipynb #e5436967
 @dataclass(frozen=True)
 class Point:
-    """One run of a sweep."""
+    """One run of a sweep.
+
+    Attributes:
+        name: Of its run folder
+        settings: Field -> value, as they were given
+    """
 
     name: str  # Of its run folder
     settings: dict[str, str]  # Field -> value, as they were given
@@ -80,7 +98,12 @@ def points_of(
     options: Sequence[str],  # -p NAME VALUE ..., of `papermill_options`
     sweep: str,  # Name of the sweep
 ) -> list[Point]:
-    """Every combination. Raises CommandError where nothing changes, or for another option."""
+    """Every combination. Raises CommandError where nothing changes, or for another option.
+
+    Args:
+        options: -p NAME VALUE ..., of `papermill_options`
+        sweep: Name of the sweep
+    """
     given, rest = {}, list(options)
     while rest:
         if rest.pop(0) not in ("-p", "--parameters"):
@@ -107,24 +130,50 @@ def point_words(
     point: Point,
     run: RunDir,  # Its folder, which need not exist
 ) -> list[str] | None:  # Settings of `sciftune run`; None: it has finished
-    """How a point is begun or continued."""
-    if not run.recipe.exists() or state(run) == "running":
-        return point.words()
+    """How a point is begun, continued, or followed while it is running.
+
+    Args:
+        run: Its folder, which need not exist
+
+    Returns:
+        Settings of `sciftune run`; None: it has finished
+    """
     if state(run) == "finished":
         return None
     return [*point.words(), *(("-p", "resume", "latest") if run.metrics.exists() else ())]
+
+
+def said_of(
+    run: RunDir,  # The folder of a point
+) -> str:
+    """What a sweep says when it comes to a point.
+
+    Args:
+        run: The folder of a point
+    """
+    now = state(run)
+    if now in ("finished", "running"):
+        return {"finished": "has finished", "running": "is running, followed"}[now]
+    return "resumed" if run.metrics.exists() else "started"
 
 
 def run_points(
     points: list[Point],
     launch: Callable = run_notebook,  # ('run', settings) -> exit code
 ) -> int:  # 0; 1 when a point failed; 130 when it was interrupted
-    """Train every point that has not finished. Raises LaunchError if one is wrong."""
+    """Train every point that has not finished. Raises LaunchError if one is wrong.
+
+    Args:
+        launch: ('run', settings) -> exit code
+
+    Returns:
+        0; 1 when a point failed; 130 when it was interrupted
+    """
     recipes = [point.recipe() for point in points]
     failed = []
     for number, (point, recipe) in enumerate(zip(points, recipes, strict=True), 1):
-        words = point_words(point, RunDir(Path(recipe.run_root) / point.name))
-        said = "has finished" if words is None else "resumed" if "resume" in words else "started"
+        run = RunDir(Path(recipe.run_root) / point.name)
+        words, said = point_words(point, run), said_of(run)
         print(f"sweep {number} of {len(points)}: {point.name}: {said}", flush=True)
         code = 0 if words is None else launch("run", words)
         if code == 130:
@@ -147,7 +196,14 @@ command again skips what has finished and resumes what has not."""
 def sweep_command(
     words: Sequence[str],  # Of the command line, after 'sweep'
 ) -> int:  # Exit code
-    """Run a sweep and compare its runs. Raises CommandError and LaunchError for wrong settings."""
+    """Run a sweep and compare its runs. Raises CommandError and LaunchError for wrong settings.
+
+    Args:
+        words: Of the command line, after 'sweep'
+
+    Returns:
+        Exit code
+    """
     parser = argparse.ArgumentParser(prog="sciftune sweep", usage=USAGE)
     parser.add_argument("--name", default="sweep", help="of the sweep; its runs begin with it")
     given, settings = parser.parse_known_args(list(words))

@@ -43,7 +43,12 @@ def table_text(
     rows: Sequence[Sequence[str]],  # Of equal length; the first is the heading
     width: int = 100,  # Characters of a line
 ) -> str:
-    """Rows with aligned columns, the last one wrapped to what is left of `width`."""
+    """Rows with aligned columns, the last one wrapped to what is left of `width`.
+
+    Args:
+        rows: Of equal length; the first is the heading
+        width: Characters of a line
+    """
     sizes = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     indent = sum(sizes) + 2 * len(sizes)
     lines = []
@@ -58,7 +63,11 @@ def table_text(
 def table_markdown(
     rows: Sequence[Sequence[str]],  # As for `table_text`
 ) -> str:
-    """Rows as a table in markdown; '|' within a cell is escaped."""
+    """Rows as a table in markdown; '|' within a cell is escaped.
+
+    Args:
+        rows: As for `table_text`
+    """
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
 
@@ -67,7 +76,11 @@ def table_markdown(
 def field_type(
     field: FieldInfo,  # Of the recipe
 ) -> str:
-    """The type of a field in a few characters; for a choice the allowed values."""
+    """The type of a field in a few characters; for a choice the allowed values.
+
+    Args:
+        field: Of the recipe
+    """
     if "Literal" in str(field.annotation):
         return ", ".join(map(str, get_args(field.annotation)))
     return "texts" if "tuple" in str(field.annotation) else field.annotation.__name__
@@ -75,7 +88,13 @@ def field_type(
 
 @dataclass(frozen=True)
 class FieldGroup:
-    """The fields of one section."""
+    """The fields of one section.
+
+    Attributes:
+        name: 'Data', 'Distillation'
+        summary: What they are about
+        objectives: That read them; empty = not a section of objectives
+    """
 
     name: str  # 'Data', 'Distillation'
     summary: str  # What they are about
@@ -88,7 +107,11 @@ class FieldGroup:
         section: type[Section],
         objectives: tuple[str, ...] = (),  # That bring it
     ) -> "FieldGroup":
-        """The fields that `section` itself defines."""
+        """The fields that `section` itself defines.
+
+        Args:
+            objectives: That bring it
+        """
         names = [name for name in section.__annotations__ if name in Recipe.model_fields]
         own = {name: Recipe.model_fields[name] for name in names}
         name = section.__name__.removesuffix("Section")
@@ -124,7 +147,12 @@ def fields_text(
     word: str = "",  # Part of a name, section or description; empty = all
     width: int = 100,  # Characters of a line
 ) -> str:
-    """The fields by section. Raises KeyError where none has `word`."""
+    """The fields by section. Raises KeyError where none has `word`.
+
+    Args:
+        word: Part of a name, section or description; empty = all
+        width: Characters of a line
+    """
     parts = []
     for group in field_groups():
         head, *rows = group.rows()
@@ -160,7 +188,14 @@ def fields_markdown() -> str:
 def preset_header(
     name: str,  # Of a preset
 ) -> Preset | None:  # None where a family alone defines it
-    """What a preset's file says for people."""
+    """What a preset's file says for people.
+
+    Args:
+        name: Of a preset
+
+    Returns:
+        None where a family alone defines it
+    """
     return preset_files().get(name)
 
 
@@ -181,7 +216,13 @@ def presets_text(
     name: str = "",  # A preset; empty = a line per preset
     width: int = 100,  # Characters of a line
 ) -> str:
-    """Models, the presets of a model, or one preset. Raises RegistryError, PresetError."""
+    """Models, the presets of a model, or one preset. Raises RegistryError, PresetError.
+
+    Args:
+        model: Empty = a line per model
+        name: A preset; empty = a line per preset
+        width: Characters of a line
+    """
     if not model:
         return table_text(models_rows(), width)
     if not name:
@@ -219,7 +260,11 @@ def presets_markdown() -> str:
 def parameters_source(
     notebook: Path,
 ) -> str:  # Empty where there is none
-    """The cell of a notebook that is tagged `parameters`."""
+    """The cell of a notebook that is tagged `parameters`.
+
+    Returns:
+        Empty where there is none
+    """
     for cell in json.loads(notebook.read_text())["cells"]:
         if "parameters" in cell["metadata"].get("tags", []):
             return "".join(cell["source"])
@@ -229,7 +274,11 @@ def parameters_source(
 def parameters_of_notebook(
     notebook: Path,
 ) -> list[tuple[str, str, str]]:  # (name, default, comment)
-    """The parameters of a notebook, in its order."""
+    """The parameters of a notebook, in its order.
+
+    Returns:
+        (name, default, comment)
+    """
     source = parameters_source(notebook)
     lines = source.split("\n")
     found = []

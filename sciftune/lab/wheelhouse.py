@@ -53,14 +53,25 @@ def pip(
     *words: str | Path,
     **options: object,  # Of subprocess.run
 ):
-    """Run this Python's pip. Raises CalledProcessError."""
+    """Run this Python's pip. Raises CalledProcessError.
+
+    Args:
+        **options: Of subprocess.run
+    """
     subprocess.run([sys.executable, "-m", "pip", *map(str, words)], check=True, **options)
 
 
 def platform_words(
     python: str,  # '3.12'
 ) -> list[str]:  # For pip download
-    """The node: Linux on x86-64 with so old a C library as any wheel asks for."""
+    """The node: Linux on x86-64 with so old a C library as any wheel asks for.
+
+    Args:
+        python: '3.12'
+
+    Returns:
+        For pip download
+    """
     tags = [f"manylinux_2_{minor}" for minor in range(5, 35)]
     tags += ["manylinux1", "manylinux2010", "manylinux2014", "linux"]
     words = ["--python-version", python, "--implementation", "cp", "--only-binary", ":all:"]
@@ -72,7 +83,16 @@ def pinned_requirements(
     python: str,  # '3.12'
     stand_ins: Path,  # Folder with the empty wheels
 ) -> list[str]:  # name==version
-    """Everything that is needed, without what the node has. Raises RuntimeError."""
+    """Everything that is needed, without what the node has. Raises RuntimeError.
+
+    Args:
+        asked: Lines of requirements
+        python: '3.12'
+        stand_ins: Folder with the empty wheels
+
+    Returns:
+        name==version
+    """
     words = ["--quiet", "--no-header", "--no-annotate", "--python-version", python]
     words += ["--python-platform", "x86_64-manylinux_2_28", "--only-binary", ":all:"]
     words += ["--find-links", str(stand_ins), "-"]
@@ -94,7 +114,16 @@ def collect_wheels(
     python: str = "3.12",  # Of the node
     extras: str = "fp8,data,track,lab",  # Of pyproject.toml, besides deepspeed
 ) -> int:  # Wheels in the folder
-    """Build and download everything that a node with its own torch needs."""
+    """Build and download everything that a node with its own torch needs.
+
+    Args:
+        folder: Takes the wheels
+        python: Of the node
+        extras: Of pyproject.toml, besides deepspeed
+
+    Returns:
+        Wheels in the folder
+    """
     folder.mkdir(parents=True, exist_ok=True)
     folder = folder.resolve()
     for old in (*folder.glob("sciftune-*.whl"), *folder.glob("deepspeed-*.whl")):
@@ -116,7 +145,11 @@ def collect_wheels(
 def wheelhouse_command(
     words: list[str],  # Of the command line
 ):
-    """`scripts/wheelhouse DIR [--python 3.12] [--extras fp8,data,track,lab]`."""
+    """`scripts/wheelhouse DIR [--python 3.12] [--extras fp8,data,track,lab]`.
+
+    Args:
+        words: Of the command line
+    """
     parser = argparse.ArgumentParser(prog="scripts/wheelhouse")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--python", default="3.12", choices=["3.11", "3.12"])

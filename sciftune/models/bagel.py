@@ -192,7 +192,16 @@ RECORDS = [
 # %% ../../nbs/4_models/08_bagel.ipynb #48b4e333
 @dataclass(frozen=True)
 class BagelConfig:
-    """Shapes and constants; the defaults are the released 7B model."""
+    """Shapes and constants; the defaults are the released 7B model.
+
+    Attributes:
+        vit_side: vit_side**2 positions of patches
+        latent_side: latent_side**2 positions of latent tokens
+        rotary: Frequencies: float32, bfloat16 (rounded), auto (by what is computed in)
+        visual_gen: Build the generating part
+        visual_und: Build the seeing part
+        freeze_und: No gradient passes through understanding tokens, layer by layer
+    """
 
     vocab_size: int = 152064
     hidden_size: int = 3584
@@ -276,7 +285,14 @@ def config_from_json(
     top: dict,  # config.json
     vit_select_layer: int = -2,  # -1 = every layer that the vision file counts
 ) -> BagelConfig:
-    """The record of three JSON files. ValueError for a variant that is not this model."""
+    """The record of three JSON files. ValueError for a variant that is not this model.
+
+    Args:
+        llm: llm_config.json
+        vit: vit_config.json; None = no vision tower
+        top: config.json
+        vit_select_layer: -1 = every layer that the vision file counts
+    """
     for key, want in (("interpolate_pos", False), ("connector_act", "gelu_pytorch_tanh")):
         if top.get(key, want) != want:
             raise ValueError(f"{key}={top[key]!r} is another model: only {want!r} is BAGEL-7B-MoT")
@@ -301,7 +317,14 @@ def config_from_json(
 def config_to_json(
     config: BagelConfig,  # Of a model
 ) -> dict[str, dict]:  # File name -> content
-    """The three JSON files of a record, as `config_from_json` reads them."""
+    """The three JSON files of a record, as `config_from_json` reads them.
+
+    Args:
+        config: Of a model
+
+    Returns:
+        File name -> content
+    """
 
     def fields(keys: dict[str, str]) -> dict:
         return {theirs: getattr(config, ours) for theirs, ours in keys.items()}
@@ -334,7 +357,15 @@ def sincos_table(
     side: int,  # Cells per side
     dim: int,  # Channels, a multiple of 4
 ) -> Tensor:  # (side*side, dim) fp32, row-major
-    """The two-dimensional sine-cosine table, computed in fp64."""
+    """The two-dimensional sine-cosine table, computed in fp64.
+
+    Args:
+        side: Cells per side
+        dim: Channels, a multiple of 4
+
+    Returns:
+        (side*side, dim) fp32, row-major
+    """
     omega = 10000.0 ** (-torch.arange(dim // 4, dtype=torch.float64, device="cpu") / (dim / 4))
     angle = torch.arange(side, dtype=torch.float64, device="cpu")[:, None] * omega
     line = torch.cat([angle.sin(), angle.cos()], 1)  # (side, dim/2)
@@ -344,7 +375,12 @@ def sincos_table(
 
 # %% ../../nbs/4_models/08_bagel.ipynb #3a4afd8e
 class PositionTable(nn.Module):
-    """The frozen table; a parameter, since released checkpoints hold it."""
+    """The frozen table; a parameter, since released checkpoints hold it.
+
+    Args:
+        side: Cells per side
+        dim: Channels
+    """
 
     def __init__(
         self,
@@ -366,13 +402,24 @@ class PositionTable(nn.Module):
         self,
         ids: Tensor,  # Cells, row*side+column (N,)
     ) -> Tensor:  # (N, dim)
-        """The entries of cells."""
+        """The entries of cells.
+
+        Args:
+            ids: Cells, row*side+column (N,)
+
+        Returns:
+            (N, dim)
+        """
         return self.pos_embed[ids]
 
 
 # %% ../../nbs/4_models/08_bagel.ipynb #61a0819d
 class TimeEmbedder(nn.Module):
-    """The vector that is added to a latent token for its time."""
+    """The vector that is added to a latent token for its time.
+
+    Args:
+        hidden_size: Of the model
+    """
 
     def __init__(
         self,
@@ -386,7 +433,14 @@ class TimeEmbedder(nn.Module):
         self,
         t: Tensor,  # Times (N,) in [0,1]
     ) -> Tensor:  # (N, hidden)
-        """Embed times."""
+        """Embed times.
+
+        Args:
+            t: Times (N,) in [0,1]
+
+        Returns:
+            (N, hidden)
+        """
         omega = torch.exp(-math.log(1e4) * torch.arange(128, device=t.device) / 128)
         angle = t.float()[:, None] * omega
         return self.mlp(torch.cat([angle.cos(), angle.sin()], 1).to(self.mlp[0].weight.dtype))
@@ -397,7 +451,15 @@ def shift_time(
     t: Tensor,  # Times in [0,1] (...)
     shift: float,  # 1 = unchanged
 ) -> Tensor:  # (...)
-    """Move times towards noise."""
+    """Move times towards noise.
+
+    Args:
+        t: Times in [0,1] (...)
+        shift: 1 = unchanged
+
+    Returns:
+        (...)
+    """
     return shift * t / (1 + (shift - 1) * t)
 
 
@@ -408,7 +470,17 @@ def rotary_tables(
     theta: float,  # Base of the frequencies
     rounded: bool = False,  # Frequencies rounded to bf16
 ) -> tuple[Tensor, Tensor]:  # cos, sin, (L, head_dim) fp32
-    """The tables that turn queries and keys."""
+    """The tables that turn queries and keys.
+
+    Args:
+        positions: Integers (L,); all tokens of an image share one
+        head_dim: Values of a head
+        theta: Base of the frequencies
+        rounded: Frequencies rounded to bf16
+
+    Returns:
+        cos, sin, (L, head_dim) fp32
+    """
     omega = theta ** (-torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
     if rounded:
         omega = omega.bfloat16().float()
@@ -423,7 +495,17 @@ def sdpa(
     v: Tensor,  # Values (M, kv_heads, head_dim)
     mask: Tensor | None = None,  # (L,M): bool (True = sees) or additive; None = all see all
 ) -> Tensor:  # (L, heads, head_dim)
-    """Grouped-query attention of one sample: head h uses key head h // (heads / kv_heads)."""
+    """Grouped-query attention of one sample: head h uses key head h // (heads / kv_heads).
+
+    Args:
+        q: Queries (L, heads, head_dim)
+        k: Keys (M, kv_heads, head_dim)
+        v: Values (M, kv_heads, head_dim)
+        mask: (L,M): bool (True = sees) or additive; None = all see all
+
+    Returns:
+        (L, heads, head_dim)
+    """
     if mask is not None and mask.is_floating_point():
         mask = mask.to(q.dtype)
     if mask is not None and q.is_cuda:
@@ -438,7 +520,11 @@ def sdpa(
 
 # %% ../../nbs/4_models/08_bagel.ipynb #76d1157d
 class DenseAttention:
-    """`sdpa` per sample under explicit masks."""
+    """`sdpa` per sample under explicit masks.
+
+    Args:
+        masks: One per sample, (L,L): bool (True = sees) or additive
+    """
 
     def __init__(
         self,
@@ -453,7 +539,17 @@ class DenseAttention:
         k: Tensor,  # Keys (L, kv_heads, head_dim)
         v: Tensor,  # Values (L, kv_heads, head_dim)
     ) -> Tensor:  # (L, heads, head_dim)
-        """Attention of a packed sequence."""
+        """Attention of a packed sequence.
+
+        Args:
+            layer: Number of the layer, unused
+            q: Queries (L, heads, head_dim), all samples
+            k: Keys (L, kv_heads, head_dim)
+            v: Values (L, kv_heads, head_dim)
+
+        Returns:
+            (L, heads, head_dim)
+        """
         lens = [len(mask) for mask in self.masks]
         parts = (x.split(lens) for x in (q, k, v))
         return torch.cat([sdpa(*x, m) for *x, m in zip(*parts, self.masks, strict=True)])
@@ -465,7 +561,17 @@ def sample_masks(
     attn_modes: list[str],  # Of each split
     device: torch.device | str = "cpu",  # Of the masks
 ) -> list[Tensor]:  # (L,L) bool for each sample
-    """The dense mask of each sample of a pack."""
+    """The dense mask of each sample of a pack.
+
+    Args:
+        sample_lens: Tokens of each sample
+        split_lens: Of each split, over all samples
+        attn_modes: Of each split
+        device: Of the masks
+
+    Returns:
+        (L,L) bool for each sample
+    """
     rule = visibility(sample_lens, split_lens, attn_modes, device)
     stops = list(accumulate(sample_lens, initial=0))
     ranges = zip(stops, stops[1:], strict=False)
@@ -480,7 +586,14 @@ def block_mask(
     device: torch.device | str,  # Of the mask
     rows: int = 2048,  # Of a band, a multiple of 128
 ) -> BlockMask:
-    """Which blocks of 128 x 128 a rule lets through in part, and which entirely."""
+    """Which blocks of 128 x 128 a rule lets through in part, and which entirely.
+
+    Args:
+        rule: See `visibility`
+        length: Tokens, a multiple of 128
+        device: Of the mask
+        rows: Of a band, a multiple of 128
+    """
     k = torch.arange(length, device=device)
 
     def counts(
@@ -516,7 +629,15 @@ def compiled_flex() -> Callable:
 
 
 class FlexAttention:
-    """Flex attention with a block mask built once per batch."""
+    """Flex attention with a block mask built once per batch.
+
+    Args:
+        sample_lens: Tokens of each sample
+        split_lens: Of each split, over all samples
+        attn_modes: Of each split
+        device: Of the model
+        pad_to: Tokens; 0 = the next multiple of 128
+    """
 
     def __init__(
         self,
@@ -542,7 +663,17 @@ class FlexAttention:
         k: Tensor,  # Keys (L, kv_heads, head_dim)
         v: Tensor,  # Values (L, kv_heads, head_dim)
     ) -> Tensor:  # (L, heads, head_dim)
-        """Attention of a packed sequence."""
+        """Attention of a packed sequence.
+
+        Args:
+            layer: Number of the layer, unused
+            q: Queries (L, heads, head_dim), all samples
+            k: Keys (L, kv_heads, head_dim)
+            v: Values (L, kv_heads, head_dim)
+
+        Returns:
+            (L, heads, head_dim)
+        """
         pad = (0, 0, 0, 0, 0, self.padded - len(q))
         q_all, k_all, v_all = (F.pad(x, pad).transpose(0, 1)[None] for x in (q, k, v))
         out = self.flex(q_all, k_all, v_all, block_mask=self.mask, enable_gqa=True)
@@ -552,7 +683,15 @@ class FlexAttention:
 # %% ../../nbs/4_models/08_bagel.ipynb #f60f7ad6
 @dataclass
 class StreamLayout:
-    """How two streams interleave, and what attention runs over them."""
+    """How two streams interleave, and what attention runs over them.
+
+    Attributes:
+        und: Packed positions of the understanding stream, in stream order
+        gen: ... of the generation stream
+        cos: (L, head_dim), of `rotary_tables`
+        sin: (L, head_dim)
+        attend: (layer, q, k, v) -> out, in packed order
+    """
 
     und: Tensor  # Packed positions of the understanding stream, in stream order
     gen: Tensor  # ... of the generation stream
@@ -568,14 +707,29 @@ class StreamLayout:
         und: Tensor,  # Understanding stream (U, ...)
         gen: Tensor,  # Generation stream (G, ...)
     ) -> Tensor:  # (U+G, ...)
-        """Both streams in packed order."""
+        """Both streams in packed order.
+
+        Args:
+            und: Understanding stream (U, ...)
+            gen: Generation stream (G, ...)
+
+        Returns:
+            (U+G, ...)
+        """
         return torch.cat([und, gen])[self.order]
 
     def streams(
         self,
         packed: Tensor,  # (U+G, ...) in packed order
     ) -> tuple[Tensor, Tensor]:  # Understanding (U, ...), generation (G, ...)
-        """The inverse of `packed`."""
+        """The inverse of `packed`.
+
+        Args:
+            packed: (U+G, ...) in packed order
+
+        Returns:
+            Understanding (U, ...), generation (G, ...)
+        """
         return packed[self.und], packed[self.gen]
 
 
@@ -586,12 +740,21 @@ GEN = "_moe_gen"  # How released names mark the generation expert
 def no_grad_if(
     frozen: bool,  # Nothing is learnt here
 ) -> AbstractContextManager:
-    """A context without gradients, or one that changes nothing."""
+    """A context without gradients, or one that changes nothing.
+
+    Args:
+        frozen: Nothing is learnt here
+    """
     return torch.no_grad() if frozen else nullcontext()
 
 
 class MoTAttention(nn.Module):
-    """Shared attention, projections by token type."""
+    """Shared attention, projections by token type.
+
+    Args:
+        c: Of the model
+        index: Number of the layer, for a key-value cache
+    """
 
     def __init__(
         self,
@@ -615,7 +778,15 @@ class MoTAttention(nn.Module):
         x: Tensor,  # A stream (N, hidden)
         expert: str,  # '' or GEN
     ) -> tuple[Tensor, Tensor, Tensor]:  # (N, heads or kv_heads, head_dim)
-        """Queries, keys and values, the first two normalised per head."""
+        """Queries, keys and values, the first two normalised per head.
+
+        Args:
+            x: A stream (N, hidden)
+            expert: '' or GEN
+
+        Returns:
+            (N, heads or kv_heads, head_dim)
+        """
 
         def heads(name: str) -> Tensor:
             return getattr(self, name + expert)(x).unflatten(-1, (-1, self.head_dim))
@@ -631,7 +802,16 @@ class MoTAttention(nn.Module):
         gen: Tensor,  # Generation stream (G, hidden)
         layout: StreamLayout,  # How they interleave
     ) -> tuple[Tensor, Tensor]:  # As the inputs
-        """Each stream through its own projections, all tokens through one attention."""
+        """Each stream through its own projections, all tokens through one attention.
+
+        Args:
+            und: Understanding stream (U, hidden)
+            gen: Generation stream (G, hidden)
+            layout: How they interleave
+
+        Returns:
+            As the inputs
+        """
         with no_grad_if(self.freeze_und):
             of_und = self.project(und, "")
         of_gen = self.project(gen, GEN)
@@ -646,7 +826,12 @@ class MoTAttention(nn.Module):
 
 # %% ../../nbs/4_models/08_bagel.ipynb #665f46b6
 class Qwen2MoTDecoderLayer(nn.Module):
-    """Norm, attention, norm, MLP, each twice: unit of sharding, checkpointing and compilation."""
+    """Norm, attention, norm, MLP, each twice: unit of sharding, checkpointing and compilation.
+
+    Args:
+        c: Of the model
+        index: Number of the layer
+    """
 
     def __init__(
         self,
@@ -666,7 +851,15 @@ class Qwen2MoTDecoderLayer(nn.Module):
         x: Tensor,  # A stream after attention (N, hidden)
         expert: str,  # '' or GEN
     ) -> Tensor:  # (N, hidden)
-        """Norm and MLP, added to the stream."""
+        """Norm and MLP, added to the stream.
+
+        Args:
+            x: A stream after attention (N, hidden)
+            expert: '' or GEN
+
+        Returns:
+            (N, hidden)
+        """
         normed = getattr(self, "post_attention_layernorm" + expert)(x)
         return x + getattr(self, "mlp" + expert)(normed)
 
@@ -676,7 +869,16 @@ class Qwen2MoTDecoderLayer(nn.Module):
         gen: Tensor,  # Generation stream (G, hidden)
         layout: StreamLayout,  # How they interleave
     ) -> tuple[Tensor, Tensor]:  # As the inputs
-        """One block."""
+        """One block.
+
+        Args:
+            und: Understanding stream (U, hidden)
+            gen: Generation stream (G, hidden)
+            layout: How they interleave
+
+        Returns:
+            As the inputs
+        """
         with no_grad_if(self.freeze_und):
             normed = self.input_layernorm(und)
         a, b = self.self_attn(normed, getattr(self, "input_layernorm" + GEN)(gen), layout)
@@ -691,7 +893,16 @@ def maybe_checkpoint(
     on: bool | Callable,  # Whether; or a function (module, *inputs) -> outputs that decides itself
     *args,  # Its inputs
 ) -> object:  # Its outputs
-    """Call `module`, keeping only its inputs for the backward pass when `on`."""
+    """Call `module`, keeping only its inputs for the backward pass when `on`.
+
+    Args:
+        module: Module or function
+        on: Whether; or a function (module, *inputs) -> outputs that decides itself
+        *args: Its inputs
+
+    Returns:
+        Its outputs
+    """
     if not on or not torch.is_grad_enabled():
         return module(*args)
     if callable(on):
@@ -701,7 +912,11 @@ def maybe_checkpoint(
 
 # %% ../../nbs/4_models/08_bagel.ipynb #6d1bea9b
 class MoTModel(nn.Module):
-    """Embeddings, layers, and one final norm per stream."""
+    """Embeddings, layers, and one final norm per stream.
+
+    Args:
+        c: Of the model
+    """
 
     def __init__(
         self,
@@ -721,7 +936,16 @@ class MoTModel(nn.Module):
         gen: Tensor,  # Generation stream (G, hidden)
         layout: StreamLayout,  # How they interleave
     ) -> tuple[Tensor, Tensor]:  # As the inputs, normed
-        """All layers."""
+        """All layers.
+
+        Args:
+            und: Understanding stream (U, hidden)
+            gen: Generation stream (G, hidden)
+            layout: How they interleave
+
+        Returns:
+            As the inputs, normed
+        """
         if self.freeze_und:
             und = und.detach()
         for layer in self.layers:
@@ -732,7 +956,11 @@ class MoTModel(nn.Module):
 
 
 class MoTLanguageModel(nn.Module):
-    """The stack and `lm_head`."""
+    """The stack and `lm_head`.
+
+    Args:
+        c: Of the model
+    """
 
     def __init__(
         self,
@@ -753,7 +981,20 @@ def attend_per_image(
     scaling: float | None = None,  # Of the scores
     **_,  # What transformers says besides
 ) -> tuple[Tensor, None]:  # (1, N, heads, d), no weights
-    """Transformers attention function: full attention inside each image."""
+    """Transformers attention function: full attention inside each image.
+
+    Args:
+        module: Layer that asks, unused
+        q: Queries (1, heads, N, d) of all images
+        k: Keys (1, heads, N, d)
+        v: Values (1, heads, N, d)
+        lens: Patches of each image
+        scaling: Of the scores
+        **_: What transformers says besides
+
+    Returns:
+        (1, N, heads, d), no weights
+    """
     parts = (x.split(lens, 2) for x in (q, k, v))
     out = [
         F.scaled_dot_product_attention(*image, scale=scaling) for image in zip(*parts, strict=True)
@@ -766,7 +1007,11 @@ AttentionInterface.register("per_image", attend_per_image)
 
 # %% ../../nbs/4_models/08_bagel.ipynb #c69b7d5c
 class VisionTower(nn.Module):
-    """SigLIP without pooling head; key names as released (`vit_model.vision_model.*`)."""
+    """SigLIP without pooling head; key names as released (`vit_model.vision_model.*`).
+
+    Args:
+        c: Of the model
+    """
 
     def __init__(
         self,
@@ -798,7 +1043,16 @@ class VisionTower(nn.Module):
         positions: Tensor,  # Cells, row*side+column (N,)
         lens: list[int],  # Patches of each image
     ) -> Tensor:  # (N, vit_hidden)
-        """What the tower sees; without images it sees a black patch and returns nothing of it."""
+        """What the tower sees; without images it sees a black patch and returns nothing of it.
+
+        Args:
+            patches: Values of all patches (N, 588)
+            positions: Cells, row*side+column (N,)
+            lens: Patches of each image
+
+        Returns:
+            (N, vit_hidden)
+        """
         count = len(patches)
         if not count:  # zero gradients, not none
             patches, positions = patches.new_zeros(1, patches.shape[1]), positions.new_zeros(1)
@@ -814,7 +1068,13 @@ class VisionTower(nn.Module):
 
 # %% ../../nbs/4_models/08_bagel.ipynb #60a95037
 class BagelOutput(NamedTuple):
-    """Per-token errors, in fp32; averaging them over ranks is the objective's affair."""
+    """Per-token errors, in fp32; averaging them over ranks is the objective's affair.
+
+    Attributes:
+        ce: (text tokens with a label,) cross entropy
+        mse: (latent tokens with a target, p*p*C) squared error of the velocity
+        hidden: (L, hidden) after the final norms, packed order
+    """
 
     ce: Tensor  # (text tokens with a label,) cross entropy
     mse: Tensor  # (latent tokens with a target, p*p*C) squared error of the velocity
@@ -827,7 +1087,16 @@ def pack_latents(
     shapes: list[tuple[int, int]],  # Rows and columns of each, in tokens
     patch: int,  # Latent pixels per side of a token
 ) -> Tensor:  # (sum of rows*columns, patch*patch*C)
-    """Latent tokens of all images, each token in the order row, column, channel."""
+    """Latent tokens of all images, each token in the order row, column, channel.
+
+    Args:
+        latents: Of images: (N,C,h,w) zero padded, or a list of (C,h,w)
+        shapes: Rows and columns of each, in tokens
+        patch: Latent pixels per side of a token
+
+    Returns:
+        (sum of rows*columns, patch*patch*C)
+    """
     tokens = [
         image_patches(z[:, : rows * patch, : columns * patch], patch)
         for z, (rows, columns) in zip(latents, shapes, strict=True)
@@ -841,7 +1110,17 @@ def unpack_latents(
     columns: int,  # In tokens
     patch: int,  # Latent pixels per side of a token
 ) -> Tensor:  # (C, rows*patch, columns*patch)
-    """The inverse of `pack_latents` for one image."""
+    """The inverse of `pack_latents` for one image.
+
+    Args:
+        tokens: Of one image (rows*columns, patch*patch*C)
+        rows: In tokens
+        columns: In tokens
+        patch: Latent pixels per side of a token
+
+    Returns:
+        (C, rows*patch, columns*patch)
+    """
     x = tokens.view(rows, columns, patch, patch, -1)
     return x.permute(4, 0, 2, 1, 3).reshape(-1, rows * patch, columns * patch)
 
@@ -854,7 +1133,18 @@ def token_cross_entropy(
     pieces: int = 1,  # At least so many; the same on all ranks since each gathers `head`
     piece: int = 2048,  # Tokens whose logits exist at a time
 ) -> Tensor:  # (N,) fp32
-    """Cross entropy per token."""
+    """Cross entropy per token.
+
+    Args:
+        hidden: Of the tokens with a label (N, hidden)
+        labels: Ids (N,)
+        head: hidden -> logits
+        pieces: At least so many; the same on all ranks since each gathers `head`
+        piece: Tokens whose logits exist at a time
+
+    Returns:
+        (N,) fp32
+    """
     count = max(pieces, -(-len(labels) // piece))
 
     def errors(
@@ -869,7 +1159,11 @@ def token_cross_entropy(
 
 # %% ../../nbs/4_models/08_bagel.ipynb #35f103fc
 class Connector(nn.Module):
-    """Two linear layers from the tower to the language model."""
+    """Two linear layers from the tower to the language model.
+
+    Args:
+        c: Of the model
+    """
 
     def __init__(
         self,
@@ -883,7 +1177,14 @@ class Connector(nn.Module):
         self,
         x: Tensor,  # What the tower saw (N, vit_hidden)
     ) -> Tensor:  # (N, hidden)
-        """Into the language model's width."""
+        """Into the language model's width.
+
+        Args:
+            x: What the tower saw (N, vit_hidden)
+
+        Returns:
+            (N, hidden)
+        """
         return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
 
 
@@ -893,7 +1194,16 @@ def seen_stream(
     batch: Mapping,  # Packed batch
     empty: Tensor,  # Text embeddings (0, hidden), for type and device
 ) -> Tensor:  # (patches, hidden)
-    """The vectors of image patches: tower, connector, position table."""
+    """The vectors of image patches: tower, connector, position table.
+
+    Args:
+        model: With a tower
+        batch: Packed batch
+        empty: Text embeddings (0, hidden), for type and device
+
+    Returns:
+        (patches, hidden)
+    """
     c = model.config
     none = batch["packed_text_indexes"][:0]
     patches = batch.get("packed_vit_tokens", empty.new_zeros(0, 3 * c.vit_patch**2))
@@ -909,7 +1219,16 @@ def input_streams(
     x_t: Tensor,  # Noisy latents (latent tokens, p*p*C)
     t: Tensor,  # Their times (latent tokens,)
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # und (U,hidden), gen (G,hidden), packed positions
-    """The two input streams. ValueError when the batch holds what the model was built without."""
+    """The two input streams. ValueError when the batch holds what the model was built without.
+
+    Args:
+        batch: Packed batch
+        x_t: Noisy latents (latent tokens, p*p*C)
+        t: Their times (latent tokens,)
+
+    Returns:
+        und (U,hidden), gen (G,hidden), packed positions
+    """
     c = model.config
     text = model.language_model.model.embed_tokens(batch["packed_text_ids"])
     none = batch["packed_text_indexes"][:0]
@@ -936,7 +1255,13 @@ def batch_attention(
     kind: str,  # auto | flex | dense
     device: torch.device,  # Of the model
 ) -> DenseAttention | FlexAttention:
-    """The attention over a packed training batch."""
+    """The attention over a packed training batch.
+
+    Args:
+        batch: Packed batch
+        kind: auto | flex | dense
+        device: Of the model
+    """
     lens, masks = [int(n) for n in batch["sample_lens"]], batch.get("nested_attention_masks")
     if device.type == "meta":  # to plan with
         shape = dict(dtype=torch.bool, device=device)
@@ -960,7 +1285,16 @@ def hidden_states(
     positions: Tensor,  # Position ids (L,)
     attend: Callable,  # (layer, q, k, v) -> out
 ) -> Tensor:  # (L, hidden) in packed order
-    """The stack, after the final norms."""
+    """The stack, after the final norms.
+
+    Args:
+        inputs: Of `input_streams`
+        positions: Position ids (L,)
+        attend: (layer, q, k, v) -> out
+
+    Returns:
+        (L, hidden) in packed order
+    """
     und, gen, und_at, gen_at = inputs
     c = model.config
     low = und.dtype == torch.bfloat16 or torch.is_autocast_enabled(und.device.type)
@@ -976,7 +1310,16 @@ def noisy_latents(
     latents: Tensor | list[Tensor] | None,  # Of images (see `pack_latents`), or the batch's tokens
     noise: Tensor | None,  # (latent tokens, p*p*C); None = the batch's packed_noise
 ) -> tuple[Tensor, Tensor, Tensor]:  # x_t, velocity (latent tokens, p*p*C), t (latent tokens,)
-    """Inputs and targets of the latent tokens. ValueError when their numbers disagree."""
+    """Inputs and targets of the latent tokens. ValueError when their numbers disagree.
+
+    Args:
+        batch: Packed batch
+        latents: Of images (see `pack_latents`), or the batch's tokens
+        noise: (latent tokens, p*p*C); None = the batch's packed_noise
+
+    Returns:
+        x_t, velocity (latent tokens, p*p*C), t (latent tokens,)
+    """
     c = model.config
     empty = batch["packed_text_indexes"].new_zeros(0, c.latent_size, dtype=torch.float32)
     if latents is None:
@@ -1000,7 +1343,13 @@ def token_errors(
     latents: Tensor | list[Tensor] | None = None,  # Clean, (N,C,h,w); None = the batch's tokens
     noise: Tensor | None = None,  # (latent tokens, p*p*C); None = the batch's packed_noise
 ) -> BagelOutput:
-    """Per-token errors of a packed batch. ValueError when latents, noise and times disagree."""
+    """Per-token errors of a packed batch. ValueError when latents, noise and times disagree.
+
+    Args:
+        batch: Packed batch
+        latents: Clean, (N,C,h,w); None = the batch's tokens
+        noise: (latent tokens, p*p*C); None = the batch's packed_noise
+    """
     none = batch["packed_text_indexes"][:0]
     x_t, velocity, t = noisy_latents(model, batch, latents, noise)
     inputs = input_streams(model, batch, x_t, t)
@@ -1028,7 +1377,13 @@ def cached_forward(
     head: str,  # logits = of the last token; velocity = of the latent tokens; hidden = all
     attend: Callable | None = None,  # Of a cache; None = the batch stands alone, as in training
 ) -> Tensor:
-    """One pass over new tokens."""
+    """One pass over new tokens.
+
+    Args:
+        batch: As in training, with packed_vae_tokens (x_t) and packed_times (t)
+        head: logits = of the last token; velocity = of the latent tokens; hidden = all
+        attend: Of a cache; None = the batch stands alone, as in training
+    """
     attend = attend or batch_attention(batch, model.attention, batch["packed_text_ids"].device)
     empty = batch["packed_text_ids"].new_zeros(0, model.config.latent_size, dtype=torch.float32)
     x_t, t = batch.get("packed_vae_tokens", empty), batch.get("packed_times", empty[:, 0])
@@ -1043,7 +1398,12 @@ def cached_forward(
 
 # %% ../../nbs/4_models/08_bagel.ipynb #a064f8f0
 class BagelModel(nn.Module):
-    """The unified model."""
+    """The unified model.
+
+    Args:
+        c: Shapes
+        attention: auto | flex | dense, see `batch_attention`
+    """
 
     def __init__(
         self,
@@ -1068,7 +1428,11 @@ class BagelModel(nn.Module):
         self,
         on: bool | Callable = True,  # Or a function (block, *inputs) -> outputs that calls each
     ):
-        """Compute every decoder and vision layer again in the backward pass."""
+        """Compute every decoder and vision layer again in the backward pass.
+
+        Args:
+            on: Or a function (block, *inputs) -> outputs that calls each
+        """
         for module in self.modules():
             if isinstance(module, (MoTModel, VisionTower)):
                 module.gradient_checkpointing = on
@@ -1081,7 +1445,15 @@ class BagelModel(nn.Module):
         head: str | None = None,  # See `cached_forward`; None = train
         attend: Callable | None = None,  # See `cached_forward`
     ) -> BagelOutput | Tensor:
-        """Training errors, or with `head` a pass of sampling."""
+        """Training errors, or with `head` a pass of sampling.
+
+        Args:
+            batch: Packed batch
+            latents: (N,C,h,w), see `token_errors`
+            noise: (latent tokens, p*p*C), see `token_errors`
+            head: See `cached_forward`; None = train
+            attend: See `cached_forward`
+        """
         if head is None:
             return token_errors(self, batch, latents, noise)
         return cached_forward(self, batch, head, attend)
@@ -1090,7 +1462,11 @@ class BagelModel(nn.Module):
         self,
         config: object,  # peft.LoraConfig
     ):
-        """Put peft's adapters in."""
+        """Put peft's adapters in.
+
+        Args:
+            config: peft.LoraConfig
+        """
         from peft import inject_adapter_in_model
 
         inject_adapter_in_model(config, self)
@@ -1100,7 +1476,12 @@ class BagelModel(nn.Module):
         folder: str | Path,  # Made if needed
         **_,  # What diffusers' models take
     ):
-        """Configs and ema.safetensors of the released layout; the weights must be whole."""
+        """Configs and ema.safetensors of the released layout; the weights must be whole.
+
+        Args:
+            folder: Made if needed
+            **_: What diffusers' models take
+        """
         write_release(folder, self.config, self.state_dict())
 
 
@@ -1108,7 +1489,11 @@ class BagelModel(nn.Module):
 def config_of(
     model: nn.Module,  # BagelModel, bare or wrapped by an engine
 ) -> BagelConfig:
-    """The configuration of a model, whatever wraps it."""
+    """The configuration of a model, whatever wraps it.
+
+    Args:
+        model: BagelModel, bare or wrapped by an engine
+    """
     inner = getattr(model, "raw", getattr(model, "module", model))
     return inner.config
 
@@ -1120,7 +1505,17 @@ def freeze_parts(
     vit: bool = False,  # The vision tower
     und: bool = False,  # Everything but the generation expert and the latent projections
 ) -> BagelModel:  # The same model
-    """Switch gradients off for whole parts."""
+    """Switch gradients off for whole parts.
+
+    Args:
+        model: Changed in place
+        llm: Both experts, embeddings, head
+        vit: The vision tower
+        und: Everything but the generation expert and the latent projections
+
+    Returns:
+        The same model
+    """
     if und:
         model.config = replace(model.config, freeze_und=True)
         for module in model.modules():
@@ -1153,7 +1548,11 @@ LORA_LAYERS = tuple(
 def copy_experts(
     model: BagelModel,  # On a real device; changed in place
 ):
-    """Every `*_moe_gen` parameter becomes a copy of its plain twin."""
+    """Every `*_moe_gen` parameter becomes a copy of its plain twin.
+
+    Args:
+        model: On a real device; changed in place
+    """
     twins = dict(model.named_parameters())
     for name, p in twins.items():
         if GEN in name:
@@ -1184,6 +1583,10 @@ def autoencoder_names(
     """The same tensors under the other names.
 
     Attention weights change between (C,C,1,1) and (C,C).
+
+    Args:
+        state: Under FLUX's names, or under diffusers'
+        to_diffusers: From FLUX's
     """
     ups = ("decoder.up.", "decoder.up_blocks.")
     stages = 1 + max(int(name.split(".")[2]) for name in state if name.startswith(ups))
@@ -1209,7 +1612,14 @@ AE_SCALE, AE_SHIFT = 0.3611, 0.1159
 def build_autoencoder(
     shapes: Mapping[str, Sequence],  # Tensor name -> shape, FLUX names; only the widths are read
 ) -> nn.Module:  # diffusers' AutoencoderKL
-    """An autoencoder whose widths are those of `shapes`."""
+    """An autoencoder whose widths are those of `shapes`.
+
+    Args:
+        shapes: Tensor name -> shape, FLUX names; only the widths are read
+
+    Returns:
+        diffusers' AutoencoderKL
+    """
     downs = [k.split(".") for k in shapes if k.startswith("encoder.down.")]
     stages = 1 + max(int(parts[2]) for parts in downs)
     blocks = 1 + max(int(p[4]) for p in downs if p[2:4] == ["0", "block"])
@@ -1222,7 +1632,16 @@ def new_autoencoder(
     blocks: int,  # Of a stage
     channels: int,  # Of the latents
 ) -> nn.Module:  # diffusers' AutoencoderKL
-    """Diffusers' class with FLUX's constants."""
+    """Diffusers' class with FLUX's constants.
+
+    Args:
+        widths: Channels of each stage
+        blocks: Of a stage
+        channels: Of the latents
+
+    Returns:
+        diffusers' AutoencoderKL
+    """
     return diffusers.AutoencoderKL(
         block_out_channels=widths,
         layers_per_block=blocks,
@@ -1241,7 +1660,15 @@ def latent_moments(
     vae: nn.Module,  # AutoencoderKL
     pixels: Tensor,  # (B,3,H,W) in [-1,1]
 ) -> tuple[Tensor, Tensor]:  # (B,C,h,w) fp32
-    """Mean and standard deviation of the posterior in model space."""
+    """Mean and standard deviation of the posterior in model space.
+
+    Args:
+        vae: AutoencoderKL
+        pixels: (B,3,H,W) in [-1,1]
+
+    Returns:
+        (B,C,h,w) fp32
+    """
     posterior = vae.encode(pixels.to(vae.dtype)).latent_dist
     return (posterior.mean.float() - AE_SHIFT) * AE_SCALE, posterior.std.float() * AE_SCALE
 
@@ -1250,7 +1677,15 @@ def decode_latents(
     vae: nn.Module,  # AutoencoderKL
     z: Tensor,  # Latents in model space (B,C,h,w)
 ) -> Tensor:  # (B,3,H,W) fp32 in [-1,1]
-    """Pixels of latents."""
+    """Pixels of latents.
+
+    Args:
+        vae: AutoencoderKL
+        z: Latents in model space (B,C,h,w)
+
+    Returns:
+        (B,3,H,W) fp32 in [-1,1]
+    """
     return vae.decode((z / AE_SCALE + AE_SHIFT).to(vae.dtype)).sample.float()
 
 
@@ -1262,7 +1697,17 @@ def encode_batch(
     config: BagelConfig,  # Of the model
     vae_batch: int = 4,  # Images encoded at a time
 ) -> Tensor | None:  # Clean latent tokens (tokens, p*p*C), None without images
-    """The batch's `packed_vae_tokens`; the posterior's mean where the batch brings no noise."""
+    """The batch's `packed_vae_tokens`; the posterior's mean where the batch brings no noise.
+
+    Args:
+        vae: AutoencoderKL
+        batch: Packed batch; packed_posterior_noise (tokens, p*p*C) samples the posterior
+        config: Of the model
+        vae_batch: Images encoded at a time
+
+    Returns:
+        Clean latent tokens (tokens, p*p*C), None without images
+    """
     images = batch.get("padded_images", ())
     if not len(images):
         return None
@@ -1294,6 +1739,12 @@ def release_files(
     """Where the weights lie: ema.safetensors, model.safetensors, or a sharded index.
 
     Raises ValueError when there are none.
+
+    Args:
+        folder: In the released layout, or with diffusers' names
+
+    Returns:
+        Tensor name -> file
     """
     file = Path(folder) / "ema.safetensors"
     if file.is_file():
@@ -1305,7 +1756,12 @@ def config_from_weights(
     config: BagelConfig,  # Of the JSON files
     files: Mapping[str, Path],  # Of `release_files`
 ) -> BagelConfig:
-    """The record with what the weights say: vision layers, sides of the position tables."""
+    """The record with what the weights say: vision layers, sides of the position tables.
+
+    Args:
+        config: Of the JSON files
+        files: Of `release_files`
+    """
 
     def side(name: str) -> int | None:
         """Cells per side of a table."""
@@ -1329,7 +1785,13 @@ def write_release(
     config: BagelConfig,  # Of the model
     state: Mapping[str, Tensor],  # Whole tensors under released names
 ):
-    """Write the three configs and ema.safetensors."""
+    """Write the three configs and ema.safetensors.
+
+    Args:
+        folder: Made if needed
+        config: Of the model
+        state: Whole tensors under released names
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in config_to_json(config).items():
@@ -1340,7 +1802,12 @@ def write_release(
 
 # %% ../../nbs/4_models/08_bagel.ipynb #c0bb3a0e
 class ReleaseWeights(Weights):
-    """The tensors that a model of `config` needs, read as they are asked for."""
+    """The tensors that a model of `config` needs, read as they are asked for.
+
+    Args:
+        folder: With ema.safetensors, model.safetensors or a sharded index
+        config: Of the model
+    """
 
     def __init__(
         self,
@@ -1373,7 +1840,11 @@ class ReleaseWeights(Weights):
         self,
         name: str,  # Of a tensor
     ) -> torch.Size:
-        """The shape that the model wants."""
+        """The shape that the model wants.
+
+        Args:
+            name: Of a tensor
+        """
         if name in self.sides:
             return torch.Size((self.sides[name] ** 2, self.config.hidden_size))
         shape = super().shape(name)
@@ -1387,7 +1858,16 @@ class ReleaseWeights(Weights):
         start_row: int,  # First row
         stop_row: int,  # Row after the last
     ) -> Tensor:  # (stop_row - start_row, ...)
-        """Some rows, read without the others."""
+        """Some rows, read without the others.
+
+        Args:
+            name: Of a tensor
+            start_row: First row
+            stop_row: Row after the last
+
+        Returns:
+            (stop_row - start_row, ...)
+        """
         if name in self.sides:
             return self[name][start_row:stop_row]
         return self.flat(name, super().slice(name, start_row, stop_row))
@@ -1396,7 +1876,11 @@ class ReleaseWeights(Weights):
         self,
         name: str,  # Of a tensor
     ) -> torch.dtype:
-        """The type in the file; computed tables are fp32."""
+        """The type in the file; computed tables are fp32.
+
+        Args:
+            name: Of a tensor
+        """
         return torch.float32 if name in self.sides else super().dtype(name)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -1409,7 +1893,15 @@ class ReleaseWeights(Weights):
         name: str,  # Of the tensor
         tensor: Tensor,  # As in the file (rows, ...)
     ) -> Tensor:  # (rows, ...)
-        """The tensor as the model has it: a plain SigLIP checkpoint's patches are a convolution."""
+        """The tensor as the model has it: a plain SigLIP checkpoint's patches are a convolution.
+
+        Args:
+            name: Of the tensor
+            tensor: As in the file (rows, ...)
+
+        Returns:
+            (rows, ...)
+        """
         if name.endswith("patch_embedding.weight") and tensor.ndim == 4:
             return tensor.permute(0, 2, 3, 1).flatten(1)
         return tensor
@@ -1424,7 +1916,11 @@ FRAME_TOKENS = dict(
 def special_tokens(
     tokenizer: transformers.PreTrainedTokenizerBase,  # Qwen2.5's
 ) -> SpecialTokens:
-    """The ids that frame segments. ValueError when the tokenizer lacks one."""
+    """The ids that frame segments. ValueError when the tokenizer lacks one.
+
+    Args:
+        tokenizer: Qwen2.5's
+    """
     ids = {}
     for key, text in FRAME_TOKENS.items():
         ids[key] = tokenizer.convert_tokens_to_ids(text)
@@ -1438,7 +1934,12 @@ def forward_flops(
     c: BagelConfig,  # Of the model
     lens: Iterable[int],  # Tokens of each sample (and of the dummy one, where attention is padded)
 ) -> float:
-    """FLOPs of one forward pass; training costs three times as much."""
+    """FLOPs of one forward pass; training costs three times as much.
+
+    Args:
+        c: Of the model
+        lens: Tokens of each sample (and of the dummy one, where attention is padded)
+    """
     lens = list(lens)
     width, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
     layer = 2 * c.hidden_size * (width + kv) + 3 * c.hidden_size * c.intermediate_size
@@ -1456,7 +1957,19 @@ def caption_batch(
     side: int,  # latent_side of the model
     device: torch.device | str,  # Of the model
 ) -> PackedBatch:  # Without latents and times
-    """One image after each caption."""
+    """One image after each caption.
+
+    Args:
+        captions: Framed ids of each (n,), maybe empty
+        frame: soi and eoi (2,)
+        rows: Tokens of the image, the same for all
+        columns: Likewise
+        side: latent_side of the model
+        device: Of the model
+
+    Returns:
+        Without latents and times
+    """
     cells, at = rows * columns, 0
     lists = dict(text=[], vae=[], positions=[])
     lens, splits, modes = [], [], []
@@ -1512,7 +2025,14 @@ class Bagel(Family):
         revision: str | None = None,  # Of a hub id
         weights: bool = True,  # False = of a hub, configurations only
     ) -> Path:
-        """Checked local folder. ValueError says what is missing."""
+        """Checked local folder. ValueError says what is missing.
+
+        Args:
+            path: Folder or hub id
+            components: Unused: everything lies in one folder
+            revision: Of a hub id
+            weights: False = of a hub, configurations only
+        """
         folder = Path(path).expanduser()
         if not folder.is_dir():
             folder = self._download(path, revision, weights)
@@ -1546,7 +2066,13 @@ class Bagel(Family):
         revision: str | None = None,  # Of a hub id
         **changes,  # Single fields
     ) -> BagelConfig:
-        """The released shapes, those of a folder, or a record; with `changes` to single fields."""
+        """The released shapes, those of a folder, or a record; with `changes` to single fields.
+
+        Args:
+            path: None = as released
+            revision: Of a hub id
+            **changes: Single fields
+        """
         if path is None or isinstance(path, BagelConfig):
             return replace(path or BagelConfig(), **changes)
         if isinstance(path, Mapping):
@@ -1566,7 +2092,13 @@ class Bagel(Family):
         revision: str | None = None,  # Of a hub id
         **changes,  # Single fields
     ) -> BagelModel:
-        """The model on the meta device."""
+        """The model on the meta device.
+
+        Args:
+            path: See `config`
+            revision: Of a hub id
+            **changes: Single fields
+        """
         with torch.device("meta"):
             return BagelModel(self.config(path, revision, **changes))
 
@@ -1576,7 +2108,13 @@ class Bagel(Family):
         revision: str | None = None,  # Of a hub id
         **changes,  # Single fields of the configuration
     ) -> ReleaseWeights:
-        """Lazy weights, for engines in which each rank reads its own part."""
+        """Lazy weights, for engines in which each rank reads its own part.
+
+        Args:
+            path: Folder or hub id
+            revision: Of a hub id
+            **changes: Single fields of the configuration
+        """
         folder = self.resolve(path, revision=revision)
         config = self.config(path, revision, **changes)
         if (folder / PARTS_FILE).is_file():
@@ -1591,7 +2129,13 @@ class Bagel(Family):
         parts: Mapping[str, str],  # llm_path, vit_path, vae_path
         seed: int,  # For new tensors
     ) -> Path:
-        """The folder of a model of separate parts, see `models.bagel_parts`."""
+        """The folder of a model of separate parts, see `models.bagel_parts`.
+
+        Args:
+            root: Folder for such folders
+            parts: llm_path, vit_path, vae_path
+            seed: For new tensors
+        """
         from sciftune.models.bagel_parts import assemble  # it imports this module
 
         return assemble(root, parts, seed)
@@ -1605,7 +2149,16 @@ class Bagel(Family):
         prepare: Callable[[nn.Module], object] | None = None,  # Changes it while it is on meta
         **changes,  # Single fields of the configuration
     ) -> BagelModel:
-        """The model with its weights, each read once; position tables stay frozen."""
+        """The model with its weights, each read once; position tables stay frozen.
+
+        Args:
+            path: Folder or hub id
+            dtype: Of the parameters
+            device: Where it goes
+            revision: Of a hub id
+            prepare: Changes it while it is on meta
+            **changes: Single fields of the configuration
+        """
         model = self.empty_denoiser(path, revision, **changes)
         if prepare:
             prepare(model)
@@ -1623,6 +2176,13 @@ class Bagel(Family):
         """Random weights made on `device`.
 
         Tables are as they must be, and the last projection zero, as in a new model.
+
+        Args:
+            config: None = as released
+            dtype: Of the parameters
+            device: Where they are made
+            seed: Of the device's generator
+            prepare: Changes it while it is on meta
         """
         model = self.empty_denoiser(config)
         if prepare:
@@ -1640,7 +2200,11 @@ class Bagel(Family):
         self,
         denoiser: nn.Module,  # BagelModel
     ) -> list[str]:
-        """The position tables, which never get a gradient."""
+        """The position tables, which never get a gradient.
+
+        Args:
+            denoiser: BagelModel
+        """
         return [name for name, _ in denoiser.named_parameters() if name.endswith("pos_embed")]
 
     def load_vae(
@@ -1650,7 +2214,14 @@ class Bagel(Family):
         device: torch.device | str = "cpu",  # Where it goes
         revision: str | None = None,  # Of a hub id
     ) -> nn.Module:
-        """The frozen autoencoder, from ae.safetensors or from a diffusers `vae/` folder."""
+        """The frozen autoencoder, from ae.safetensors or from a diffusers `vae/` folder.
+
+        Args:
+            path: Folder or hub id
+            dtype: Of the parameters
+            device: Where it goes
+            revision: Of a hub id
+        """
         return self.load_autoencoder(self.resolve(path, revision=revision), dtype, device)
 
     def load_autoencoder(
@@ -1659,7 +2230,13 @@ class Bagel(Family):
         dtype: torch.dtype = torch.float32,  # Of the parameters
         device: torch.device | str = "cpu",  # Where it goes
     ) -> nn.Module:
-        """`load_vae` of a folder that need not hold the rest of the model."""
+        """`load_vae` of a folder that need not hold the rest of the model.
+
+        Args:
+            folder: With ae.safetensors or vae/
+            dtype: Of the parameters
+            device: Where it goes
+        """
         if (folder / "vae").is_dir():
             vae = diffusers.AutoencoderKL.from_pretrained(
                 folder / "vae", dtype=dtype, use_safetensors=True
@@ -1682,7 +2259,15 @@ class Bagel(Family):
         revision: str | None = None,  # Of a hub id
         parts: tuple = ("vae", "text"),  # What to load
     ) -> Encoders:
-        """The autoencoder and the tokenizer; text is embedded by the model itself."""
+        """The autoencoder and the tokenizer; text is embedded by the model itself.
+
+        Args:
+            path: Folder or hub id
+            dtype: Of the autoencoder
+            device: Where it goes
+            revision: Of a hub id
+            parts: What to load
+        """
         vae, tokenizers = None, {}
         if "vae" in parts:
             vae = self.load_vae(path, dtype, device, revision)
@@ -1697,7 +2282,15 @@ class Bagel(Family):
         encoders: Encoders,  # With the autoencoder
         pixels: Tensor,  # (B,3,H,W) in [-1,1]
     ) -> dict[str, Tensor]:  # mean and scale, (B,C,h,w) fp32
-        """The posterior in model space."""
+        """The posterior in model space.
+
+        Args:
+            encoders: With the autoencoder
+            pixels: (B,3,H,W) in [-1,1]
+
+        Returns:
+            mean and scale, (B,C,h,w) fp32
+        """
         mean, scale = latent_moments(encoders.vae, pixels)
         return dict(mean=mean, scale=scale)
 
@@ -1706,7 +2299,15 @@ class Bagel(Family):
         vae: nn.Module,  # AutoencoderKL
         x: Tensor,  # Latents in model space (B,C,h,w)
     ) -> Tensor:  # (B,3,H,W) in [-1,1]
-        """Pixels of latents."""
+        """Pixels of latents.
+
+        Args:
+            vae: AutoencoderKL
+            x: Latents in model space (B,C,h,w)
+
+        Returns:
+            (B,3,H,W) in [-1,1]
+        """
         return decode_latents(vae, x)
 
     def encode_captions(
@@ -1715,7 +2316,16 @@ class Bagel(Family):
         captions: list[str],  # Texts
         text_tokens: int | None = None,  # Ids at most; None = that of inference
     ) -> list[dict[str, Tensor]]:  # ids (n,), frame (2,) each
-        """Ids with bos and eos; nothing at all for an empty caption."""
+        """Ids with bos and eos; nothing at all for an empty caption.
+
+        Args:
+            encoders: With the tokenizer
+            captions: Texts
+            text_tokens: Ids at most; None = that of inference
+
+        Returns:
+            ids (n,), frame (2,) each
+        """
         tokenizer = encoders.tokenizers["tokenizer"]
         special = special_tokens(tokenizer)
         limit = self.check_text_tokens(text_tokens or self.text_tokens)
@@ -1733,7 +2343,12 @@ class Bagel(Family):
         config: BagelConfig,  # Unused
         text_tokens: int | None = None,  # Ids at most
     ) -> dict[str, tuple]:
-        """Shapes of the tensors of one encoded caption (at most)."""
+        """Shapes of the tensors of one encoded caption (at most).
+
+        Args:
+            config: Unused
+            text_tokens: Ids at most
+        """
         return dict(ids=((text_tokens or self.text_tokens) + 2,), frame=(2,))
 
     def collate(
@@ -1741,7 +2356,12 @@ class Bagel(Family):
         rows: list[dict],  # Of `encode_captions`
         pad_to: int | None = None,  # Unused: captions keep their lengths
     ) -> dict:
-        """The conditioning of a batch."""
+        """The conditioning of a batch.
+
+        Args:
+            rows: Of `encode_captions`
+            pad_to: Unused: captions keep their lengths
+        """
         return dict(ids=[row["ids"].long() for row in rows], frame=rows[0]["frame"].long())
 
     def predict(
@@ -1751,7 +2371,17 @@ class Bagel(Family):
         sigma: Tensor,  # Times (B,)
         conditioning: dict,  # Of `collate`
     ) -> Tensor:  # (B,C,h,w)
-        """Velocity of images given only their captions."""
+        """Velocity of images given only their captions.
+
+        Args:
+            denoiser: BagelModel, bare or wrapped
+            x_t: Noisy latents (B,C,h,w)
+            sigma: Times (B,)
+            conditioning: Of `collate`
+
+        Returns:
+            (B,C,h,w)
+        """
         c = config_of(denoiser)
         rows, columns = (n // c.latent_patch for n in x_t.shape[2:])
         cells, ids, frame = rows * columns, conditioning["ids"], conditioning["frame"]
@@ -1772,7 +2402,14 @@ class Bagel(Family):
         width: int,  # Pixels
         text_tokens: int,  # Of the caption
     ) -> float:
-        """FLOPs of a forward pass of one `[caption][image]` sample."""
+        """FLOPs of a forward pass of one `[caption][image]` sample.
+
+        Args:
+            config: None = as released
+            height: Pixels
+            width: Pixels
+            text_tokens: Of the caption
+        """
         return forward_flops(self.config(config), [text_tokens + 4 + self.tokens(height, width)])
 
     def tiny(
@@ -1781,7 +2418,13 @@ class Bagel(Family):
         seed: int = 0,  # Of its weights
         **changes,  # Fields of the configuration
     ) -> Path:
-        """The offline stand-in: every part of the release, with 297,000 parameters."""
+        """The offline stand-in: every part of the release, with 297,000 parameters.
+
+        Args:
+            folder: Where the stand-in is made, or found made
+            seed: Of its weights
+            **changes: Fields of the configuration
+        """
         key = dict(family="bagel", seed=seed, layout=1, **changes)
         return save_stand_in(Path(folder), key, lambda: TinyBagel(self, seed, changes))
 
@@ -1793,7 +2436,15 @@ class Bagel(Family):
         revision: str | None = None,  # Of a hub id
         scheduler: diffusers.SchedulerMixin | None = None,  # Unused: the layout has none
     ) -> Path:
-        """Write `out` in the released layout, see `export_release`."""
+        """Write `out` in the released layout, see `export_release`.
+
+        Args:
+            base: Folder or hub id that was trained from
+            component_folder: Trained weights: safetensors under released names
+            out: New folder
+            revision: Of a hub id
+            scheduler: Unused: the layout has none
+        """
         return export_release(self, base, component_folder, out, revision)
 
 
@@ -1814,7 +2465,13 @@ TINY = dict(
 
 
 class TinyBagel:
-    """What `save_stand_in` saves: a folder in the released layout with random weights."""
+    """What `save_stand_in` saves: a folder in the released layout with random weights.
+
+    Args:
+        family: Makes the weights
+        seed: Of the weights
+        changes: Fields of the configuration
+    """
 
     def __init__(
         self,
@@ -1833,7 +2490,12 @@ class TinyBagel:
         folder: str | Path,  # Made if needed
         **_,  # What diffusers' pipelines take
     ):
-        """Write the folder."""
+        """Write the folder.
+
+        Args:
+            folder: Made if needed
+            **_: What diffusers' pipelines take
+        """
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
         state = {k: v.contiguous() for k, v in self.vae.state_dict().items()}
@@ -1845,7 +2507,12 @@ def same_tensors(
     file: Path,  # safetensors, maybe missing
     shapes: Mapping[str, torch.Size],  # As they must be
 ) -> bool:
-    """Whether a file holds exactly these tensors."""
+    """Whether a file holds exactly these tensors.
+
+    Args:
+        file: safetensors, maybe missing
+        shapes: As they must be
+    """
     if not file.is_file():
         return False
     weights = open_weights(file)
@@ -1865,6 +2532,13 @@ def export_release(
     """Write `out` in the released layout.
 
     Raises ValueError when the weights are not those of the base's model.
+
+    Args:
+        family: The family
+        base: Folder or hub id that was trained from
+        component_folder: Trained weights: safetensors, single or sharded
+        out: New folder
+        revision: Of a hub id
     """
     folder, out = family.resolve(base, revision=revision), Path(out)
     if out.resolve() == folder.resolve():

@@ -62,7 +62,12 @@ def tiny_language_model(
     folder: Path,  # New
     **fields,  # Of Qwen2Config
 ) -> Path:
-    """A small Qwen2 with its tokenizer, as transformers saves it."""
+    """A small Qwen2 with its tokenizer, as transformers saves it.
+
+    Args:
+        folder: New
+        **fields: Of Qwen2Config
+    """
     tokenizer = qwen_tokenizer("")
     sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2)
     sizes |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096)
@@ -79,7 +84,12 @@ def tiny_vision_tower(
     folder: Path,  # New
     **fields,  # Of SiglipVisionConfig
 ) -> Path:
-    """A small SigLIP vision tower, as transformers saves it."""
+    """A small SigLIP vision tower, as transformers saves it.
+
+    Args:
+        folder: New
+        **fields: Of SiglipVisionConfig
+    """
     sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2)
     config = transformers.SiglipVisionConfig(**sizes | dict(image_size=112, patch_size=14) | fields)
     with torch.random.fork_rng([]):
@@ -91,7 +101,14 @@ def tiny_vision_tower(
 def tiny_parts(
     folder: Path,  # Where the parts are made
 ) -> dict[str, str]:  # llm_path, vit_path, vae_path
-    """Small random parts in their real layouts."""
+    """Small random parts in their real layouts.
+
+    Args:
+        folder: Where the parts are made
+
+    Returns:
+        llm_path, vit_path, vae_path
+    """
     llm = tiny_language_model(Path(folder) / "llm")
     vit = tiny_vision_tower(Path(folder) / "vit")
     vae = Path(folder) / "flux" / "ae.safetensors"
@@ -114,7 +131,14 @@ def _config_file(field: str, folder: Path) -> dict:
 def language_config(
     folder: Path,  # Of a Qwen2
 ) -> dict:  # As llm_config.json has it, and tie_word_embeddings
-    """The configuration of the language model. Raises RecipeError for another kind of model."""
+    """The configuration of the language model. Raises RecipeError for another kind of model.
+
+    Args:
+        folder: Of a Qwen2
+
+    Returns:
+        As llm_config.json has it, and tie_word_embeddings
+    """
     given = _config_file("llm_path", folder)
     kind = given.get("model_type")
     if kind != "qwen2":
@@ -138,7 +162,14 @@ def language_config(
 def vision_config(
     folder: Path,  # Of a SigLIP, whole or its vision tower
 ) -> dict:  # As vit_config.json has it
-    """The configuration of the vision tower. Raises RecipeError for another kind of model."""
+    """The configuration of the vision tower. Raises RecipeError for another kind of model.
+
+    Args:
+        folder: Of a SigLIP, whole or its vision tower
+
+    Returns:
+        As vit_config.json has it
+    """
     given = _config_file("vit_path", folder)
     own = given.get("vision_config", given)
     kind = own.get("model_type", given.get("model_type"))
@@ -154,13 +185,23 @@ def parts_config(
     llm: Path,  # Folder of the language model
     vit: Path,  # Folder of the vision tower
 ) -> BagelConfig:
-    """The shapes of a BAGEL of these parts; the autoencoder's are those of FLUX.1."""
+    """The shapes of a BAGEL of these parts; the autoencoder's are those of FLUX.1.
+
+    Args:
+        llm: Folder of the language model
+        vit: Folder of the vision tower
+    """
     return config_from_json(language_config(llm), vision_config(vit), {})
 
 
 # %% ../../nbs/4_models/11_bagel_parts.ipynb #bb57563b
 class Place(NamedTuple):
-    """Where a tensor of the model is stored."""
+    """Where a tensor of the model is stored.
+
+    Attributes:
+        file: None = it is new
+        name: In the file
+    """
 
     file: Path | None  # None = it is new
     name: str = ""  # In the file
@@ -179,7 +220,13 @@ def tensor_places(
     llm: Path,  # Folder of the language model
     vit: Path,  # Folder of the vision tower
 ) -> dict[str, Place]:
-    """Where each tensor of the model comes from. Raises RecipeError naming what is missing."""
+    """Where each tensor of the model comes from. Raises RecipeError naming what is missing.
+
+    Args:
+        names: Of the model
+        llm: Folder of the language model
+        vit: Folder of the vision tower
+    """
     words, sight = _files("llm_path", llm), _files("vit_path", vit)
     tied = "lm_head.weight" not in words and language_config(llm)["tie_word_embeddings"]
     missing, places = dict(llm_path=[], vit_path=[]), {}
@@ -218,7 +265,16 @@ def new_tensor(
     shapes: Mapping[str, torch.Size],  # Of all tensors of the model
     seed: int,  # Of the recipe
 ) -> Tensor:  # fp32
-    """A tensor that no part brings, the same whoever asks for it."""
+    """A tensor that no part brings, the same whoever asks for it.
+
+    Args:
+        name: In the model
+        shapes: Of all tensors of the model
+        seed: Of the recipe
+
+    Returns:
+        fp32
+    """
     progress(f"{name} drawn")
     shape = shapes[name]
     if name.endswith("norm.weight") or f"norm{GEN}.weight" in name:
@@ -232,7 +288,12 @@ def new_tensor(
 
 # %% ../../nbs/4_models/11_bagel_parts.ipynb #2bca2e2d
 class PartsWeights(ReleaseWeights):
-    """The tensors of a model of `config`, out of the parts that `parts.json` names."""
+    """The tensors of a model of `config`, out of the parts that `parts.json` names.
+
+    Args:
+        folder: Of `assemble`
+        config: Of the model
+    """
 
     def __init__(
         self,
@@ -280,7 +341,16 @@ class PartsWeights(ReleaseWeights):
         start_row: int,  # First row
         stop_row: int,  # Row after the last
     ) -> Tensor:  # (stop_row - start_row, ...)
-        """Some rows; of a stored tensor the others are not read."""
+        """Some rows; of a stored tensor the others are not read.
+
+        Args:
+            name: Of a tensor
+            start_row: First row
+            stop_row: Row after the last
+
+        Returns:
+            (stop_row - start_row, ...)
+        """
         if name in self.sides:
             return ReleaseWeights.__getitem__(self, name)[start_row:stop_row]
         stored = self.stored(name)
@@ -304,7 +374,14 @@ TOKENIZER_FILES = (
 def sampled_digest(
     file: Path,  # Of weights, many GB maybe
 ) -> str:  # Hex
-    """A digest of size, beginning and 64 places of a file."""
+    """A digest of size, beginning and 64 places of a file.
+
+    Args:
+        file: Of weights, many GB maybe
+
+    Returns:
+        Hex
+    """
     size = file.stat().st_size
     digest = hashlib.sha256(f"{size}".encode())
     with open(file, "rb") as opened:
@@ -318,7 +395,14 @@ def sampled_digest(
 def autoencoder_file(
     path: Path,  # vae_path
 ) -> Path:  # ae.safetensors, or a diffusers folder
-    """The autoencoder that a path means. Raises RecipeError when there is none."""
+    """The autoencoder that a path means. Raises RecipeError when there is none.
+
+    Args:
+        path: vae_path
+
+    Returns:
+        ae.safetensors, or a diffusers folder
+    """
     places = (path, path / "ae.safetensors")
     for file in places:
         if file.is_file() and file.suffix == ".safetensors":
@@ -335,7 +419,14 @@ def autoencoder_file(
 def part_files(
     parts: Mapping[str, str],  # llm_path, vit_path, vae_path
 ) -> dict[str, list[Path]]:  # By field, sorted
-    """Weights and configurations of the parts. Raises RecipeError for a part without weights."""
+    """Weights and configurations of the parts. Raises RecipeError for a part without weights.
+
+    Args:
+        parts: llm_path, vit_path, vae_path
+
+    Returns:
+        By field, sorted
+    """
     coder = autoencoder_file(Path(parts["vae_path"]))
     inside = (*coder.glob("*.safetensors"), coder / "config.json")
     found = dict(vae_path=[coder] if coder.is_file() else sorted(inside))
@@ -351,7 +442,16 @@ def assemble(
     parts: Mapping[str, str],  # llm_path, vit_path, vae_path
     seed: int,  # Of the recipe, for new tensors
 ) -> Path:  # A folder in the released layout, without the weights
-    """The folder of a BAGEL of these parts, made where it is missing. Raises RecipeError."""
+    """The folder of a BAGEL of these parts, made where it is missing. Raises RecipeError.
+
+    Args:
+        root: Folder for such folders
+        parts: llm_path, vit_path, vae_path
+        seed: Of the recipe, for new tensors
+
+    Returns:
+        A folder in the released layout, without the weights
+    """
     for field in ("llm_path", "vit_path"):
         if not Path(parts[field]).is_dir():
             raise RecipeError(f"{field}: {parts[field]} is no folder")
@@ -437,7 +537,14 @@ def _check_shapes(weights: PartsWeights):
 def parts_digests(
     folder: Path | None,  # A model folder; None = random weights
 ) -> dict[str, list[str]]:  # By field; empty for a folder that is not of `assemble`
-    """What the weight files of the parts were when the folder was made."""
+    """What the weight files of the parts were when the folder was made.
+
+    Args:
+        folder: A model folder; None = random weights
+
+    Returns:
+        By field; empty for a folder that is not of `assemble`
+    """
     file = Path(folder or ".") / PARTS_FILE
     return read_object(file)["digests"] if folder and file.is_file() else {}
 
@@ -446,7 +553,12 @@ def check_same_parts(
     then: Mapping[str, list[str]],  # `parts_digests` of a checkpoint
     now: Mapping[str, list[str]],  # Of this run
 ):
-    """Raise RecipeError naming the parts whose weights are others than in the checkpoint."""
+    """Raise RecipeError naming the parts whose weights are others than in the checkpoint.
+
+    Args:
+        then: `parts_digests` of a checkpoint
+        now: Of this run
+    """
     changed = sorted(field for field in {*then, *now} if then.get(field) != now.get(field))
     if changed:
         raise RecipeError(

@@ -58,7 +58,11 @@ from .family import Encoders
 
 # %% ../../nbs/4_models/09_bagel_sampling.ipynb #bd36b93d
 class KVCache:
-    """What the model has read."""
+    """What the model has read.
+
+    Args:
+        layers: Of the model
+    """
 
     def __init__(
         self,
@@ -83,7 +87,15 @@ class KVCache:
         causal: bool,  # New tokens see each other in order
         keep: bool,  # They stay in the cache
     ) -> Callable:  # (layer, q, k, v) -> out, for the model's forward
-        """Attention of new tokens over the cache and themselves."""
+        """Attention of new tokens over the cache and themselves.
+
+        Args:
+            causal: New tokens see each other in order
+            keep: They stay in the cache
+
+        Returns:
+            (layer, q, k, v) -> out, for the model's forward
+        """
 
         def run(
             layer: int,
@@ -112,7 +124,15 @@ def new_tokens(
     device: torch.device | str,  # Of the model
     advance: bool = False,  # One position per token; False = all share one
 ) -> PackedBatch:
-    """Text-type tokens and the room for an image between them."""
+    """Text-type tokens and the room for an image between them.
+
+    Args:
+        ids: Text-type tokens: a text, or (soi, eoi) around `cells`
+        cells: Image tokens between the first and the second id
+        position: Of the first token
+        device: Of the model
+        advance: One position per token; False = all share one
+    """
     n = len(ids) + cells
     where = [0, *range(cells + 1, n)]
     steps = torch.arange(n, device=device) if advance else torch.zeros(n, device=device).long()
@@ -129,7 +149,17 @@ def image_cells(
     side: int,  # Cells per row of the position table
     device: torch.device | str,  # Of the model
 ) -> tuple[Tensor, Tensor]:  # (rows*columns,) each
-    """Packed places of an image's tokens behind soi, and their cells in the table."""
+    """Packed places of an image's tokens behind soi, and their cells in the table.
+
+    Args:
+        rows: Of the image, in tokens
+        columns: Likewise
+        side: Cells per row of the position table
+        device: Of the model
+
+    Returns:
+        (rows*columns,) each
+    """
     row = torch.arange(rows, device=device)[:, None]
     cells = (row * side + torch.arange(columns, device=device)).flatten()
     return torch.arange(1, len(cells) + 1, device=device), cells
@@ -143,7 +173,16 @@ def latent_tokens(
     side: int,  # Cells per row of the position table
     position: int,  # Shared by all
 ) -> PackedBatch:
-    """An image's latents at one time, framed."""
+    """An image's latents at one time, framed.
+
+    Args:
+        special: Of the tokenizer
+        tokens: Latents (rows*columns, p*p*C)
+        time: 0 = clean
+        grid: Rows and columns in tokens
+        side: Cells per row of the position table
+        position: Shared by all
+    """
     places, cells = image_cells(*grid, side, tokens.device)
     frame = (special.soi, special.eoi)
     return new_tokens(frame, len(tokens), position, tokens.device) | dict(
@@ -163,7 +202,15 @@ def prefill_text(
     special: SpecialTokens,  # Of the tokenizer
     device: torch.device | str = "cpu",  # Of the model
 ):
-    """Read a text."""
+    """Read a text.
+
+    Args:
+        model: BagelModel, bare or wrapped by an engine
+        cache: Grows
+        ids: Without bos and eos
+        special: Of the tokenizer
+        device: Of the model
+    """
     framed = [special.bos, *ids, special.eos]
     batch = new_tokens(framed, 0, cache.position, device, advance=True)
     model(batch, head="hidden", attend=cache.attend(True, True))
@@ -178,7 +225,15 @@ def prefill_vit_image(
     special: SpecialTokens,  # Of the tokenizer
     rules: PackingRules,  # Of the model
 ):
-    """Read an image through the vision tower."""
+    """Read an image through the vision tower.
+
+    Args:
+        model: BagelModel, bare or wrapped by an engine
+        cache: Grows
+        image: Pixels (3,H,W) in [-1,1], sides multiples of the patch
+        special: Of the tokenizer
+        rules: Of the model
+    """
     rows, columns = rules.grid("vit_image", image.shape[2], image.shape[1])
     places, cells = image_cells(rows, columns, rules.vit_side, image.device)
     frame = (special.soi, special.eoi)
@@ -201,7 +256,16 @@ def prefill_vae_image(
     rules: PackingRules,  # Of the model
     patch: int = 2,  # Latent pixels per side of a token
 ):
-    """Read an image through the autoencoder."""
+    """Read an image through the autoencoder.
+
+    Args:
+        model: BagelModel, bare or wrapped by an engine
+        cache: Grows
+        z: Clean latents (C,h,w)
+        special: Of the tokenizer
+        rules: Of the model
+        patch: Latent pixels per side of a token
+    """
     grid = (z.shape[1] // patch, z.shape[2] // patch)
     tokens = pack_latents([z], [grid], patch)
     batch = latent_tokens(special, tokens, 0.0, grid, rules.latent_side, cache.position)
@@ -222,7 +286,22 @@ def generate_text(
     logits: list | None = None,  # Receives the logits (vocab,) of every step
     device: torch.device | str = "cpu",  # Of the model
 ) -> list[int]:  # Ids without bos and eos
-    """Continue the context with one text."""
+    """Continue the context with one text.
+
+    Args:
+        model: BagelModel, bare or wrapped by an engine
+        cache: What has been read; stays as it is
+        special: Of the tokenizer
+        max_tokens: Most tokens
+        temperature: 0 = greedy
+        generator: For temperature > 0, on the CPU
+        same_calls: Always make max_tokens calls
+        logits: Receives the logits (vocab,) of every step
+        device: Of the model
+
+    Returns:
+        Ids without bos and eos
+    """
     cache, token, out, done = cache.copy(), special.bos, [], False
     for _ in range(max_tokens):
         batch = new_tokens([token], 0, cache.position, device, advance=True)
@@ -246,7 +325,14 @@ def generate_text(
 # %% ../../nbs/4_models/09_bagel_sampling.ipynb #61856df2
 @dataclass(frozen=True)
 class Guidance:
-    """How an image is drawn. The defaults are those for text to image; `EDIT` for editing."""
+    """How an image is drawn. The defaults are those for text to image; `EDIT` for editing.
+
+    Attributes:
+        interval: Guidance only for lo < t <= hi
+        renorm: global | channel | text_channel
+        steps: Points of time
+        shift: Of the times, see `models.bagel.shift_time`
+    """
 
     text_scale: float = 4.0
     image_scale: float = 1.0
@@ -272,7 +358,11 @@ class Guidance:
         self,
         t: float,  # Time
     ) -> bool:
-        """Whether there is guidance at a time."""
+        """Whether there is guidance at a time.
+
+        Args:
+            t: Time
+        """
         return self.text_scale > 1 and self.interval[0] < t <= self.interval[1]
 
 
@@ -286,7 +376,17 @@ def guided_velocity(
     w: Tensor | None,  # Without images (N, p*p*C); unused unless image_scale > 1
     g: Guidance,  # Scales and norm
 ) -> Tensor:  # (N, p*p*C)
-    """Classifier-free guidance on text and images, its norm scaled back."""
+    """Classifier-free guidance on text and images, its norm scaled back.
+
+    Args:
+        v: Velocity with everything (N, p*p*C)
+        u: Without the last text (N, p*p*C)
+        w: Without images (N, p*p*C); unused unless image_scale > 1
+        g: Scales and norm
+
+    Returns:
+        (N, p*p*C)
+    """
 
     def norm(
         x: Tensor,  # (N, p*p*C)
@@ -322,6 +422,20 @@ def generate_image(
     """Draw one image. Every process makes the same number of calls for the same `guidance`.
 
     Raises ValueError when a context is missing that the guidance needs.
+
+    Args:
+        model: BagelModel, bare or wrapped by an engine
+        cache: What has been read; stays as it is
+        special: Of the tokenizer
+        rules: Of the model
+        noise: Standard normal (C,h,w), h and w multiples of the latent patch
+        guidance: None = that of text to image
+        no_text: The context without the last text; None = empty
+        no_image: ... without images; needed for image_scale > 1
+        patch: Latent pixels per side of a token
+
+    Returns:
+        (C,h,w) clean latents
     """
     g = guidance or Guidance()
     no_text = no_text or KVCache(len(cache.keys))
@@ -347,7 +461,15 @@ def generate_image(
 
 # %% ../../nbs/4_models/09_bagel_sampling.ipynb #26128172
 class Context:
-    """What has been said and shown, with the poorer contexts that guidance needs."""
+    """What has been said and shown, with the poorer contexts that guidance needs.
+
+    Args:
+        model: BagelModel, bare or wrapped by an engine
+        special: Of the tokenizer
+        rules: Of the model
+        vae: AutoencoderKL, where images are drawn after images
+        device: Of the model
+    """
 
     def __init__(
         self,
@@ -371,7 +493,11 @@ class Context:
         self,
         ids: Sequence[int],  # Without bos and eos
     ):
-        """Read a text."""
+        """Read a text.
+
+        Args:
+            ids: Without bos and eos
+        """
         self.no_text = self.full.copy()
         for cache in (self.full, self.no_image):
             prefill_text(self.model, cache, ids, self.special, self.device)
@@ -380,7 +506,11 @@ class Context:
         self,
         ids: Sequence[int],  # Without bos and eos
     ):
-        """Read a text that guidance does not leave out."""
+        """Read a text that guidance does not leave out.
+
+        Args:
+            ids: Without bos and eos
+        """
         self.text(ids)
         self.no_text = self.full.copy()
 
@@ -388,7 +518,11 @@ class Context:
         self,
         ids: Sequence[int],  # Of `generate_text`
     ):
-        """Read what the model itself has written."""
+        """Read what the model itself has written.
+
+        Args:
+            ids: Of `generate_text`
+        """
         prefill_text(self.model, self.full, ids, self.special, self.device)
 
     def image(
@@ -396,7 +530,12 @@ class Context:
         seen: Tensor,  # Pixels (3,H,W) for the vision tower
         pixels: Tensor | None = None,  # (3,H,W) for the autoencoder, when something will be drawn
     ):
-        """Read an image."""
+        """Read an image.
+
+        Args:
+            seen: Pixels (3,H,W) for the vision tower
+            pixels: (3,H,W) for the autoencoder, when something will be drawn
+        """
         model, special, rules = self.model, self.special, self.rules
         if pixels is not None:
             with torch.no_grad():
@@ -414,7 +553,15 @@ class Context:
         noise: Tensor,  # Standard normal (C,h,w)
         guidance: Guidance | None = None,  # None = that of text to image
     ) -> Tensor:  # (C,h,w) clean latents
-        """Draw."""
+        """Draw.
+
+        Args:
+            noise: Standard normal (C,h,w)
+            guidance: None = that of text to image
+
+        Returns:
+            (C,h,w) clean latents
+        """
         noise = noise.to(self.device)
         contexts = (self.no_text, self.no_image)
         return generate_image(
@@ -431,7 +578,16 @@ def input_pixels(
     vae_rule: Resize = IMAGE_SIZE,  # Its first size, and that for the autoencoder
     vit_rule: Resize = SEEN_SIZE,  # Size for the vision tower, made of the first
 ) -> tuple[Tensor, Tensor]:  # For the tower, for the autoencoder: (3,H,W) in [-1,1]
-    """An input image as the model reads it. Raises DataError for a damaged file."""
+    """An input image as the model reads it. Raises DataError for a damaged file.
+
+    Args:
+        path: Image file
+        vae_rule: Its first size, and that for the autoencoder
+        vit_rule: Size for the vision tower, made of the first
+
+    Returns:
+        For the tower, for the autoencoder: (3,H,W) in [-1,1]
+    """
 
     def fitted(image: Image.Image, rule: Resize) -> Image.Image:
         return resized(image, *rule.size(*image.size))
@@ -456,7 +612,26 @@ def respond(
     device: torch.device | str = "cpu",  # Of the model
     **how,  # max_tokens, temperature, same_calls of `generate_text`
 ) -> tuple[str, Tensor | None]:  # Text (the answer, or the thought), pixels (3,H,W) in [-1,1]
-    """Answer or draw."""
+    """Answer or draw.
+
+    Args:
+        model: BagelModel, bare or wrapped by an engine
+        encoders: `Bagel.load_encoders`
+        inputs: Texts, and ('image', path)
+        special: Of the tokenizer
+        height: Of the picture to draw; 0 = write a text
+        width: Likewise
+        system: Think first: this text asks for it
+        guidance: Of a picture; None = that of text to image
+        generator: On the CPU: noise and sampled text
+        vae_rule: Sizes of input images, see `input_pixels`
+        vit_rule: ... for the vision tower
+        device: Of the model
+        **how: max_tokens, temperature, same_calls of `generate_text`
+
+    Returns:
+        Text (the answer, or the thought), pixels (3,H,W) in [-1,1]
+    """
     config, tokenizer = config_of(model), encoders.tokenizers["tokenizer"]
     rules = PackingRules.from_config(config, special)
     context = Context(model, special, rules, encoders.vae, device)

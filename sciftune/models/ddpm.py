@@ -40,7 +40,11 @@ PUBLISHED = dict(
 
 @lru_cache
 def alphas_cumprod() -> Tensor:  # (1000,), fp32
-    """The signal's share of the variance after each timestep."""
+    """The signal's share of the variance after each timestep.
+
+    Returns:
+        (1000,), fp32
+    """
     return diffusers.DDPMScheduler(**PUBLISHED).alphas_cumprod
 
 
@@ -48,7 +52,14 @@ def alphas_cumprod() -> Tensor:  # (1000,), fp32
 def timesteps_of(
     sigma: Tensor,  # (B,) in [0, 1]
 ) -> Tensor:  # (B,) integers in [0, 999]
-    """The integer timestep nearest to `sigma`."""
+    """The integer timestep nearest to `sigma`.
+
+    Args:
+        sigma: (B,) in [0, 1]
+
+    Returns:
+        (B,) integers in [0, 999]
+    """
     return (sigma.double() * STEPS).round().long().clamp(0, STEPS - 1)
 
 
@@ -58,7 +69,16 @@ def level(
     t: Tensor,  # (B,) integer timesteps
     like: Tensor,  # (B, ...) gives the number of dimensions
 ) -> Tensor:  # (B, 1, ...)
-    """`alphas` at `t`, shaped to multiply `like`."""
+    """`alphas` at `t`, shaped to multiply `like`.
+
+    Args:
+        alphas: (1000,) cumulative products
+        t: (B,) integer timesteps
+        like: (B, ...) gives the number of dimensions
+
+    Returns:
+        (B, 1, ...)
+    """
     return alphas.to(like.device)[t].view(-1, *[1] * (like.ndim - 1))
 
 
@@ -68,7 +88,17 @@ def add_noise(
     t: Tensor,  # (B,) integer timesteps
     alphas: Tensor,  # (1000,)
 ) -> Tensor:  # (B, ...) fp32
-    """The noised latents $x_t$."""
+    """The noised latents $x_t$.
+
+    Args:
+        x0: (B, ...) clean latents
+        noise: (B, ...) unit normal
+        t: (B,) integer timesteps
+        alphas: (1000,)
+
+    Returns:
+        (B, ...) fp32
+    """
     a = level(alphas, t, x0)
     return a.sqrt() * x0.to(a.dtype) + (1 - a).sqrt() * noise.to(a.dtype)
 
@@ -79,7 +109,17 @@ def x0_from_eps(
     t: Tensor,  # (B,) integer timesteps
     alphas: Tensor,  # (1000,)
 ) -> Tensor:  # (B, ...) in the dtype of `alphas`
-    """The clean latents that `eps` implies, worked out in float64."""
+    """The clean latents that `eps` implies, worked out in float64.
+
+    Args:
+        x: (B, ...) noised latents
+        eps: (B, ...) predicted noise
+        t: (B,) integer timesteps
+        alphas: (1000,)
+
+    Returns:
+        (B, ...) in the dtype of `alphas`
+    """
     a = level(alphas.double(), t, x)
     return ((x.double() - (1 - a).sqrt() * eps.double()) / a.sqrt()).to(alphas.dtype)
 
@@ -91,7 +131,17 @@ def min_snr_weights(
     alphas: Tensor = None,  # (1000,), those of Stable Diffusion by default
     prediction: str = "epsilon",  # or 'v_prediction'
 ) -> Tensor:  # (B,) in [0, 1]
-    """Weights of the loss after Min-SNR."""
+    """Weights of the loss after Min-SNR.
+
+    Args:
+        t: (B,) integer timesteps
+        gamma: Largest signal-to-noise ratio that counts in full
+        alphas: (1000,), those of Stable Diffusion by default
+        prediction: or 'v_prediction'
+
+    Returns:
+        (B,) in [0, 1]
+    """
     if not gamma > 0:
         raise ValueError(
             f"gamma is {gamma}; a positive signal-to-noise ratio is needed (5 is usual)"
@@ -107,7 +157,16 @@ def epsilon_loss(
     noise: Tensor,  # (B, ...) the noise in the input
     weight: Tensor = None,  # (B,), None = all one
 ) -> Tensor:  # Scalar, fp32
-    """Mean squared error of the predicted noise."""
+    """Mean squared error of the predicted noise.
+
+    Args:
+        pred: (B, ...) predicted noise
+        noise: (B, ...) the noise in the input
+        weight: (B,), None = all one
+
+    Returns:
+        Scalar, fp32
+    """
     per_sample = (pred.float() - noise.float()).square().flatten(1).mean(1)
     return (per_sample if weight is None else per_sample * weight).mean()
 
@@ -119,7 +178,14 @@ PREDICTIONS = ("epsilon", "v_prediction")  # What a network may predict
 def scheduler_betas(
     config: Mapping,  # Contents of scheduler_config.json
 ) -> Tensor:  # (1000,), fp32
-    """The betas of a scheduler. Raises RecipeError where it has none, or not a thousand."""
+    """The betas of a scheduler. Raises RecipeError where it has none, or not a thousand.
+
+    Args:
+        config: Contents of scheduler_config.json
+
+    Returns:
+        (1000,), fp32
+    """
     scheduler = build_scheduler(config, "DDPMScheduler")
     betas = getattr(scheduler, "betas", None)
     if not torch.is_tensor(betas):
@@ -144,7 +210,12 @@ def scheduler_betas(
 
 
 class NoiseSchedule:
-    """How latents are noised, and what the network predicts."""
+    """How latents are noised, and what the network predicts.
+
+    Args:
+        betas: (1000,), those of Stable Diffusion by default
+        prediction: Of `PREDICTIONS`
+    """
 
     def __init__(
         self,
@@ -160,7 +231,11 @@ class NoiseSchedule:
         cls,
         config: Mapping,  # Contents of scheduler_config.json
     ) -> "NoiseSchedule":
-        """The schedule of a folder. Raises RecipeError for one that cannot be trained."""
+        """The schedule of a folder. Raises RecipeError for one that cannot be trained.
+
+        Args:
+            config: Contents of scheduler_config.json
+        """
         prediction = config.get("prediction_type", "epsilon")
         if prediction not in PREDICTIONS:
             raise RecipeError(
@@ -188,7 +263,16 @@ class NoiseSchedule:
         noise: Tensor,  # (B, ...) unit normal
         t: Tensor,  # (B,) integer timesteps
     ) -> Tensor:  # (B, ...) fp32
-        """The noised latents."""
+        """The noised latents.
+
+        Args:
+            x0: (B, ...) clean latents
+            noise: (B, ...) unit normal
+            t: (B,) integer timesteps
+
+        Returns:
+            (B, ...) fp32
+        """
         return add_noise(x0, noise, t, self.alphas)
 
     def target(
@@ -197,7 +281,16 @@ class NoiseSchedule:
         noise: Tensor,  # (B, ...) the noise in the input
         t: Tensor,  # (B,) integer timesteps
     ) -> Tensor:  # (B, ...) fp32
-        """What the network should predict: the noise or the velocity."""
+        """What the network should predict: the noise or the velocity.
+
+        Args:
+            x0: (B, ...) clean latents
+            noise: (B, ...) the noise in the input
+            t: (B,) integer timesteps
+
+        Returns:
+            (B, ...) fp32
+        """
         if self.prediction == "epsilon":
             return noise.float()
         a = level(self.alphas, t, x0)
@@ -210,7 +303,17 @@ class NoiseSchedule:
         t: Tensor,  # (B,) integer timesteps
         dtype: torch.dtype = torch.float32,  # Of the result
     ) -> Tensor:  # (B, ...)
-        """The clean latents that a prediction implies, worked out in float64."""
+        """The clean latents that a prediction implies, worked out in float64.
+
+        Args:
+            x: (B, ...) noised latents
+            made: (B, ...) the network's prediction
+            t: (B,) integer timesteps
+            dtype: Of the result
+
+        Returns:
+            (B, ...)
+        """
         if self.prediction == "epsilon":
             return x0_from_eps(x, made, t, self.alphas.to(dtype))
         a = level(self.alphas.double(), t, x)
@@ -221,5 +324,13 @@ class NoiseSchedule:
         t: Tensor,  # (B,) integer timesteps
         gamma: float,  # Largest signal-to-noise ratio that counts in full
     ) -> Tensor:  # (B,) in [0, 1]
-        """Min-SNR weights of the loss of this prediction."""
+        """Min-SNR weights of the loss of this prediction.
+
+        Args:
+            t: (B,) integer timesteps
+            gamma: Largest signal-to-noise ratio that counts in full
+
+        Returns:
+            (B,) in [0, 1]
+        """
         return min_snr_weights(t, gamma, self.alphas, self.prediction)

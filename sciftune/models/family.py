@@ -87,7 +87,14 @@ VOCABULARIES = (
 def pack(
     x: Tensor,  # Latent image (B,C,h,w), h and w even
 ) -> Tensor:  # Tokens (B, h/2*w/2, 4C)
-    """Cut an image into tokens of 2x2 pixels, row by row."""
+    """Cut an image into tokens of 2x2 pixels, row by row.
+
+    Args:
+        x: Latent image (B,C,h,w), h and w even
+
+    Returns:
+        Tokens (B, h/2*w/2, 4C)
+    """
     b, c, h, w = x.shape
     patches = x.reshape(b, c, h // 2, 2, w // 2, 2).permute(0, 2, 4, 1, 3, 5)
     return patches.reshape(b, h // 2 * (w // 2), 4 * c)
@@ -99,7 +106,16 @@ def unpack(
     rows: int,  # Token rows = h/2
     cols: int,  # Token columns = w/2
 ) -> Tensor:  # Latent image (B,C,h,w)
-    """Inverse of `pack`."""
+    """Inverse of `pack`.
+
+    Args:
+        tokens: Tokens (B,N,4C)
+        rows: Token rows = h/2
+        cols: Token columns = w/2
+
+    Returns:
+        Latent image (B,C,h,w)
+    """
     b, _, c = tokens.shape
     patches = tokens.reshape(b, rows, cols, c // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
     return patches.reshape(b, c // 4, 2 * rows, 2 * cols)
@@ -109,14 +125,28 @@ def unpack(
 def patchify(
     x: Tensor,  # Latent image (B,C,h,w), h and w even
 ) -> Tensor:  # (B,4C,h/2,w/2)
-    """Move each 2x2 patch into the channels."""
+    """Move each 2x2 patch into the channels.
+
+    Args:
+        x: Latent image (B,C,h,w), h and w even
+
+    Returns:
+        (B,4C,h/2,w/2)
+    """
     return nn.functional.pixel_unshuffle(x, 2)
 
 
 def unpatchify(
     x: Tensor,  # (B,4C,h/2,w/2)
 ) -> Tensor:  # Latent image (B,C,h,w)
-    """Inverse of `patchify`."""
+    """Inverse of `patchify`.
+
+    Args:
+        x: (B,4C,h/2,w/2)
+
+    Returns:
+        Latent image (B,C,h,w)
+    """
     return nn.functional.pixel_shuffle(x, 2)
 
 
@@ -128,7 +158,18 @@ def mmdit_flops(
     text_tokens: int,  # T
     matrices: int = 24,  # m, linear FLOPs per token and block in units of d^2
 ) -> float:  # FLOPs of one forward pass, one sample; a multiply-add is 2
-    """Forward FLOPs of a joint-attention transformer."""
+    """Forward FLOPs of a joint-attention transformer.
+
+    Args:
+        blocks: L, double and single alike
+        width: d
+        image_tokens: N
+        text_tokens: T
+        matrices: m, linear FLOPs per token and block in units of d^2
+
+    Returns:
+        FLOPs of one forward pass, one sample; a multiply-add is 2
+    """
     s = image_tokens + text_tokens
     return float(blocks * (matrices * width**2 * s + 4 * width * s**2))
 
@@ -138,7 +179,12 @@ def build_scheduler(
     config: Mapping,  # Contents of scheduler_config.json
     default: str,  # Class where the configuration names none
 ) -> diffusers.SchedulerMixin:
-    """The scheduler of a configuration. Raises RecipeError where diffusers cannot build it."""
+    """The scheduler of a configuration. Raises RecipeError where diffusers cannot build it.
+
+    Args:
+        config: Contents of scheduler_config.json
+        default: Class where the configuration names none
+    """
     name = config.get("_class_name", default)
     kind = getattr(diffusers, name, None)
     if not (isinstance(kind, type) and issubclass(kind, diffusers.SchedulerMixin)):
@@ -160,7 +206,17 @@ def flow_scheduler(
     mu: float,  # Resolution shift; without effect unless the schedule shifts dynamically
     default: str = "FlowMatchEulerDiscreteScheduler",  # Class where it names none
 ) -> diffusers.SchedulerMixin:  # At its first timestep
-    """The scheduler of a flow model, set to the pipeline's noise levels."""
+    """The scheduler of a flow model, set to the pipeline's noise levels.
+
+    Args:
+        config: Scheduler configuration
+        steps: Denoising steps
+        mu: Resolution shift; without effect unless the schedule shifts dynamically
+        default: Class where it names none
+
+    Returns:
+        At its first timestep
+    """
     if steps < 1:
         raise ValueError(f"validation needs at least one sampling step, got {steps}")
     scheduler = build_scheduler(config, default)
@@ -186,7 +242,14 @@ def step_options(
     scheduler: diffusers.SchedulerMixin,
     noise: Tensor,  # Where the pictures begin (B,C,h,w)
 ) -> dict:  # For `scheduler.step`
-    """A generator for each picture, where the scheduler takes one."""
+    """A generator for each picture, where the scheduler takes one.
+
+    Args:
+        noise: Where the pictures begin (B,C,h,w)
+
+    Returns:
+        For `scheduler.step`
+    """
     if "generator" not in inspect.signature(scheduler.step).parameters:
         return {}
     seeds = noise.float().flatten(1)[:, 0].cpu().view(torch.int32).tolist()
@@ -198,7 +261,15 @@ def scaled_input(
     x: Tensor,  # Noisy latents (B,C,h,w)
     step: Tensor,  # Timestep, a scalar
 ) -> Tensor:  # (B,C,h,w)
-    """What a network sees of `x`; schedulers of flow models scale nothing and have no such rule."""
+    """What a network sees of `x`; schedulers of flow models scale nothing and have no such rule.
+
+    Args:
+        x: Noisy latents (B,C,h,w)
+        step: Timestep, a scalar
+
+    Returns:
+        (B,C,h,w)
+    """
     scale = getattr(scheduler, "scale_model_input", None)
     return x if scale is None else scale(x, step)
 
@@ -208,7 +279,15 @@ def linear_mu(
     schedule: Mapping,  # Scheduler configuration with base/max shift and their token counts
     tokens: int,  # Image tokens N
 ) -> float:  # mu
-    """Resolution shift on a straight line in the number of tokens."""
+    """Resolution shift on a straight line in the number of tokens.
+
+    Args:
+        schedule: Scheduler configuration with base/max shift and their token counts
+        tokens: Image tokens N
+
+    Returns:
+        mu
+    """
     n0 = schedule.get("base_image_seq_len", 256)
     n1 = schedule.get("max_image_seq_len", 4096)
     m0, m1 = schedule.get("base_shift", 0.5), schedule.get("max_shift", 1.15)
@@ -219,7 +298,14 @@ def linear_mu(
 def check_captions(
     captions: list[str],  # Texts
 ) -> list[str]:  # The same
-    """ValueError unless `captions` is a non-empty list of str."""
+    """ValueError unless `captions` is a non-empty list of str.
+
+    Args:
+        captions: Texts
+
+    Returns:
+        The same
+    """
     whole = not isinstance(captions, str) and len(captions)
     if not whole or not all(isinstance(c, str) for c in captions):
         raise ValueError(f"captions must be a non-empty list of str, got {captions!r:.80}")
@@ -234,6 +320,13 @@ def stack_rows(
     """Stack captions of one length.
 
     Raises ValueError when lengths differ, as padding afterwards would change the conditioning.
+
+    Args:
+        rows: Encoded captions, dicts of tensors with the same names
+        pad_to: The length that is asked for, None = whatever they have
+
+    Returns:
+        Batched tensors
     """
     lengths = sorted({len(r["text"]) for r in rows})
     if lengths != [pad_to or lengths[0]]:
@@ -248,7 +341,14 @@ def stack_rows(
 def compute_dtype(
     denoiser: nn.Module,  # Denoiser, bare or wrapped by a strategy
 ) -> torch.dtype:  # Type of its floating parameters
-    """The type in which a denoiser wants its inputs."""
+    """The type in which a denoiser wants its inputs.
+
+    Args:
+        denoiser: Denoiser, bare or wrapped by a strategy
+
+    Returns:
+        Type of its floating parameters
+    """
     return next(p.dtype for p in denoiser.parameters() if p.is_floating_point())
 
 
@@ -256,7 +356,14 @@ def compute_dtype(
 def stack_sizes(
     latents: list[Tensor],  # (C,h,w) each
 ) -> tuple[Tensor, list | None]:  # (B,C,H,W), and (h,w) of each where they differ
-    """Stack latents in the top left corner of the largest height and width."""
+    """Stack latents in the top left corner of the largest height and width.
+
+    Args:
+        latents: (C,h,w) each
+
+    Returns:
+        (B,C,H,W), and (h,w) of each where they differ
+    """
     sizes = [tuple(x.shape[-2:]) for x in latents]
     if len(set(sizes)) == 1:
         return torch.stack(latents), None
@@ -272,7 +379,15 @@ def image_mask(
     width: int,
     device: torch.device = "cpu",  # Where the mask is made
 ) -> Tensor:  # (B,height,width), True = part of the image
-    """Tell image from padding."""
+    """Tell image from padding.
+
+    Args:
+        sizes: (h,w) of each sample
+        device: Where the mask is made
+
+    Returns:
+        (B,height,width), True = part of the image
+    """
     h, w = torch.tensor([list(size) for size in sizes], device=device)[..., None, None].unbind(1)
     row = torch.arange(height, device=device)[None, :, None]
     column = torch.arange(width, device=device)[None, None]
@@ -285,7 +400,17 @@ def attended(
     patch: int,  # Latent pixels per token side
     text: Tensor,  # (B,T), 0 = padding of a caption that is not attended to
 ) -> Tensor:  # (B,1,1,T+N), True = attended to
-    """The mask over [text, image] of a joint attention."""
+    """The mask over [text, image] of a joint attention.
+
+    Args:
+        sizes: (h,w) of each sample
+        x: Latents (B,C,H,W)
+        patch: Latent pixels per token side
+        text: (B,T), 0 = padding of a caption that is not attended to
+
+    Returns:
+        (B,1,1,T+N), True = attended to
+    """
     image = image_mask(sizes, *x.shape[2:], x.device)[:, ::patch, ::patch].flatten(1)
     return torch.cat((text.bool(), image), 1)[:, None, None]
 
@@ -294,7 +419,14 @@ def attended(
 def stack_references(
     rows: list[list[Tensor]],  # Of each sample: latents (C,h,w) of its references, in order
 ) -> dict:  # references [(B,C,H,W)], reference_masks [(B,H,W)] where they differ; {} without any
-    """The reference images of a micro-batch, for the conditioning."""
+    """The reference images of a micro-batch, for the conditioning.
+
+    Args:
+        rows: Of each sample: latents (C,h,w) of its references, in order
+
+    Returns:
+        references [(B,C,H,W)], reference_masks [(B,H,W)] where they differ; {} without any
+    """
     places = max(map(len, rows))
     if not places:
         return {}
@@ -321,7 +453,17 @@ def mask_with_references(
     patch: int,  # Latent pixels per token side
     text: Tensor,  # (B,T), 0 = padding of a caption that is not attended to
 ) -> Tensor | None:  # (B,1,1,T+N+R), True = attended to; None = all of image and references
-    """The mask over [text, image, references] of a joint attention."""
+    """The mask over [text, image, references] of a joint attention.
+
+    Args:
+        conditioning: Of `collate`, with `sizes` and what `stack_references` gave
+        x: Latents (B,C,H,W)
+        patch: Latent pixels per token side
+        text: (B,T), 0 = padding of a caption that is not attended to
+
+    Returns:
+        (B,1,1,T+N+R), True = attended to; None = all of image and references
+    """
     sizes, masks = conditioning.get("sizes"), conditioning.get("reference_masks")
     if sizes is None and masks is None:
         return None
@@ -338,7 +480,14 @@ def mask_with_references(
 def references_of(
     conditioning: Mapping,  # Of `collate`, perhaps with references
 ) -> list[Tensor]:  # (B,C,H,W) each
-    """The reference latents of a micro-batch."""
+    """The reference latents of a micro-batch.
+
+    Args:
+        conditioning: Of `collate`, perhaps with references
+
+    Returns:
+        (B,C,H,W) each
+    """
     return conditioning.get("references", [])
 
 
@@ -348,7 +497,12 @@ def user_turn(
     caption: str,
     thinking: bool,  # Whether the answer that follows may begin with thoughts
 ) -> str:
-    """Put a caption into the tokenizer's chat template, up to where the answer begins."""
+    """Put a caption into the tokenizer's chat template, up to where the answer begins.
+
+    Args:
+        tokenizer: With a chat template
+        thinking: Whether the answer that follows may begin with thoughts
+    """
     return tokenizer.apply_chat_template(
         [dict(role="user", content=caption)],
         tokenize=False,
@@ -362,7 +516,15 @@ def own_mean(
     values: Tensor,  # (B,C,h,w), or (B,...) where all samples have one size
     sizes: list | None = None,  # (h,w) of each sample; None = the whole
 ) -> Tensor:  # (B,)
-    """Mean over the latents of each sample's image, without the padding beside it."""
+    """Mean over the latents of each sample's image, without the padding beside it.
+
+    Args:
+        values: (B,C,h,w), or (B,...) where all samples have one size
+        sizes: (h,w) of each sample; None = the whole
+
+    Returns:
+        (B,)
+    """
     if sizes is None:
         return values.flatten(1).mean(1)
     mask = image_mask(sizes, *values.shape[2:], values.device)[:, None]
@@ -374,7 +536,14 @@ def own_mean(
 def image_batch(
     pictures: Iterable[np.ndarray],  # (H,W,3) uint8 each, of one size, as `data.images.pixels`
 ) -> Tensor:  # (B,3,H,W) fp32 in [-1,1], as `Family.encode_images` wants them
-    """Pictures as the input of an encoder: x/127.5 - 1."""
+    """Pictures as the input of an encoder: x/127.5 - 1.
+
+    Args:
+        pictures: (H,W,3) uint8 each, of one size, as `data.images.pixels`
+
+    Returns:
+        (B,3,H,W) fp32 in [-1,1], as `Family.encode_images` wants them
+    """
     rows = [torch.from_numpy(picture).permute(2, 0, 1) for picture in pictures]
     return torch.stack(rows).float() / 127.5 - 1
 
@@ -382,7 +551,12 @@ def image_batch(
 # %% ../../nbs/4_models/02_family.ipynb #f0939249
 @dataclass
 class Encoders:
-    """Frozen helpers of a denoiser: VAE, text encoders and tokenizers by component name."""
+    """Frozen helpers of a denoiser: VAE, text encoders and tokenizers by component name.
+
+    Attributes:
+        text: component name -> module
+        tokenizers: component name -> tokenizer
+    """
 
     vae: nn.Module = None
     text: dict = field(default_factory=dict)  # component name -> module
@@ -408,7 +582,33 @@ class Encoders:
 
 # %% ../../nbs/4_models/02_family.ipynb #24ea0361
 class Family(ABC):
-    """One kind of image generator: how it loads, encodes, predicts, samples and saves."""
+    """One kind of image generator: how it loads, encodes, predicts, samples and saves.
+
+    Attributes:
+        record: What others know about it without importing it
+        denoiser_class: diffusers class of the trained network
+        denoiser_component: Its sub-folder
+        vae_class: diffusers autoencoder
+        text_components: Sub-folders read for captions
+        real_config: Published denoiser configuration
+        schedule: Published scheduler configuration
+        scheduler_class: Where it names no class
+        posterior: or "mode": latents are the VAE's mean
+        size_multiple: Height and width must be multiples of it
+        latent_channels: C of the model-space latents (B,C,h,w)
+        latent_factor: Pixels per latent pixel
+        token_factor: Pixels per token side
+        mixes_sizes: Whether padding beside a smaller image can be hidden from it
+        text_tokens: Caption length at inference
+        max_text_tokens: Longest caption that the model has room for
+        negative_caption: Unconditional prompt, also for caption dropout
+        default_guidance: Classifier-free guidance of the pipeline
+        lora_targets: Endings of the names of the layers that adapters go to
+        lora_layout: File format of adapters; or "peft"
+        weights_stem: File name of exported weights
+        sharded_weights: Whether an export may be several files
+        tiny_variants: Arguments of `build_tiny` and their defaults
+    """
 
     record: FamilyRecord  # What others know about it without importing it
     denoiser_class: str = ""  # diffusers class of the trained network
@@ -500,7 +700,14 @@ class Family(ABC):
         revision: str = None,  # Hub revision
         weights: bool = True,  # False = a hub is asked for configurations only
     ) -> Path:
-        """Checked pipeline folder of this family; ValueError for another model's."""
+        """Checked pipeline folder of this family; ValueError for another model's.
+
+        Args:
+            path: Diffusers folder or hub id
+            components: Sub-folders that must be there, None = the denoiser's
+            revision: Hub revision
+            weights: False = a hub is asked for configurations only
+        """
         wanted = (self.denoiser_component,) if components is None else components
         folder = resolve_folder(path, wanted, revision, weights)
         found = pipeline_index(folder)["_class_name"]
@@ -542,7 +749,15 @@ class Family(ABC):
         revision: str = None,  # Hub revision
         prepare: Callable[[nn.Module], object] = None,  # Changes the denoiser while it is on meta
     ) -> nn.Module:
-        """Denoiser with its weights, each read once into `dtype` on `device`."""
+        """Denoiser with its weights, each read once into `dtype` on `device`.
+
+        Args:
+            path: Diffusers folder or hub id
+            dtype: Type of its parameters
+            device: Where it goes
+            revision: Hub revision
+            prepare: Changes the denoiser while it is on meta
+        """
         model = self.empty_denoiser(path, revision)
         if prepare:
             prepare(model)
@@ -556,7 +771,14 @@ class Family(ABC):
         seed: int = 0,
         prepare: Callable[[nn.Module], object] = None,  # Changes the denoiser while it is on meta
     ) -> nn.Module:
-        """Denoiser of any size with random weights made on `device`, for benchmarks."""
+        """Denoiser of any size with random weights made on `device`, for benchmarks.
+
+        Args:
+            config: Its size, None = the published one
+            dtype: Type of its parameters
+            device: Where they are made
+            prepare: Changes the denoiser while it is on meta
+        """
         model = self.empty_denoiser(config)
         if prepare:
             prepare(model)
@@ -573,7 +795,14 @@ class Family(ABC):
         device: torch.device = "cpu",  # Where it goes
         revision: str = None,  # Hub revision
     ) -> nn.Module:
-        """The frozen VAE alone: all that decoding needs."""
+        """The frozen VAE alone: all that decoding needs.
+
+        Args:
+            path: Diffusers folder or hub id
+            dtype: Type of its parameters
+            device: Where it goes
+            revision: Hub revision
+        """
         folder = self.resolve(path, ("vae",), revision) / "vae"
         component_config(folder, self.vae_class)
         weight_files(folder)
@@ -584,7 +813,14 @@ class Family(ABC):
         self,
         folder: Path,  # Component folder of a text encoder
     ) -> tuple[str, transformers.PretrainedConfig]:  # transformers class, its configuration
-        """What is built of a text encoder: as a rule all that model_index.json names."""
+        """What is built of a text encoder: as a rule all that model_index.json names.
+
+        Args:
+            folder: Component folder of a text encoder
+
+        Returns:
+            transformers class, its configuration
+        """
         kind = pipeline_index(folder.parent).get(folder.name, [None, None])[1]
         if kind is None or not hasattr(transformers, kind):
             raise ValueError(f"{folder.parent / 'model_index.json'} names no {folder.name}")
@@ -601,7 +837,12 @@ class Family(ABC):
         path: str | Path,  # Diffusers folder or hub id
         revision: str = None,  # Hub revision
     ) -> int:
-        """Parameters of all text encoders as they are loaded, from their configurations alone."""
+        """Parameters of all text encoders as they are loaded, from their configurations alone.
+
+        Args:
+            path: Diffusers folder or hub id
+            revision: Hub revision
+        """
         folder = self.resolve(path, self.text_components, revision, weights=False)
         encoders = [c for c in self.text_components if not c.startswith("tokenizer")]
         return sum(text_encoder_numel(*self.text_model(folder / name)) for name in encoders)
@@ -616,7 +857,14 @@ class Family(ABC):
         self,
         folder: str | Path,  # Pipeline folder on this machine
     ) -> dict[str, transformers.PreTrainedTokenizerBase]:  # By component
-        """The tokenizers alone: all that counting tokens needs."""
+        """The tokenizers alone: all that counting tokens needs.
+
+        Args:
+            folder: Pipeline folder on this machine
+
+        Returns:
+            By component
+        """
         names = [name for name in self.text_components if name.startswith("tokenizer")]
         return {name: self.load_tokenizer(Path(folder) / name) for name in names}
 
@@ -625,7 +873,11 @@ class Family(ABC):
         tokenizer: transformers.PreTrainedTokenizerBase,  # One of the model's
         caption: str,
     ) -> str:
-        """What a tokenizer is given for a caption: with the model's template, where it has one."""
+        """What a tokenizer is given for a caption: with the model's template, where it has one.
+
+        Args:
+            tokenizer: One of the model's
+        """
         return caption
 
     def token_limit(
@@ -634,7 +886,13 @@ class Family(ABC):
         tokenizer: transformers.PreTrainedTokenizerBase,  # The tokenizer
         text_tokens: int = None,  # Of the recipe, None = at inference's length
     ) -> int:
-        """Tokens of `tokenized_text` after which a caption is cut for this text encoder."""
+        """Tokens of `tokenized_text` after which a caption is cut for this text encoder.
+
+        Args:
+            component: Name of a tokenizer in `text_components`
+            tokenizer: The tokenizer
+            text_tokens: Of the recipe, None = at inference's length
+        """
         return self.check_text_tokens(text_tokens)
 
     def load_encoders(
@@ -645,7 +903,15 @@ class Family(ABC):
         revision: str = None,  # Hub revision
         parts: tuple = ("vae", "text"),  # Both, or one of them
     ) -> Encoders:
-        """Frozen VAE and text encoders with their tokenizers."""
+        """Frozen VAE and text encoders with their tokenizers.
+
+        Args:
+            path: Diffusers folder or hub id
+            dtype: Type of the modules
+            device: Where they go
+            revision: Hub revision
+            parts: Both, or one of them
+        """
         if set(parts) - {"vae", "text"}:
             raise ValueError(f"parts must be of 'vae' and 'text', got {parts}")
         encoders = Encoders()
@@ -666,7 +932,11 @@ class Family(ABC):
         self,
         pixels: Tensor,  # (B,3,H,W)
     ):
-        """ValueError unless `pixels` is a batch of RGB pictures of a size that suits the family."""
+        """ValueError unless `pixels` is a batch of RGB pictures of a size that suits the family.
+
+        Args:
+            pixels: (B,3,H,W)
+        """
         if pixels.ndim != 4 or pixels.shape[1] != 3 or not pixels.is_floating_point():
             raise ValueError(
                 "pixels must be floating (B,3,H,W) in [-1,1], "
@@ -680,14 +950,26 @@ class Family(ABC):
         encoders: Encoders,
         pixels: Tensor,  # (B,3,H,W) in [-1,1]
     ) -> dict[str, Tensor]:
-        """{'mean'[, 'scale']}, each (B,C,h,w) fp32 in model space; see `latents`."""
+        """{'mean'[, 'scale']}, each (B,C,h,w) fp32 in model space; see `latents`.
+
+        Args:
+            pixels: (B,3,H,W) in [-1,1]
+        """
 
     def latents(
         self,
         encoded: dict,  # Result of `encode_images`
         noise: Tensor = None,  # Standard normal (B,C,h,w), for a sampled posterior
     ) -> Tensor:  # x0 (B,C,h,w)
-        """The mean + scale*noise for a sampled posterior, the mean otherwise."""
+        """The mean + scale*noise for a sampled posterior, the mean otherwise.
+
+        Args:
+            encoded: Result of `encode_images`
+            noise: Standard normal (B,C,h,w), for a sampled posterior
+
+        Returns:
+            x0 (B,C,h,w)
+        """
         if "scale" not in encoded:
             return encoded["mean"]
         if noise is None:
@@ -704,7 +986,11 @@ class Family(ABC):
         captions: list[str],
         text_tokens: int = None,  # Where captions are cut, None = at inference's length
     ) -> list[dict]:
-        """One dict of tensors per caption, without batch dimension."""
+        """One dict of tensors per caption, without batch dimension.
+
+        Args:
+            text_tokens: Where captions are cut, None = at inference's length
+        """
 
     @abstractmethod
     def collate(
@@ -712,7 +998,12 @@ class Family(ABC):
         rows: list[dict],  # Of `encode_captions`
         pad_to: int = None,  # Common length, None = the longest
     ) -> dict:
-        """A batch of conditioning; a mask that is all ones becomes None."""
+        """A batch of conditioning; a mask that is all ones becomes None.
+
+        Args:
+            rows: Of `encode_captions`
+            pad_to: Common length, None = the longest
+        """
 
     # --- reference images
     def reference_fault(
@@ -720,7 +1011,14 @@ class Family(ABC):
         width: int,  # Of a reference image, pixels
         height: int,
     ) -> str:  # '' = it is taken
-        """Why the pipeline would refuse a reference image of this size."""
+        """Why the pipeline would refuse a reference image of this size.
+
+        Args:
+            width: Of a reference image, pixels
+
+        Returns:
+            '' = it is taken
+        """
         return ""
 
     def reference_size(
@@ -729,7 +1027,15 @@ class Family(ABC):
         height: int,
         side: int = 0,  # Of the square with the largest area; 0 = the pipeline's own
     ) -> tuple[int, int]:  # (height, width)
-        """The size at which the denoiser sees a reference image."""
+        """The size at which the denoiser sees a reference image.
+
+        Args:
+            width: Of a reference image, pixels
+            side: Of the square with the largest area; 0 = the pipeline's own
+
+        Returns:
+            (height, width)
+        """
         raise ValueError(f"{self.name} takes no reference images")
 
     def reference_pixels(
@@ -737,7 +1043,15 @@ class Family(ABC):
         image: Image.Image,  # RGB
         side: int = 0,  # Of the square with the largest area; 0 = the pipeline's own
     ) -> np.ndarray:  # (height, width, 3) uint8, of `reference_size`
-        """Scale and crop a reference image as the pipeline does."""
+        """Scale and crop a reference image as the pipeline does.
+
+        Args:
+            image: RGB
+            side: Of the square with the largest area; 0 = the pipeline's own
+
+        Returns:
+            (height, width, 3) uint8, of `reference_size`
+        """
         raise ValueError(f"{self.name} takes no reference images")
 
     def reference_tokens(self, height: int, width: int) -> int:
@@ -752,7 +1066,13 @@ class Family(ABC):
         text_tokens: int,
         references: int,  # Tokens of reference images
     ) -> float:
-        """`flops` of a sample that has reference images."""
+        """`flops` of a sample that has reference images.
+
+        Args:
+            config: Of the denoiser
+            height: Of the picture, pixels
+            references: Tokens of reference images
+        """
         if references:
             raise ValueError(f"{self.name} takes no reference images")
         return self.flops(config, height, width, text_tokens)
@@ -763,7 +1083,12 @@ class Family(ABC):
         x_t: Tensor,  # (B,C,h,w)
         sigma: Tensor,  # (B,)
     ):
-        """ValueError for a wrong shape, and (on CPU) for a sigma outside [0,1]."""
+        """ValueError for a wrong shape, and (on CPU) for a sigma outside [0,1].
+
+        Args:
+            x_t: (B,C,h,w)
+            sigma: (B,)
+        """
         if x_t.ndim != 4 or x_t.shape[1] != self.latent_channels:
             raise ValueError(
                 f"latents must be (B,{self.latent_channels},h,w), got {tuple(x_t.shape)}"
@@ -786,7 +1111,16 @@ class Family(ABC):
         sigma: Tensor,  # Noise levels (B,) in [0,1]
         conditioning: dict,  # Of `collate`
     ) -> Tensor:  # In the shape and type of x_t
-        """What the denoiser predicts: the velocity epsilon - x0 in a flow model."""
+        """What the denoiser predicts: the velocity epsilon - x0 in a flow model.
+
+        Args:
+            x_t: Noisy latents (B,C,h,w)
+            sigma: Noise levels (B,) in [0,1]
+            conditioning: Of `collate`
+
+        Returns:
+            In the shape and type of x_t
+        """
 
     @abstractmethod
     def decode(
@@ -794,7 +1128,14 @@ class Family(ABC):
         vae: nn.Module,
         x: Tensor,  # Latents (B,C,h,w)
     ) -> Tensor:  # Pixels (B,3,H,W) fp32 in [-1,1]
-        """Undo the normalisation and run the decoder."""
+        """Undo the normalisation and run the decoder.
+
+        Args:
+            x: Latents (B,C,h,w)
+
+        Returns:
+            Pixels (B,3,H,W) fp32 in [-1,1]
+        """
 
     # --- sampling
     def linear_mu(self, height: int, width: int, schedule: Mapping = None) -> float:
@@ -808,7 +1149,12 @@ class Family(ABC):
         steps: int = None,  # Of the sampler, where it matters
         schedule: Mapping = None,  # Scheduler configuration, None = the published one
     ) -> float:
-        """Mu of the pipeline's sampler at this size."""
+        """Mu of the pipeline's sampler at this size.
+
+        Args:
+            steps: Of the sampler, where it matters
+            schedule: Scheduler configuration, None = the published one
+        """
         return self.linear_mu(height, width, schedule)
 
     def sampling(self, path: str | Path = None, revision: str = None) -> dict:
@@ -831,7 +1177,11 @@ class Family(ABC):
         steps: int,
         schedule: Mapping = None,  # That of `sampling(path)`, None = the published one
     ) -> diffusers.SchedulerMixin:
-        """The scheduler of a configuration, at the timesteps that the pipeline visits."""
+        """The scheduler of a configuration, at the timesteps that the pipeline visits.
+
+        Args:
+            schedule: That of `sampling(path)`, None = the published one
+        """
         mu = self.shift_mu(height, width, steps, schedule)
         return flow_scheduler(schedule or self.schedule, steps, mu, self.scheduler_class)
 
@@ -841,7 +1191,13 @@ class Family(ABC):
         revision: str = None,  # Hub revision
         steps: int = 0,  # Of the sampler; 0 = the pipeline's
     ):
-        """RecipeError unless the folder's own scheduler suits this family; see `scheduler`."""
+        """RecipeError unless the folder's own scheduler suits this family; see `scheduler`.
+
+        Args:
+            path: Diffusers folder or hub id
+            revision: Hub revision
+            steps: Of the sampler; 0 = the pipeline's
+        """
         own, side = self.sampling(path, revision), 16 * self.size_multiple
         self.scheduler(side, side, steps or own["steps"], own["schedule"])
 
@@ -852,7 +1208,14 @@ class Family(ABC):
         steps: int,
         schedule: Mapping = None,  # That of `sampling(path)`, None = the published one
     ) -> Tensor:  # (steps+1,) from 1 to 0
-        """The noise levels of `scheduler`."""
+        """The noise levels of `scheduler`.
+
+        Args:
+            schedule: That of `sampling(path)`, None = the published one
+
+        Returns:
+            (steps+1,) from 1 to 0
+        """
         return self.scheduler(height, width, steps, schedule).sigmas.float()
 
     def guide(
@@ -861,7 +1224,15 @@ class Family(ABC):
         uncond: Tensor,  # Prediction without (B,C,h,w)
         scale: float,
     ) -> Tensor:  # (B,C,h,w)
-        """Classifier-free guidance: uncond + scale*(cond - uncond)."""
+        """Classifier-free guidance: uncond + scale*(cond - uncond).
+
+        Args:
+            cond: Prediction with the caption (B,C,h,w)
+            uncond: Prediction without (B,C,h,w)
+
+        Returns:
+            (B,C,h,w)
+        """
         return uncond + scale * (cond - uncond)
 
     def predict_at(
@@ -871,7 +1242,16 @@ class Family(ABC):
         t: Tensor,  # Timesteps of a scheduler (B,), 0 to 1000
         conditioning: dict,  # Of `collate`
     ) -> Tensor:  # In the shape and type of x_t
-        """What the denoiser predicts at a scheduler's timestep."""
+        """What the denoiser predicts at a scheduler's timestep.
+
+        Args:
+            x_t: Noisy latents (B,C,h,w)
+            t: Timesteps of a scheduler (B,), 0 to 1000
+            conditioning: Of `collate`
+
+        Returns:
+            In the shape and type of x_t
+        """
         return self.predict(denoiser, x_t, t.float() / 1000, conditioning)
 
     @torch.no_grad()
@@ -887,6 +1267,15 @@ class Family(ABC):
         """The scheduler's steps from noise to latents, with as many calls on every rank.
 
         The unconditional prediction sees the same reference images.
+
+        Args:
+            noise: Standard normal (B,C,h,w)
+            scheduler: Of `scheduler`; left as it is
+            unconditional: Guides when given and guidance > 1
+            guidance: None = the pipeline's
+
+        Returns:
+            Latents (B,C,h,w)
         """
         guidance = self.default_guidance if guidance is None else guidance
         guided = unconditional is not None and guidance > 1
@@ -940,6 +1329,13 @@ class Family(ABC):
         Weights are hard links where the file system allows it, and `out` appears only when it is
         complete, with the digests of all its files.
         Raises ValueError when the denoiser is incomplete or `out` is the base.
+
+        Args:
+            base: Folder or hub id that was trained from
+            component_folder: Trained denoiser
+            out: New folder
+            revision: Hub revision of the base
+            scheduler: In the place of the base's
         """
         component_folder, out = Path(component_folder), Path(out)
         index = pipeline_index(self.resolve(base, revision=revision, weights=False))
@@ -974,7 +1370,14 @@ class Family(ABC):
 def get_family(
     name: str,  # qwenimage, klein, klein4b, ...
 ) -> Family:  # Its family object
-    """Family by name; RegistryError (a ValueError) with the nearest name for an unknown one."""
+    """Family by name; RegistryError (a ValueError) with the nearest name for an unknown one.
+
+    Args:
+        name: qwenimage, klein, klein4b, ...
+
+    Returns:
+        Its family object
+    """
     return load(find_record("models", name))()
 
 
@@ -992,7 +1395,23 @@ def draw_pictures(
     text_tokens: int = None,  # Where captions are cut
     device: torch.device = "cpu",  # Where everything runs
 ) -> Tensor:  # (N,3,side,side) in [-1,1]
-    """Sample one picture per caption, by the folder's own scheduler."""
+    """Sample one picture per caption, by the folder's own scheduler.
+
+    Args:
+        family: Of the folder
+        folder: Pipeline folder
+        captions: One per picture
+        side: Pixels
+        steps: Of the sampler
+        guidance: Classifier-free
+        seed: Of the noise
+        batch: Pictures at once
+        text_tokens: Where captions are cut
+        device: Where everything runs
+
+    Returns:
+        (N,3,side,side) in [-1,1]
+    """
     encoders = family.load_encoders(folder, device=device)
     empty, *rows = family.encode_captions(
         encoders, [family.negative_caption, *captions], text_tokens

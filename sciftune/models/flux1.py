@@ -95,7 +95,16 @@ def t5_and_clip_states(
     captions: list[str],  # Captions
     text_tokens: int,  # T5 length of every result
 ) -> tuple[Tensor, Tensor]:  # T5 states (B,T,4096), pooled CLIP (B,768)
-    """Both encodings of each caption, pads included."""
+    """Both encodings of each caption, pads included.
+
+    Args:
+        encoders: text_encoder (CLIP) and text_encoder_2 (T5)
+        captions: Captions
+        text_tokens: T5 length of every result
+
+    Returns:
+        T5 states (B,T,4096), pooled CLIP (B,768)
+    """
     text = encoders.text["text_encoder_2"](_padded_ids(encoders, captions, "_2", text_tokens))[0]
     clip = encoders.text["text_encoder"](_padded_ids(encoders, captions, "", 77))
     return text, clip.pooler_output
@@ -108,7 +117,17 @@ def flux1_position_ids(
     device: torch.device = "cpu",  # Where they are made
     first: int = 0,  # The first column: 1 for a reference image of Kontext
 ) -> Tensor:  # (rows*cols, 3) int64
-    """Position ids of an image."""
+    """Position ids of an image.
+
+    Args:
+        rows: Token rows
+        cols: Token columns
+        device: Where they are made
+        first: The first column: 1 for a reference image of Kontext
+
+    Returns:
+        (rows*cols, 3) int64
+    """
     axes = torch.arange(rows, device=device), torch.arange(cols, device=device)
     row, col = torch.meshgrid(*axes, indexing="ij")
     return torch.stack([torch.full_like(row, first), row, col], dim=-1).reshape(-1, 3)
@@ -118,7 +137,14 @@ def flux1_position_ids(
 def takes_guidance(
     denoiser: nn.Module,  # FLUX.1 transformer, bare or wrapped (.raw, or .module by DDP)
 ) -> bool:  # True for dev
-    """Whether the denoiser has an embedder for guidance."""
+    """Whether the denoiser has an embedder for guidance.
+
+    Args:
+        denoiser: FLUX.1 transformer, bare or wrapped (.raw, or .module by DDP)
+
+    Returns:
+        True for dev
+    """
     for wrap in ("raw", "module"):
         denoiser = getattr(denoiser, wrap, denoiser)
     return hasattr(denoiser.time_text_embed, "guidance_embedder")
@@ -185,7 +211,11 @@ class Flux1(Family):
         encoders: Encoders,
         pixels: Tensor,  # (B,3,H,W) in [-1,1]
     ) -> dict[str, Tensor]:
-        """Mean and scale (B,16,H/8,W/8) of the shifted and scaled posterior."""
+        """Mean and scale (B,16,H/8,W/8) of the shifted and scaled posterior.
+
+        Args:
+            pixels: (B,3,H,W) in [-1,1]
+        """
         self.check_pixels(pixels)
         vae = encoders.vae
         posterior = vae.encode(pixels.to(vae.device, vae.dtype)).latent_dist
@@ -222,7 +252,16 @@ class Flux1(Family):
         sigma: Tensor,  # Noise levels (B,) in [0,1]
         conditioning: dict,  # May hold 'guidance' (B,), else that of training is told
     ) -> Tensor:  # (B,16,h,w)
-        """Velocity, packed and unpacked; guidance is dropped when the model has no embedder."""
+        """Velocity, packed and unpacked; guidance is dropped when the model has no embedder.
+
+        Args:
+            x_t: Noisy latents (B,16,h,w)
+            sigma: Noise levels (B,) in [0,1]
+            conditioning: May hold 'guidance' (B,), else that of training is told
+
+        Returns:
+            (B,16,h,w)
+        """
         self.check_inputs(x_t, sigma)
         h, w = x_t.shape[2:]
         dtype, device, text = compute_dtype(denoiser), x_t.device, conditioning["text"]
@@ -259,7 +298,16 @@ class Flux1(Family):
         unconditional: dict = None,  # Not used: guidance is an input of the model
         guidance: float = None,
     ) -> Tensor:  # Latents (B,16,h,w)
-        """The scheduler's steps with one prediction each."""
+        """The scheduler's steps with one prediction each.
+
+        Args:
+            noise: Standard normal (B,16,h,w)
+            scheduler: Of `scheduler`; left as it is
+            unconditional: Not used: guidance is an input of the model
+
+        Returns:
+            Latents (B,16,h,w)
+        """
         scale = self.default_guidance if guidance is None else guidance
         told = dict(conditioning, guidance=torch.full((len(noise),), scale, device=noise.device))
         return super().sample(denoiser, noise, scheduler, told, None, 1.0)
@@ -270,7 +318,14 @@ class Flux1(Family):
         vae: nn.Module,
         x: Tensor,  # Latents (B,16,h,w)
     ) -> Tensor:  # Pixels (B,3,H,W)
-        """Undo scale and shift, then decode."""
+        """Undo scale and shift, then decode.
+
+        Args:
+            x: Latents (B,16,h,w)
+
+        Returns:
+            Pixels (B,3,H,W)
+        """
         z = x.float() / vae.config.scaling_factor + vae.config.shift_factor
         return vae.decode(z.to(vae.dtype), return_dict=False)[0].float()
 

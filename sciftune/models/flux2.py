@@ -121,7 +121,16 @@ def flux2_flops(
     image_tokens: int,  # N
     text_tokens: int,  # T
 ) -> float:  # FLOPs of one forward pass, one sample
-    """Forward FLOPs L(26 d^2 S + 4 d S^2), S = N+T."""
+    """Forward FLOPs L(26 d^2 S + 4 d S^2), S = N+T.
+
+    Args:
+        config: Denoiser configuration
+        image_tokens: N
+        text_tokens: T
+
+    Returns:
+        FLOPs of one forward pass, one sample
+    """
     blocks = config["num_layers"] + config["num_single_layers"]
     width = config["num_attention_heads"] * config["attention_head_dim"]
     return mmdit_flops(blocks, width, image_tokens, text_tokens, matrices=26)
@@ -132,7 +141,15 @@ def empirical_mu(
     tokens: int,  # Image tokens N
     steps: int,  # Denoising steps n
 ) -> float:  # mu
-    """Klein's resolution shift."""
+    """Klein's resolution shift.
+
+    Args:
+        tokens: Image tokens N
+        steps: Denoising steps n
+
+    Returns:
+        mu
+    """
     return diffusers.pipelines.flux2.pipeline_flux2_klein.compute_empirical_mu(tokens, steps)
 
 
@@ -143,7 +160,14 @@ QWEN3_LAYERS = (9, 18, 27)  # decoder layers counted from 1, before any final no
 def qwen3_config(
     folder: Path,  # text_encoder folder
 ) -> transformers.PretrainedConfig:  # Of the first 27 layers
-    """The part of Qwen3 that klein uses; ValueError when it has too few layers."""
+    """The part of Qwen3 that klein uses; ValueError when it has too few layers.
+
+    Args:
+        folder: text_encoder folder
+
+    Returns:
+        Of the first 27 layers
+    """
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     last = QWEN3_LAYERS[-1]
     if config.num_hidden_layers < last:
@@ -165,7 +189,18 @@ def qwen3_states(
     text_tokens: int,  # Where a turn is cut
     length: int,  # Length of every result, 512
 ) -> Tensor:  # (B, length, 3*width)
-    """Hidden states 9, 18, 27 of one user turn, pads included."""
+    """Hidden states 9, 18, 27 of one user turn, pads included.
+
+    Args:
+        lm: Of `Flux2.load_text`
+        tokenizer: Its tokenizer
+        captions: Captions
+        text_tokens: Where a turn is cut
+        length: Length of every result, 512
+
+    Returns:
+        (B, length, 3*width)
+    """
     turns = [user_turn(tokenizer, caption, thinking=False) for caption in captions]
     batch = tokenizer(
         turns, padding="max_length", truncation=True, max_length=length, return_tensors="pt"
@@ -191,7 +226,19 @@ def flux2_position_ids(
     device: torch.device = "cpu",  # Where they are made
     time: int = 0,  # Of a reference image, see `REFERENCE_TIME`
 ) -> Tensor:  # (B, rows*cols*length, 4) int64
-    """Position ids of an image (length 1) or of a text (rows = cols = 1)."""
+    """Position ids of an image (length 1) or of a text (rows = cols = 1).
+
+    Args:
+        batch: B
+        rows: Token rows, 1 for text
+        cols: Token columns, 1 for text
+        length: Text length, 1 for images
+        device: Where they are made
+        time: Of a reference image, see `REFERENCE_TIME`
+
+    Returns:
+        (B, rows*cols*length, 4) int64
+    """
     axes = [torch.arange(n, device=device) for n in (1, rows, cols, length)]
     axes[0] = axes[0] + time
     ids = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1)
@@ -304,7 +351,11 @@ class Klein(Family):
         encoders: Encoders,
         pixels: Tensor,  # (B,3,H,W) in [-1,1]
     ) -> dict[str, Tensor]:
-        """The normalised mode (B,128,H/16,W/16)."""
+        """The normalised mode (B,128,H/16,W/16).
+
+        Args:
+            pixels: (B,3,H,W) in [-1,1]
+        """
         self.check_pixels(pixels)
         mean, std = self.latent_stats(encoders.vae)
         posterior = encoders.vae.encode(pixels.to(mean.device, encoders.vae.dtype)).latent_dist
@@ -348,7 +399,15 @@ class Klein(Family):
         sigma: Tensor,  # Noise levels (B,) in [0,1]
         conditioning: dict,
     ) -> Tensor:  # (B,128,h,w)
-        """Velocity: flatten, put references behind, predict, cut them off, unflatten."""
+        """Velocity: flatten, put references behind, predict, cut them off, unflatten.
+
+        Args:
+            x_t: Noisy latents (B,128,h,w)
+            sigma: Noise levels (B,) in [0,1]
+
+        Returns:
+            (B,128,h,w)
+        """
         self.check_inputs(x_t, sigma)
         b, _, h, w = x_t.shape
         dtype, device, text = compute_dtype(denoiser), x_t.device, conditioning["text"]
@@ -402,7 +461,14 @@ class Klein(Family):
         vae: nn.Module,
         x: Tensor,  # Latents (B,128,h,w)
     ) -> Tensor:  # Pixels (B,3,H,W)
-        """Undo the normalisation, then the patches, then decode."""
+        """Undo the normalisation, then the patches, then decode.
+
+        Args:
+            x: Latents (B,128,h,w)
+
+        Returns:
+            Pixels (B,3,H,W)
+        """
         mean, std = self.latent_stats(vae)
         z = unpatchify(x.float() * std + mean).to(vae.dtype)
         return vae.decode(z, return_dict=False)[0].float()

@@ -79,7 +79,11 @@ QWEN_IMAGE = dict(
 # %% ../../nbs/4_models/03_qwenimage.ipynb #62c94f49
 @functools.cache
 def qwen_image_template() -> tuple[str, int]:  # Template with {}, number of leading tokens to drop
-    """Prompt template of `QwenImagePipeline`."""
+    """Prompt template of `QwenImagePipeline`.
+
+    Returns:
+        Template with {}, number of leading tokens to drop
+    """
     pipe = diffusers.QwenImagePipeline(
         scheduler=None, vae=None, text_encoder=None, tokenizer=None, transformer=None
     )
@@ -94,7 +98,17 @@ def last_hidden_states(
     captions: list[str],  # Captions
     text_tokens: int,  # Longest result
 ) -> list[Tensor]:  # One (T_i, width) tensor per caption
-    """Final hidden states of the template with each caption, prefix dropped, unpadded."""
+    """Final hidden states of the template with each caption, prefix dropped, unpadded.
+
+    Args:
+        lm: Inner model of Qwen2.5-VL
+        tokenizer: Its tokenizer
+        captions: Captions
+        text_tokens: Longest result
+
+    Returns:
+        One (T_i, width) tensor per caption
+    """
     template, dropped = qwen_image_template()
     batch = tokenizer(
         [template.format(c) for c in captions],
@@ -116,7 +130,15 @@ def pad_rows(
     rows: list[Tensor],  # (T_i, width) tensors
     pad_to: int = None,  # Common length, None = the longest
 ) -> tuple[Tensor, Tensor | None]:  # (B,T,width) and mask (B,T) int64 or None
-    """Zero-pad on the right; ValueError when a row is longer than `pad_to`."""
+    """Zero-pad on the right; ValueError when a row is longer than `pad_to`.
+
+    Args:
+        rows: (T_i, width) tensors
+        pad_to: Common length, None = the longest
+
+    Returns:
+        (B,T,width) and mask (B,T) int64 or None
+    """
     lengths = torch.tensor([len(r) for r in rows])
     width = int(lengths.max()) if pad_to is None else pad_to
     if width < lengths.max():
@@ -138,7 +160,14 @@ _WRAPPERS = re.compile(
 def last_text_branch(
     names: list[str],  # Parameter names of the denoiser, bare or wrapped by a strategy
 ) -> list[str]:  # Those without a gradient
-    """Parameters of the last block that no loss can reach."""
+    """Parameters of the last block that no loss can reach.
+
+    Args:
+        names: Parameter names of the denoiser, bare or wrapped by a strategy
+
+    Returns:
+        Those without a gradient
+    """
     plain = {n: _WRAPPERS.sub("", n).lstrip(".") for n in names}
     found = [re.search(r"transformer_blocks\.(\d+)\.", p) for p in plain.values()]
     last = max((int(m[1]) for m in found if m), default=None)
@@ -152,7 +181,16 @@ def renormalised_guidance(
     uncond: Tensor,  # Unconditional prediction (B,16,h,w)
     scale: float,  # Guidance scale
 ) -> Tensor:  # Guided prediction
-    """Classifier-free guidance that keeps each token's length."""
+    """Classifier-free guidance that keeps each token's length.
+
+    Args:
+        cond: Conditional prediction (B,16,h,w)
+        uncond: Unconditional prediction (B,16,h,w)
+        scale: Guidance scale
+
+    Returns:
+        Guided prediction
+    """
     rows, cols = cond.shape[2] // 2, cond.shape[3] // 2
     plain = pack(cond)
     guided = pack(uncond + scale * (cond - uncond))
@@ -229,7 +267,11 @@ class QwenImage(Family):
         encoders: Encoders,
         pixels: Tensor,  # (B,3,H,W) in [-1,1]
     ) -> dict[str, Tensor]:
-        """Mean and scale (B,16,H/8,W/8) of the normalised posterior."""
+        """Mean and scale (B,16,H/8,W/8) of the normalised posterior.
+
+        Args:
+            pixels: (B,3,H,W) in [-1,1]
+        """
         self.check_pixels(pixels)
         mean, std = self.latent_stats(encoders.vae)
         video = pixels.to(mean.device, encoders.vae.dtype).unsqueeze(2)
@@ -273,7 +315,15 @@ class QwenImage(Family):
         sigma: Tensor,  # Noise levels (B,) in [0,1]
         conditioning: dict,
     ) -> Tensor:  # (B,16,h,w)
-        """Velocity; ValueError when picture and caption exceed the 4096 rotary positions."""
+        """Velocity; ValueError when picture and caption exceed the 4096 rotary positions.
+
+        Args:
+            x_t: Noisy latents (B,16,h,w)
+            sigma: Noise levels (B,) in [0,1]
+
+        Returns:
+            (B,16,h,w)
+        """
         self.check_inputs(x_t, sigma)
         h, w = x_t.shape[2:]
         dtype, text = compute_dtype(denoiser), conditioning["text"]
@@ -304,6 +354,9 @@ class QwenImage(Family):
 
         Qwen-Image counts positions from the middle of an image. Those of images of several sizes
         and their mask need `real_rotary`; diffusers' own attention raises ValueError.
+
+        Args:
+            x_t: Noisy latents (B,16,h,w)
         """
         b, _, h, w = x_t.shape
         canvas = (1, h // 2, w // 2)
@@ -321,7 +374,14 @@ class QwenImage(Family):
         vae: nn.Module,
         x: Tensor,  # Latents (B,16,h,w)
     ) -> Tensor:  # Pixels (B,3,H,W)
-        """Undo the normalisation, decode as a video of one frame."""
+        """Undo the normalisation, decode as a video of one frame.
+
+        Args:
+            x: Latents (B,16,h,w)
+
+        Returns:
+            Pixels (B,3,H,W)
+        """
         mean, std = self.latent_stats(vae)
         video = (x.float() * std + mean).to(vae.dtype).unsqueeze(2)
         return vae.decode(video, return_dict=False)[0][:, :, 0].float()
@@ -332,7 +392,15 @@ class QwenImage(Family):
         uncond: Tensor,  # (B,16,h,w)
         scale: float,
     ) -> Tensor:  # (B,16,h,w)
-        """Guidance that keeps each token's length, see `renormalised_guidance`."""
+        """Guidance that keeps each token's length, see `renormalised_guidance`.
+
+        Args:
+            cond: (B,16,h,w)
+            uncond: (B,16,h,w)
+
+        Returns:
+            (B,16,h,w)
+        """
         return renormalised_guidance(cond, uncond, scale)
 
     def flops(self, config: Mapping, height: int, width: int, text_tokens: int) -> float:

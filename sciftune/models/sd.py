@@ -136,7 +136,17 @@ def unet_flops(
     width: int,  # Latent columns
     text_tokens: int,  # Caption length
 ) -> float:  # FLOPs of one forward pass, one sample
-    """Counted forward FLOPs."""
+    """Counted forward FLOPs.
+
+    Args:
+        config: UNet configuration
+        height: Latent rows
+        width: Latent columns
+        text_tokens: Caption length
+
+    Returns:
+        FLOPs of one forward pass, one sample
+    """
     return _count(json.dumps(dict(config), sort_keys=True), height, width, text_tokens)
 
 
@@ -148,7 +158,18 @@ def mid_features(
     text: Tensor,  # Caption (B,L,D)
     added: dict = None,  # XL: text_embeds and time_ids
 ) -> Tensor:  # (B,C,h/8,w/8), in XL (B,C,h/4,w/4)
-    """Output of the middle block."""
+    """Output of the middle block.
+
+    Args:
+        unet: UNet2DConditionModel
+        x: Noised latents (B,4,h,w)
+        t: Integer timesteps (B,)
+        text: Caption (B,L,D)
+        added: XL: text_embeds and time_ids
+
+    Returns:
+        (B,C,h/8,w/8), in XL (B,C,h/4,w/4)
+    """
     emb = unet.time_embedding(unet.get_time_embed(sample=x, timestep=t))
     aug = unet.get_aug_embed(emb=emb, encoder_hidden_states=text, added_cond_kwargs=added)
     emb = emb if aug is None else emb + aug
@@ -179,6 +200,14 @@ def few_step_scheduler(
     """Scheduler for a distilled student; sample with `num_inference_steps=K, guidance_scale=0`.
 
     Raises ValueError when `steps` does not divide the schedule.
+
+    Args:
+        steps: Steps K of the student
+        conditioning_timestep: What a one-step student is told (399 for XL)
+        schedule: Of the teacher; None = the published one
+
+    Returns:
+        Visits 999, 999-1000/K, ...
     """
     last = STEPS if steps > 1 else conditioning_timestep + 1
     if steps < 1 or last % steps:
@@ -303,7 +332,11 @@ class SD15(Family):
         encoders: Encoders,
         pixels: Tensor,  # (B,3,H,W) in [-1,1]
     ) -> dict[str, Tensor]:
-        """Mean and scale (B,4,H/8,W/8) of the scaled posterior."""
+        """Mean and scale (B,4,H/8,W/8) of the scaled posterior.
+
+        Args:
+            pixels: (B,3,H,W) in [-1,1]
+        """
         self.check_pixels(pixels)
         vae, factor = encoders.vae, encoders.vae.config.scaling_factor
         posterior = vae.encode(pixels.to(vae.device, vae.dtype)).latent_dist
@@ -315,7 +348,14 @@ class SD15(Family):
         vae: nn.Module,
         x: Tensor,  # Latents (B,4,h,w)
     ) -> Tensor:  # Pixels (B,3,H,W)
-        """Undo the scale, then decode."""
+        """Undo the scale, then decode.
+
+        Args:
+            x: Latents (B,4,h,w)
+
+        Returns:
+            Pixels (B,3,H,W)
+        """
         z = (x.float() / vae.config.scaling_factor).to(vae.device, vae.dtype)
         return vae.decode(z, return_dict=False)[0].float()
 
@@ -328,7 +368,11 @@ class SD15(Family):
         x: Tensor,  # Noised latents (B,4,h,w)
         conditioning: dict,
     ) -> dict | None:
-        """What XL adds to the timestep embedding; nothing here."""
+        """What XL adds to the timestep embedding; nothing here.
+
+        Args:
+            x: Noised latents (B,4,h,w)
+        """
         return None
 
     def inputs(
@@ -338,7 +382,12 @@ class SD15(Family):
         t: Tensor,  # Integer timesteps (B,)
         conditioning: dict,
     ) -> tuple:
-        """x, t, caption and added conditions in the denoiser's type."""
+        """x, t, caption and added conditions in the denoiser's type.
+
+        Args:
+            x: Noised latents (B,4,h,w)
+            t: Integer timesteps (B,)
+        """
         x = x.to(compute_dtype(denoiser))
         return x, t, conditioning["text"].to(x.dtype), self.added_conditions(x, conditioning)
 
@@ -349,7 +398,15 @@ class SD15(Family):
         t: Tensor,  # Timesteps (B,)
         conditioning: dict,
     ) -> Tensor:  # (B,4,h,w)
-        """What `denoiser` says of x_t: the noise, or the velocity."""
+        """What `denoiser` says of x_t: the noise, or the velocity.
+
+        Args:
+            x_t: Noised latents (B,4,h,w)
+            t: Timesteps (B,)
+
+        Returns:
+            (B,4,h,w)
+        """
         z, t, text, added = self.inputs(denoiser, x_t, t, conditioning)
         return denoiser(
             z, t, encoder_hidden_states=text, added_cond_kwargs=added, return_dict=False
@@ -365,6 +422,13 @@ class SD15(Family):
         """Features in the middle of the denoiser.
 
         Call it inside the forward of the module that a strategy wraps.
+
+        Args:
+            x: Noised latents (B,4,h,w)
+            t: Integer timesteps (B,)
+
+        Returns:
+            (B,C,h/8,w/8), in XL (B,C,h/4,w/4)
         """
         return mid_features(denoiser, *self.inputs(denoiser, x, t, conditioning))
 
@@ -375,7 +439,15 @@ class SD15(Family):
         sigma: Tensor,  # t/1000 (B,)
         conditioning: dict,
     ) -> Tensor:  # (B,4,h,w)
-        """The noise or the velocity at the nearest integer timestep."""
+        """The noise or the velocity at the nearest integer timestep.
+
+        Args:
+            x_t: Noised latents (B,4,h,w)
+            sigma: t/1000 (B,)
+
+        Returns:
+            (B,4,h,w)
+        """
         self.check_inputs(x_t, sigma)
         return self.predict_at(denoiser, x_t, timesteps_of(sigma), conditioning)
 
@@ -384,7 +456,12 @@ class SD15(Family):
         path: str | Path = None,  # Folder or hub id, None = the published one
         revision: str = None,  # Hub revision
     ) -> NoiseSchedule:
-        """Betas and prediction of the weights. Raises RecipeError where they cannot be trained."""
+        """Betas and prediction of the weights. Raises RecipeError where they cannot be trained.
+
+        Args:
+            path: Folder or hub id, None = the published one
+            revision: Hub revision
+        """
         own = self.schedule if path is None else self.sampling(path, revision)["schedule"]
         return NoiseSchedule.from_config(dict(_class_name=self.scheduler_class) | own)
 
@@ -473,7 +550,11 @@ class SDXL(SD15):
         x: Tensor,  # Noised latents (B,4,h,w)
         conditioning: dict,
     ) -> dict | None:
-        """Pooled text, and the size numbers of the picture unless the conditioning has its own."""
+        """Pooled text, and the size numbers of the picture unless the conditioning has its own.
+
+        Args:
+            x: Noised latents (B,4,h,w)
+        """
         h, w = (n * self.latent_factor for n in x.shape[2:])
         ids = conditioning.get("time_ids")
         if ids is None:

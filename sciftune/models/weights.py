@@ -68,6 +68,15 @@ def fetch(
 
     No pickles, no precision variants. Raises ValueError when the model cannot be had: unknown,
     gated, or no network and not in the cache.
+
+    Args:
+        repo: Hub id, owner/name
+        components: Sub-folders that are needed
+        revision: Commit, tag or branch
+        weights: False = configurations only, for planning
+
+    Returns:
+        Snapshot folder in the local hub cache
     """
     kinds = (*_CONFIGURATION, "*.safetensors") if weights else _CONFIGURATION
     wanted = ["model_index.json"] + [f"{c}/{k}" for c in components for k in kinds]
@@ -93,7 +102,11 @@ def fetch(
 def read_object(
     file: Path,  # JSON of a model folder
 ) -> dict:
-    """The object in a JSON file; ValueError naming the file when it holds none."""
+    """The object in a JSON file; ValueError naming the file when it holds none.
+
+    Args:
+        file: JSON of a model folder
+    """
     try:
         found = json.loads(Path(file).read_text())
     except ValueError as e:
@@ -109,7 +122,11 @@ def read_object(
 def readable(
     folder: Path,  # Of a component that a library reads
 ) -> Iterator[None]:
-    """Raise ValueError naming the folder for what a library finds wrong in it."""
+    """Raise ValueError naming the folder for what a library finds wrong in it.
+
+    Args:
+        folder: Of a component that a library reads
+    """
     try:
         yield
     except (OSError, ValueError, KeyError) as error:
@@ -122,7 +139,14 @@ def readable(
 def pipeline_index(
     folder: Path,  # Diffusers pipeline folder
 ) -> dict:  # Contents of model_index.json
-    """Read `model_index.json`; ValueError when it is missing or broken."""
+    """Read `model_index.json`; ValueError when it is missing or broken.
+
+    Args:
+        folder: Diffusers pipeline folder
+
+    Returns:
+        Contents of model_index.json
+    """
     file = Path(folder) / "model_index.json"
     if not file.is_file():
         found = sorted(p.name for p in Path(folder).iterdir())[:8]
@@ -143,7 +167,17 @@ def resolve_folder(
     revision: str = None,  # Hub revision
     weights: bool = True,  # Whether a hub model's weights are wanted, too
 ) -> Path:  # Folder with model_index.json and all of `components`
-    """Turn a folder or a hub id into a checked pipeline folder; ValueError says what is missing."""
+    """Turn a folder or a hub id into a checked pipeline folder; ValueError says what is missing.
+
+    Args:
+        path: Diffusers folder or hub id
+        components: Sub-folders that must be there
+        revision: Hub revision
+        weights: Whether a hub model's weights are wanted, too
+
+    Returns:
+        Folder with model_index.json and all of `components`
+    """
     folder = Path(path).expanduser()
     if not folder.is_dir():
         if folder.exists() or not HUB_ID.fullmatch(str(path)):
@@ -169,7 +203,15 @@ def component_config(
     folder: Path,  # Component folder
     class_name: str,  # Expected diffusers class
 ) -> dict:  # Its constructor arguments
-    """Read a component's config.json; ValueError unless it belongs to `class_name`."""
+    """Read a component's config.json; ValueError unless it belongs to `class_name`.
+
+    Args:
+        folder: Component folder
+        class_name: Expected diffusers class
+
+    Returns:
+        Its constructor arguments
+    """
     file = Path(folder) / "config.json"
     if not file.is_file():
         raise ValueError(f"{folder} has no config.json")
@@ -187,7 +229,14 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 def open_weights(
     file: Path,  # A safetensors file
 ) -> safetensors.safe_open:  # Open handle: keys(), get_tensor, get_slice
-    """Open one safetensors file; ValueError when it is missing or damaged."""
+    """Open one safetensors file; ValueError when it is missing or damaged.
+
+    Args:
+        file: A safetensors file
+
+    Returns:
+        Open handle: keys(), get_tensor, get_slice
+    """
     if not file.is_file():
         raise ValueError(f"weight file {file} is missing")
     try:
@@ -220,6 +269,12 @@ def weight_files(
     """Where each tensor of a component lies.
 
     Raises ValueError for pickles, missing shards or no weights at all.
+
+    Args:
+        folder: Component folder, e.g. .../transformer
+
+    Returns:
+        Tensor name -> file
     """
     folder = Path(folder)
     for stem in ("diffusion_pytorch_model", "model"):
@@ -261,6 +316,9 @@ class Weights(Mapping):
     """Lazy name -> tensor over the safetensors of a component folder.
 
     Files are memory mapped: a tensor costs nothing until it is read.
+
+    Args:
+        folder: Component folder
     """
 
     def __init__(
@@ -298,7 +356,16 @@ class Weights(Mapping):
         start_row: int,  # First row
         stop_row: int,  # Behind the last one
     ) -> Tensor:  # (stop_row - start_row, ...)
-        """Rows [start_row, stop_row) of a tensor; the other rows are not read."""
+        """Rows [start_row, stop_row) of a tensor; the other rows are not read.
+
+        Args:
+            name: Tensor
+            start_row: First row
+            stop_row: Behind the last one
+
+        Returns:
+            (stop_row - start_row, ...)
+        """
         progress(f"{name} read")
         return self._handle(name).get_slice(name)[start_row:stop_row]
 
@@ -322,7 +389,17 @@ def read_tensor(
     dtype: torch.dtype = None,  # Wanted type of floating tensors, None = as stored
     device: torch.device = "cpu",  # Where it shall live
 ) -> Tensor:  # A copy that shares nothing with the file
-    """Read one tensor into `dtype` on `device`."""
+    """Read one tensor into `dtype` on `device`.
+
+    Args:
+        weights: Component weights
+        name: Tensor name
+        dtype: Wanted type of floating tensors, None = as stored
+        device: Where it shall live
+
+    Returns:
+        A copy that shares nothing with the file
+    """
     stored = weights[name]
     dtype = dtype if dtype is not None and stored.is_floating_point() else stored.dtype
     if torch.device(device).type == "cpu":
@@ -334,7 +411,14 @@ def read_tensor(
 def build_on_meta(
     build: Callable,  # () -> module
 ) -> nn.Module:  # The module with all parameters on meta; buffers and plain tensors are real
-    """Build a module without memory for its parameters."""
+    """Build a module without memory for its parameters.
+
+    Args:
+        build: () -> module
+
+    Returns:
+        The module with all parameters on meta; buffers and plain tensors are real
+    """
     with accelerate.init_empty_weights(include_buffers=False):
         return build()
 
@@ -344,7 +428,12 @@ def check_fit(
     module: nn.Module,  # Module, maybe on meta
     weights: Weights,  # What it shall be filled with
 ):
-    """ValueError names tensors that are missing, unexpected or of another shape."""
+    """ValueError names tensors that are missing, unexpected or of another shape.
+
+    Args:
+        module: Module, maybe on meta
+        weights: What it shall be filled with
+    """
     want = {k: v.shape for k, v in module.state_dict().items()}
     wrong = [
         f"{k} {tuple(weights.shape(k))} instead of {tuple(shape)}"
@@ -374,6 +463,11 @@ def place(
     """Give a parameter or a buffer its value.
 
     A module with a method `store` keeps its `weight` in its own way.
+
+    Args:
+        owner: The module that owns the tensor
+        leaf: Its name there
+        value: Of the shape of the tensor that is there
     """
     if leaf == "weight" and hasattr(owner, "store"):
         owner.store(value)
@@ -391,7 +485,17 @@ def materialise(
     dtype: torch.dtype = None,  # Type of the floating parameters, None = as stored
     device: torch.device = "cpu",  # Where they go
 ) -> nn.Module:  # The same module, filled
-    """Fill `module` from `weights`; ValueError where the two do not fit (`check_fit`)."""
+    """Fill `module` from `weights`; ValueError where the two do not fit (`check_fit`).
+
+    Args:
+        module: Module on meta, see `build_on_meta`
+        weights: Its weights
+        dtype: Type of the floating parameters, None = as stored
+        device: Where they go
+
+    Returns:
+        The same module, filled
+    """
     check_fit(module, weights)
     for name in module.state_dict():
         owner, _, leaf = name.rpartition(".")
@@ -407,7 +511,17 @@ def randomise(
     device: torch.device = "cpu",  # Where they are made
     seed: int = 0,  # Seed of the device's generator
 ) -> nn.Module:  # The same module, filled
-    """Give every meta parameter random values directly on `device`."""
+    """Give every meta parameter random values directly on `device`.
+
+    Args:
+        module: Module on meta, see `build_on_meta`
+        dtype: Type of the parameters
+        device: Where they are made
+        seed: Seed of the device's generator
+
+    Returns:
+        The same module, filled
+    """
     gen = torch.Generator(device).manual_seed(seed)
     for owner in module.modules():
         for leaf, p in list(owner._parameters.items()):
@@ -426,7 +540,14 @@ def randomise(
 def freeze(
     module: nn.Module,  # An encoder
 ) -> nn.Module:  # The same, in eval mode and without gradients
-    """Turn off training mode (dropout, batch statistics) and gradients."""
+    """Turn off training mode (dropout, batch statistics) and gradients.
+
+    Args:
+        module: An encoder
+
+    Returns:
+        The same, in eval mode and without gradients
+    """
     return module.eval().requires_grad_(False)
 
 
@@ -440,7 +561,16 @@ def text_encoder_placement(
     free_gib: float,  # Of the device
     device: torch.device,  # A GPU
 ) -> dict:  # Arguments of `from_pretrained`
-    """The whole encoder on `device`, or its first layers and the others in host memory."""
+    """The whole encoder on `device`, or its first layers and the others in host memory.
+
+    Args:
+        weights_gib: Of the encoder, in the type it is loaded in
+        free_gib: Of the device
+        device: A GPU
+
+    Returns:
+        Arguments of `from_pretrained`
+    """
     room = free_gib - ENCODING_ROOM
     if weights_gib <= room:
         return dict(device_map={"": device})
@@ -453,7 +583,11 @@ def text_encoder_placement(
 def stored_numel(
     folder: Path,  # Component folder
 ) -> int:
-    """Elements of all tensors of a component, from the headers of its files."""
+    """Elements of all tensors of a component, from the headers of its files.
+
+    Args:
+        folder: Component folder
+    """
     weights = Weights(folder)
     return sum(weights.shape(name).numel() for name in weights)
 
@@ -461,7 +595,14 @@ def stored_numel(
 def free_memory_gib(
     device: torch.device,  # A GPU
 ) -> float:  # GiB
-    """What can still be allocated on a GPU."""
+    """What can still be allocated on a GPU.
+
+    Args:
+        device: A GPU
+
+    Returns:
+        GiB
+    """
     free, _ = torch.cuda.mem_get_info(device)
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return (free + kept) / GIB
@@ -472,7 +613,12 @@ def text_encoder_numel(
     class_name: str,  # transformers class
     config: transformers.PretrainedConfig,  # Its configuration
 ) -> int:
-    """Parameters of a text encoder; those that it shares count once."""
+    """Parameters of a text encoder; those that it shares count once.
+
+    Args:
+        class_name: transformers class
+        config: Its configuration
+    """
     with torch.device("meta"):
         encoder = getattr(transformers, class_name)(config)
     return sum(p.numel() for p in encoder.parameters())
@@ -489,6 +635,16 @@ def load_text_encoder(
     """Load a transformers model from safetensors; ValueError when the folder is incomplete.
 
     On a GPU that cannot hold it, see `text_encoder_placement`.
+
+    Args:
+        folder: Component folder
+        class_name: transformers class
+        dtype: Type of its parameters
+        device: Where it goes
+        **kwargs: For from_pretrained, e.g. config=
+
+    Returns:
+        Frozen encoder
     """
     if not (Path(folder) / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json")
@@ -513,7 +669,12 @@ def link_or_copy(
     source: Path,  # Existing file (symbolic links, as in the hub cache, are followed)
     target: Path,  # New file; its folder is made
 ):
-    """Hard link for weights, copy for everything else or across file systems."""
+    """Hard link for weights, copy for everything else or across file systems.
+
+    Args:
+        source: Existing file (symbolic links, as in the hub cache, are followed)
+        target: New file; its folder is made
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.suffix == ".safetensors":
         try:

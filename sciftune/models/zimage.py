@@ -81,7 +81,16 @@ def z_image_flops(
     image_tokens: int,  # N
     text_tokens: int,  # T
 ) -> float:  # FLOPs of one forward pass, one sample
-    """Forward FLOPs of the main blocks over N+T tokens and of the refiners over N and over T."""
+    """Forward FLOPs of the main blocks over N+T tokens and of the refiners over N and over T.
+
+    Args:
+        config: Denoiser configuration
+        image_tokens: N
+        text_tokens: T
+
+    Returns:
+        FLOPs of one forward pass, one sample
+    """
     n, t = (-(-x // SEQUENCE_MULTIPLE) * SEQUENCE_MULTIPLE for x in (image_tokens, text_tokens))
     width, refiners = config["dim"], config["n_refiner_layers"]
     return (
@@ -95,7 +104,14 @@ def z_image_flops(
 def qwen3_but_last(
     folder: Path,  # text_encoder folder
 ) -> transformers.PretrainedConfig:  # Of all layers but the last
-    """The part of Qwen3 that Z-Image uses."""
+    """The part of Qwen3 that Z-Image uses.
+
+    Args:
+        folder: text_encoder folder
+
+    Returns:
+        Of all layers but the last
+    """
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     config.num_hidden_layers -= 1
     if getattr(config, "layer_types", None):
@@ -111,7 +127,17 @@ def turn_states(
     captions: list[str],  # Captions
     text_tokens: int,  # Where a turn is cut
 ) -> list[Tensor]:  # One (T_i, width) tensor per caption
-    """Hidden states of one user turn per caption, unpadded."""
+    """Hidden states of one user turn per caption, unpadded.
+
+    Args:
+        lm: Of `ZImage.load_text`
+        tokenizer: Its tokenizer
+        captions: Captions
+        text_tokens: Where a turn is cut
+
+    Returns:
+        One (T_i, width) tensor per caption
+    """
     turns = [user_turn(tokenizer, caption, thinking=True) for caption in captions]
     batch = tokenizer(
         turns, max_length=text_tokens, truncation=True, padding=True, return_tensors="pt"
@@ -174,7 +200,11 @@ class ZImage(Family):
         encoders: Encoders,
         pixels: Tensor,  # (B,3,H,W) in [-1,1]
     ) -> dict[str, Tensor]:
-        """The shifted and scaled mode (B,16,H/8,W/8)."""
+        """The shifted and scaled mode (B,16,H/8,W/8).
+
+        Args:
+            pixels: (B,3,H,W) in [-1,1]
+        """
         self.check_pixels(pixels)
         vae = encoders.vae
         z = vae.encode(pixels.to(vae.device, vae.dtype)).latent_dist.mode().float()
@@ -204,7 +234,15 @@ class ZImage(Family):
         sigma: Tensor,  # Noise levels (B,) in [0,1]
         conditioning: dict,
     ) -> Tensor:  # (B,16,h,w)
-        """Velocity epsilon - x0: the negative of what the network gives at time 1 - sigma."""
+        """Velocity epsilon - x0: the negative of what the network gives at time 1 - sigma.
+
+        Args:
+            x_t: Noisy latents (B,16,h,w)
+            sigma: Noise levels (B,) in [0,1]
+
+        Returns:
+            (B,16,h,w)
+        """
         self.check_inputs(x_t, sigma)
         dtype = compute_dtype(denoiser)
         sizes = conditioning.get("sizes") or [x_t.shape[2:]] * len(x_t)
@@ -220,7 +258,14 @@ class ZImage(Family):
         vae: nn.Module,
         x: Tensor,  # Latents (B,16,h,w)
     ) -> Tensor:  # Pixels (B,3,H,W)
-        """Undo scale and shift, then decode."""
+        """Undo scale and shift, then decode.
+
+        Args:
+            x: Latents (B,16,h,w)
+
+        Returns:
+            Pixels (B,3,H,W)
+        """
         z = x.float() / vae.config.scaling_factor + vae.config.shift_factor
         return vae.decode(z.to(vae.dtype), return_dict=False)[0].float()
 
@@ -230,7 +275,15 @@ class ZImage(Family):
         uncond: Tensor,  # (B,16,h,w)
         scale: float,
     ) -> Tensor:  # (B,16,h,w)
-        """The pipeline's rule: cond + scale*(cond - uncond)."""
+        """The pipeline's rule: cond + scale*(cond - uncond).
+
+        Args:
+            cond: (B,16,h,w)
+            uncond: (B,16,h,w)
+
+        Returns:
+            (B,16,h,w)
+        """
         return cond + scale * (cond - uncond)
 
     def flops(self, config: Mapping, height: int, width: int, text_tokens: int) -> float:

@@ -33,7 +33,15 @@ def spread_blocks(
     blocks: int,  # How many there are
     count: int,  # How many of them are checkpointed
 ) -> set[int]:  # Their positions
-    """Checkpointed blocks, evenly spread."""
+    """Checkpointed blocks, evenly spread.
+
+    Args:
+        blocks: How many there are
+        count: How many of them are checkpointed
+
+    Returns:
+        Their positions
+    """
     count = min(count, blocks)
     return {int((i + 0.5) * blocks / count) for i in range(count)}
 
@@ -41,7 +49,11 @@ def spread_blocks(
 # %% ../../nbs/6_planner/02_ledger.ipynb #61f68808
 @dataclass(frozen=True)
 class Phase:
-    """One point of a step."""
+    """One point of a step.
+
+    Attributes:
+        parts: Part -> bytes of a GPU
+    """
 
     name: str
     parts: dict[str, float]  # Part -> bytes of a GPU
@@ -54,7 +66,13 @@ class Phase:
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """A forward pass whose graph is kept."""
+    """A forward pass whose graph is kept.
+
+    Attributes:
+        blocks: It runs so many, from the first
+        outside: Bytes kept outside of blocks
+        name: Said behind the number of the block
+    """
 
     batch: int
     blocks: int  # It runs so many, from the first
@@ -64,7 +82,13 @@ class ForwardPass:
 
 # %% ../../nbs/6_planner/02_ledger.ipynb #e3deab23
 class Ledger:
-    """Bytes of a GPU at every phase of a step."""
+    """Bytes of a GPU at every phase of a step.
+
+    Args:
+        profile: The model
+        strategy: Recipe on so many processes
+        checkpointed: Blocks that run again in backward
+    """
 
     def __init__(
         self,
@@ -108,7 +132,14 @@ class Ledger:
         self,
         batch: int,  # Samples
     ) -> list[float]:  # Bytes, block by block
-        """What waits for backward."""
+        """What waits for backward.
+
+        Args:
+            batch: Samples
+
+        Returns:
+            Bytes, block by block
+        """
         lines = (
             block.boundary if i in self.positions else getattr(block, self.kind)
             for i, block in enumerate(self.profile.blocks)
@@ -119,7 +150,14 @@ class Ledger:
         self,
         batch: int,  # Samples
     ) -> list[float]:  # Bytes, block by block
-        """What is alive while backward is in a block, its own gradients included."""
+        """What is alive while backward is in a block, its own gradients included.
+
+        Args:
+            batch: Samples
+
+        Returns:
+            Bytes, block by block
+        """
         return [self._working(i, block, batch) for i, block in enumerate(self.profile.blocks)]
 
     def _working(self, position: int, block: Block, batch: int) -> float:
@@ -134,7 +172,11 @@ class Ledger:
         self,
         position: int,  # Block that backward is in; the number of blocks: end of forward
     ) -> float:
-        """Whole parameters, communication buffers and casts."""
+        """Whole parameters, communication buffers and casts.
+
+        Args:
+            position: Block that backward is in; the number of blocks: end of forward
+        """
         casts = self.costs.cast_bytes(position, self.positions) + self.costs.widened_bytes()
         return self.costs.gathered_bytes(position) + casts
 
@@ -145,7 +187,14 @@ class Ledger:
         prefix: str = "",  # Of the phases' names
         trains: bool = True,  # The parameters get gradients
     ) -> list[Phase]:
-        """The phases from the end of forward to the end of backward."""
+        """The phases from the end of forward to the end of backward.
+
+        Args:
+            base: Part -> bytes that stay throughout
+            passes: In the order of forward
+            prefix: Of the phases' names
+            trains: The parameters get gradients
+        """
         return list(_Backward(self, base, passes, prefix, trains).phases())
 
     # the whole step
@@ -273,7 +322,14 @@ _OPTIONAL = ("offload", "objective", "lora_rank")  # and what only its strategy 
 def measured_strategy(
     row: dict,  # Of docs/bench.jsonl
 ) -> Strategy:  # On H200s
-    """What a row measured."""
+    """What a row measured.
+
+    Args:
+        row: Of docs/bench.jsonl
+
+    Returns:
+        On H200s
+    """
     preset = re.search(r"-(dmd2_\w+?)-(?:single|ddp|fsdp|zero\d)-", row.get("command", ""))
     reads = find_record("strategies", row["strategy"]).reads
     more = {k: row[k] for k in (*_OPTIONAL, *reads) if row.get(k) is not None}
@@ -302,7 +358,12 @@ def checkpointed_count(
     profile: Profile,  # The model
     said: int | str,  # A number, 'all' or 'none'
 ) -> int:
-    """How many blocks are checkpointed, in numbers."""
+    """How many blocks are checkpointed, in numbers.
+
+    Args:
+        profile: The model
+        said: A number, 'all' or 'none'
+    """
     return dict(all=len(profile.blocks), none=0).get(said) if said in ("all", "none") else int(said)
 
 
@@ -311,7 +372,16 @@ def planned_peak(
     strategy: Strategy,  # Recipe on so many processes
     checkpointed: int | str,  # Blocks: a number, 'all' or 'none'
 ) -> float:  # GiB
-    """The peak that is expected with so many checkpointed blocks."""
+    """The peak that is expected with so many checkpointed blocks.
+
+    Args:
+        profile: The model
+        strategy: Recipe on so many processes
+        checkpointed: Blocks: a number, 'all' or 'none'
+
+    Returns:
+        GiB
+    """
     count = checkpointed_count(profile, checkpointed)
     return Ledger(profile, strategy, count).peak().total / 2**30
 
@@ -322,7 +392,16 @@ def checkpointed_blocks(
     strategy: Strategy,  # Recipe on so many processes
     limit: float,  # Bytes that a GPU has for tensors
 ) -> int:  # All of them when even that does not fit
-    """How many blocks the recipe's gradient_checkpointing means for this model."""
+    """How many blocks the recipe's gradient_checkpointing means for this model.
+
+    Args:
+        profile: The model
+        strategy: Recipe on so many processes
+        limit: Bytes that a GPU has for tensors
+
+    Returns:
+        All of them when even that does not fit
+    """
     blocks, kind = len(profile.blocks), strategy.recipe.gradient_checkpointing
     if kind != "auto":
         return 0 if kind == "none" else blocks

@@ -93,7 +93,14 @@ CONTEXT, COMMUNICATION, PROCESS = 0.6, 0.5, 0.6  # GiB
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run may use."""
+    """What a run may use.
+
+    Attributes:
+        device: Name of the GPU, or of the processor
+        memory: GiB per GPU; on a CPU GiB of the host
+        host: GiB
+        count: GPUs here; 0 on a CPU
+    """
 
     device: str  # Name of the GPU, or of the processor
     memory: float  # GiB per GPU; on a CPU GiB of the host
@@ -105,7 +112,11 @@ class Machine:
         self,
         world: int,  # Processes
     ) -> float:
-        """GiB that a process may allocate."""
+        """GiB that a process may allocate.
+
+        Args:
+            world: Processes
+        """
         if not self.cuda:
             return self.memory / max(1, world)
         return max(0.0, self.memory - CONTEXT - (COMMUNICATION if world > 1 else 0))
@@ -118,6 +129,9 @@ class Machine:
         """The machine here, with the recipe's own numbers where it gives them.
 
         Raises RecipeError for a `plan_device` of which nothing is known.
+
+        Args:
+            recipe: plan_device, device_memory_gib, host_memory_gib, cpu
         """
         if recipe.plan_device:
             return cls.absent(recipe)
@@ -135,7 +149,11 @@ class Machine:
         cls,
         recipe: Recipe,  # plan_device, device_memory_gib, host_memory_gib
     ) -> Machine:
-        """A machine with GPUs of its data sheet, as many as the recipe has processes there."""
+        """A machine with GPUs of its data sheet, as many as the recipe has processes there.
+
+        Args:
+            recipe: plan_device, device_memory_gib, host_memory_gib
+        """
         if recipe.cpu:
             raise RecipeError("plan_device: names a GPU, and cpu=True is a run without; give one")
         rates = named_device(recipe.plan_device)
@@ -156,7 +174,16 @@ def host_parts(
     machine: Machine,  # Where it runs
     process_gib: float,  # Of a process by itself
 ) -> dict[str, float]:  # Part -> GiB of a machine while training
-    """Host memory of all processes of a machine."""
+    """Host memory of all processes of a machine.
+
+    Args:
+        ledger: Of the run
+        machine: Where it runs
+        process_gib: Of a process by itself
+
+    Returns:
+        Part -> GiB of a machine while training
+    """
     recipe, per = ledger.recipe, max(1, ledger.strategy.world // ledger.recipe.num_machines)
     copies = 0.0
     if not ledger.strategy.saves_in_place:
@@ -169,7 +196,14 @@ def host_parts(
 def loading_gib(
     ledger: Ledger,  # Of the run
 ) -> float:  # GiB of a machine
-    """Host memory for weights on their way to the GPUs."""
+    """Host memory for weights on their way to the GPUs.
+
+    Args:
+        ledger: Of the run
+
+    Returns:
+        GiB of a machine
+    """
     per = max(1, ledger.strategy.world // ledger.recipe.num_machines)
     weights = ledger.policy.weights.itemsize
     return per * weights * ledger.costs.loading_numel() / 2**30
@@ -178,7 +212,11 @@ def loading_gib(
 def disk_gib(
     ledger: Ledger,  # Of the run
 ) -> float:
-    """Disk for checkpoints, one more than are kept, and for the export."""
+    """Disk for checkpoints, one more than are kept, and for the export.
+
+    Args:
+        ledger: Of the run
+    """
     recipe, profile = ledger.recipe, ledger.profile
     copies = ledger.work.checkpoint_bytes(profile, ledger.strategy)
     whole = 4 * profile.trained if recipe.lora_rank else 2 * profile.numel
@@ -228,7 +266,13 @@ def plan_row(
     strategy: Strategy,  # Recipe on so many processes
     machine: Machine,  # Where it runs
 ) -> PlanRow:
-    """Memory, time and disk of one setting, and whether it fits."""
+    """Memory, time and disk of one setting, and whether it fits.
+
+    Args:
+        profile: The model
+        strategy: Recipe on so many processes
+        machine: Where it runs
+    """
     per = max(1, strategy.world // strategy.recipe.num_machines)
     usable = machine.usable(strategy.world if machine.cuda else per)
     limit = (usable - (0 if machine.cuda else PROCESS)) * 2**30 / (1 + GAPS + MARGIN)
@@ -271,7 +315,14 @@ def plan_row(
 def engine_variants(
     world: int,  # Processes
 ) -> list[dict]:  # Recipe fields
-    """The settings of all strategies that a plan compares, from whole to spread."""
+    """The settings of all strategies that a plan compares, from whole to spread.
+
+    Args:
+        world: Processes
+
+    Returns:
+        Recipe fields
+    """
     classes = {name: strategy_class(name) for name in records("strategies")}
     names = sorted(classes, key=lambda name: classes[name].order)
     return [dict(strategy=n) | change for n in names for change in classes[n].variants(world)]
@@ -289,7 +340,17 @@ def variant(
     cuda: bool,  # On GPUs
     **change,  # Fields to replace
 ) -> Strategy | None:  # None: impossible
-    """The recipe under another engine."""
+    """The recipe under another engine.
+
+    Args:
+        recipe: The run
+        world: Processes
+        cuda: On GPUs
+        **change: Fields to replace
+
+    Returns:
+        None: impossible
+    """
     machines = recipe.num_machines if world >= recipe.num_machines else 1
     plain = dict(reshard=recipe.reshard or "auto", hybrid_shard=0, offload="none")
     record = find_record("strategies", change.get("strategy", recipe.strategy))
@@ -327,7 +388,15 @@ def command(
     strategy: Strategy,  # The setting
     recipe: Recipe,  # What it is compared with
 ) -> str:  # -p name value ...
-    """The parameters by which a setting differs from the recipe."""
+    """The parameters by which a setting differs from the recipe.
+
+    Args:
+        strategy: The setting
+        recipe: What it is compared with
+
+    Returns:
+        -p name value ...
+    """
     new = strategy.recipe
     names = dict.fromkeys((*_FIRST, *Recipe.model_fields))
     changed = [n for n in names if getattr(new, n) != getattr(recipe, n)]
@@ -361,7 +430,13 @@ def candidates(
     machine: Machine,  # Where it runs
     worlds: Iterable[int],  # Numbers of processes
 ) -> Iterator[Strategy]:
-    """Settings worth a try."""
+    """Settings worth a try.
+
+    Args:
+        recipe: The run
+        machine: Where it runs
+        worlds: Numbers of processes
+    """
     batches = sorted({max(1, recipe.micro_batch // 2**i) for i in range(8)}, reverse=True)
     saving = dict.fromkeys([recipe.gradient_checkpointing, "auto"])
     for world in worlds:
@@ -383,7 +458,16 @@ def ranked(
     offloads: Iterable[str] = ("none", "optimizer", "params", "nvme"),  # Allowed ones
     below: float = math.inf,  # Only settings that take less seconds
 ) -> list[str]:
-    """Settings that fit, in words, fastest first, one per strategy and number of processes."""
+    """Settings that fit, in words, fastest first, one per strategy and number of processes.
+
+    Args:
+        profile: The model
+        recipe: The run
+        machine: Where it runs
+        worlds: Numbers of processes
+        offloads: Allowed ones
+        below: Only settings that take less seconds
+    """
     rates = device_rates(machine.device) or DEVICES["H200"]
     found = []
     for strategy in candidates(recipe, machine, worlds):
@@ -417,7 +501,16 @@ def suggestions(
     below: float = math.inf,  # Only settings that take less seconds
     most: int = 3,  # So many at most
 ) -> list[str]:
-    """Settings that fit, in words, fastest first."""
+    """Settings that fit, in words, fastest first.
+
+    Args:
+        profile: The model
+        recipe: The run
+        machine: Where it runs
+        world: Processes of the recipe
+        below: Only settings that take less seconds
+        most: So many at most
+    """
     powers = [2**i for i in range(8)]
     there = max(1, machine.count * recipe.num_machines)
     here = sorted({world, *(n for n in powers if n <= there)})
@@ -438,7 +531,14 @@ def adapters_instead(
     base: Path | str | None,  # Of `weights_path`
     machine: Machine,  # Where it runs
 ) -> list[str]:
-    """How LoRA would fit, in words; empty when it does not."""
+    """How LoRA would fit, in words; empty when it does not.
+
+    Args:
+        recipe: The run
+        family: The model's family
+        base: Of `weights_path`
+        machine: Where it runs
+    """
     if recipe.lora_rank or not work_of(recipe).adapters:
         return []
     adapted = recipe.model_copy(update=dict(lora_rank=16, lora_base="nf4"))
@@ -466,7 +566,13 @@ def settled(
     strategy: Strategy,  # Recipe on so many processes
     machine: Machine,  # Where it runs
 ) -> Strategy:
-    """The strategy with what its recipe leaves open decided."""
+    """The strategy with what its recipe leaves open decided.
+
+    Args:
+        profile: The model
+        strategy: Recipe on so many processes
+        machine: Where it runs
+    """
     *preferred, last = strategy.alternatives()
     if not preferred or work_of(strategy.recipe).networks > 1:
         return last
@@ -485,7 +591,17 @@ def encoding_note(
     base: Path | str | None,  # Of `weights_path`
     machine: Machine,  # Where it runs
 ) -> str | None:  # None where the text encoders fit on the GPU
-    """How captions are encoded on a card that is smaller than the text encoders."""
+    """How captions are encoded on a card that is smaller than the text encoders.
+
+    Args:
+        recipe: The run
+        family: The model's family
+        base: Of `weights_path`
+        machine: Where it runs
+
+    Returns:
+        None where the text encoders fit on the GPU
+    """
     drawn = recipe.model_path.partition(":")[0] == "random"
     if base is None or drawn or not machine.cuda or not family.text_components:
         return None
@@ -573,7 +689,12 @@ def plan(
     recipe: Recipe,  # The run
     world: int | None = None,  # Processes; None = as the recipe and the machine say
 ) -> Plan:
-    """Predict a run and its alternatives. Raises RecipeError or ValueError if it cannot run."""
+    """Predict a run and its alternatives. Raises RecipeError or ValueError if it cannot run.
+
+    Args:
+        recipe: The run
+        world: Processes; None = as the recipe and the machine say
+    """
     from sciftune.models.family import get_family  # diffusers takes seconds to import
 
     machine = Machine.of(recipe)
@@ -638,7 +759,13 @@ def write_plan(
     target: Path,  # plan.json
     at: Path | None = None,  # The run folder; None: the plan only
 ) -> Plan:
-    """Plan a run and write the plan; for a run folder its launch files as well, beside the plan."""
+    """Plan a run and write the plan; for a run folder its launch files as well, beside the plan.
+
+    Args:
+        recipe: The run
+        target: plan.json
+        at: The run folder; None: the plan only
+    """
     result = plan(recipe)
     result.save(target)
     if at is not None:
@@ -649,7 +776,14 @@ def write_plan(
 def main(
     args: list[str],  # Recipe file, plan file, and the run folder for which it is
 ) -> int:  # Exit code
-    """Plan the run of a recipe file."""
+    """Plan the run of a recipe file.
+
+    Args:
+        args: Recipe file, plan file, and the run folder for which it is
+
+    Returns:
+        Exit code
+    """
     if len(args) not in (2, 3):
         usage = "usage: python -m sciftune.planner.plan RECIPE.yaml PLAN.json [RUN FOLDER]"
         print(usage, file=sys.stderr)

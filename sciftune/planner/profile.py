@@ -84,14 +84,25 @@ class FlashAttention(TorchFunctionMode):
 def tensors_in(
     tree: object,  # Tensors, nested in tuples, lists and dicts
 ) -> list[torch.Tensor]:
-    """The tensors of `tree`, in order."""
+    """The tensors of `tree`, in order.
+
+    Args:
+        tree: Tensors, nested in tuples, lists and dicts
+    """
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def storages(
     tree: object,  # Tensors, nested
 ) -> dict[int, torch.UntypedStorage]:  # Id -> storage
-    """The storages under `tree`; hold on to them, ids of freed ones are used again."""
+    """The storages under `tree`; hold on to them, ids of freed ones are used again.
+
+    Args:
+        tree: Tensors, nested
+
+    Returns:
+        Id -> storage
+    """
     found = (t.untyped_storage() for t in tensors_in(tree))
     return {s._cdata: s for s in found}
 
@@ -172,7 +183,13 @@ class OperationRecorder(TorchDispatchMode):
         fixed: set[int],  # Ids of those that must not be computed again
         free: set[int],  # Ids of those that cost nothing (weights); left out of the result
     ) -> set[int]:
-        """The storages, smallest in total, from which `wanted` can be computed again."""
+        """The storages, smallest in total, from which `wanted` can be computed again.
+
+        Args:
+            wanted: Ids of storages that backward reads
+            fixed: Ids of those that must not be computed again
+            free: Ids of those that cost nothing (weights); left out of the result
+        """
         import networkx
 
         graph, seen = self._graph(wanted, fixed, free)
@@ -215,7 +232,11 @@ class BatchLine:
         self,
         batch: int,  # Samples
     ) -> float:
-        """The value at a batch size."""
+        """The value at a batch size.
+
+        Args:
+            batch: Samples
+        """
         return self.one if batch == 1 else self.fixed + self.each * batch
 
     @classmethod
@@ -224,7 +245,12 @@ class BatchLine:
         one: float,  # Value at batch 1
         two: float,  # Value at batch 2
     ) -> BatchLine:
-        """The line through two points."""
+        """The line through two points.
+
+        Args:
+            one: Value at batch 1
+            two: Value at batch 2
+        """
         return cls(one, 2 * one - two, two - one)
 
     @classmethod
@@ -234,7 +260,13 @@ class BatchLine:
         two: float,  # Value at batch 2
         four: float,  # Value at batch 4
     ) -> BatchLine:
-        """The line through the last two points, and the first."""
+        """The line through the last two points, and the first.
+
+        Args:
+            one: Value at batch 1
+            two: Value at batch 2
+            four: Value at batch 4
+        """
         return cls(one, 2 * two - four, (four - two) / 2)
 
 
@@ -244,7 +276,16 @@ def kept_bytes(
     args: tuple,  # Its inputs, on meta
     kwargs: dict,  # Its named inputs, on meta
 ) -> dict[str, float]:  # eager, compiled, fp8: bytes; out: bytes of the output; operations
-    """What a block keeps for backward, inputs included, weights not."""
+    """What a block keeps for backward, inputs included, weights not.
+
+    Args:
+        module: On meta
+        args: Its inputs, on meta
+        kwargs: Its named inputs, on meta
+
+    Returns:
+        eager, compiled, fp8: bytes; out: bytes of the output; operations
+    """
     inputs, weights = storages((args, kwargs)), storages(list(module.parameters()))
     packed = {}
 
@@ -276,7 +317,16 @@ def peak_bytes(
     args: tuple,  # Its inputs, on meta
     kwargs: dict,  # Its named inputs, on meta
 ) -> dict[str, float]:  # forward_peak: without gradients, backward_peak: bytes
-    """The most that is alive while a block runs, beyond its inputs."""
+    """The most that is alive while a block runs, beyond its inputs.
+
+    Args:
+        module: On meta
+        args: Its inputs, on meta
+        kwargs: Its named inputs, on meta
+
+    Returns:
+        forward_peak: without gradients, backward_peak: bytes
+    """
     with torch.no_grad(), FlashAttention(), LiveBytes() as forward:
         module(*args, **kwargs)
     with FlashAttention(), LiveBytes() as both:
@@ -293,7 +343,13 @@ def block_bytes(
     args: tuple,  # Its inputs, on meta
     kwargs: dict,  # Its named inputs, on meta
 ) -> dict[str, float]:
-    """Everything about one block: `kept_bytes` and `peak_bytes`."""
+    """Everything about one block: `kept_bytes` and `peak_bytes`.
+
+    Args:
+        module: On meta
+        args: Its inputs, on meta
+        kwargs: Its named inputs, on meta
+    """
 
     def fresh(leaf: object) -> object:
         same = isinstance(leaf, torch.Tensor)
@@ -306,7 +362,17 @@ def block_bytes(
 # %% ../../nbs/6_planner/01_profile.ipynb #967c8ea7
 @dataclass(frozen=True, kw_only=True)
 class Block(BlockSize):
-    """One unit of sharding, checkpointing and compiling; bytes as lines in the batch size."""
+    """One unit of sharding, checkpointing and compiling; bytes as lines in the batch size.
+
+    Attributes:
+        boundary: Inputs that this block adds, kept when it is checkpointed
+        eager: Kept for backward
+        compiled: ... by a compiled block
+        fp8: ... whose large products are float8
+        backward_peak: Alive while it runs forward and backward, eagerly
+        forward_peak: Alive while it runs without gradients
+        out: Its output
+    """
 
     boundary: BatchLine  # Inputs that this block adds, kept when it is checkpointed
     eager: BatchLine  # Kept for backward
@@ -329,13 +395,31 @@ class BlockTimes:
         self,
         checkpointed_share: float,  # Share of the blocks that run again in backward
     ) -> float:
-        """Seconds of a training step of one sample."""
+        """Seconds of a training step of one sample.
+
+        Args:
+            checkpointed_share: Share of the blocks that run again in backward
+        """
         return self.forward * (1 + checkpointed_share) + self.backward
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile(ModelSize):
-    """Everything about a model that a plan needs; measured without memory."""
+    """Everything about a model that a plan needs; measured without memory.
+
+    Attributes:
+        blocks: In the order of execution
+        outside: Kept for backward outside of blocks
+        flops: Of a forward pass, one sample
+        operations: Of a forward pass
+        decode: Bytes of the VAE's weights and its working set for one picture
+        loss: Peak of the loss on top of what forward keeps, last layer's gradient aside
+        resident: Bytes of frozen helpers that stay on the GPU
+        before: Peak of what runs before forward
+        backward_share: Work of backward, of what it is with all weights trained
+        extra: What the objective's `Work` has measured for itself
+        times: Blocks as measured on this machine's GPU
+    """
 
     blocks: tuple[Block, ...]  # In the order of execution
     outside: BatchLine  # Kept for backward outside of blocks
@@ -363,7 +447,11 @@ def _kind(tensors: Iterable[torch.Tensor]) -> tuple:  # Any shapes (...)
 
 @dataclass(frozen=True)
 class OutputShapes:
-    """How to make a block's outputs again: inputs that it passes on, and shapes of the rest."""
+    """How to make a block's outputs again: inputs that it passes on, and shapes of the rest.
+
+    Attributes:
+        leaves: Position among the inputs, or (shape, stride, dtype, requires_grad)
+    """
 
     tree: TreeSpec
     leaves: tuple  # Position among the inputs, or (shape, stride, dtype, requires_grad)
@@ -374,7 +462,12 @@ class OutputShapes:
         out: object,  # Tensors, nested
         given: list[torch.Tensor],  # The inputs
     ) -> OutputShapes | None:
-        """The shapes of `out`; None where a new output is a view of an input."""
+        """The shapes of `out`; None where a new output is a view of an input.
+
+        Args:
+            out: Tensors, nested
+            given: The inputs
+        """
         leaves, tree = tree_flatten(out)
         found = [next((i for i, g in enumerate(given) if g is o), None) for o in leaves]
         new = [o for o, i in zip(leaves, found, strict=True) if i is None]
@@ -390,7 +483,11 @@ class OutputShapes:
         self,
         given: list[torch.Tensor],  # The inputs
     ) -> object:
-        """Outputs of these shapes, on meta."""
+        """Outputs of these shapes, on meta.
+
+        Args:
+            given: The inputs
+        """
 
         def leaf(part: int | tuple) -> torch.Tensor:
             if isinstance(part, int):
@@ -433,7 +530,12 @@ def each_kind_once(
     blocks: list[tuple[str, nn.Module]],  # Name and module
     passing: Callable = _no_bytes,  # (name) -> bytes a block needs beside its outputs as it runs
 ) -> Iterator[None]:
-    """Inside, each kind of block runs once; `passing` is allocated where one is left out."""
+    """Inside, each kind of block runs once; `passing` is allocated where one is left out.
+
+    Args:
+        blocks: Name and module
+        passing: (name) -> bytes a block needs beside its outputs as it runs
+    """
     known = {}
     for name, module in blocks:
         module.forward = _RunOnce(name, module, known, passing)
@@ -447,7 +549,11 @@ def each_kind_once(
 # %% ../../nbs/6_planner/01_profile.ipynb #1ecd4b21
 @dataclass(frozen=True)
 class Call:
-    """A block and what it was given."""
+    """A block and what it was given.
+
+    Attributes:
+        new_bytes: Of inputs that no block before it had
+    """
 
     name: str
     module: nn.Module
@@ -458,7 +564,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Trace:
-    """One forward pass on meta."""
+    """One forward pass on meta.
+
+    Attributes:
+        calls: Blocks in the order of execution
+        outside: Bytes kept for backward outside of blocks
+        first: Module outside of blocks -> blocks that had begun when it first ran
+    """
 
     calls: list[Call]  # Blocks in the order of execution
     outside: int  # Bytes kept for backward outside of blocks
@@ -501,7 +613,15 @@ def blocks_in(
     denoiser: nn.Module,  # Any model
     classes: tuple[str, ...],  # Names of block classes
 ) -> list[tuple[str, nn.Module]]:  # Name and module
-    """The blocks of a model, in the order of its modules."""
+    """The blocks of a model, in the order of its modules.
+
+    Args:
+        denoiser: Any model
+        classes: Names of block classes
+
+    Returns:
+        Name and module
+    """
     return [(n, m) for n, m in denoiser.named_modules() if type(m).__name__ in classes]
 
 
@@ -510,7 +630,13 @@ def trace(
     forward: Callable,  # () -> outputs
     classes: tuple[str, ...],  # Names of block classes
 ) -> Trace:
-    """Run the denoiser once on meta."""
+    """Run the denoiser once on meta.
+
+    Args:
+        denoiser: On meta
+        forward: () -> outputs
+        classes: Names of block classes
+    """
     watch, blocks = _Watch(), blocks_in(denoiser, classes)
     within = {id(m) for _, block in blocks for m in block.modules()}
     hooks = []
@@ -553,7 +679,15 @@ def measured_blocks(
     traces: list[Trace],  # At batches 1, 2 and 4
     frozen: set[str],  # Names of parameters without a gradient
 ) -> tuple[tuple[Block, ...], int]:  # Blocks, and operations of all
-    """Every block of a model."""
+    """Every block of a model.
+
+    Args:
+        traces: At batches 1, 2 and 4
+        frozen: Names of parameters without a gradient
+
+    Returns:
+        Blocks, and operations of all
+    """
     known, blocks, operations = {}, [], 0
     for calls in zip(*(t.calls for t in traces), strict=True):
         first = calls[0]
@@ -577,7 +711,14 @@ def measured_blocks(
 # %% ../../nbs/6_planner/01_profile.ipynb #6d0c47d2
 @dataclass(frozen=True)
 class MetaModel:
-    """A model without memory, with gradients where the recipe trains it."""
+    """A model without memory, with gradients where the recipe trains it.
+
+    Attributes:
+        base: Pipeline folder or hub id; None = published size
+        dtype: Of the computation
+        config: Of the denoiser
+        denoiser: On meta
+    """
 
     recipe: Recipe
     family: Family
@@ -595,7 +736,14 @@ class MetaModel:
         base: Path | str | None = None,  # Pipeline folder or hub id; None = published size
         dtype: torch.dtype = torch.bfloat16,  # Of the computation
     ) -> MetaModel:
-        """Build the denoiser, freeze what is not trained, put adapters in."""
+        """Build the denoiser, freeze what is not trained, put adapters in.
+
+        Args:
+            recipe: What is trained, and how
+            family: The model's family
+            base: Pipeline folder or hub id; None = published size
+            dtype: Of the computation
+        """
         revision, work = recipe.revision or None, work_of(recipe)
         config = family.config(base, revision)
         denoiser = nn.Module.to(family.empty_denoiser(base, revision), "meta", dtype)
@@ -619,21 +767,36 @@ class MetaModel:
         self,
         batch: int,  # Samples
     ) -> Callable:  # () -> outputs
-        """A training forward pass."""
+        """A training forward pass.
+
+        Args:
+            batch: Samples
+
+        Returns:
+            () -> outputs
+        """
         return self.work.forward(self, batch)
 
     def trace(
         self,
         batch: int,  # Samples
     ) -> Trace:
-        """One training forward pass, watched."""
+        """One training forward pass, watched.
+
+        Args:
+            batch: Samples
+        """
         return trace(self.denoiser, self.forward(batch), self.block_classes)
 
     def outer_modules(
         self,
         seen: Trace,  # Of any batch
     ) -> tuple[OuterModule, ...]:
-        """Modules with parameters outside of blocks."""
+        """Modules with parameters outside of blocks.
+
+        Args:
+            seen: Of any batch
+        """
         inside = tuple(f"{c.name}." for c in seen.calls)
         frozen, found = self.frozen, []
         for name, module in self.denoiser.named_modules():
@@ -680,7 +843,17 @@ def empty_vae(
     recipe: Recipe,  # Its revision
     dtype: torch.dtype,  # Of the weights
 ) -> nn.Module:  # On meta
-    """The VAE without its weights."""
+    """The VAE without its weights.
+
+    Args:
+        family: The model's family
+        base: Pipeline folder or hub id; None = published size
+        recipe: Its revision
+        dtype: Of the weights
+
+    Returns:
+        On meta
+    """
     import diffusers
     from accelerate import init_empty_weights
 
@@ -694,7 +867,11 @@ def empty_vae(
 def weight_bytes(
     module: nn.Module,  # Any
 ) -> int:
-    """Bytes of all parameters, shared ones once."""
+    """Bytes of all parameters, shared ones once.
+
+    Args:
+        module: Any
+    """
     return sum(s.nbytes() for s in storages(list(module.parameters())).values())
 
 
@@ -705,7 +882,14 @@ def decode_bytes(
     recipe: Recipe,  # Its resolution
     dtype: torch.dtype,  # Of the weights
 ) -> float:
-    """Weights of the VAE and its working set for one picture."""
+    """Weights of the VAE and its working set for one picture.
+
+    Args:
+        family: The model's family
+        base: Pipeline folder or hub id; None = published size
+        recipe: Its resolution
+        dtype: Of the weights
+    """
     vae, side = empty_vae(family, base, recipe, dtype), recipe.resolution
     shape = family.latent_shape(side, side)
     with torch.no_grad(), FlashAttention(), LiveBytes() as live:
@@ -719,7 +903,16 @@ def trained_share(
     family: Family,  # The model's family
     base: Path | str | None = None,  # Pipeline folder or hub id; None = published size
 ) -> float:  # In (0, 1]; 1/3 would be a forward pass alone
-    """FLOPs of a step that trains `trained_layers`, of those of a step that trains all weights."""
+    """FLOPs of a step that trains `trained_layers`, of those of a step that trains all weights.
+
+    Args:
+        recipe: With `trained_layers`
+        family: The model's family
+        base: Pipeline folder or hub id; None = published size
+
+    Returns:
+        In (0, 1]; 1/3 would be a forward pass alone
+    """
     from torch.utils.flop_counter import FlopCounterMode
 
     everything = recipe.model_copy(update=dict(trained_layers=""))
@@ -745,7 +938,15 @@ def profile(
     dtype: torch.dtype = torch.bfloat16,  # Of the computation
     vae: bool = True,  # Measure the VAE's decoder, too
 ) -> Profile:
-    """Measure a model on the meta device."""
+    """Measure a model on the meta device.
+
+    Args:
+        recipe: What is trained, and how
+        family: The model's family
+        base: Pipeline folder or hub id; None = published size
+        dtype: Of the computation
+        vae: Measure the VAE's decoder, too
+    """
     model = MetaModel.build(recipe, family, base, dtype)
     known = {b: model.trace(b) for b in dict.fromkeys(model.work.batches)}
     traces = [known[b] for b in model.work.batches]
@@ -785,7 +986,15 @@ def weights_path(
     recipe: Recipe,  # Its model_path
     family: Family,  # The model's family
 ) -> Path | str | None:  # Pipeline folder or hub id; None = random weights of the published size
-    """Where the model's folder is; makes the stand-in when it is asked for."""
+    """Where the model's folder is; makes the stand-in when it is asked for.
+
+    Args:
+        recipe: Its model_path
+        family: The model's family
+
+    Returns:
+        Pipeline folder or hub id; None = random weights of the published size
+    """
     if recipe.model_path == "random":
         return None
     if recipe.model_path == "tiny":

@@ -51,7 +51,15 @@ __all__ = [
 # %% ../../nbs/6_planner/04_speed.ipynb #80b32333
 @dataclass(frozen=True)
 class DeviceRates:
-    """What a GPU can do."""
+    """What a GPU can do.
+
+    Attributes:
+        flops: bf16 FLOP/s, dense, sums in fp32
+        memory: Bytes/s of its memory
+        link: Bytes/s to the next GPU
+        size: GB of its memory, of 10^9 bytes
+        float8: Whether it multiplies float8
+    """
 
     flops: float  # bf16 FLOP/s, dense, sums in fp32
     memory: float  # Bytes/s of its memory
@@ -79,14 +87,25 @@ DEVICES = {
 def device_rates(
     name: str,  # As the driver calls it
 ) -> DeviceRates | None:  # None for an unknown one
-    """Rates of a GPU."""
+    """Rates of a GPU.
+
+    Args:
+        name: As the driver calls it
+
+    Returns:
+        None for an unknown one
+    """
     return next((rates for known, rates in DEVICES.items() if known in name.upper()), None)
 
 
 def named_device(
     name: str,  # `Recipe.plan_device`
 ) -> DeviceRates:
-    """Rates of a GPU that need not be here. Raises RecipeError for an unknown one."""
+    """Rates of a GPU that need not be here. Raises RecipeError for an unknown one.
+
+    Args:
+        name: `Recipe.plan_device`
+    """
     rates = device_rates(name)
     if rates is None:
         known = ", ".join(DEVICES)
@@ -137,7 +156,18 @@ def step_parts(
     rates: DeviceRates,  # Of the GPU
     every_turn: bool = True,  # False: without turns that are taken only every k-th step
 ) -> dict[str, float]:  # compute, host, exchange, update, offload: seconds
-    """Where the time of an optimizer step goes, each part by itself."""
+    """Where the time of an optimizer step goes, each part by itself.
+
+    Args:
+        profile: The model
+        strategy: Recipe on so many processes
+        checkpointed: Blocks that run again in backward
+        rates: Of the GPU
+        every_turn: False: without turns that are taken only every k-th step
+
+    Returns:
+        compute, host, exchange, update, offload: seconds
+    """
     share = checkpointed / max(1, len(profile.blocks))
     compute = _compute_seconds(profile, strategy, share, rates, every_turn)
     host = _launch_seconds(profile, strategy, share, every_turn)
@@ -159,7 +189,15 @@ def step_seconds(
     rates: DeviceRates,  # Of the GPU
     every_turn: bool = True,  # False: without turns that are taken only every k-th step
 ) -> float:
-    """Estimated time of an optimizer step."""
+    """Estimated time of an optimizer step.
+
+    Args:
+        profile: The model
+        strategy: Recipe on so many processes
+        checkpointed: Blocks that run again in backward
+        rates: Of the GPU
+        every_turn: False: without turns that are taken only every k-th step
+    """
     parts = step_parts(profile, strategy, checkpointed, rates, every_turn)
     busy = max(parts["compute"], parts["host"])
     exchange = max(parts["exchange"] / 2, parts["exchange"] - busy)
@@ -175,7 +213,15 @@ def step_interval(
     seconds: float,  # Of `step_seconds`
     device: str,  # Name of the GPU
 ) -> tuple[float, float]:  # Seconds
-    """Between which times a step should take; wider for a GPU that was never measured."""
+    """Between which times a step should take; wider for a GPU that was never measured.
+
+    Args:
+        seconds: Of `step_seconds`
+        device: Name of the GPU
+
+    Returns:
+        Seconds
+    """
     times = 1 if MEASURED_ON in device.upper() else 2
     low, high = (seconds * factor**times for factor in SEEN)
     return low, high
@@ -185,7 +231,14 @@ def step_interval(
 def finished_at(
     device: torch.device,  # Whose work is waited for
 ) -> float:  # Seconds of a clock
-    """The time when all work on the device is done."""
+    """The time when all work on the device is done.
+
+    Args:
+        device: Whose work is waited for
+
+    Returns:
+        Seconds of a clock
+    """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -198,7 +251,18 @@ def time_block(
     device: torch.device,  # Where it runs
     repeats: int = 5,  # Runs that count
 ) -> tuple[float, float]:  # Forward and backward, seconds, medians
-    """Time one block."""
+    """Time one block.
+
+    Args:
+        module: On the device
+        args: Its inputs
+        kwargs: Its named inputs
+        device: Where it runs
+        repeats: Runs that count
+
+    Returns:
+        Forward and backward, seconds, medians
+    """
     measured = []
     for i in range(repeats + 2):  # two to warm up: compilation, choice of kernels
         begin = finished_at(device)
@@ -248,7 +312,15 @@ def time_blocks(
     dtype: torch.dtype,  # Of the computation
     device: torch.device | str,  # Where blocks run
 ) -> BlockTimes:
-    """Measure one block of each kind. Raises RecipeError where blocks need more than tensors."""
+    """Measure one block of each kind. Raises RecipeError where blocks need more than tensors.
+
+    Args:
+        recipe: The run
+        family: The model's family
+        base: Pipeline folder or hub id; None = published size
+        dtype: Of the computation
+        device: Where blocks run
+    """
     if not work_of(recipe).times_blocks:
         raise RecipeError(f"profile_block: not for objective {recipe.objective}")
     device, known, total = torch.device(device), {}, [0.0, 0.0]

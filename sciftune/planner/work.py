@@ -26,7 +26,11 @@ __all__ = ["Work", "work_of"]
 
 # %% ../../nbs/6_planner/03_work.ipynb #d450a546
 class Work:
-    """One forward and one backward pass of one network."""
+    """One forward and one backward pass of one network.
+
+    Args:
+        recipe: The run
+    """
 
     batches = (1, 2, 4)  # Batch sizes at which blocks are measured
     networks = 1  # Networks that are trained
@@ -44,14 +48,26 @@ class Work:
         self,
         denoiser: nn.Module,  # On meta
     ):
-        """Freeze what this objective leaves as it is."""
+        """Freeze what this objective leaves as it is.
+
+        Args:
+            denoiser: On meta
+        """
 
     def forward(
         self,
         model: MetaModel,  # Whose denoiser runs
         batch: int,  # Samples
     ) -> Callable:  # () -> outputs
-        """A training forward pass on meta."""
+        """A training forward pass on meta.
+
+        Args:
+            model: Whose denoiser runs
+            batch: Samples
+
+        Returns:
+            () -> outputs
+        """
         latents, text = self.inputs(model, batch)
         times = torch.empty(batch, device="meta")
         return lambda: model.family.predict(model.denoiser, latents, times, text)
@@ -61,7 +77,15 @@ class Work:
         model: MetaModel,  # Whose denoiser runs
         batch: int,  # Samples
     ) -> tuple[torch.Tensor, dict]:  # Latents (B,C,h,w), conditioning of the family
-        """Inputs of a batch, on meta."""
+        """Inputs of a batch, on meta.
+
+        Args:
+            model: Whose denoiser runs
+            batch: Samples
+
+        Returns:
+            Latents (B,C,h,w), conditioning of the family
+        """
         family, side, recipe = model.family, model.recipe.resolution, model.recipe
         shapes = family.caption_shapes(model.config, recipe.text_tokens)
         new = dict(device="meta", dtype=model.dtype)
@@ -74,7 +98,15 @@ class Work:
         model: MetaModel,  # Whose denoiser runs
         batch: int,  # Samples
     ) -> dict:  # references, a list of (B,C,h,w) on meta; {} without any
-        """Reference images of a batch, as many and as large as the recipe allows."""
+        """Reference images of a batch, as many and as large as the recipe allows.
+
+        Args:
+            model: Whose denoiser runs
+            batch: Samples
+
+        Returns:
+            references, a list of (B,C,h,w) on meta; {} without any
+        """
         count = model.recipe.reference_images
         if not count:
             return {}
@@ -86,14 +118,25 @@ class Work:
         self,
         family: Family,  # The model's family
     ) -> tuple[int, int]:  # (height, width)
-        """The size of a reference image with the most tokens."""
+        """The size of a reference image with the most tokens.
+
+        Args:
+            family: The model's family
+
+        Returns:
+            (height, width)
+        """
         return family.reference_size(8192, 8192, self.recipe.reference_side)
 
     def reference_tokens(
         self,
         family: Family,  # The model's family
     ) -> int:
-        """Most tokens of reference images per sample, for counting operations."""
+        """Most tokens of reference images per sample, for counting operations.
+
+        Args:
+            family: The model's family
+        """
         if not self.recipe.reference_images:
             return 0
         tokens = family.reference_tokens(*self.largest_reference(family))
@@ -103,7 +146,11 @@ class Work:
         self,
         family: Family,  # The model's family
     ) -> int:
-        """Tokens of text per sample, for counting operations."""
+        """Tokens of text per sample, for counting operations.
+
+        Args:
+            family: The model's family
+        """
         return self.recipe.text_tokens
 
     def measure(
@@ -111,7 +158,12 @@ class Work:
         model: MetaModel,  # The model on meta
         blocks: tuple[Block, ...],  # Its blocks, measured
     ) -> dict:
-        """Fields of the `Profile` that only this objective knows: loss, resident, before, extra."""
+        """Fields of the `Profile` that only this objective knows: loss, resident, before, extra.
+
+        Args:
+            model: The model on meta
+            blocks: Its blocks, measured
+        """
         return {}
 
     # memory
@@ -120,14 +172,26 @@ class Work:
         profile: Profile,  # The model
         strategy: Strategy,  # Recipe on so many processes
     ) -> dict[str, tuple[float, float]]:  # Part -> (bytes per GPU, bytes per rank on the host)
-        """What is stored besides the network."""
+        """What is stored besides the network.
+
+        Args:
+            profile: The model
+            strategy: Recipe on so many processes
+
+        Returns:
+            Part -> (bytes per GPU, bytes per rank on the host)
+        """
         return {}
 
     def phases(
         self,
         ledger: Ledger,  # Of the run
     ) -> list[Phase]:
-        """Memory from the end of forward to the end of backward."""
+        """Memory from the end of forward to the end of backward.
+
+        Args:
+            ledger: Of the run
+        """
         return ledger.backward(ledger.stored_on_gpu(), (ledger.forward_pass(),))
 
     def checkpoint_bytes(
@@ -135,7 +199,12 @@ class Work:
         profile: Profile,  # The model
         strategy: Strategy,  # Recipe on so many processes
     ) -> float:
-        """Bytes of a checkpoint: weights and two optimizer states in fp32, and an average."""
+        """Bytes of a checkpoint: weights and two optimizer states in fp32, and an average.
+
+        Args:
+            profile: The model
+            strategy: Recipe on so many processes
+        """
         return (12 + 4 * bool(self.recipe.ema_decay)) * profile.trained
 
     # time
@@ -146,7 +215,14 @@ class Work:
         backward: float = 2.0,  # Backward in forward passes: 2 in arithmetic, 1 for the host
         every_turn: bool = True,  # False: without turns that are taken only every k-th step
     ) -> float:
-        """The mean work of a micro-batch, in forward passes."""
+        """The mean work of a micro-batch, in forward passes.
+
+        Args:
+            profile: The model
+            checkpointed_share: Share of the blocks that run again in backward
+            backward: Backward in forward passes: 2 in arithmetic, 1 for the host
+            every_turn: False: without turns that are taken only every k-th step
+        """
         again = checkpointed_share * profile.backward_blocks
         backward = backward * profile.backward_share
         if self.recipe.lora_rank and backward >= 2:
@@ -159,7 +235,16 @@ class Work:
         strategy: Strategy,  # Recipe on so many processes
         checkpointed_share: float,  # Share of the blocks that run again in backward
     ) -> tuple[float, float]:  # Inside a machine, between machines; per rank and step
-        """What a rank sends."""
+        """What a rank sends.
+
+        Args:
+            profile: The model
+            strategy: Recipe on so many processes
+            checkpointed_share: Share of the blocks that run again in backward
+
+        Returns:
+            Inside a machine, between machines; per rank and step
+        """
         costs = strategy.costs(profile)
         return costs.sent_bytes(profile.backward_blocks, checkpointed_share)
 
@@ -168,7 +253,12 @@ class Work:
         profile: Profile,  # The model
         strategy: Strategy,  # Recipe on so many processes
     ) -> bool:
-        """Whether the host launches a cast beside most operations."""
+        """Whether the host launches a cast beside most operations.
+
+        Args:
+            profile: The model
+            strategy: Recipe on so many processes
+        """
         return strategy.autocasts
 
     # other settings
@@ -176,7 +266,11 @@ class Work:
         self,
         strategy: Strategy,  # Recipe on so many processes
     ) -> bool:
-        """Whether this objective can run so."""
+        """Whether this objective can run so.
+
+        Args:
+            strategy: Recipe on so many processes
+        """
         allowed = find_record("objectives", self.recipe.objective).strategies
         return not allowed or strategy.recipe.strategy in allowed
 
@@ -185,6 +279,10 @@ class Work:
 def work_of(
     recipe: Recipe,  # Its objective
 ) -> Work:
-    """The work of a recipe's objective, found by its record."""
+    """The work of a recipe's objective, found by its record.
+
+    Args:
+        recipe: Its objective
+    """
     target = find_record("objectives", recipe.objective).work
     return (import_class(target) if target else Work)(recipe)

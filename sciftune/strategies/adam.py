@@ -199,7 +199,15 @@ def programs(
     n: int,  # Elements
     processors: int,  # Of the GPU
 ) -> int:  # Programs of the kernel for a tensor
-    """Also the number of partial sums."""
+    """Also the number of partial sums.
+
+    Args:
+        n: Elements
+        processors: Of the GPU
+
+    Returns:
+        Programs of the kernel for a tensor
+    """
     return max(1, min(-(-n // BLOCK), PER_PROCESSOR * processors))
 
 
@@ -215,7 +223,11 @@ class Moment(_MaybeQuantizedTensor):
         self,
         data: Tensor,  # Of the parameter's shape (...)
     ):
-        """Quantise numbers."""
+        """Quantise numbers.
+
+        Args:
+            data: Of the parameter's shape (...)
+        """
         super().set_data(data.float() * (UNIT**2 if self._sqrt else UNIT))
 
     def state_dict(
@@ -223,7 +235,12 @@ class Moment(_MaybeQuantizedTensor):
         name: str,  # Of the state
         allow_quantized: bool = False,  # Not used
     ) -> dict:
-        """Plain numbers; codes would mean something else elsewhere."""
+        """Plain numbers; codes would mean something else elsewhere.
+
+        Args:
+            name: Of the state
+            allow_quantized: Not used
+        """
         return {name: self.materialize()}
 
 
@@ -258,7 +275,20 @@ def update(
     eps: float,
     weight_decay: float,  # Decoupled
 ):
-    """One AdamW step, in place."""
+    """One AdamW step, in place.
+
+    Args:
+        w: (...) bf16 weights, contiguous
+        c: (...) int8 corrections
+        m: (...) int8 first moment
+        ms: (groups,) fp16, one per 32, in 1/UNIT
+        v: (...) uint8 root of the second moment
+        vs: (groups,) fp16, one per 32, in 1/UNIT
+        g: (...) bf16 gradient
+        squares: (programs,) fp32: sums of squares of the gradient
+        step: Counted from 1
+        weight_decay: Decoupled
+    """
     _adam_kernel[(squares.numel(),)](
         w,
         c,
@@ -296,7 +326,16 @@ def _sent(
 
 
 class BlockLaunch:
-    """What one launch needs for a list of parameters."""
+    """What one launch needs for a list of parameters.
+
+    Args:
+        fits: Places in the list of those that the kernel takes
+        sizes: Their elements
+        slots: (first, number) of their partial sums
+        counters: Their steps, 0-dimensional on the CPU
+        addresses: 7 of each
+        like: On the device (...)
+    """
 
     def __init__(
         self,
@@ -427,6 +466,10 @@ class LeanAdamW(FlashAdamW):
         """Update `params`.
 
         In one launch those that the kernel for many can take, the others one by one.
+
+        Args:
+            params: Of one group and device
+            grads: Theirs
         """
         key = tuple(map(id, params))
         launch = self.launches.get(key) if hasattr(self, "launches") else None
@@ -535,7 +578,11 @@ class LeanAdamW(FlashAdamW):
         ]
 
     def take_squares(self) -> Tensor:  # fp32 scalar
-        """The sum of squares of all gradients since the last call."""
+        """The sum of squares of all gradients since the last call.
+
+        Returns:
+            fp32 scalar
+        """
         total = self.partial.sum() + self.rest
         self.partial.zero_()
         self.rest.zero_()

@@ -32,7 +32,12 @@ def pass_on(
     number: int,  # Of the signal
     frame: FrameType | None = None,  # Not used
 ) -> None:
-    """Send a signal that this process got to its children."""
+    """Send a signal that this process got to its children.
+
+    Args:
+        number: Of the signal
+        frame: Not used
+    """
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):
             child.send_signal(number)
@@ -74,6 +79,9 @@ def run_agent(
     """Start the ranks as accelerate does and wait for them.
 
     Raises what accelerate raises, SystemExit with the exit code of a single process that failed.
+
+    Args:
+        arguments: Of `accelerate launch`
     """
     pass_on_requests()
     load_secrets(Path(arguments[-1]).parent)  # a rank's error is reported here once more

@@ -47,7 +47,14 @@ def blocks_of(
     denoiser: nn.Module,
     names: tuple,  # Block classes, of the family's record
 ) -> list[nn.Module]:  # In the order of execution
-    """The repeated blocks of a denoiser, sharded or not."""
+    """The repeated blocks of a denoiser, sharded or not.
+
+    Args:
+        names: Block classes, of the family's record
+
+    Returns:
+        In the order of execution
+    """
     return [m for m in denoiser.modules() if type(m).__name__.removeprefix("FSDP") in names]
 
 
@@ -56,7 +63,15 @@ def rotate(
     x: Tensor,  # Queries or keys (B,S,heads,D)
     table: Tensor,  # (S,D) or (B,S,D) int32, the bits of fp32 [cos | sin]
 ) -> Tensor:  # Same shape and type as x
-    """Turn each pair of channels by its position's angle, computed in fp32."""
+    """Turn each pair of channels by its position's angle, computed in fp32.
+
+    Args:
+        x: Queries or keys (B,S,heads,D)
+        table: (S,D) or (B,S,D) int32, the bits of fp32 [cos | sin]
+
+    Returns:
+        Same shape and type as x
+    """
     cos, sin = table.view(torch.float32).unsqueeze(-2).chunk(2, -1)
     a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2).to(x.dtype)
@@ -78,7 +93,15 @@ class RealTable(nn.Module):
         device: torch.device | None = None,
         max_txt_seq_len: int | None = None,  # Of the text
     ) -> tuple[Tensor, Tensor]:  # Image (S,D) and text (T,D), int32; (B,S,D), (B,T,D) with images
-        """The two tables, made at the first call with these sizes."""
+        """The two tables, made at the first call with these sizes.
+
+        Args:
+            shapes: (frames, rows, columns) of each sample, behind it of a smaller image in it
+            max_txt_seq_len: Of the text
+
+        Returns:
+            Image (S,D) and text (T,D), int32; (B,S,D), (B,T,D) with images
+        """
         if len(shapes[0]) == 1:
             return self.tables(shapes[0], device, max_txt_seq_len)
         every = [self.padded(*sample, device, max_txt_seq_len) for sample in shapes]
@@ -91,7 +114,16 @@ class RealTable(nn.Module):
         device: torch.device | None,
         length: int,  # Of the text
     ) -> tuple[Tensor, Tensor]:  # (S,D) and (T,D)
-        """The tables of an image with padding beside it, whose positions are all 0."""
+        """The tables of an image with padding beside it, whose positions are all 0.
+
+        Args:
+            canvas: (frames, rows, columns) of the whole
+            own: Of the image in its top left corner
+            length: Of the text
+
+        Returns:
+            (S,D) and (T,D)
+        """
         image, text = self.tables([own], device, length)
         _, rows, columns = own
         whole = image.new_zeros(*canvas[1:], image.shape[-1])
@@ -104,7 +136,15 @@ class RealTable(nn.Module):
         device: torch.device | None,
         length: int,  # Of the text
     ) -> tuple[Tensor, Tensor]:  # (S,D) and (T,D)
-        """The tables of one size."""
+        """The tables of one size.
+
+        Args:
+            shape: [(frames, rows, columns)]
+            length: Of the text
+
+        Returns:
+            (S,D) and (T,D)
+        """
         key = (repr(shape), str(device), int(length))
         if key not in self.made:
             if len(self.made) >= 64:
@@ -130,7 +170,19 @@ class RealAttention(qwen.QwenDoubleStreamAttnProcessor2_0):
         attention_mask: Tensor | None = None,  # (B,1,1,T+S) in the place of the one made here
         image_rotary_emb: tuple | None = None,  # Tables of image and text, see `RealTable`
     ) -> tuple[Tensor, Tensor]:  # Image (B,S,C), text (B,T,C)
-        """Attend over [text, image]."""
+        """Attend over [text, image].
+
+        Args:
+            attn: The block's attention, whose layers are used
+            hidden_states: Image (B,S,C)
+            encoder_hidden_states: Text (B,T,C)
+            encoder_hidden_states_mask: (B,T), 0 = padding; None = no padding
+            attention_mask: (B,1,1,T+S) in the place of the one made here
+            image_rotary_emb: Tables of image and text, see `RealTable`
+
+        Returns:
+            Image (B,S,C), text (B,T,C)
+        """
         image, text, n = hidden_states, encoder_hidden_states, encoder_hidden_states.shape[1]
         if attention_mask is None:
             attention_mask = joint_mask(encoder_hidden_states_mask, image)
@@ -154,7 +206,17 @@ class RealAttention(qwen.QwenDoubleStreamAttnProcessor2_0):
         text: Tensor,  # (B,T,C)
         tables: tuple,  # Of image and text
     ) -> tuple[Tensor, Tensor, Tensor]:  # Queries, keys, values (B,T+S,heads,D)
-        """Queries and keys normalised and turned, text before image."""
+        """Queries and keys normalised and turned, text before image.
+
+        Args:
+            attn: The block's attention
+            image: (B,S,C)
+            text: (B,T,C)
+            tables: Of image and text
+
+        Returns:
+            Queries, keys, values (B,T+S,heads,D)
+        """
         image_table, text_table = tables
 
         def heads(layer: nn.Module, x: Tensor) -> Tensor:  # (B,S,C) -> (B,S,heads,D)
@@ -172,7 +234,15 @@ def joint_mask(
     mask: Tensor | None,  # Of the text (B,T), 0 = padding
     image: Tensor,  # (B,S,C)
 ) -> Tensor | None:  # (B,1,1,T+S), True = attended
-    """The mask over [text, image]: all of the image, the text without padding."""
+    """The mask over [text, image]: all of the image, the text without padding.
+
+    Args:
+        mask: Of the text (B,T), 0 = padding
+        image: (B,S,C)
+
+    Returns:
+        (B,1,1,T+S), True = attended
+    """
     if mask is None:
         return None
     whole = mask.new_ones(image.shape[:2], dtype=torch.bool)
@@ -183,7 +253,11 @@ def joint_mask(
 def real_rotary(
     denoiser: nn.Module,
 ) -> nn.Module:  # The same
-    """Replace complex rotary embedding where a denoiser has it; all others are left alone."""
+    """Replace complex rotary embedding where a denoiser has it; all others are left alone.
+
+    Returns:
+        The same
+    """
     if isinstance(denoiser, qwen.QwenImageTransformer2DModel) and not isinstance(
         denoiser.pos_embed, RealTable
     ):
@@ -199,7 +273,15 @@ def float8_layers(
     names: tuple,  # Block classes
     smallest: int = 1024,  # Smaller sides are left alone
 ) -> list[str]:  # Names of the linears
-    """The linears that are worth float8."""
+    """The linears that are worth float8.
+
+    Args:
+        names: Block classes
+        smallest: Smaller sides are left alone
+
+    Returns:
+        Names of the linears
+    """
 
     def fits(n: str, m: nn.Module) -> bool:
         return (
@@ -223,6 +305,13 @@ def float8_linears(
     """Let the large linears multiply in float8.
 
     Raises RecipeError without torchao or on a GPU that has no float8.
+
+    Args:
+        names: Block classes
+        recipe: 'tensorwise', 'rowwise' or 'rowwise_with_gw_hp'
+
+    Returns:
+        Layers swapped
     """
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
         raise RecipeError(
@@ -256,7 +345,15 @@ def checkpoint_blocks(
     names: tuple,  # Block classes
     count: int | None = None,  # Blocks recomputed in backward, evenly spread; None = all
 ) -> int:  # How many blocks there are
-    """Gradient checkpointing of `count` blocks (Chen et al. 2016); the others keep activations."""
+    """Gradient checkpointing of `count` blocks (Chen et al. 2016); the others keep activations.
+
+    Args:
+        names: Block classes
+        count: Blocks recomputed in backward, evenly spread; None = all
+
+    Returns:
+        How many blocks there are
+    """
     blocks = blocks_of(denoiser, names)
     n = len(blocks)
     count = n if count is None else min(count, n)
@@ -309,7 +406,16 @@ def compile_blocks(
     cache: Path | None = None,  # Folder that keeps compiled kernels between runs
     **kwargs,  # For torch.compile, such as fullgraph=True
 ) -> int:  # Blocks
-    """Compile the repeated blocks at their first use."""
+    """Compile the repeated blocks at their first use.
+
+    Args:
+        names: Block classes
+        cache: Folder that keeps compiled kernels between runs
+        **kwargs: For torch.compile, such as fullgraph=True
+
+    Returns:
+        Blocks
+    """
     import torch._dynamo
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -331,7 +437,11 @@ def gather_whole_blocks(
     denoiser: nn.Module,
     names: tuple,  # Block classes
 ):
-    """Let ZeRO-3 gather each block as one, outside of what is compiled."""
+    """Let ZeRO-3 gather each block as one, outside of what is compiled.
+
+    Args:
+        names: Block classes
+    """
     from deepspeed.utils import set_z3_leaf_modules
 
     classes = {type(block) for block in blocks_of(denoiser, names)}
@@ -347,7 +457,12 @@ class ContiguousGradient(torch.autograd.Function):
         ctx: Any,  # Nothing is kept
         x: Tensor,  # Any shape (...)
     ) -> Tensor:
-        """The same values."""
+        """The same values.
+
+        Args:
+            ctx: Nothing is kept
+            x: Any shape (...)
+        """
         return x.view_as(x)
 
     @staticmethod
@@ -355,14 +470,23 @@ class ContiguousGradient(torch.autograd.Function):
         ctx: Any,  # Nothing is kept
         grad: Tensor,  # Any shape and strides (...)
     ) -> Tensor:
-        """The gradient with its rows side by side."""
+        """The gradient with its rows side by side.
+
+        Args:
+            ctx: Nothing is kept
+            grad: Any shape and strides (...)
+        """
         return grad.contiguous()
 
 
 def contiguous_gradients(
     denoiser: nn.Module,
 ) -> nn.Module:  # The same
-    """Give the attention of FLUX.1's single blocks a contiguous gradient."""
+    """Give the attention of FLUX.1's single blocks a contiguous gradient.
+
+    Returns:
+        The same
+    """
 
     def hook(module: nn.Module, args: tuple, out: Tensor) -> Tensor:  # (B,S,C)
         return ContiguousGradient.apply(out)
@@ -380,6 +504,12 @@ def blocks_to_checkpoint(
     """How many blocks `gradient_checkpointing` recomputes.
 
     Raises RecipeError where none is too few.
+
+    Args:
+        recompute_blocks: Of the plan; None = all
+
+    Returns:
+        None = all
     """
     kind = recipe.gradient_checkpointing
     hooks = find_record("strategies", recipe.strategy).hooks_layers
@@ -401,7 +531,16 @@ def prepare_denoiser(
     recompute_blocks: int | None = None,  # Of the plan; None = all
     fp8: bool = False,  # Precision policy in force
 ) -> nn.Module:  # The same, ready for an engine
-    """Apply what the recipe asks for, in the order in which it must be. Raises RecipeError."""
+    """Apply what the recipe asks for, in the order in which it must be. Raises RecipeError.
+
+    Args:
+        denoiser: Loaded or on meta; frozen parameters marked
+        recompute_blocks: Of the plan; None = all
+        fp8: Precision policy in force
+
+    Returns:
+        The same, ready for an engine
+    """
     names = find_record("models", recipe.model).block_classes
     contiguous_gradients(real_rotary(denoiser))
     if fp8:

@@ -32,7 +32,12 @@ __all__ = [
 # %% ../../nbs/5_strategies/11_costs.ipynb #cfb0b31a
 @dataclass(frozen=True, kw_only=True)
 class BlockSize:
-    """Parameters of a block."""
+    """Parameters of a block.
+
+    Attributes:
+        numel: Parameters
+        trained: Those with a gradient
+    """
 
     name: str
     numel: int  # Parameters
@@ -41,7 +46,11 @@ class BlockSize:
 
 @dataclass(frozen=True)
 class OuterModule:
-    """A module outside of blocks that has parameters."""
+    """A module outside of blocks that has parameters.
+
+    Attributes:
+        after: Blocks that have begun when it runs first
+    """
 
     after: int  # Blocks that have begun when it runs first
     numel: int
@@ -50,7 +59,17 @@ class OuterModule:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """How many parameters a model has, and where."""
+    """How many parameters a model has, and where.
+
+    Attributes:
+        blocks: In the order of execution
+        numel: Parameters
+        trained: Those with a gradient
+        tensors: Elements of each parameter tensor
+        trained_tensors: Elements of those with a gradient
+        narrow: Weights that `lora_base` keeps in fewer bits
+        widest: Those of the largest such layer
+    """
 
     blocks: tuple[BlockSize, ...]  # In the order of execution
     outer: tuple[OuterModule, ...] = ()
@@ -70,7 +89,11 @@ class ModelSize:
         self,
         position: int,  # Of a block; others count as empty
     ) -> int:
-        """Parameters of the block at `position`."""
+        """Parameters of the block at `position`.
+
+        Args:
+            position: Of a block; others count as empty
+        """
         return self.blocks[position].numel if 0 <= position < len(self.blocks) else 0
 
 
@@ -78,7 +101,11 @@ class ModelSize:
 def pinned_bytes(
     requested: float,  # Bytes
 ) -> float:
-    """Page-locked bytes that are taken for a request."""
+    """Page-locked bytes that are taken for a request.
+
+    Args:
+        requested: Bytes
+    """
     return 0.0 if requested <= 0 else float(2 ** math.ceil(math.log2(requested)))
 
 
@@ -95,7 +122,11 @@ MOVED = dict(
 
 
 class Costs:
-    """Memory, traffic and extra time of a strategy for a model."""
+    """Memory, traffic and extra time of a strategy for a model.
+
+    Args:
+        strategy: A recipe on so many processes
+    """
 
     gradients_stay = False  # The buffers of all gradients are there during the whole step
     reduces_outer_last = False  # Gradients outside of blocks stay whole until backward ends
@@ -160,7 +191,11 @@ class Costs:
         self,
         position: int,  # Block that backward is in; the number of blocks: before the first
     ) -> float:
-        """Whole parameters and communication buffers at that point of backward."""
+        """Whole parameters and communication buffers at that point of backward.
+
+        Args:
+            position: Block that backward is in; the number of blocks: before the first
+        """
         return 0.0
 
     def outer_gathered_bytes(self) -> float:
@@ -172,7 +207,12 @@ class Costs:
         position: int,  # Block that backward is in; the number of blocks: end of forward
         checkpointed: set[int],  # Positions of blocks
     ) -> float:
-        """16-bit copies of fp32 weights under autocast."""
+        """16-bit copies of fp32 weights under autocast.
+
+        Args:
+            position: Block that backward is in; the number of blocks: end of forward
+            checkpointed: Positions of blocks
+        """
         blocks = self.model.blocks
         if not self.strategy.autocasts:
             return 0.0
@@ -211,14 +251,22 @@ class Costs:
         self,
         after: int,  # Modules that run after so many blocks have theirs
     ) -> float:
-        """Gradients of modules outside of blocks before they are reduced."""
+        """Gradients of modules outside of blocks before they are reduced.
+
+        Args:
+            after: Modules that run after so many blocks have theirs
+        """
         if self.strategy.releases_gradients:
             return 0.0
         done = sum(m.trained for m in self.model.outer if m.after > after)
         return self.gradient_bytes() * done / max(1, self.model.trained)
 
     def outer_reduction(self) -> tuple[float, float] | None:  # (gradients, gathered) bytes
-        """What a last reduction, of gradients outside of blocks, needs; None: there is none."""
+        """What a last reduction, of gradients outside of blocks, needs; None: there is none.
+
+        Returns:
+            (gradients, gathered) bytes
+        """
         return None
 
     def update_bytes(self) -> float:
@@ -232,7 +280,11 @@ class Costs:
         self,
         parts: dict[str, float],  # Part -> bytes that a rank keeps on the host
     ) -> dict[str, float]:
-        """The same as they are really taken, and what comes to them while training."""
+        """The same as they are really taken, and what comes to them while training.
+
+        Args:
+            parts: Part -> bytes that a rank keeps on the host
+        """
         return parts
 
     def loading_numel(self) -> int:
@@ -247,7 +299,11 @@ class Costs:
         self,
         room: float,  # Bytes of the GPU that nothing else needs
     ) -> Strategy:
-        """The strategy that makes use of free memory, where it can."""
+        """The strategy that makes use of free memory, where it can.
+
+        Args:
+            room: Bytes of the GPU that nothing else needs
+        """
         return self.strategy
 
     # time and traffic
@@ -257,7 +313,16 @@ class Costs:
         checkpointed_share: float,  # Share of the blocks that run again in backward
         forward_only: int = 0,  # Parameters of networks that only run forward, per micro-batch
     ) -> tuple[float, float]:  # Inside a machine, between machines; per rank and step
-        """What a rank sends."""
+        """What a rank sends.
+
+        Args:
+            backward_share: Share of the blocks that backward passes
+            checkpointed_share: Share of the blocks that run again in backward
+            forward_only: Parameters of networks that only run forward, per micro-batch
+
+        Returns:
+            Inside a machine, between machines; per rank and step
+        """
         return 0.0, 0.0
 
     def link_bytes(
@@ -266,7 +331,15 @@ class Costs:
         group: int,
         between: float = 0.0,  # Bytes that go between groups
     ) -> tuple[float, float]:  # Inside a machine, between machines
-        """Each rank sends the share (group-1)/group of what a ring passes round."""
+        """Each rank sends the share (group-1)/group of what a ring passes round.
+
+        Args:
+            total: Bytes of a collective operation over `group` ranks
+            between: Bytes that go between groups
+
+        Returns:
+            Inside a machine, between machines
+        """
         near = total * ((group - 1) / group)
         machines = self.recipe.num_machines
         inside = machines == 1 or group <= self.strategy.world // machines
@@ -276,7 +349,11 @@ class Costs:
         self,
         passes: float,  # Forward passes' worth of launches per micro-batch
     ) -> float:
-        """Time that the engine's own code takes on the host per step, if blocks are eager."""
+        """Time that the engine's own code takes on the host per step, if blocks are eager.
+
+        Args:
+            passes: Forward passes' worth of launches per micro-batch
+        """
         return 0.0
 
     def offload_seconds(
@@ -284,7 +361,11 @@ class Costs:
         busy: float,  # Seconds of computing per step
         checkpointed_share: float,
     ) -> float:
-        """Time per step for what is kept on the host or on disk."""
+        """Time per step for what is kept on the host or on disk.
+
+        Args:
+            busy: Seconds of computing per step
+        """
         offload, model = self.recipe.offload, self.model
         if offload == "none":
             return 0.0

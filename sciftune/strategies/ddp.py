@@ -57,6 +57,10 @@ class ReplicatedNetwork(Network):
         """Add the gradients of one micro-batch; the last of a step reduces them over ranks.
 
         Raises ValueError when it is not the last.
+
+        Args:
+            loss: Scalar fp32 (), of one micro-batch
+            last: Of the step: gradients are reduced
         """
         self.backwards += 1
         if last and self.replicated and self.backwards != self.strategy.accumulation:
@@ -81,7 +85,16 @@ class DDPCosts(Costs):
         checkpointed_share: float,  # Share of the blocks that run again in backward
         forward_only: int = 0,  # Parameters of networks that only run forward, per micro-batch
     ) -> tuple[float, float]:  # Inside a machine, between machines; per rank and step
-        """Gradients are all-reduced once per step."""
+        """Gradients are all-reduced once per step.
+
+        Args:
+            backward_share: Share of the blocks that backward passes
+            checkpointed_share: Share of the blocks that run again in backward
+            forward_only: Parameters of networks that only run forward, per micro-batch
+
+        Returns:
+            Inside a machine, between machines; per rank and step
+        """
         total = 2 * self.strategy.trained_itemsize * self.model.trained
         return self.link_bytes(total, self.strategy.world)
 
@@ -104,6 +117,13 @@ class DDP(Strategy):
         self,
         folder: str = "",  # Not used
     ) -> dict:  # accelerate.yaml
-        """The common file; several processes are MULTI_GPU, on CPUs too."""
+        """The common file; several processes are MULTI_GPU, on CPUs too.
+
+        Args:
+            folder: Not used
+
+        Returns:
+            accelerate.yaml
+        """
         config = super().accelerate_config(folder)
         return config | dict(distributed_type="MULTI_GPU" if self.world > 1 else "NO")

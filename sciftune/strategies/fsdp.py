@@ -75,7 +75,14 @@ class ShardedNetwork(Network):
         self,
         offload: bool,  # Keep the shards in host memory
     ) -> dict:  # mesh, mp_policy, offload_policy
-        """Arguments of `fully_shard` for the root."""
+        """Arguments of `fully_shard` for the root.
+
+        Args:
+            offload: Keep the shards in host memory
+
+        Returns:
+            mesh, mp_policy, offload_policy
+        """
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
         policy = self.policy
@@ -95,6 +102,9 @@ class ShardedNetwork(Network):
         """Give meta parameters memory for this rank's rows, and read just those.
 
         Buffers, which are small and real, move as they are.
+
+        Args:
+            device: Where the shards live
         """
         for module in self.raw.modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -114,7 +124,11 @@ class ShardedNetwork(Network):
         self,
         device: torch.device,  # Where the shards live
     ):
-        """Memory for parameters, without values; buffers are kept."""
+        """Memory for parameters, without values; buffers are kept.
+
+        Args:
+            device: Where the shards live
+        """
         buffers = dict(self.raw.named_buffers())
         self.raw.to_empty(device=device)
         for name, buffer in buffers.items():
@@ -126,7 +140,11 @@ class ShardedNetwork(Network):
         self,
         parameter: nn.Parameter,  # Sharded
     ) -> int:
-        """The first row of this rank."""
+        """The first row of this rank.
+
+        Args:
+            parameter: Sharded
+        """
         mesh = self.engine.mesh
         rows = parameter.shape[0] if parameter.dim() else 1
         each = -(-rows // mesh.size(-1))
@@ -151,7 +169,14 @@ class ShardedNetwork(Network):
         self,
         name: str,  # Of a trained parameter
     ) -> Tensor:  # (rows, ...)
-        """This rank's rows of a parameter."""
+        """This rank's rows of a parameter.
+
+        Args:
+            name: Of a trained parameter
+
+        Returns:
+            (rows, ...)
+        """
         return self.params[name].detach().to_local()
 
     def held(self) -> list[Range]:
@@ -176,7 +201,12 @@ def gather_ahead(
     blocks: list[nn.Module],  # Sharded, in forward order
     count: int,  # 0 = as torch does
 ):
-    """Gather the next `count` blocks when a block begins, in forward and in backward order."""
+    """Gather the next `count` blocks when a block begins, in forward and in backward order.
+
+    Args:
+        blocks: Sharded, in forward order
+        count: 0 = as torch does
+    """
     if not count:
         return
     for i, block in enumerate(blocks):
@@ -207,7 +237,11 @@ class FSDPCosts(Costs):
         self,
         position: int,  # Block that backward is in; the number of blocks: before the first
     ) -> float:
-        """Whole parameters, and the input of a reduction."""
+        """Whole parameters, and the input of a reduction.
+
+        Args:
+            position: Block that backward is in; the number of blocks: before the first
+        """
         model = self.model
         if self.strategy.reshards:
             blocks = model.block_numel(position) + model.block_numel(position - 1)
@@ -228,11 +262,19 @@ class FSDPCosts(Costs):
         self,
         after: int,  # Modules that run after so many blocks have theirs
     ) -> float:
-        """Gradients of the root, not yet spread."""
+        """Gradients of the root, not yet spread.
+
+        Args:
+            after: Modules that run after so many blocks have theirs
+        """
         return sum(m.trained for m in self.model.outer if m.after > after) * self.compute
 
     def outer_reduction(self) -> tuple[float, float] | None:  # (gradients, gathered) bytes
-        """The reduction of the root's gradients; None where there is nothing to reduce."""
+        """The reduction of the root's gradients; None where there is nothing to reduce.
+
+        Returns:
+            (gradients, gathered) bytes
+        """
         released = self.strategy.releases_gradients
         if released and not self.model.outer_numel:
             return None
@@ -245,7 +287,11 @@ class FSDPCosts(Costs):
         self,
         parts: dict[str, float],  # Part -> bytes that a rank keeps on the host
     ) -> dict[str, float]:
-        """Parameters and gradients are page-locked tensor by tensor, states are ordinary memory."""
+        """Parameters and gradients are page-locked tensor by tensor, states are ordinary memory.
+
+        Args:
+            parts: Part -> bytes that a rank keeps on the host
+        """
         if self.recipe.offload == "none":
             return parts
         lock = pinned_bytes if self.strategy.cuda else float
@@ -263,7 +309,16 @@ class FSDPCosts(Costs):
         checkpointed_share: float,  # Share of the blocks that run again in backward
         forward_only: int = 0,  # Parameters of networks that only run forward, per micro-batch
     ) -> tuple[float, float]:  # Inside a machine, between machines; per rank and step
-        """Gathered once or twice, reduced once; hybrid shards all-reduce between groups."""
+        """Gathered once or twice, reduced once; hybrid shards all-reduce between groups.
+
+        Args:
+            backward_share: Share of the blocks that backward passes
+            checkpointed_share: Share of the blocks that run again in backward
+            forward_only: Parameters of networks that only run forward, per micro-batch
+
+        Returns:
+            Inside a machine, between machines; per rank and step
+        """
         strategy, model = self.strategy, self.model
         shards, times = strategy.shards, strategy.accumulation
         gathers = 1 + backward_share if strategy.reshards else 1
@@ -279,7 +334,11 @@ class FSDPCosts(Costs):
         self,
         passes: float,  # Forward passes' worth of launches per micro-batch
     ) -> float:
-        """Each unit costs the host time whenever it is gathered."""
+        """Each unit costs the host time whenever it is gathered.
+
+        Args:
+            passes: Forward passes' worth of launches per micro-batch
+        """
         return self.strategy.accumulation * passes * max(1, len(self.model.blocks)) * UNIT_SECONDS
 
 
@@ -298,7 +357,14 @@ class FSDP(Strategy):
         cls,
         world: int,  # Processes over all machines
     ) -> tuple[dict, ...]:  # Recipe fields to change
-        """Freed or kept, sharded over half of the processes, shards on the host."""
+        """Freed or kept, sharded over half of the processes, shards on the host.
+
+        Args:
+            world: Processes over all machines
+
+        Returns:
+            Recipe fields to change
+        """
         halves = (dict(hybrid_shard=world // 2),) if world >= 4 and world % 2 == 0 else ()
         return ({}, dict(reshard=False), *halves, dict(offload="params"))
 
@@ -347,6 +413,9 @@ class FSDP(Strategy):
         """What `reshard='auto'` came to.
 
         Without a plan parameters are freed, which needs the least memory.
+
+        Args:
+            plan: Of the run; `Plan()` where there is none
         """
         if recipe.reshard != "auto":
             return recipe
@@ -356,7 +425,14 @@ class FSDP(Strategy):
         self,
         folder: str = "",  # Not used
     ) -> dict:  # accelerate.yaml
-        """The common file, FSDP's own section, and the processes of hybrid sharding."""
+        """The common file, FSDP's own section, and the processes of hybrid sharding.
+
+        Args:
+            folder: Not used
+
+        Returns:
+            accelerate.yaml
+        """
         recipe = self.recipe
         section = dict(
             fsdp_version=2,
@@ -400,7 +476,11 @@ class FSDP(Strategy):
         self,
         device: torch.device,
     ):  # torch.distributed DeviceMesh
-        """Dimension 'shard', and before it 'replicate' with hybrid sharding."""
+        """Dimension 'shard', and before it 'replicate' with hybrid sharding.
+
+        Args:
+            device: torch.distributed DeviceMesh
+        """
         from torch.distributed.device_mesh import init_device_mesh
 
         shards = self.shards

@@ -16,14 +16,22 @@ from torch import Tensor, nn
 def block_list(
     module: nn.Module,
 ) -> list[nn.Module]:  # Its transformer blocks, as far as it lists them itself
-    """The members of every `ModuleList` that is an attribute of the module."""
+    """The members of every `ModuleList` that is an attribute of the module.
+
+    Returns:
+        Its transformer blocks, as far as it lists them itself
+    """
     lists = [m for m in module.children() if isinstance(m, nn.ModuleList)]
     return [block for blocks in lists for block in blocks]
 
 
 # %% ../../nbs/5_strategies/03_gradient_release.ipynb #6ec1af9e
 class PendingGradients:
-    """The gradients of one block and one parameter group that wait for the block's last one."""
+    """The gradients of one block and one parameter group that wait for the block's last one.
+
+    Args:
+        group: The optimizer's parameter group
+    """
 
     def __init__(
         self,
@@ -39,7 +47,14 @@ class PendingGradients:
         self,
         parameter: nn.Parameter,  # With its gradient
     ) -> bool:  # Whether the block is complete
-        """Keep a gradient."""
+        """Keep a gradient.
+
+        Args:
+            parameter: With its gradient
+
+        Returns:
+            Whether the block is complete
+        """
         self.held[id(parameter)] = parameter.grad
         self.came += 1
         return self.came == self.due
@@ -48,7 +63,11 @@ class PendingGradients:
         self,
         optimizer: torch.optim.Optimizer,  # With step_params(parameters, gradients, group)
     ):
-        """Update what waits, in one call."""
+        """Update what waits, in one call.
+
+        Args:
+            optimizer: With step_params(parameters, gradients, group)
+        """
         waiting = [p for p in self.params if id(p) in self.held]
         gradients, self.held = self.held, {}
         if waiting:
@@ -66,6 +85,12 @@ class GradientRelease:
 
     Measures the gradient norm and clips by the previous one. Whoever calls backward multiplies the
     loss by `scale`.
+
+    Args:
+        module: Plain or sharded by FSDP2
+        optimizer: With step_param, over the module's trained parameters
+        max_norm: 0 = no clipping
+        blocks: Modules whose parameters are updated together; None = `block_list`
     """
 
     def __init__(
@@ -137,7 +162,14 @@ class GradientRelease:
         self,
         group: Any = None,  # Process group that shares the gradients; None = not sharded
     ) -> Tensor:  # Norm of the gradients of this backward pass, fp32 scalar ()
-        """Close a step: update what is incomplete, take the norm, set the next step's factor."""
+        """Close a step: update what is incomplete, take the norm, set the next step's factor.
+
+        Args:
+            group: Process group that shares the gradients; None = not sharded
+
+        Returns:
+            Norm of the gradients of this backward pass, fp32 scalar ()
+        """
         for unit in self.units:
             unit.due = unit.came or unit.due
         self._update_waiting()

@@ -37,7 +37,11 @@ TRAINER = "sciftune.training.trainer"  # module that every process runs
 def launch_command(
     run: RunDir,
 ) -> list[str]:  # accelerate launch ...
-    """The command of a run whose files are written."""
+    """The command of a run whose files are written.
+
+    Returns:
+        accelerate launch ...
+    """
     return [
         "accelerate",
         "launch",
@@ -59,7 +63,11 @@ def loopback_interface() -> str:
 def launch_environment(
     strategy: Strategy,
 ) -> dict[str, str]:  # Variables to add to the environment
-    """NCCL switches, threads, the allocator's mode and what the strategy needs."""
+    """NCCL switches, threads, the allocator's mode and what the strategy needs.
+
+    Returns:
+        Variables to add to the environment
+    """
     recipe, cpu = strategy.recipe, on_cpu(strategy.recipe)
     environment = dict(TOKENIZERS_PARALLELISM="false", PYTHONUNBUFFERED="1")
     if recipe.nccl_ib_disable:
@@ -123,7 +131,11 @@ def slurm_script(
     strategy: Strategy,
     run: RunDir,
 ) -> str:  # For sbatch
-    """A Slurm batch script: one launcher per node, rendezvous at the first."""
+    """A Slurm batch script: one launcher per node, rendezvous at the first.
+
+    Returns:
+        For sbatch
+    """
     recipe = strategy.recipe
     exports = [f"export {k}={shlex.quote(v)}" for k, v in launch_environment(strategy).items()]
     again = '[ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && ' * bool(recipe.resume)
@@ -180,6 +192,13 @@ def write_configs(
     """Write recipe.yaml, accelerate.yaml, the engine's files, command.txt and launch.json.
 
     For Slurm slurm.sh and resume.yaml. With `at` they are written into `run`, to be moved there.
+
+    Args:
+        run: Its plan.json, where it is there, decides what the recipe leaves open
+        at: The run folder that the files name; None = `run`
+
+    Returns:
+        The launch command
     """
     at = at or run
     decided = apply_plan(recipe, Plan.load(run.plan))

@@ -62,7 +62,14 @@ def adapter_layers(
     denoiser: nn.Module,
     targets: tuple,  # Ends of module names
 ) -> list[str]:  # Names of linear layers and convolutions, in the order of the model
-    """The layers that get adapters. Raises RecipeError for a target that is nowhere."""
+    """The layers that get adapters. Raises RecipeError for a target that is nowhere.
+
+    Args:
+        targets: Ends of module names
+
+    Returns:
+        Names of linear layers and convolutions, in the order of the model
+    """
     layers = [n for n, m in denoiser.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
 
     def hit(target: str) -> list[str]:
@@ -84,7 +91,11 @@ def chosen_layers(
     family: Family,
     recipe: Recipe,
 ) -> list[str]:
-    """The layers that the recipe gives adapters. Raises RecipeError when there is none."""
+    """The layers that the recipe gives adapters. Raises RecipeError when there is none.
+
+    Args:
+        denoiser: Without adapters
+    """
     own = tuple(t.strip() for t in recipe.lora_targets.split(",") if t.strip())
     if not own and not isinstance(family.lora_targets, tuple):
         raise RecipeError(f"lora_targets: {family.name} has no default; give names of layers")
@@ -109,7 +120,14 @@ class Adapter(nn.Linear):
         self,
         x: Tensor,  # (...,d_in)
     ) -> Tensor:  # (...,d_out), in x's type
-        """The product."""
+        """The product.
+
+        Args:
+            x: (...,d_in)
+
+        Returns:
+            (...,d_out), in x's type
+        """
         return nn.functional.linear(x, self.weight.to(x.dtype))
 
 
@@ -120,7 +138,14 @@ class ConvAdapter(nn.Conv2d):
         self,
         x: Tensor,  # (B,c_in,H,W)
     ) -> Tensor:  # (B,c_out,h,w), in x's type
-        """The convolution."""
+        """The convolution.
+
+        Args:
+            x: (B,c_in,H,W)
+
+        Returns:
+            (B,c_out,h,w), in x's type
+        """
         return self._conv_forward(x, self.weight.to(x.dtype), None)
 
 
@@ -128,14 +153,22 @@ class ConvAdapter(nn.Conv2d):
 def is_adapter(
     name: str,  # Parameter name
 ) -> bool:
-    """Whether a parameter belongs to an adapter."""
+    """Whether a parameter belongs to an adapter.
+
+    Args:
+        name: Parameter name
+    """
     return ".lora_A." in name or ".lora_B." in name
 
 
 def base_name(
     name: str,  # Parameter name in the adapted model
 ) -> str:
-    """The name that a base parameter has in a model without adapters."""
+    """The name that a base parameter has in a model without adapters.
+
+    Args:
+        name: Parameter name in the adapted model
+    """
     return name.replace(".base_layer.", ".")
 
 
@@ -146,6 +179,9 @@ def first_values(
     """Where the adapters start.
 
     Raises RecipeError for a `lora_path` of another rank, scale or model.
+
+    Returns:
+        (parameter name, shape) -> fp32 tensor on the CPU
     """
     known = read_lora(recipe.lora_path, family, recipe) if recipe.lora_path else None
 
@@ -175,7 +211,11 @@ def lora_config(
     recipe: Recipe,
     layers: list[str],  # Of `chosen_layers`
 ):  # peft.LoraConfig
-    """What peft is told."""
+    """What peft is told.
+
+    Args:
+        layers: Of `chosen_layers` peft.LoraConfig
+    """
     from peft import LoraConfig
 
     return LoraConfig(
@@ -198,6 +238,12 @@ def add_lora(
 
     Real ones get their values, those of a meta model stay on meta.
     Raises RecipeError where `lora_path` holds other adapters than the recipe asks for.
+
+    Args:
+        denoiser: Real, or on meta
+
+    Returns:
+        (parameter name, shape) -> first value, for an engine that fills meta parameters itself
     """
     denoiser.requires_grad_(False)
     config = lora_config(recipe, chosen_layers(denoiser, family, recipe))
@@ -245,7 +291,11 @@ NF4_BLOCK = 64  # Weights of a row that share a scale
 def nf4_levels(
     device: torch.device,
 ) -> Tensor:  # (16,) fp32
-    """The levels on a device, sent there once."""
+    """The levels on a device, sent there once.
+
+    Returns:
+        (16,) fp32
+    """
     return torch.tensor(NF4_LEVELS, device=device)
 
 
@@ -253,7 +303,15 @@ def narrowed(
     weight: Tensor,  # (rows, columns); columns divisible by 128 for nf4
     kind: str,  # 'fp8' or 'nf4'
 ) -> tuple[Tensor, Tensor]:  # uint8 (rows, columns or columns/2); scales (rows, 1 or columns/64)
-    """A weight in fewer bits: its codes and its scales."""
+    """A weight in fewer bits: its codes and its scales.
+
+    Args:
+        weight: (rows, columns); columns divisible by 128 for nf4
+        kind: 'fp8' or 'nf4'
+
+    Returns:
+        uint8 (rows, columns or columns/2); scales (rows, 1 or columns/64)
+    """
     w = weight.detach().float()
     if kind == "fp8":
         scale = w.abs().amax(1, keepdim=True).clamp(min=1e-12) / 448  # the largest float8_e4m3fn
@@ -289,7 +347,16 @@ def widened(
     scale: Tensor,  # (rows, 1 or columns/64)
     dtype: torch.dtype,  # Of the computation
 ) -> Tensor:  # (rows, columns)
-    """The weights as numbers, in one kernel on a GPU."""
+    """The weights as numbers, in one kernel on a GPU.
+
+    Args:
+        weight: (rows, columns or columns/2) uint8, of `narrowed`
+        scale: (rows, 1 or columns/64)
+        dtype: Of the computation
+
+    Returns:
+        (rows, columns)
+    """
     if scale.shape[1] == 1:
         return (_fused_from_fp8 if weight.is_cuda else _from_fp8)(weight, scale, dtype)
     unpack = _fused_from_nf4 if weight.is_cuda else _from_nf4
@@ -303,7 +370,16 @@ def narrow_product(
     weight: Tensor,  # (d_out, d_in or d_in/2) uint8
     scale: Tensor,  # (d_out, 1 or d_in/64)
 ) -> Tensor:  # (...,d_out), in x's type
-    """The product with the widened weight; x gets a gradient, the weight none."""
+    """The product with the widened weight; x gets a gradient, the weight none.
+
+    Args:
+        x: (...,d_in)
+        weight: (d_out, d_in or d_in/2) uint8
+        scale: (d_out, 1 or d_in/64)
+
+    Returns:
+        (...,d_out), in x's type
+    """
     return x @ widened(weight, scale, x.dtype).t()
 
 
@@ -313,7 +389,16 @@ def narrow_product_backward(
     weight: Tensor,  # (d_out, d_in or d_in/2) uint8
     scale: Tensor,  # (d_out, 1 or d_in/64)
 ) -> Tensor:  # (...,d_in)
-    """The gradient of the input, with the weight widened again."""
+    """The gradient of the input, with the weight widened again.
+
+    Args:
+        grad: (...,d_out)
+        weight: (d_out, d_in or d_in/2) uint8
+        scale: (d_out, 1 or d_in/64)
+
+    Returns:
+        (...,d_in)
+    """
     return grad @ widened(weight, scale, grad.dtype)
 
 
@@ -351,7 +436,11 @@ class NarrowLinear(nn.Linear):
         self,
         weight: Tensor,  # (d_out,d_in)
     ):
-        """Keep a weight; called by whatever fills the model (`models.weights.place`)."""
+        """Keep a weight; called by whatever fills the model (`models.weights.place`).
+
+        Args:
+            weight: (d_out,d_in)
+        """
         codes, scale = narrowed(weight, self.kind)
         self.weight = nn.Parameter(codes, requires_grad=False)
         self.scale = nn.Parameter(scale, requires_grad=False)
@@ -360,7 +449,14 @@ class NarrowLinear(nn.Linear):
         self,
         x: Tensor,  # (...,d_in)
     ) -> Tensor:  # (...,d_out)
-        """The product, and the bias where there is one."""
+        """The product, and the bias where there is one.
+
+        Args:
+            x: (...,d_in)
+
+        Returns:
+            (...,d_out)
+        """
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         y = narrow_product(x, self.weight, self.scale)
@@ -373,7 +469,15 @@ def narrow_layers(
     names: tuple,  # Block classes
     smallest: int = 256,  # Smaller sides are left alone
 ) -> list:  # Linear layers
-    """The large frozen linears of the blocks."""
+    """The large frozen linears of the blocks.
+
+    Args:
+        names: Block classes
+        smallest: Smaller sides are left alone
+
+    Returns:
+        Linear layers
+    """
 
     def fits(layer: nn.Module) -> bool:
         if not isinstance(layer, nn.Linear) or isinstance(layer, Adapter):
@@ -399,6 +503,15 @@ def quantise_base(
     """Let the large linears of the blocks keep fewer bits; values that are there are narrowed.
 
     At no time is more than one layer wide. Raises RecipeError where there are none.
+
+    Args:
+        denoiser: On meta: its layers narrow their weights as they are read
+        kind: 'fp8' or 'nf4'
+        names: Block classes
+        smallest: Smaller sides are left alone
+
+    Returns:
+        Layers
     """
     found = narrow_layers(denoiser, names, smallest)
     if not found:
@@ -417,7 +530,11 @@ def quantise_base(
 def not_for_ddp(
     denoiser: nn.Module,  # With real weights and adapters
 ):
-    """DDP leaves frozen parameters alone: it cannot send codes, and every rank has read them."""
+    """DDP leaves frozen parameters alone: it cannot send codes, and every rank has read them.
+
+    Args:
+        denoiser: With real weights and adapters
+    """
     frozen = [n for n, p in denoiser.named_parameters() if not p.requires_grad]
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
         denoiser, frozen
@@ -433,7 +550,17 @@ def save_lora(
     out: Path,  # New folder
     scheduler: diffusers.SchedulerMixin | None = None,  # Written beside them, where it is special
 ) -> int:  # Adapter tensors
-    """Write the adapters as `pipe.load_lora_weights(out)` reads them."""
+    """Write the adapters as `pipe.load_lora_weights(out)` reads them.
+
+    Args:
+        tensors: Parameter name of the adapted denoiser -> its values
+        base: Pipeline folder or hub id; None = published size
+        out: New folder
+        scheduler: Written beside them, where it is special
+
+    Returns:
+        Adapter tensors
+    """
     model = family.empty_denoiser(base, recipe.revision or None)
     layers = chosen_layers(model, family, recipe)
     add_lora(model, family, recipe)
@@ -498,7 +625,14 @@ def lora_record(
     path: str | Path,  # LoRA file or folder
     family: Family,
 ) -> tuple[dict, int, float]:  # (parameter name without 'default' -> tensor, rank, alpha)
-    """What a LoRA holds. Raises RecipeError for pickles, damage, and what does not suit."""
+    """What a LoRA holds. Raises RecipeError for pickles, damage, and what does not suit.
+
+    Args:
+        path: LoRA file or folder
+
+    Returns:
+        (parameter name without 'default' -> tensor, rank, alpha)
+    """
     where = Path(path).expanduser()
     if not where.exists():
         raise RecipeError(f"lora_path: {path} does not exist")
@@ -560,7 +694,15 @@ def read_lora(
     family: Family,
     recipe: Recipe,  # Its rank and scale
 ) -> dict:  # Parameter name without 'default' -> tensor
-    """The tensors of a LoRA that `recipe` goes on from; rank, scale and layers must be its own."""
+    """The tensors of a LoRA that `recipe` goes on from; rank, scale and layers must be its own.
+
+    Args:
+        path: LoRA file or folder
+        recipe: Its rank and scale
+
+    Returns:
+        Parameter name without 'default' -> tensor
+    """
     tensors, rank, alpha = lora_record(path, family)
     for name, there, here in (
         ("lora_rank", rank, recipe.lora_rank),
@@ -579,7 +721,14 @@ def lora_flops(
     config: Mapping,  # Of the denoiser
     recipe: Recipe,
 ) -> float:  # A third of a training step per sample, as a forward pass is of a full fine-tune
-    """FLOPs of LoRA training, in the unit of `Family.flops`."""
+    """FLOPs of LoRA training, in the unit of `Family.flops`.
+
+    Args:
+        config: Of the denoiser
+
+    Returns:
+        A third of a training step per sample, as a forward pass is of a full fine-tune
+    """
     side, text = recipe.resolution, family.text_length(recipe.text_tokens)
     n = family.tokens(side, side)
     s, s2 = n + text, 2 * n + text
@@ -597,7 +746,12 @@ def family_of(
     base: str | Path,  # Pipeline folder or hub id
     revision: str | None = None,  # Of the hub
 ) -> Family:
-    """The family whose folder it is. Raises ValueError when there is none."""
+    """The family whose folder it is. Raises ValueError when there is none.
+
+    Args:
+        base: Pipeline folder or hub id
+        revision: Of the hub
+    """
     families = [get_family(name) for name in records("models")]
     try:
         found = pipeline_index(resolve_folder(base, (), revision, weights=False))["_class_name"]
@@ -615,7 +769,12 @@ def family_of(
 
 
 class Merged(Mapping):
-    """Base tensor name -> its merged value, fp32, for the layers that a LoRA changes."""
+    """Base tensor name -> its merged value, fp32, for the layers that a LoRA changes.
+
+    Args:
+        lora: LoRA file or folder
+        weights: Of the base: name -> tensor
+    """
 
     def __init__(
         self,

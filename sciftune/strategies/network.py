@@ -36,7 +36,14 @@ if TYPE_CHECKING:
 # %% ../../nbs/5_strategies/09_network.ipynb #cd27a2d7
 @dataclass(frozen=True)
 class Range:
-    """A contiguous piece of a flattened parameter."""
+    """A contiguous piece of a flattened parameter.
+
+    Attributes:
+        name: Of the parameter
+        shape: Of the whole parameter
+        start: First element, counted in the flattened parameter
+        count: Elements
+    """
 
     name: str  # Of the parameter
     shape: tuple  # Of the whole parameter
@@ -53,7 +60,12 @@ class Range:
         rank: int,  # 0 to world - 1
         world: int,  # Ranks that hold the same range
     ) -> "Range":
-        """The piece of this range that `rank` of `world` writes when all of them hold it."""
+        """The piece of this range that `rank` of `world` writes when all of them hold it.
+
+        Args:
+            rank: 0 to world - 1
+            world: Ranks that hold the same range
+        """
         size = -(-self.count // world)
         first = min(rank * size, self.count)
         last = min(first + size, self.count)
@@ -69,6 +81,13 @@ class Network:
     """A trainable module on one process, with its optimizer.
 
     Base class of those that are replicated or sharded.
+
+    Args:
+        engine: Process, device, accelerate
+        module: Frozen parameters marked
+        name: In checkpoints and metrics
+        fill: Values for meta parameters, see `Engine.network`
+        strategy: Of this network; None = the engine's
     """
 
     def __init__(
@@ -105,7 +124,11 @@ class Network:
         self,
         module: nn.Module,  # Whose parameters are trained, sharded or not
     ):
-        """Set `optimizer`, and `release` where the strategy applies gradients during backward."""
+        """Set `optimizer`, and `release` where the strategy applies gradients during backward.
+
+        Args:
+            module: Whose parameters are trained, sharded or not
+        """
         cuda = self.engine.device.type == "cuda"
         params = list(self.params.values())
         self.optimizer = build_optimizer(params, self.recipe, self.policy.optimizer, cuda)
@@ -137,7 +160,11 @@ class Network:
         self,
         rate: float,  # Learning rate of the next step
     ):
-        """Set the learning rate."""
+        """Set the learning rate.
+
+        Args:
+            rate: Learning rate of the next step
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 
@@ -146,7 +173,12 @@ class Network:
         loss: Tensor,  # Scalar fp32 (), of one micro-batch
         last: bool,  # Of the step
     ):
-        """Add the gradients of one micro-batch."""
+        """Add the gradients of one micro-batch.
+
+        Args:
+            loss: Scalar fp32 (), of one micro-batch
+            last: Of the step
+        """
         self.scaled(loss).backward()
 
     def scaled(
@@ -156,13 +188,23 @@ class Network:
         """The loss whose gradients add up to the step's.
 
         Divided by the accumulation, or times the clipping factor.
+
+        Args:
+            loss: Scalar fp32 (), of one micro-batch
+
+        Returns:
+            Scalar fp32 ()
         """
         if self.release is None:
             return loss / self.strategy.accumulation
         return loss * self.release.scale
 
     def step(self) -> Tensor:  # Scalar fp32 ()
-        """Clip and update; returns the gradient norm before clipping, without waiting for it."""
+        """Clip and update; returns the gradient norm before clipping, without waiting for it.
+
+        Returns:
+            Scalar fp32 ()
+        """
         self.steps += 1
         if self.release:
             return self.release.finish(self.norm_group())
@@ -205,7 +247,14 @@ class Network:
         self,
         name: str,  # Of a trained parameter
     ) -> Tensor:  # As the module stores it, any shape
-        """This rank's part of a parameter."""
+        """This rank's part of a parameter.
+
+        Args:
+            name: Of a trained parameter
+
+        Returns:
+            As the module stores it, any shape
+        """
         return self.params[name].detach()
 
     def read(
@@ -213,7 +262,15 @@ class Network:
         r: Range,  # Within what is held
         key: str,  # One of `STATES`
     ) -> Tensor:  # (count,) fp32, on the device
-        """The values of `key` in `r`; zeros for optimizer states that do not exist yet."""
+        """The values of `key` in `r`; zeros for optimizer states that do not exist yet.
+
+        Args:
+            r: Within what is held
+            key: One of `STATES`
+
+        Returns:
+            (count,) fp32, on the device
+        """
         state = self.optimizer.state.get(self.params[r.name], {})
         local = self.local(r.name)
         values = master_of(local, state) if key == "weight" else state_of(state, key)
@@ -228,7 +285,13 @@ class Network:
         key: str,  # One of `STATES`
         values: Tensor,  # (count,) fp32, on any device
     ):
-        """Set the values of `key`; call `finish_write` after the last one."""
+        """Set the values of `key`; call `finish_write` after the last one.
+
+        Args:
+            r: All that is held of the parameter
+            key: One of `STATES`
+            values: (count,) fp32, on any device
+        """
         parameter, local = self.params[r.name], self.local(r.name)
         if key == "weight":
             quantised = self.policy.optimizer == "flashadamw"
@@ -240,7 +303,11 @@ class Network:
         self,
         steps: int,  # That the optimizer has taken
     ):
-        """After writing: the counters of the optimizer, and nothing waits from a backward pass."""
+        """After writing: the counters of the optimizer, and nothing waits from a backward pass.
+
+        Args:
+            steps: That the optimizer has taken
+        """
         self.steps = steps
         if self.release:
             self.release.forget()

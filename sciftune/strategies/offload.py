@@ -44,7 +44,16 @@ def streamed(
     each: float,  # Bytes of state per element
     resident: float,  # Bytes of state that may stay on the device
 ) -> list[bool]:  # Whether each parameter's states wait on the host
-    """Which parameters are streamed."""
+    """Which parameters are streamed.
+
+    Args:
+        numels: Elements of the trained parameters, in order
+        each: Bytes of state per element
+        resident: Bytes of state that may stay on the device
+
+    Returns:
+        Whether each parameter's states wait on the host
+    """
     large = each * sum(n for n in numels if n >= SMALLEST)
     small = each * sum(numels) - large
     share = max(0.0, min(1.0, (resident - small) / large)) if large else 1.0
@@ -72,7 +81,16 @@ def offloaded_bytes(
     kind: str,  # 'flashadamw' or 'adamw', from the precision policy
     room: float,  # Bytes of a GPU for optimizer states, the window included; inf = all
 ) -> dict:  # gpu, host, resident: bytes; share: of residents, 0..1; seconds: on the bus per step
-    """Where the states of a single GPU are when as many as fit in `room` stay there."""
+    """Where the states of a single GPU are when as many as fit in `room` stay there.
+
+    Args:
+        numels: Elements of the trained parameters, in order
+        kind: 'flashadamw' or 'adamw', from the precision policy
+        room: Bytes of a GPU for optimizer states, the window included; inf = all
+
+    Returns:
+        gpu, host, resident: bytes; share: of residents, 0..1; seconds: on the bus per step
+    """
     each = STATE_BYTES[kind]
     total = each * sum(numels)
     if total <= room:
@@ -91,7 +109,11 @@ def offloaded_bytes(
 
 # %% ../../nbs/5_strategies/05_offload.ipynb #74e8be8f
 class Ring:
-    """Room for byte ranges that come and go in order."""
+    """Room for byte ranges that come and go in order.
+
+    Args:
+        size: Bytes
+    """
 
     def __init__(
         self,
@@ -105,7 +127,11 @@ class Ring:
         self,
         n: int,  # Bytes
     ) -> int | None:
-        """The start of `n` bytes; None while they are in use."""
+        """The start of `n` bytes; None while they are in use.
+
+        Args:
+            n: Bytes
+        """
         if not self.used:
             start = 0 if n <= self.size else None
         else:
@@ -123,7 +149,11 @@ class Ring:
         self,
         start: int,  # As `take` gave it
     ):
-        """Free a range, and with it room for others once all older ones are free."""
+        """Free a range, and with it room for others once all older ones are free.
+
+        Args:
+            start: As `take` gave it
+        """
         self.used = deque((a, 0 if a == start else n) for a, n in self.used)
         while self.used and not self.used[0][1]:
             self.used.popleft()
@@ -133,7 +163,11 @@ class Ring:
 def tensors_of(
     state: dict,  # The optimizer's, of one parameter
 ) -> dict[str, Tensor]:
-    """What is streamed of a state."""
+    """What is streamed of a state.
+
+    Args:
+        state: The optimizer's, of one parameter
+    """
     out = {}
     for k in ("error_bits", "exp_avg", "exp_avg_sq"):
         t = state.get(k)
@@ -148,7 +182,12 @@ def put_tensors(
     state: dict,  # The optimizer's, of one parameter
     tensors: dict[str, Tensor],  # As `tensors_of` names them
 ):
-    """Let a state refer to the same tensors elsewhere."""
+    """Let a state refer to the same tensors elsewhere.
+
+    Args:
+        state: The optimizer's, of one parameter
+        tensors: As `tensors_of` names them
+    """
     for k, t in tensors.items():
         name, _, scales = k.partition(".")
         if scales:
@@ -168,7 +207,12 @@ def lock_pages(
     parts: list[Tensor],  # uint8 (bytes,), each on pages of its own
     owner: mmap.mmap,  # Whose end unlocks them
 ):
-    """Page-lock host memory. Raises RecipeError when it cannot be locked."""
+    """Page-lock host memory. Raises RecipeError when it cannot be locked.
+
+    Args:
+        parts: uint8 (bytes,), each on pages of its own
+        owner: Whose end unlocks them
+    """
     runtime = torch.cuda.cudart()
 
     def lock(part: Tensor) -> int:  # (bytes,) -> CUDA's error code
@@ -195,7 +239,15 @@ def host_memory(
     sizes: list[int],  # Bytes
     lock: bool,  # Page-locked, for copies that nobody waits for
 ) -> list[Tensor]:  # One uint8 tensor each, on a page of its own
-    """Zeros in host memory. Raises RecipeError when they cannot be locked."""
+    """Zeros in host memory. Raises RecipeError when they cannot be locked.
+
+    Args:
+        sizes: Bytes
+        lock: Page-locked, for copies that nobody waits for
+
+    Returns:
+        One uint8 tensor each, on a page of its own
+    """
     if not sizes:
         return []
     whole = [-(-n // PAGE) * PAGE for n in sizes]
@@ -210,7 +262,14 @@ def host_memory(
 
 # %% ../../nbs/5_strategies/05_offload.ipynb #5db66fe3
 class HostStates:
-    """An optimizer whose large states wait in host memory; updates one parameter at a time."""
+    """An optimizer whose large states wait in host memory; updates one parameter at a time.
+
+    Args:
+        optimizer: With step_param(parameter, group)
+        params: Those that are trained, in the module's order
+        prepare: (parameter) -> its state, made on the device, all zeros
+        resident: Bytes of state that may stay on the device
+    """
 
     def __init__(
         self,
@@ -274,7 +333,12 @@ class HostStates:
         p: nn.Parameter,  # With its gradient
         group: dict,  # The parameter group that it belongs to
     ):
-        """Update `p`, wherever its states are."""
+        """Update `p`, wherever its states are.
+
+        Args:
+            p: With its gradient
+            group: The parameter group that it belongs to
+        """
         i = self.number.get(id(p))
         if i is None:
             return self.optimizer.step_param(p, group)
@@ -354,7 +418,11 @@ class HostStates:
         p: nn.Parameter,
         write: bool = False,  # Keep what is changed
     ):
-        """Between steps: the states of `p` are on its device inside the block."""
+        """Between steps: the states of `p` are on its device inside the block.
+
+        Args:
+            write: Keep what is changed
+        """
         i = self.number.get(id(p))
         if i is None:
             yield

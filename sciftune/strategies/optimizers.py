@@ -30,7 +30,14 @@ def adam_state(
     optimizer: torch.optim.AdamW,
     parameter: nn.Parameter,  # One of the optimizer's
 ) -> dict:  # step (), exp_avg and exp_avg_sq of the parameter's shape
-    """The state of `parameter`, made when it is not there."""
+    """The state of `parameter`, made when it is not there.
+
+    Args:
+        parameter: One of the optimizer's
+
+    Returns:
+        step (), exp_avg and exp_avg_sq of the parameter's shape
+    """
     state = optimizer.state[parameter]
     if not state:
         counter_device = parameter.device if optimizer.defaults["fused"] else "cpu"
@@ -50,7 +57,12 @@ class ReleasedAdamW(torch.optim.AdamW):
         parameter: nn.Parameter,  # With its gradient
         group: dict,  # The parameter group that it belongs to
     ):
-        """What `step` does, for one parameter."""
+        """What `step` does, for one parameter.
+
+        Args:
+            parameter: With its gradient
+            group: The parameter group that it belongs to
+        """
         state = adam_state(self, parameter)
         beta1, beta2 = group["betas"]
         adamw(
@@ -80,7 +92,14 @@ def build_optimizer(
     cuda: bool,  # Parameters are on a GPU
     release: bool = False,  # One that updates single parameters; flashadamw always can
 ) -> torch.optim.Optimizer:
-    """The optimizer of a network. Raises RecipeError when flashoptim is not installed."""
+    """The optimizer of a network. Raises RecipeError when flashoptim is not installed.
+
+    Args:
+        params: Trainable parameters
+        kind: 'adamw' or 'flashadamw', from the precision policy
+        cuda: Parameters are on a GPU
+        release: One that updates single parameters; flashadamw always can
+    """
     hyper = dict(
         lr=recipe.learning_rate,
         betas=(recipe.adam_beta1, recipe.adam_beta2),
@@ -104,7 +123,15 @@ def clip(
     params: list,  # Parameters with gradients, maybe sharded
     max_norm: float,  # c; 0 = only measure
 ) -> Tensor:  # The norm before clipping, fp32 scalar ()
-    """Scale all gradients so that their joint 2-norm is at most `max_norm`."""
+    """Scale all gradients so that their joint 2-norm is at most `max_norm`.
+
+    Args:
+        params: Parameters with gradients, maybe sharded
+        max_norm: c; 0 = only measure
+
+    Returns:
+        The norm before clipping, fp32 scalar ()
+    """
     trained = [p for p in params if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in trained], foreach=False)
     if max_norm:
@@ -117,7 +144,11 @@ def new_state(
     optimizer: torch.optim.Optimizer,  # AdamW or FlashAdamW
     parameter: nn.Parameter,
 ) -> dict:
-    """The optimizer's state of a parameter; where there is none, made as the first step would."""
+    """The optimizer's state of a parameter; where there is none, made as the first step would.
+
+    Args:
+        optimizer: AdamW or FlashAdamW
+    """
     if isinstance(optimizer, torch.optim.AdamW):
         return adam_state(optimizer, parameter)
     optimizer._ensure_state_initialized(parameter, hparams=optimizer._find_group(parameter))
@@ -128,7 +159,11 @@ def new_state(
 def local_part(
     tensor: Tensor,  # Plain or sharded, any shape (...)
 ) -> Tensor:
-    """This rank's part of a tensor; a plain one is whole."""
+    """This rank's part of a tensor; a plain one is whole.
+
+    Args:
+        tensor: Plain or sharded, any shape (...)
+    """
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
@@ -137,7 +172,15 @@ def master_of(
     local: Tensor,  # A parameter's part on this rank, any shape (...)
     state: dict,  # The optimizer's, of the parameter; may be empty
 ) -> Tensor:  # Same shape; fp32 where there are correction bits
-    """The weight that the optimizer adds its updates to."""
+    """The weight that the optimizer adds its updates to.
+
+    Args:
+        local: A parameter's part on this rank, any shape (...)
+        state: The optimizer's, of the parameter; may be empty
+
+    Returns:
+        Same shape; fp32 where there are correction bits
+    """
     bits = state.get("error_bits")
     if bits is None:
         return local
@@ -152,7 +195,13 @@ def set_master(
     values: Tensor,  # As many fp32 values, on any device (count,)
     state: dict,  # The optimizer's, of the parameter; {} where it keeps no correction bits
 ):
-    """Set a weight and, where there are, its correction bits."""
+    """Set a weight and, where there are, its correction bits.
+
+    Args:
+        local: A parameter's part on this rank, any shape (...)
+        values: As many fp32 values, on any device (count,)
+        state: The optimizer's, of the parameter; {} where it keeps no correction bits
+    """
     values = values.to(local.device).reshape(local.shape)
     local.view(-1).copy_(values.reshape(-1))
     bits = state.get("error_bits")
@@ -169,7 +218,15 @@ def state_of(
     state: dict,  # The optimizer's, of one parameter
     key: str,  # 'exp_avg' or 'exp_avg_sq'
 ) -> Tensor | None:  # This rank's part; None where there is no such state yet
-    """An optimizer state as numbers, dequantised."""
+    """An optimizer state as numbers, dequantised.
+
+    Args:
+        state: The optimizer's, of one parameter
+        key: 'exp_avg' or 'exp_avg_sq'
+
+    Returns:
+        This rank's part; None where there is no such state yet
+    """
     stored = state.get(key)
     if stored is None:
         return None
@@ -184,7 +241,14 @@ def set_state(
     values: Tensor,  # fp32, on any device (count,)
     local: Tensor,  # The parameter's part on this rank, any shape (...)
 ):
-    """Set an optimizer state, quantised where it is stored so."""
+    """Set an optimizer state, quantised where it is stored so.
+
+    Args:
+        state: The optimizer's, of one parameter, complete
+        key: 'exp_avg' or 'exp_avg_sq'
+        values: fp32, on any device (count,)
+        local: The parameter's part on this rank, any shape (...)
+    """
     stored = state[key]
     if hasattr(stored, "set_data"):
         stored.set_data(values.to(local.device).reshape(local.shape))
@@ -197,7 +261,12 @@ def set_step(
     state: dict | None,  # The optimizer's, of one parameter
     steps: int,  # Taken so far
 ):
-    """Set the counter of an optimizer state, in its own type, where there is one."""
+    """Set the counter of an optimizer state, in its own type, where there is one.
+
+    Args:
+        state: The optimizer's, of one parameter
+        steps: Taken so far
+    """
     if not state or "step" not in state:
         return
     counter = state["step"]

@@ -16,7 +16,17 @@ from ..core.recipe import Recipe, RecipeError
 # %% ../../nbs/5_strategies/01_precision.ipynb #29c1e429
 @dataclass(frozen=True)
 class Policy:
-    """Data types of a run."""
+    """Data types of a run.
+
+    Attributes:
+        weights: Of the parameters that the module holds
+        compute: Of matrix products and activations
+        reduce: Of the gradient reduction between ranks
+        optimizer: 'adamw' or 'flashadamw'
+        fp8: The large linears multiply in float8
+        master: Updates below the resolution of `weights` are kept
+        notes: What differs from what was asked, in words
+    """
 
     name: str
     weights: torch.dtype  # Of the parameters that the module holds
@@ -49,6 +59,9 @@ def adapter_policy(
     """The policy of a LoRA run.
 
     Weights in the type of the computation, adapters fp32 with AdamW.
+
+    Args:
+        policy: Of a run without adapters
     """
     notes = ()
     if policy.optimizer == "flashadamw" or not policy.master:
@@ -74,6 +87,10 @@ def policy_for(
     """The policy as it will really run where every process keeps what it trains.
 
     Raises RecipeError where it cannot.
+
+    Args:
+        recipe: Its precision, optimizer and lora_rank
+        cuda: Training on a GPU
     """
     policy = POLICIES[recipe.precision]
     if policy.fp8 and not cuda:

@@ -74,6 +74,15 @@ def on_ranks(
     """Run a function in `world` forked processes.
 
     Raises RuntimeError with the traceback of a rank that failed.
+
+    Args:
+        function: Run by every rank; gives something that torch can save
+        world: Processes
+        *args: For the function
+        seconds: Before they are ended
+
+    Returns:
+        What each rank gave
     """
     if torch.get_num_threads() > 1:
         raise RuntimeError("call torch.set_num_threads(1) before the first tensor operation")
@@ -109,7 +118,14 @@ class QwenImageTransformerBlock(nn.Module):
         self,
         x: Tensor,  # (B,5)
     ) -> Tensor:  # (B,5)
-        """A residual layer."""
+        """A residual layer.
+
+        Args:
+            x: (B,5)
+
+        Returns:
+            (B,5)
+        """
         return x + self.linear(x).tanh()
 
 
@@ -126,7 +142,11 @@ def toy_module() -> nn.Module:
 def toy_engine(
     **fields,  # Of the recipe
 ) -> Engine:
-    """An engine on the CPU with a global batch of eight, four micro-batches of two."""
+    """An engine on the CPU with a global batch of eight, four micro-batches of two.
+
+    Args:
+        **fields: Of the recipe
+    """
     usual = dict(cpu=True, micro_batch=2, global_batch=8, learning_rate=0.05, max_grad_norm=0.1)
     return Engine(resolve(**usual | fields))
 
@@ -136,7 +156,16 @@ def toy_loss(
     step: int,  # Counted from 0
     micro_batch: int,  # Number of the micro-batch among those of all ranks
 ) -> Tensor:  # Scalar fp32 ()
-    """The mean square of what the toy makes of two samples, drawn by their number."""
+    """The mean square of what the toy makes of two samples, drawn by their number.
+
+    Args:
+        net: Network
+        step: Counted from 0
+        micro_batch: Number of the micro-batch among those of all ranks
+
+    Returns:
+        Scalar fp32 ()
+    """
     generator = torch.Generator().manual_seed(1000 * step + micro_batch)
     return net(torch.randn(2, 5, generator=generator)).square().mean()
 
@@ -145,7 +174,14 @@ def toy_training(
     fields: dict,  # Of the recipe
     steps: int = 3,
 ) -> dict:  # losses and norms of the steps; held: name -> (first element, its fp32 values)
-    """Train the toy as the trainer does. Runs in every rank."""
+    """Train the toy as the trainer does. Runs in every rank.
+
+    Args:
+        fields: Of the recipe
+
+    Returns:
+        losses and norms of the steps; held: name -> (first element, its fp32 values)
+    """
     engine = toy_engine(**fields)
     net = engine.network(toy_module())
     losses, norms = [], []
@@ -166,7 +202,15 @@ def joined(
     results: list,  # Of `toy_training`, one of each rank
     name: str,  # Of a parameter
 ) -> Tensor:  # (elements,) fp32
-    """A whole flattened parameter, put together from the ranges that the ranks hold."""
+    """A whole flattened parameter, put together from the ranges that the ranks hold.
+
+    Args:
+        results: Of `toy_training`, one of each rank
+        name: Of a parameter
+
+    Returns:
+        (elements,) fp32
+    """
     parts = [r["held"][name] for r in results]
     whole = torch.zeros(max(start + len(values) for start, values in parts))
     for start, values in parts:

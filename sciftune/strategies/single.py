@@ -40,7 +40,11 @@ class StreamedNetwork(Network):
         self,
         module: nn.Module,  # On the device
     ):
-        """AdamW or FlashAdamW behind `HostStates`, updated during backward."""
+        """AdamW or FlashAdamW behind `HostStates`, updated during backward.
+
+        Args:
+            module: On the device
+        """
         params = list(self.params.values())
         cuda = self.engine.device.type == "cuda"
         kind = self.policy.optimizer
@@ -53,7 +57,11 @@ class StreamedNetwork(Network):
         self.release = GradientRelease(module, self.away, self.recipe.max_grad_norm)
 
     def step(self) -> Tensor:  # Scalar fp32 ()
-        """Close the step; the updates have happened. Returns the gradient norm."""
+        """Close the step; the updates have happened. Returns the gradient norm.
+
+        Returns:
+            Scalar fp32 ()
+        """
         self.away.finish()
         return super().step()
 
@@ -62,7 +70,15 @@ class StreamedNetwork(Network):
         r: Range,  # Within what is held
         key: str,  # One of `STATES`
     ) -> Tensor:  # (count,) fp32, on the device
-        """The values of `key` in `r`."""
+        """The values of `key` in `r`.
+
+        Args:
+            r: Within what is held
+            key: One of `STATES`
+
+        Returns:
+            (count,) fp32, on the device
+        """
         with self.away.at_hand(self.params[r.name]):
             return super().read(r, key).clone()
 
@@ -72,7 +88,13 @@ class StreamedNetwork(Network):
         key: str,  # One of `STATES`
         values: Tensor,  # (count,) fp32, on any device
     ):
-        """Set the values of `key`; call `finish_write` after the last one."""
+        """Set the values of `key`; call `finish_write` after the last one.
+
+        Args:
+            r: All that is held of the parameter
+            key: One of `STATES`
+            values: (count,) fp32, on any device
+        """
         with self.away.at_hand(self.params[r.name], write=True):
             super().write(r, key, values)
 
@@ -100,7 +122,11 @@ class StreamedCosts(Costs):
         self,
         room: float,  # Bytes of the GPU that nothing else needs
     ) -> Strategy:
-        """The same with so many bytes for states."""
+        """The same with so many bytes for states.
+
+        Args:
+            room: Bytes of the GPU that nothing else needs
+        """
         return replace(self.strategy, room=room)
 
     def offload_seconds(
@@ -108,7 +134,11 @@ class StreamedCosts(Costs):
         busy: float,  # Seconds of computing per step
         checkpointed_share: float,
     ) -> float:
-        """The bus's time that backward does not hide."""
+        """The bus's time that backward does not hide.
+
+        Args:
+            busy: Seconds of computing per step
+        """
         hidden = busy * (2 + checkpointed_share) / (3 + checkpointed_share)
         return max(0.0, self._states()["seconds"] - hidden)
 
@@ -125,7 +155,14 @@ class Single(Strategy):
         cls,
         world: int,  # 1
     ) -> tuple[dict, ...]:  # Recipe fields to change
-        """States on the GPU, or on the host."""
+        """States on the GPU, or on the host.
+
+        Args:
+            world: 1
+
+        Returns:
+            Recipe fields to change
+        """
         return ({}, dict(offload="optimizer"))
 
     @property

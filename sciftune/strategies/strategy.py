@@ -27,7 +27,11 @@ from .precision import Policy, policy_for
 def strategy_class(
     name: str,  # `Recipe.strategy`
 ) -> type["Strategy"]:
-    """The class of a strategy."""
+    """The class of a strategy.
+
+    Args:
+        name: `Recipe.strategy`
+    """
     return load(find_record("strategies", name))
 
 
@@ -56,7 +60,14 @@ RENDEZVOUS_PORT = 29500  # Where several machines meet when the recipe names no 
 
 @dataclass(frozen=True)
 class Strategy:
-    """A recipe on so many processes, under one engine; base class of all strategies."""
+    """A recipe on so many processes, under one engine; base class of all strategies.
+
+    Attributes:
+        world: Processes over all machines
+        policy: Data types
+        cuda: On GPUs
+        room: Bytes of a GPU for optimizer states that wait on the host
+    """
 
     recipe: Recipe
     world: int  # Processes over all machines
@@ -78,7 +89,12 @@ class Strategy:
         world: int,  # Processes over all machines
         cuda: bool,  # On GPUs
     ) -> "Strategy":
-        """The recipe's own strategy. Raises RecipeError where its precision cannot run."""
+        """The recipe's own strategy. Raises RecipeError where its precision cannot run.
+
+        Args:
+            world: Processes over all machines
+            cuda: On GPUs
+        """
         kind = strategy_class(recipe.strategy)
         return kind(recipe, world, kind.policy_of(recipe, cuda), cuda)
 
@@ -88,7 +104,11 @@ class Strategy:
         recipe: Recipe,
         cuda: bool,  # On GPUs
     ) -> Policy:
-        """Data types as they will really be. Raises RecipeError where they cannot."""
+        """Data types as they will really be. Raises RecipeError where they cannot.
+
+        Args:
+            cuda: On GPUs
+        """
         return policy_for(recipe, cuda)
 
     @classmethod
@@ -97,7 +117,11 @@ class Strategy:
         recipe: Recipe,
         plan: Plan,  # Of the run; `Plan()` where there is none
     ) -> Recipe:
-        """The recipe with what its plan decided; see `apply_plan`."""
+        """The recipe with what its plan decided; see `apply_plan`.
+
+        Args:
+            plan: Of the run; `Plan()` where there is none
+        """
         return recipe
 
     # for the planner
@@ -106,7 +130,14 @@ class Strategy:
         cls,
         world: int,  # Processes over all machines
     ) -> tuple[dict, ...]:  # Recipe fields to change
-        """The settings of this strategy that a plan compares."""
+        """The settings of this strategy that a plan compares.
+
+        Args:
+            world: Processes over all machines
+
+        Returns:
+            Recipe fields to change
+        """
         return ({},)
 
     @property
@@ -122,7 +153,11 @@ class Strategy:
         self,
         model: ModelSize,  # How many parameters are where
     ) -> Costs:
-        """What this strategy stores, gathers and sends for a model."""
+        """What this strategy stores, gathers and sends for a model.
+
+        Args:
+            model: How many parameters are where
+        """
         return self.costs_class(self, model)
 
     # a step
@@ -187,6 +222,12 @@ class Strategy:
         """What `accelerate launch --config_file` reads.
 
         On one machine port 0 lets the launcher take a free one; several must agree on one.
+
+        Args:
+            folder: Where `config_files` are; '' = beside the file
+
+        Returns:
+            accelerate.yaml
         """
         recipe = self.recipe
         several = recipe.num_machines > 1
@@ -218,7 +259,11 @@ class Strategy:
         self,
         timeout: datetime.timedelta,  # Of a collective
     ):  # accelerate.Accelerator
-        """Start the process group through accelerate."""
+        """Start the process group through accelerate.
+
+        Args:
+            timeout: Of a collective accelerate.Accelerator
+        """
         from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
         from accelerate.state import AcceleratorState
 
@@ -245,7 +290,11 @@ class Strategy:
         self,
         device: torch.device,
     ):  # torch.distributed DeviceMesh with a dimension 'shard', or None
-        """The arrangement of the processes; None where no tensor is sharded by torch."""
+        """The arrangement of the processes; None where no tensor is sharded by torch.
+
+        Args:
+            device: torch.distributed DeviceMesh with a dimension 'shard', or None
+        """
         return None
 
 
@@ -254,5 +303,9 @@ def apply_plan(
     recipe: Recipe,
     plan: Plan,  # Of the run; `Plan()` where there is none
 ) -> Recipe:
-    """The recipe with what was left to its plan filled in, as its strategy reads it."""
+    """The recipe with what was left to its plan filled in, as its strategy reads it.
+
+    Args:
+        plan: Of the run; `Plan()` where there is none
+    """
     return strategy_class(recipe.strategy).with_plan(recipe, plan)

@@ -19,7 +19,14 @@ from ..models.family import Family
 def layer_names(
     text: str,  # 'norm_out,transformer_blocks.30-59'
 ) -> tuple:  # One name each
-    """The names that `text` lists, ranges written out."""
+    """The names that `text` lists, ranges written out.
+
+    Args:
+        text: 'norm_out,transformer_blocks.30-59'
+
+    Returns:
+        One name each
+    """
 
     def spread(name: str) -> list[str]:
         at = re.search(r"(?<=\.)(\d+)-(\d+)(?=\.|$)", name)
@@ -46,6 +53,12 @@ def choose_trained(
     """Mark what full fine-tuning trains.
 
     Raises RecipeError for a name that the model does not have, and where nothing is left to train.
+
+    Args:
+        denoiser: Any weights, or on meta; no adapters
+
+    Returns:
+        The same, every parameter marked
     """
     wanted, dead = layer_names(recipe.trained_layers), set(family.frozen_parameters(denoiser))
     names = [n for n, _ in denoiser.named_parameters()]

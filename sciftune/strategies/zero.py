@@ -112,7 +112,11 @@ class ZeroNetwork(Network):
         self,
         rate: float,  # Learning rate of the next step
     ):
-        """Set the learning rate."""
+        """Set the learning rate.
+
+        Args:
+            rate: Learning rate of the next step
+        """
         for group in self.zero.param_groups:
             group["lr"] = rate
 
@@ -121,12 +125,21 @@ class ZeroNetwork(Network):
         loss: Tensor,  # Scalar fp32 (), of one micro-batch
         last: bool,  # Of the step
     ):
-        """DeepSpeed's backward pass, which divides by the accumulation itself."""
+        """DeepSpeed's backward pass, which divides by the accumulation itself.
+
+        Args:
+            loss: Scalar fp32 (), of one micro-batch
+            last: Of the step
+        """
         self.module.set_gradient_accumulation_boundary(is_boundary=last)
         self.module.backward(loss)
 
     def step(self) -> Tensor:  # Scalar fp32 ()
-        """Clip and update; returns the gradient norm before clipping."""
+        """Clip and update; returns the gradient norm before clipping.
+
+        Returns:
+            Scalar fp32 ()
+        """
         self.steps += 1
         self.module.step()
         norm = self.module.get_global_grad_norm() or 0.0
@@ -142,7 +155,11 @@ class ZeroNetwork(Network):
         name: str,
         parameter: nn.Parameter,
     ) -> Range:  # Of 0 elements where nothing is here
-        """The part of one parameter that is in this rank's partition."""
+        """The part of one parameter that is in this rank's partition.
+
+        Returns:
+            Of 0 elements where nothing is here
+        """
         mapping = parameter._hp_mapping
         if mapping is None:
             return Range(name, tuple(parameter.shape), 0, 0)
@@ -158,7 +175,15 @@ class ZeroNetwork(Network):
         name: str,  # Of a parameter that is here
         key: str,  # One of `STATES`
     ) -> Tensor:  # (count,) fp32
-        """This rank's values of a parameter, a view of the flat partition."""
+        """This rank's values of a parameter, a view of the flat partition.
+
+        Args:
+            name: Of a parameter that is here
+            key: One of `STATES`
+
+        Returns:
+            (count,) fp32
+        """
         mapping = self.params[name]._hp_mapping
         flat = self.zero.single_partition_of_fp32_groups[mapping.param_group_index]
         if key != "weight":
@@ -167,7 +192,11 @@ class ZeroNetwork(Network):
         return flat.narrow(0, place.start, place.numel)
 
     def partitions(self) -> list[Tensor]:  # (elements,) fp32 each
-        """The flat partitions, which are the optimizer's parameters."""
+        """The flat partitions, which are the optimizer's parameters.
+
+        Returns:
+            (elements,) fp32 each
+        """
         return self.zero.single_partition_of_fp32_groups
 
     def make_states(self):
@@ -184,7 +213,15 @@ class ZeroNetwork(Network):
         r: Range,  # Within what is held
         key: str,  # One of `STATES`
     ) -> Tensor:  # (count,) fp32, where the partition is
-        """The values of `key` in `r`."""
+        """The values of `key` in `r`.
+
+        Args:
+            r: Within what is held
+            key: One of `STATES`
+
+        Returns:
+            (count,) fp32, where the partition is
+        """
         if not r.count:
             return torch.zeros(0)
         if key != "weight":
@@ -198,7 +235,13 @@ class ZeroNetwork(Network):
         key: str,  # One of `STATES`
         values: Tensor,  # (count,) fp32, on any device
     ):
-        """Set the values of `key`; call `finish_write` after the last one."""
+        """Set the values of `key`; call `finish_write` after the last one.
+
+        Args:
+            r: All that is held of the parameter
+            key: One of `STATES`
+            values: (count,) fp32, on any device
+        """
         if not r.count:
             return
         if key != "weight":
@@ -211,14 +254,24 @@ class ZeroNetwork(Network):
         key: str,  # One of `STATES`
         values: Tensor,  # (count,) fp32, on any device
     ):
-        """Set this rank's values of one parameter."""
+        """Set this rank's values of one parameter.
+
+        Args:
+            r: All that is held of the parameter
+            key: One of `STATES`
+            values: (count,) fp32, on any device
+        """
         self.partition(r.name, key).detach().copy_(values)
 
     def finish_write(
         self,
         steps: int,  # That the optimizer has taken
     ):
-        """After writing: the counters, and the weights that the module computes with."""
+        """After writing: the counters, and the weights that the module computes with.
+
+        Args:
+            steps: That the optimizer has taken
+        """
         self.steps = steps
         for state in self.optimizer.state.values():
             set_step(state, steps)
@@ -244,6 +297,9 @@ def drop_host_gradients(
     """Keep no fp32 gradients on the host but those of the sub-group that is updated.
 
     Raises RecipeError for a DeepSpeed that does this in another way.
+
+    Args:
+        zero: DeepSpeedZeroOptimizer_Stage3 with its states in host memory; changed
     """
     if lacking := [name for name in REPLACED if not hasattr(zero, name)]:
         raise RecipeError(
@@ -315,7 +371,11 @@ class Zero3Network(ZeroNetwork):
         prefix: str,  # Name of the unit in the whole module
         unit: nn.Module,
     ):
-        """Give the meta parameters of a unit their values, on the device."""
+        """Give the meta parameters of a unit their values, on the device.
+
+        Args:
+            prefix: Name of the unit in the whole module
+        """
         for path, module in unit.named_modules():
             for leaf, parameter in list(module._parameters.items()):
                 if parameter is None or not parameter.is_meta:
@@ -331,7 +391,14 @@ class Zero3Network(ZeroNetwork):
         name: str,
         parameter: nn.Parameter,  # Partitioned by DeepSpeed
     ) -> Range:  # Of 0 elements where nothing is here
-        """This rank's part of one parameter, without the padding."""
+        """This rank's part of one parameter, without the padding.
+
+        Args:
+            parameter: Partitioned by DeepSpeed
+
+        Returns:
+            Of 0 elements where nothing is here
+        """
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
         total = torch.Size(shape).numel()
         part = parameter.ds_tensor.ds_numel
@@ -343,7 +410,14 @@ class Zero3Network(ZeroNetwork):
         name: str,
         key: str,  # One of `STATES`
     ) -> Tensor:  # (part,) fp32, padding included
-        """This rank's values of a parameter; a view of host memory where they are there."""
+        """This rank's values of a parameter; a view of host memory where they are there.
+
+        Args:
+            key: One of `STATES`
+
+        Returns:
+            (part,) fp32, padding included
+        """
         from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
         parameter = self.params[name]
@@ -355,7 +429,11 @@ class Zero3Network(ZeroNetwork):
         return safe_get_local_optimizer_state(parameter, key)
 
     def partitions(self) -> list[Tensor]:  # (elements,) fp32 each
-        """The flat partitions, which are the optimizer's parameters."""
+        """The flat partitions, which are the optimizer's parameters.
+
+        Returns:
+            (elements,) fp32 each
+        """
         return self.zero.fp32_partitioned_groups_flat
 
     def set_partition(
@@ -364,7 +442,13 @@ class Zero3Network(ZeroNetwork):
         key: str,  # One of `STATES`
         values: Tensor,  # (count,) fp32, on any device
     ):
-        """Set this rank's values of one parameter, padded as DeepSpeed keeps them."""
+        """Set this rank's values of one parameter, padded as DeepSpeed keeps them.
+
+        Args:
+            r: All that is held of the parameter
+            key: One of `STATES`
+            values: (count,) fp32, on any device
+        """
         from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
 
         parameter = self.params[r.name]
@@ -392,7 +476,11 @@ def zero_policy(
     recipe: Recipe,
     cuda: bool,  # On GPUs
 ) -> Policy:
-    """The precision policy under ZeRO. Raises RecipeError for 'fp8'."""
+    """The precision policy under ZeRO. Raises RecipeError for 'fp8'.
+
+    Args:
+        cuda: On GPUs
+    """
     asked, notes = POLICIES[recipe.precision], ()
     if asked.fp8 and cuda:
         raise RecipeError(
@@ -431,7 +519,11 @@ class ZeroCosts(Costs):
         self,
         position: int,  # Block that backward is in; the number of blocks: before the first
     ) -> float:
-        """Buckets of the reduction; with an offloaded optimizer the largest tensor on its way."""
+        """Buckets of the reduction; with an offloaded optimizer the largest tensor on its way.
+
+        Args:
+            position: Block that backward is in; the number of blocks: before the first
+        """
         bucket = BUCKET * self.compute * (2 if self.strategy.cuda else 1)
         if self.recipe.offload == "optimizer":
             bucket += self.compute * max(self.model.tensors)
@@ -448,14 +540,22 @@ class ZeroCosts(Costs):
         return (4 + self.compute) * (self.model.trained / self.strategy.shards)
 
     def partitions(self) -> list[float]:  # Elements
-        """What is updated at a time of this rank's part."""
+        """What is updated at a time of this rank's part.
+
+        Returns:
+            Elements
+        """
         return [self.model.trained / self.strategy.shards]
 
     def locked_bytes(
         self,
         each: int,  # Bytes per element
     ) -> float:
-        """Page-locked memory for a number of each element of the partition."""
+        """Page-locked memory for a number of each element of the partition.
+
+        Args:
+            each: Bytes per element
+        """
         lock = pinned_bytes if self.strategy.cuda else float
         return sum(lock(each * n) for n in self.partitions())
 
@@ -463,7 +563,11 @@ class ZeroCosts(Costs):
         self,
         parts: dict[str, float],  # Part -> bytes that a rank keeps on the host
     ) -> dict[str, float]:
-        """Page-locked master and gradients, and the staging copy of the parameters."""
+        """Page-locked master and gradients, and the staging copy of the parameters.
+
+        Args:
+            parts: Part -> bytes that a rank keeps on the host
+        """
         if self.recipe.offload == "none":
             return parts
         gradients = self.locked_bytes(4) + self.locked_bytes(2)
@@ -479,7 +583,16 @@ class ZeroCosts(Costs):
         checkpointed_share: float,  # Share of the blocks that run again in backward
         forward_only: int = 0,  # Parameters of networks that only run forward, per micro-batch
     ) -> tuple[float, float]:  # Inside a machine, between machines; per rank and step
-        """Gradients are reduced once, updated parameters gathered once."""
+        """Gradients are reduced once, updated parameters gathered once.
+
+        Args:
+            backward_share: Share of the blocks that backward passes
+            checkpointed_share: Share of the blocks that run again in backward
+            forward_only: Parameters of networks that only run forward, per micro-batch
+
+        Returns:
+            Inside a machine, between machines; per rank and step
+        """
         model = self.model
         total = self.compute * model.trained + self.compute * model.numel
         return self.link_bytes(total, self.strategy.shards)
@@ -503,7 +616,16 @@ class Zero2Costs(ZeroCosts):
         checkpointed_share: float,  # Share of the blocks that run again in backward
         forward_only: int = 0,  # Parameters of networks that only run forward, per micro-batch
     ) -> tuple[float, float]:  # Inside a machine, between machines; per rank and step
-        """Gradients are reduced with every micro-batch."""
+        """Gradients are reduced with every micro-batch.
+
+        Args:
+            backward_share: Share of the blocks that backward passes
+            checkpointed_share: Share of the blocks that run again in backward
+            forward_only: Parameters of networks that only run forward, per micro-batch
+
+        Returns:
+            Inside a machine, between machines; per rank and step
+        """
         model, times = self.model, self.strategy.accumulation
         total = times * self.compute * model.trained + self.compute * model.numel
         return self.link_bytes(total, self.strategy.shards)
@@ -528,7 +650,11 @@ class Zero3Costs(Zero2Costs):
         self,
         position: int,  # Block that backward is in; the number of blocks: before the first
     ) -> float:
-        """Parameters gathered at a time, a bucket, and one more if they are offloaded."""
+        """Parameters gathered at a time, a bucket, and one more if they are offloaded.
+
+        Args:
+            position: Block that backward is in; the number of blocks: before the first
+        """
         gathered = self.compute * min(self.model.numel, 1e9) + BUCKET * self.compute
         return gathered + self.compute * BUCKET * (self.recipe.offload in ("params", "nvme"))
 
@@ -540,7 +666,11 @@ class Zero3Costs(Zero2Costs):
         return (4 + self.compute) * part + BUCKET * self.compute
 
     def partitions(self) -> list[float]:  # Elements
-        """Sub-groups of this rank's part."""
+        """Sub-groups of this rank's part.
+
+        Returns:
+            Elements
+        """
         part = self.model.trained / self.strategy.shards
         group = HOST_SUB_GROUP if self.strategy.saves_in_place else SUB_GROUP
         return [min(group, part - a) for a in range(0, math.ceil(part), group)]
@@ -549,7 +679,11 @@ class Zero3Costs(Zero2Costs):
         self,
         parts: dict[str, float],  # Part -> bytes that a rank keeps on the host
     ) -> dict[str, float]:
-        """Page-locked master and parameters, gradients; with NVMe what is on its way."""
+        """Page-locked master and parameters, gradients; with NVMe what is on its way.
+
+        Args:
+            parts: Part -> bytes that a rank keeps on the host
+        """
         offload, strategy, model = self.recipe.offload, self.strategy, self.model
         lock = pinned_bytes if strategy.cuda else float
         if offload == "none":
@@ -569,7 +703,16 @@ class Zero3Costs(Zero2Costs):
         checkpointed_share: float,  # Share of the blocks that run again in backward
         forward_only: int = 0,  # Parameters of networks that only run forward, per micro-batch
     ) -> tuple[float, float]:  # Inside a machine, between machines; per rank and step
-        """Parameters are gathered forward, backward, and once more to run blocks again."""
+        """Parameters are gathered forward, backward, and once more to run blocks again.
+
+        Args:
+            backward_share: Share of the blocks that backward passes
+            checkpointed_share: Share of the blocks that run again in backward
+            forward_only: Parameters of networks that only run forward, per micro-batch
+
+        Returns:
+            Inside a machine, between machines; per rank and step
+        """
         model, times = self.model, self.strategy.accumulation
         gathers = 1 + backward_share * (1 + (checkpointed_share > 0))
         total = times * (gathers * self.compute * model.numel + self.compute * model.trained)
@@ -579,7 +722,11 @@ class Zero3Costs(Zero2Costs):
         self,
         passes: float,  # Forward passes' worth of launches per micro-batch
     ) -> float:
-        """Each parameter costs the host time, once per micro-batch."""
+        """Each parameter costs the host time, once per micro-batch.
+
+        Args:
+            passes: Forward passes' worth of launches per micro-batch
+        """
         return self.strategy.accumulation * TENSOR_SECONDS * len(self.model.tensors)
 
 
@@ -599,7 +746,14 @@ class Zero(Strategy):
         cls,
         world: int,  # Processes over all machines
     ) -> tuple[dict, ...]:  # Recipe fields to change
-        """States on GPUs, or on the host."""
+        """States on GPUs, or on the host.
+
+        Args:
+            world: Processes over all machines
+
+        Returns:
+            Recipe fields to change
+        """
         return ({}, dict(offload="optimizer"))
 
     @classmethod
@@ -608,7 +762,11 @@ class Zero(Strategy):
         recipe: Recipe,
         cuda: bool,  # On GPUs
     ) -> Policy:
-        """`zero_policy`."""
+        """`zero_policy`.
+
+        Args:
+            cuda: On GPUs
+        """
         return zero_policy(recipe, cuda)
 
     @property
@@ -643,7 +801,11 @@ class Zero(Strategy):
         return dict(device="cpu", pin_memory=self.cuda)
 
     def deepspeed_config(self) -> dict:  # deepspeed.json
-        """DeepSpeed's configuration."""
+        """DeepSpeed's configuration.
+
+        Returns:
+            deepspeed.json
+        """
         recipe = self.recipe
         return dict(
             train_micro_batch_size_per_gpu=recipe.micro_batch,
@@ -665,7 +827,14 @@ class Zero(Strategy):
         self,
         folder: str = "",  # Where deepspeed.json is
     ) -> dict:  # accelerate.yaml
-        """The common file and deepspeed.json, beside which there is no `mixed_precision`."""
+        """The common file and deepspeed.json, beside which there is no `mixed_precision`.
+
+        Args:
+            folder: Where deepspeed.json is
+
+        Returns:
+            accelerate.yaml
+        """
         config = super().accelerate_config(folder)
         del config["mixed_precision"]
         section = dict(
@@ -719,7 +888,14 @@ class Zero3(Zero):
         cls,
         world: int,  # Processes over all machines
     ) -> tuple[dict, ...]:  # Recipe fields to change
-        """Parameters on the host or in files, too."""
+        """Parameters on the host or in files, too.
+
+        Args:
+            world: Processes over all machines
+
+        Returns:
+            Recipe fields to change
+        """
         return (*super().variants(world), dict(offload="params"), dict(offload="nvme"))
 
     def offload_place(self) -> dict:
@@ -755,6 +931,9 @@ class Zero3(Zero):
 
         Transformers would partition every model that it builds from then on, with a collective per
         parameter, and a rank that builds one alone would hang.
+
+        Args:
+            timeout: Of a collective accelerate.Accelerator
         """
         from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 

@@ -60,7 +60,16 @@ __all__ = [
 # %% ../../nbs/3_toys/02_charts.ipynb #6ff5b128
 @dataclass(frozen=True)
 class ChartStyle:
-    """How charts look."""
+    """How charts look.
+
+    Attributes:
+        says: The last sentence of a caption
+        papers: Background colours
+        ink: Axes and outlines
+        colours: (name, colour)
+        wobble: Pixels by which strokes shake
+        hatch: Areas are filled by strokes
+    """
 
     says: str  # The last sentence of a caption
     papers: tuple  # Background colours
@@ -111,7 +120,13 @@ FRAME = (0.12, 0.12, 0.95, 0.93)  # Left, bottom, right and top of the plot on t
 
 
 class Pen:
-    """Draws in the unit square of a plot on a fine canvas."""
+    """Draws in the unit square of a plot on a fine canvas.
+
+    Args:
+        rng: For the shaking
+        paper: Background
+        side: Pixels of the finished chart
+    """
 
     def __init__(
         self,
@@ -128,7 +143,14 @@ class Pen:
         self,
         p: ArrayLike,  # Points (n,2) in the unit square
     ) -> np.ndarray:  # Points (n,2) on the canvas, pixels
-        """Map the unit square of the plot onto the canvas."""
+        """Map the unit square of the plot onto the canvas.
+
+        Args:
+            p: Points (n,2) in the unit square
+
+        Returns:
+            Points (n,2) on the canvas, pixels
+        """
         x0, y0, x1, y1 = FRAME
         p = np.asarray(p, float)
         return np.stack(
@@ -139,7 +161,11 @@ class Pen:
         self,
         q: np.ndarray,  # Points (n,2) on the canvas
     ) -> np.ndarray:
-        """Shake a polyline as the style's hand draws it."""
+        """Shake a polyline as the style's hand draws it.
+
+        Args:
+            q: Points (n,2) on the canvas
+        """
         if not self.style.wobble:
             return q
         lengths = np.hypot(*np.diff(q, axis=0).T)
@@ -160,7 +186,12 @@ class Pen:
         colour: str,
         width: float,  # Pixels of a chart of 128
     ):
-        """Draw a stroke on the canvas."""
+        """Draw a stroke on the canvas.
+
+        Args:
+            q: Points (n,2) on the canvas
+            width: Pixels of a chart of 128
+        """
         self.draw.line(
             [tuple(v) for v in self.shaken(q).round(1).tolist()],
             colour,
@@ -174,7 +205,12 @@ class Pen:
         colour: str,
         width: float = 1.0,  # Pixels of a chart of 128
     ):
-        """Draw a stroke through points."""
+        """Draw a stroke through points.
+
+        Args:
+            points: (n,2) in the unit square
+            width: Pixels of a chart of 128
+        """
         self.canvas_line(self.at(points), colour, width)
 
     def area(
@@ -183,7 +219,12 @@ class Pen:
         colour: str,
         edge: str | None = None,  # Colour of the outline; None = `colour`
     ):
-        """Draw a filled polygon, or one of strokes, with an outline."""
+        """Draw a filled polygon, or one of strokes, with an outline.
+
+        Args:
+            points: (n,2) in the unit square
+            edge: Colour of the outline; None = `colour`
+        """
         q = self.at(points)
         ring = np.r_[q, q[:1]]
         if not self.style.hatch:
@@ -208,7 +249,12 @@ class Pen:
         colour: str,
         radius: float,  # Pixels of a chart of 128
     ):
-        """Draw a disc."""
+        """Draw a disc.
+
+        Args:
+            x: In the unit square
+            radius: Pixels of a chart of 128
+        """
         (cx, cy), r = (
             self.at([(x, y)])[0]
             + (self.rng.normal(0, self.style.wobble, 2) if self.style.wobble else 0),
@@ -415,7 +461,18 @@ def compose_chart(
     side: int = 128,  # Pixels
     count: int = None,  # Marks; None = any
 ) -> tuple[Image.Image, dict]:  # The chart and its facts
-    """Draw one chart."""
+    """Draw one chart.
+
+    Args:
+        rng: For everything
+        kind: In CHARTS
+        style: In CHART_STYLES
+        side: Pixels
+        count: Marks; None = any
+
+    Returns:
+        The chart and its facts
+    """
     s = CHART_STYLES[style]
     make, low, high = CHARTS[kind]
     count = int(rng.integers(low, high + 1)) if count is None else count
@@ -458,7 +515,15 @@ def draw_chart(
     kinds: tuple = CHART_KINDS,  # Those that are wanted
     side: int = 128,  # Pixels
 ) -> Drawing:
-    """Chart `index` of the series `seed`. Raises ValueError for unknown styles and kinds."""
+    """Chart `index` of the series `seed`. Raises ValueError for unknown styles and kinds.
+
+    Args:
+        index: Which chart, 0, 1, 2, ...
+        seed: Which series of charts
+        styles: In CHART_STYLES; a chart has one of them
+        kinds: Those that are wanted
+        side: Pixels
+    """
     for what, given, known in (("styles", styles, CHART_STYLES), ("kinds", kinds, CHARTS)):
         if not given or set(given) - set(known):
             raise ValueError(f"{what} {', '.join(given)!r}: expected some of {', '.join(known)}")
@@ -483,7 +548,14 @@ _CLAIM = re.compile(
 def claims(
     caption: str,  # Any text
 ) -> dict:  # kind, count; empty for a caption that is not of this language
-    """The kind of chart and the number of its marks that a caption speaks of."""
+    """The kind of chart and the number of its marks that a caption speaks of.
+
+    Args:
+        caption: Any text
+
+    Returns:
+        kind, count; empty for a caption that is not of this language
+    """
     m = _CLAIM.match(caption)
     if not m or m[2] not in WORDS:
         return {}
@@ -506,6 +578,18 @@ def make_charts(
     """Draw a collection of charts, or find it drawn.
 
     Raises ValueError for parameters out of range.
+
+    Args:
+        folder: Where collections are kept
+        count: How many
+        seed: Which series
+        styles: In CHART_STYLES
+        kinds: In CHARTS
+        side: Pixels
+        workers: Processes; None = one per available core, 0 = this one
+
+    Returns:
+        Folder of the parquet shards, for `open_collection`
     """
     if count < 1 or seed < 0 or side < 32:
         raise ValueError(
@@ -535,6 +619,9 @@ def drawn(
     """Draw, or find, the collection that `data='figures'` means.
 
     Raises RecipeError for unknown styles and kinds.
+
+    Args:
+        recipe: figures, figures_side, figures_style, figures_kinds, figures_seed
     """
     folder = cache_root(recipe.run_root) / "figures"
     styles = _names(recipe.figures_style)

@@ -61,7 +61,14 @@ COUNTED = dict(
 def how_many(
     facts: dict,  # Of a figure
 ) -> tuple[str, str] | None:  # Question and answer
-    """The number of things of a figure, as a word."""
+    """The number of things of a figure, as a word.
+
+    Args:
+        facts: Of a figure
+
+    Returns:
+        Question and answer
+    """
     if facts["kind"] == "graph":
         return "How many nodes does the graph have?", number(facts["nodes"])
     if facts["kind"] not in COUNTED:
@@ -75,7 +82,15 @@ def extreme(
     facts: dict,  # Of a figure
     most: Callable,  # max or min
 ) -> tuple[str, str] | None:  # Question and answer
-    """Which category has the largest or smallest value."""
+    """Which category has the largest or smallest value.
+
+    Args:
+        facts: Of a figure
+        most: max or min
+
+    Returns:
+        Question and answer
+    """
     kind, values = facts["kind"], facts.get("medians") or facts.get("values")
     if kind not in ("bar", "pie", "box", "violin") or not values:
         return None
@@ -91,7 +106,14 @@ def extreme(
 def trend_words(
     facts: dict,  # Of a figure
 ) -> tuple[str, str] | None:  # Question and answer
-    """What the first line does."""
+    """What the first line does.
+
+    Args:
+        facts: Of a figure
+
+    Returns:
+        Question and answer
+    """
     if facts["kind"] != "line":
         return None
     series = facts["series"][0]
@@ -101,7 +123,14 @@ def trend_words(
 def first_value(
     facts: dict,  # Of a figure
 ) -> tuple[str, str] | None:  # Question and answer
-    """The number behind the first bar."""
+    """The number behind the first bar.
+
+    Args:
+        facts: Of a figure
+
+    Returns:
+        Question and answer
+    """
     if facts["kind"] != "bar":
         return None
     name, value = next(iter(facts["values"].items()))
@@ -111,7 +140,14 @@ def first_value(
 def is_logarithmic(
     facts: dict,  # Of a figure
 ) -> tuple[str, str] | None:  # Question and answer
-    """Whether the y axis is logarithmic, where a figure has a choice."""
+    """Whether the y axis is logarithmic, where a figure has a choice.
+
+    Args:
+        facts: Of a figure
+
+    Returns:
+        Question and answer
+    """
     if "log" not in facts:
         return None
     return "Is the y axis logarithmic?", "yes" if facts["log"] else "no"
@@ -121,7 +157,15 @@ def stated(
     question: str,  # To be asked
     key: str,  # Fact that answers it; '' where the figure has none
 ) -> Callable:  # facts -> (question, answer) or None
-    """A question whose answer is a fact as it stands."""
+    """A question whose answer is a fact as it stands.
+
+    Args:
+        question: To be asked
+        key: Fact that answers it; '' where the figure has none
+
+    Returns:
+        facts -> (question, answer) or None
+    """
     return lambda facts: (question, facts[key]) if facts[key] else None
 
 
@@ -143,7 +187,14 @@ ABOUT = dict(
 def questions(
     facts: dict,  # Of a figure
 ) -> dict[str, tuple[str, str]]:  # Kind of question -> question and answer
-    """Everything that can be asked about a figure."""
+    """Everything that can be asked about a figure.
+
+    Args:
+        facts: Of a figure
+
+    Returns:
+        Kind of question -> question and answer
+    """
     asked = {kind: ask(facts) for kind, ask in ABOUT.items()}
     return {kind: pair for kind, pair in asked.items() if pair}
 
@@ -159,7 +210,16 @@ def recolour(
     facts: dict,  # Of the figure
     rng: np.random.Generator,  # Chooses line and colour
 ) -> str | None:  # Instruction
-    """Another colour for one line, or for all bars."""
+    """Another colour for one line, or for all bars.
+
+    Args:
+        fig: Changed in place
+        facts: Of the figure
+        rng: Chooses line and colour
+
+    Returns:
+        Instruction
+    """
     ax = fig.axes[0]
     there = {s["colour"] for s in facts.get("series", ())} | set(facts.get("colours", ()))
     bars = facts["kind"] == "bar"
@@ -187,7 +247,16 @@ def drop_legend(
     facts: dict,  # Of the figure
     rng: np.random.Generator | None,  # Unused
 ) -> str | None:  # Instruction
-    """The figure without its legend."""
+    """The figure without its legend.
+
+    Args:
+        fig: Changed in place
+        facts: Of the figure
+        rng: Unused
+
+    Returns:
+        Instruction
+    """
     if facts["kind"] not in ("line", "step", "area", "scatter", "grouped_bar") or not (
         found := fig.axes[0].get_legend()
     ):
@@ -201,7 +270,16 @@ def switch_grid(
     facts: dict,  # Of the figure
     rng: np.random.Generator | None,  # Unused
 ) -> str | None:  # Instruction
-    """The grid on or off."""
+    """The grid on or off.
+
+    Args:
+        fig: Changed in place
+        facts: Of the figure
+        rng: Unused
+
+    Returns:
+        Instruction
+    """
     if facts["kind"] not in (
         "line",
         "step",
@@ -227,7 +305,16 @@ def log_axis(
     facts: dict,  # Of the figure
     rng: np.random.Generator | None,  # Unused
 ) -> str | None:  # Instruction
-    """A logarithmic y axis."""
+    """A logarithmic y axis.
+
+    Args:
+        fig: Changed in place
+        facts: Of the figure
+        rng: Unused
+
+    Returns:
+        Instruction
+    """
     if facts["kind"] != "line" or facts["log"] or min(s["min"] for s in facts["series"]) <= 0:
         return None
     fig.axes[0].set_yscale("log")
@@ -251,7 +338,11 @@ LOOKS = dict(
 def png_bytes(
     fig: Figure,  # Any figure
 ) -> bytes:
-    """A figure's pixels as a PNG file."""
+    """A figure's pixels as a PNG file.
+
+    Args:
+        fig: Any figure
+    """
     fig.canvas.draw()
     out = io.BytesIO()
     Image.fromarray(np.asarray(fig.canvas.buffer_rgba())[..., :3]).save(out, "PNG")
@@ -264,7 +355,17 @@ def edited_pair(
     style: str,  # Of the figure before
     rng: np.random.Generator,  # Chooses the edit
 ) -> tuple[bytes, str, bytes, str]:  # Before, instruction, after, kind of edit
-    """A pair of pictures of the same data."""
+    """A pair of pictures of the same data.
+
+    Args:
+        index: Of the figure
+        seed: Of its series
+        style: Of the figure before
+        rng: Chooses the edit
+
+    Returns:
+        Before, instruction, after, kind of edit
+    """
     small = [recolour, drop_legend, switch_grid, log_axis]
     for way in rng.permutation(len(small)):
         if rng.random() < 0.3:
@@ -292,7 +393,12 @@ def text_entry(
     text: str,  # What is said
     **more,  # loss, cfg_dropout
 ) -> dict:
-    """A text segment as it stands in a file."""
+    """A text segment as it stands in a file.
+
+    Args:
+        text: What is said
+        **more: loss, cfg_dropout
+    """
     return dict(type="text", text=text, **more)
 
 
@@ -303,7 +409,18 @@ def dialogue_records(
     asks: int = 2,  # Questions per figure, of different kinds
     about: tuple = tuple(ABOUT),  # Kinds of questions
 ) -> tuple[list[dict], dict[str, bytes]]:  # JSONL records, and file name -> PNG
-    """The examples of one figure."""
+    """The examples of one figure.
+
+    Args:
+        index: Of the figure
+        seed: Of its series
+        tasks: What to make of it
+        asks: Questions per figure, of different kinds
+        about: Kinds of questions
+
+    Returns:
+        JSONL records, and file name -> PNG
+    """
     rng = np.random.default_rng([seed, index, 3])
     style = list(STYLES)[rng.choice(len(STYLES), p=(0.7, 0.1, 0.1, 0.1))]
     fig, facts = compose(index, seed, style)
@@ -353,6 +470,17 @@ def figures_jsonl(
     """Make a collection of conversations, or find it made.
 
     Raises ValueError for parameters out of range.
+
+    Args:
+        folder: Where such collections are kept
+        count: Figures
+        seed: Which series of figures
+        tasks: What to make of each figure
+        asks: Questions per figure
+        about: Kinds of questions
+
+    Returns:
+        The JSONL file; images lie beside it
     """
     if count < 1 or seed < 0:
         raise ValueError(

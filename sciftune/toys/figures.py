@@ -147,7 +147,15 @@ PALETTES = {
 
 @dataclass(frozen=True)
 class Style:
-    """A family of looks."""
+    """A family of looks.
+
+    Attributes:
+        papers: (name, colour) of backgrounds
+        inks: Text and axis colours
+        palettes: Names in PALETTES
+        fonts: those that matplotlib carries, so that every machine draws the same
+        sketch: Wobble of hand-drawn lines: scale, length, randomness
+    """
 
     papers: tuple  # (name, colour) of backgrounds
     inks: tuple  # Text and axis colours
@@ -199,7 +207,11 @@ STYLES = {
 # %% ../../nbs/3_toys/01_figures.ipynb #0ace25b5
 @dataclass
 class Look:
-    """What one figure looks like."""
+    """What one figure looks like.
+
+    Attributes:
+        bars: Axes -> axes of its colour bar
+    """
 
     paper: tuple
     ink: str
@@ -221,7 +233,13 @@ def draw_look(
     style: str,  # Name in STYLES
     side: int,  # Shorter side of the canvas in pixels
 ) -> Look:
-    """A random look of `style`."""
+    """A random look of `style`.
+
+    Args:
+        rng: The generator of looks
+        style: Name in STYLES
+        side: Shorter side of the canvas in pixels
+    """
     s = STYLES[style]
 
     def pick(options):
@@ -310,7 +328,12 @@ def trend(
     x: np.ndarray,  # Abscissa, increasing
     y: np.ndarray,  # Values
 ) -> str:
-    """What the curve does, in words."""
+    """What the curve does, in words.
+
+    Args:
+        x: Abscissa, increasing
+        y: Values
+    """
     at = turns(y)
     if np.ptp(y) < 1e-9:
         return "stays constant"
@@ -472,7 +495,17 @@ def integrate(
     h: float,  # Step
     n: int,  # Number of steps
 ) -> np.ndarray:  # (n+1, len(y))
-    """Integrate by Runge-Kutta of fourth order, on tuples, which are quicker than arrays here."""
+    """Integrate by Runge-Kutta of fourth order, on tuples, which are quicker than arrays here.
+
+    Args:
+        f: Derivative: tuple -> tuple
+        y: Start
+        h: Step
+        n: Number of steps
+
+    Returns:
+        (n+1, len(y))
+    """
     out, step = [y], lambda a, b, h: tuple(p + h * q for p, q in zip(a, b, strict=False))
     for _ in range(n):
         a = f(y)
@@ -1487,7 +1520,13 @@ def arrange(
     look: Look,
     pad: float = 5,  # Pixels kept free around
 ):
-    """Fit each axes, with all that hangs on it and its colour bar, into its cell."""
+    """Fit each axes, with all that hangs on it and its colour bar, into its cell.
+
+    Args:
+        fig: Its canvas is Agg
+        cells: (axes, (x0, y0, x1, y1) in pixels)
+        pad: Pixels kept free around
+    """
     renderer = fig.canvas.get_renderer()
     full_width, full_height = fig.canvas.get_width_height()
 
@@ -1592,7 +1631,17 @@ def panels(
     width: int,  # Pixels
     height: int,  # Pixels
 ) -> tuple[dict, list]:  # Facts, and cells for `arrange`
-    """Two panels side by side or above each other, or four."""
+    """Two panels side by side or above each other, or four.
+
+    Args:
+        fig: Empty
+        rng: The generator of data
+        width: Pixels
+        height: Pixels
+
+    Returns:
+        Facts, and cells for `arrange`
+    """
     rows, columns = (
         (2, 2)
         if min(width, height) >= 400 and rng.random() < 0.6
@@ -1637,7 +1686,11 @@ def panels(
 def caption(
     facts: dict,  # From a kind of figure, with background and grid
 ) -> str:
-    """The facts in sentences."""
+    """The facts in sentences.
+
+    Args:
+        facts: From a kind of figure, with background and grid
+    """
     title = f', titled "{facts["title"]}"' if facts["title"] else ""
     text = [f"{facts['what']}{title}", *(s[0].upper() + s[1:] for s in facts["says"])]
     if facts["x"]:
@@ -1691,6 +1744,15 @@ def compose(
     """Compose a figure.
 
     Raises ValueError for an unknown style or kind, or a negative number.
+
+    Args:
+        index: Which figure, 0, 1, 2, ...
+        seed: Which series of figures
+        style: Name in STYLES: the same data in another look
+        kinds: Those that are wanted
+
+    Returns:
+        Not yet drawn, and its facts
     """
     if style not in STYLES:
         raise ValueError(f"style {style!r}: expected one of {', '.join(STYLES)}")
@@ -1737,7 +1799,11 @@ SUPERSCRIPTS = str.maketrans("0123456789-−", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻�
 def plain_text(
     text: str,  # As matplotlib is given it, maybe with $math$ of powers
 ) -> str:
-    """What a reader sees of a text."""
+    """What a reader sees of a text.
+
+    Args:
+        text: As matplotlib is given it, maybe with $math$ of powers
+    """
     if text.count("$") < 2:
         return text
     raised = re.sub(r"\^\{([^{}]*)\}", lambda m: m[1].translate(SUPERSCRIPTS), text)
@@ -1747,7 +1813,14 @@ def plain_text(
 def draw_words(
     fig: Figure,  # Its canvas is Agg
 ) -> list[dict]:  # text, height (pixels), box (left, top, right, bottom in pixels), turned
-    """Draw a figure and list every text that reached the canvas, in the order of drawing."""
+    """Draw a figure and list every text that reached the canvas, in the order of drawing.
+
+    Args:
+        fig: Its canvas is Agg
+
+    Returns:
+        text, height (pixels), box (left, top, right, bottom in pixels), turned
+    """
     renderer = fig.canvas.get_renderer()
     draw, words, top = renderer.draw_text, [], fig.canvas.get_width_height()[1]
 
@@ -1772,7 +1845,15 @@ def draw_words(
 # %% ../../nbs/3_toys/01_figures.ipynb #94cc1f95
 @dataclass(frozen=True)
 class Drawing:
-    """A figure, drawn."""
+    """A figure, drawn.
+
+    Attributes:
+        id: style-seed-index
+        image: PNG
+        width: Pixels
+        height: Pixels
+        facts: What was drawn: kind, titles, data as numbers, colours, words with their boxes
+    """
 
     id: str  # style-seed-index
     image: bytes  # PNG
@@ -1789,7 +1870,15 @@ def draw_figure(
     kinds: tuple = KINDS,  # Those that are wanted
     side: int | None = None,  # Longer side in pixels; None = its own
 ) -> Drawing:
-    """`compose`d and drawn."""
+    """`compose`d and drawn.
+
+    Args:
+        index: Which figure, 0, 1, 2, ...
+        seed: Which series of figures
+        style: Name in STYLES
+        kinds: Those that are wanted
+        side: Longer side in pixels; None = its own
+    """
     fig, facts = compose(index, seed, style, kinds)
     if side is not None:
         fig.set_dpi(fig.dpi * side / max(facts["size"]))
@@ -1813,7 +1902,14 @@ def write_shard(
     draw,  # (number, *args) -> Drawing
     args: list,  # For `draw`
 ):
-    """Draw figures into one parquet file: image, caption, width, height, id, facts (JSON)."""
+    """Draw figures into one parquet file: image, caption, width, height, id, facts (JSON).
+
+    Args:
+        path: Parquet file
+        indices: Numbers of the figures
+        draw: (number, *args) -> Drawing
+        args: For `draw`
+    """
     d = []
     for i in indices:
         d.append(draw(i, *args))
@@ -1834,7 +1930,19 @@ def make_collection(
     args: list,  # Plain values for `draw`
     workers: int = None,  # Processes; None = one per available core, 0 = this one
 ) -> Path:  # `final`
-    """Draw a collection, or find it drawn. Raises RuntimeError when a worker fails, with why."""
+    """Draw a collection, or find it drawn. Raises RuntimeError when a worker fails, with why.
+
+    Args:
+        final: Folder of the collection
+        about: What it is, kept beside it
+        count: How many
+        draw: (number, *args) -> Drawing; a function of a module
+        args: Plain values for `draw`
+        workers: Processes; None = one per available core, 0 = this one
+
+    Returns:
+        `final`
+    """
     if (final / "_complete.json").exists():
         return final
     aside = final.with_name(f".{final.name}-{uuid.uuid4().hex[:8]}")
@@ -1929,7 +2037,19 @@ def make_figures(
     style: str = "light",  # Name in STYLES
     kinds: tuple = KINDS,  # Those that are wanted
 ) -> Path:  # Folder of the parquet shards, for `open_collection`
-    """A collection of figures. Raises ValueError for parameters out of range."""
+    """A collection of figures. Raises ValueError for parameters out of range.
+
+    Args:
+        folder: Where collections of figures are kept
+        count: How many
+        seed: Which series
+        workers: Processes; None = one per available core, 0 = this one
+        style: Name in STYLES
+        kinds: Those that are wanted
+
+    Returns:
+        Folder of the parquet shards, for `open_collection`
+    """
     if style not in STYLES:
         raise ValueError(f"style {style!r}: expected one of {', '.join(STYLES)}")
     if not kinds or set(kinds) - set(KINDS):

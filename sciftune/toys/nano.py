@@ -30,7 +30,12 @@ def nano_tokenizer(
     template: str,  # What surrounds a caption
     chat_template: str = None,  # Jinja chat template (Qwen3)
 ) -> transformers.Qwen2Tokenizer:
-    """Tokenizer in which every word of a chart's caption is one token."""
+    """Tokenizer in which every word of a chart's caption is one token.
+
+    Args:
+        template: What surrounds a caption
+        chat_template: Jinja chat template (Qwen3)
+    """
     tokenizer = tiny.qwen_tokenizer(_known_words(template), chat_template)
     if chat_template:
         tokenizer.model_max_length = NANO_TEXT
@@ -42,7 +47,12 @@ def keep_words(
     lm: nn.Module,  # Language model with embed_tokens and layers
     gain: float,  # g, of each layer's two outputs
 ) -> nn.Module:
-    """Random weights with which hidden states tell words apart."""
+    """Random weights with which hidden states tell words apart.
+
+    Args:
+        lm: Language model with embed_tokens and layers
+        gain: g, of each layer's two outputs
+    """
     with torch.no_grad():
         lm.embed_tokens.weight.normal_()
         for layer in lm.layers:

@@ -43,7 +43,11 @@ def _convolution(inputs: int, outputs: int, stride: int) -> nn.Sequential:
 
 
 class ChartReader(nn.Module):
-    """Classify the kind of a chart and the number of its marks."""
+    """Classify the kind of a chart and the number of its marks.
+
+    Args:
+        width: Channels after the first layer
+    """
 
     def __init__(
         self,
@@ -65,7 +69,14 @@ class ChartReader(nn.Module):
         self,
         x: Tensor,  # Pictures (B,3,H,W) in [-1,1], of any size
     ) -> tuple[Tensor, Tensor]:  # Logits of the kind (B,kinds) and of the number (B,7)
-        """Classify pictures."""
+        """Classify pictures.
+
+        Args:
+            x: Pictures (B,3,H,W) in [-1,1], of any size
+
+        Returns:
+            Logits of the kind (B,kinds) and of the number (B,7)
+        """
         if x.shape[-1] != READER_SIDE:
             x = nn.functional.interpolate(x, (READER_SIDE, READER_SIDE), mode="area")
         features = nn.functional.adaptive_avg_pool2d(self.body(x), 4).flatten(1)
@@ -76,7 +87,14 @@ class ChartReader(nn.Module):
         self,
         x: Tensor,  # Pictures (N,3,H,W) in [-1,1]
     ) -> list[dict]:  # kind (a name) and count of each
-        """Give the most likely kind and number of each picture."""
+        """Give the most likely kind and number of each picture.
+
+        Args:
+            x: Pictures (N,3,H,W) in [-1,1]
+
+        Returns:
+            kind (a name) and count of each
+        """
         self.eval()
         device = next(self.parameters()).device
         answers = []
@@ -97,7 +115,18 @@ def drawn_examples(
     kinds: tuple = CHART_KINDS,  # Kinds, taken in turn
     side: int = 128,  # Side at which a chart is drawn, pixels
 ) -> tuple[Tensor, Tensor, Tensor]:  # Pictures (N,3,64,64) uint8, kinds (N,), numbers (N,)
-    """Draw charts to learn from, or to be tested on, balanced over kinds."""
+    """Draw charts to learn from, or to be tested on, balanced over kinds.
+
+    Args:
+        count: How many
+        seed: Which
+        styles: Styles that are drawn from
+        kinds: Kinds, taken in turn
+        side: Side at which a chart is drawn, pixels
+
+    Returns:
+        Pictures (N,3,64,64) uint8, kinds (N,), numbers (N,)
+    """
     pictures = np.empty((count, READER_SIDE, READER_SIDE, 3), np.uint8)
     answers = np.empty((count, 2), np.int64)
     for i in range(count):
@@ -115,7 +144,15 @@ def augment_charts(
     x: Tensor,  # Charts (B,3,64,64) in [-1,1]
     generator: torch.Generator,  # Of this step, on the CPU
 ) -> Tensor:  # (B,3,64,64)
-    """Exchange colours, blur, add noise, and move charts by up to three pixels."""
+    """Exchange colours, blur, add noise, and move charts by up to three pixels.
+
+    Args:
+        x: Charts (B,3,64,64) in [-1,1]
+        generator: Of this step, on the CPU
+
+    Returns:
+        (B,3,64,64)
+    """
     x = x[:, torch.randperm(3, generator=generator).to(x.device)]
     # the sign is drawn per chart: a batch all dark or all light would unsettle the batch norm
     sign = 1 - 2 * torch.randint(0, 2, (len(x), 1, 1, 1), generator=generator)
@@ -139,7 +176,17 @@ def train_reader(
     device: str | torch.device = "cpu",  # Where it is trained
     width: int = 24,  # Of the network
 ) -> ChartReader:
-    """Train a reader from scratch."""
+    """Train a reader from scratch.
+
+    Args:
+        data: See `drawn_examples`
+        steps: Optimizer steps
+        batch: Charts per step
+        rate: Peak learning rate
+        seed: Of weights and order
+        device: Where it is trained
+        width: Of the network
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         net = ChartReader(width).to(device)
@@ -165,7 +212,12 @@ def save_reader(
     folder: Path,  # Made when it is not there
     **about: object,  # What else is to be known of it, as JSON
 ):
-    """Write reader.safetensors (fp16) and reader.json."""
+    """Write reader.safetensors (fp16) and reader.json.
+
+    Args:
+        folder: Made when it is not there
+        **about: What else is to be known of it, as JSON
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(
@@ -183,7 +235,11 @@ def save_reader(
 def load_reader(
     folder: Path,  # Where `save_reader` wrote
 ) -> ChartReader:
-    """Load a reader. Raises ValueError when there is none, or one for other kinds of charts."""
+    """Load a reader. Raises ValueError when there is none, or one for other kinds of charts.
+
+    Args:
+        folder: Where `save_reader` wrote
+    """
     folder = Path(folder)
     if not (folder / "reader.json").is_file():
         raise ValueError(f"{folder} holds no reader.json; scripts/nano trains a reader")
@@ -204,7 +260,15 @@ def following(
     pictures: Tensor,  # (N,3,H,W) in [-1,1]
     captions: list[str],  # N texts; those that make no claim are passed over
 ) -> dict:  # kind, count, both: shares; n: pictures that were compared
-    """Count the pictures that are what their captions claim."""
+    """Count the pictures that are what their captions claim.
+
+    Args:
+        pictures: (N,3,H,W) in [-1,1]
+        captions: N texts; those that make no claim are passed over
+
+    Returns:
+        kind, count, both: shares; n: pictures that were compared
+    """
     answers = reader.read(pictures)
     wanted = [claims(c) for c in captions]
     pairs = [(a, w) for a, w in zip(answers, wanted, strict=True) if w]
@@ -231,7 +295,15 @@ def read_validation(
 ) -> (
     dict
 ):  # follows_kind, follows_count: shares; follows: pictures compared. {} = nothing to compare
-    """Count the validation images that are what their prompts claim."""
+    """Count the validation images that are what their prompts claim.
+
+    Args:
+        folder: validation_images/step_XXXXXX of a run
+        reader: Folder of a reader; None = the packaged one, if any
+
+    Returns:
+        follows_kind, follows_count: shares; follows: pictures compared. {} = nothing to compare
+    """
     reader = reader or packaged_reader()
     folder = Path(folder)
     if reader is None or not (folder / "prompts.json").is_file():
@@ -249,7 +321,11 @@ def read_validation(
 def is_square(
     file: Path,  # Picture file
 ) -> bool:
-    """Whether a picture has the shape that the reader knows; one of another shape is no chart."""
+    """Whether a picture has the shape that the reader knows; one of another shape is no chart.
+
+    Args:
+        file: Picture file
+    """
     with Image.open(file) as picture:
         return picture.width == picture.height
 
@@ -257,6 +333,13 @@ def is_square(
 def loaded_pictures(
     files: list[Path],  # Picture files of one size
 ) -> Tensor:  # (N,3,H,W) in [-1,1]
-    """Load pictures from files."""
+    """Load pictures from files.
+
+    Args:
+        files: Picture files of one size
+
+    Returns:
+        (N,3,H,W) in [-1,1]
+    """
     arrays = [np.array(Image.open(f).convert("RGB")) for f in files]
     return torch.stack([torch.from_numpy(a).permute(2, 0, 1) / 127.5 - 1 for a in arrays])

@@ -73,7 +73,14 @@ QWEN_SPECIAL = (
 def qwen_bpe(
     text: str,  # Text whose words become one token each (special tokens are left out)
 ) -> tuple[dict, list]:  # Vocabulary token -> id, and merges in order
-    """Byte-level BPE that knows the words of `text` and spells everything else in bytes."""
+    """Byte-level BPE that knows the words of `text` and spells everything else in bytes.
+
+    Args:
+        text: Text whose words become one token each (special tokens are left out)
+
+    Returns:
+        Vocabulary token -> id, and merges in order
+    """
     parts = re.split("|".join(map(re.escape, QWEN_SPECIAL)), text)
     tok = Tokenizer(models.BPE())
     tok.normalizer = normalizers.NFC()
@@ -101,7 +108,15 @@ def qwen_tokenizer(
     text: str,  # Template whose words are one token each
     chat_template: str = None,  # Jinja chat template (Qwen3), None = none
 ) -> transformers.Qwen2Tokenizer:  # Tokenizer that saves and reloads as the real one
-    """Offline stand-in for the tokenizer of Qwen2.5-VL and Qwen3."""
+    """Offline stand-in for the tokenizer of Qwen2.5-VL and Qwen3.
+
+    Args:
+        text: Template whose words are one token each
+        chat_template: Jinja chat template (Qwen3), None = none
+
+    Returns:
+        Tokenizer that saves and reloads as the real one
+    """
     vocab, merges = qwen_bpe(text)
     for special in QWEN_SPECIAL:
         vocab[special] = len(vocab)
@@ -156,7 +171,12 @@ def tiny_qwen25vl(
     tok: transformers.PreTrainedTokenizerBase,  # Its tokenizer
     hidden: int = 32,  # Width
 ) -> transformers.Qwen2_5_VLForConditionalGeneration:
-    """Qwen2.5-VL with two language layers and one vision layer."""
+    """Qwen2.5-VL with two language layers and one vision layer.
+
+    Args:
+        tok: Its tokenizer
+        hidden: Width
+    """
     sid = tok.convert_tokens_to_ids
     text = dict(
         vocab_size=len(tok),
@@ -198,7 +218,12 @@ def tiny_qwen3(
     tok: transformers.PreTrainedTokenizerBase,  # Its tokenizer
     hidden: int = 16,  # Width
 ) -> transformers.Qwen3ForCausalLM:
-    """Qwen3 with 28 narrow layers."""
+    """Qwen3 with 28 narrow layers.
+
+    Args:
+        tok: Its tokenizer
+        hidden: Width
+    """
     return transformers.Qwen3ForCausalLM(
         transformers.Qwen3Config(
             vocab_size=len(tok),
@@ -222,7 +247,12 @@ def tiny_clip(
     tok: transformers.PreTrainedTokenizerBase,  # Its tokenizer
     hidden: int = 32,  # Width
 ) -> transformers.CLIPTextModel:
-    """CLIP text model with two layers and the real 77 positions."""
+    """CLIP text model with two layers and the real 77 positions.
+
+    Args:
+        tok: Its tokenizer
+        hidden: Width
+    """
     return transformers.CLIPTextModel(
         transformers.CLIPTextConfig(
             vocab_size=len(tok),
@@ -245,7 +275,12 @@ def tiny_t5(
     tok: transformers.PreTrainedTokenizerBase,  # Its tokenizer
     hidden: int = 32,  # Width
 ) -> transformers.T5EncoderModel:
-    """T5 encoder with two gated layers."""
+    """T5 encoder with two gated layers.
+
+    Args:
+        tok: Its tokenizer
+        hidden: Width
+    """
     return transformers.T5EncoderModel(
         transformers.T5Config(
             vocab_size=len(tok),
@@ -314,6 +349,14 @@ def save_stand_in(
     """Build and save a pipeline atomically unless `folder` already holds it.
 
     Leaves the global random state alone. Raises ValueError when `folder` holds something else.
+
+    Args:
+        folder: Where the pipeline folder shall be
+        what: Identity: family, seed, and a layout number that changes with the builder
+        build: () -> diffusers pipeline with random weights
+
+    Returns:
+        `folder`
     """
     folder = Path(folder)
     if _is_stand_in(folder, what):

@@ -47,7 +47,11 @@ def head_of(
 def base_and_licence(
     recipe: Recipe,
 ) -> tuple[str, str]:  # (for people, licence; empty = unknown)
-    """What was trained from, and under which licence it is."""
+    """What was trained from, and under which licence it is.
+
+    Returns:
+        (for people, licence; empty = unknown)
+    """
     record: FamilyRecord = find_record("models", recipe.model)
     path = recipe.model_path
     if path in ("tiny", "random"):
@@ -90,7 +94,14 @@ def loading_code(
     recipe: Recipe,
     folder: Path,  # The export
 ) -> str:  # Python
-    """How the exported folder is loaded and asked for a picture."""
+    """How the exported folder is loaded and asked for a picture.
+
+    Args:
+        folder: The export
+
+    Returns:
+        Python
+    """
     arguments = ", ".join(f"{name}={value!r}" for name, value in sampling_arguments(recipe).items())
     draw = f'image = pipe("a bar chart", {arguments}).images[0]'
     lines = ["import torch", "from diffusers import DiffusionPipeline", ""]
@@ -115,7 +126,11 @@ def loading_code(
 def shown_recipe(
     recipe: Recipe,
 ) -> str:  # YAML
-    """The recipe without what belongs to one machine."""
+    """The recipe without what belongs to one machine.
+
+    Returns:
+        YAML
+    """
     left_out = {"name", "run_root", "resume", "main_process_ip", "main_process_port", "launcher"}
     values = recipe.model_dump(mode="json", exclude_defaults=True, exclude=left_out)
     return yaml.safe_dump({name: _without_folders(value) for name, value in values.items()})
@@ -130,7 +145,11 @@ def _without_folders(value: Any) -> Any:
 def measured_rows(
     run: RunDir,
 ) -> list[tuple[str, str]]:  # (what, value)
-    """Losses, steps, time and memory of a run, where they were measured."""
+    """Losses, steps, time and memory of a run, where they were measured.
+
+    Returns:
+        (what, value)
+    """
     rows = run.read_metrics()
     losses = [row for row in rows if "loss" in row]
     held = [row["held_out"] for row in rows if "held_out" in row]
@@ -157,7 +176,15 @@ def first_and_last_pictures(
     count: int = 4,  # Pictures in a row, at most
     side: int = 256,  # Of a picture, in pixels
 ) -> Image.Image | None:  # None where no pictures were drawn twice
-    """The first and the last validation pictures of a run."""
+    """The first and the last validation pictures of a run.
+
+    Args:
+        count: Pictures in a row, at most
+        side: Of a picture, in pixels
+
+    Returns:
+        None where no pictures were drawn twice
+    """
     steps = sorted(path for path in run.validation_images.glob("step_*") if path.is_dir())
     if len(steps) < 2:
         return None
@@ -248,7 +275,15 @@ def model_card(
     folder: Path,  # The export that the card is for
     pictures: bool = True,  # Whether samples.png stands beside it
 ) -> str:  # Markdown
-    """What an exported model is, how it was trained, how it is loaded."""
+    """What an exported model is, how it was trained, how it is loaded.
+
+    Args:
+        folder: The export that the card is for
+        pictures: Whether samples.png stands beside it
+
+    Returns:
+        Markdown
+    """
     base, licence = base_and_licence(recipe)
     versions = json.loads(run.record.read_text())["packages"] if run.record.exists() else {}
     shown = "\n![Before and after, same prompts and noise](samples.png)\n" if pictures else ""
@@ -271,7 +306,11 @@ def write_model_card(
     recipe: Recipe,
     folder: Path,  # The export
 ) -> Path:
-    """Write README.md and, where pictures were drawn, samples.png beside an export."""
+    """Write README.md and, where pictures were drawn, samples.png beside an export.
+
+    Args:
+        folder: The export
+    """
     sheet = first_and_last_pictures(run)
     if sheet:
         sheet.save(folder / "samples.png")

@@ -82,20 +82,32 @@ class FlatShard(torch.Tensor):
         values: Tensor,  # (part.count,) in any shape
         part: Range,
     ) -> "FlatShard":
-        """Values that know their place; they share memory with `values`."""
+        """Values that know their place; they share memory with `values`.
+
+        Args:
+            values: (part.count,) in any shape
+        """
         shard = values.detach().reshape(-1).as_subclass(FlatShard)
         shard.range = part
         return shard
 
     def plain(self) -> Tensor:  # (part.count,)
-        """The values as an ordinary tensor, sharing memory."""
+        """The values as an ordinary tensor, sharing memory.
+
+        Returns:
+            (part.count,)
+        """
         return self.as_subclass(torch.Tensor)
 
     def size(
         self,
         *dim: int,  # Not used: there is one dimension
     ) -> torch.Size:
-        """Elements of the whole parameter: DCP compares it with the size that was stored."""
+        """Elements of the whole parameter: DCP compares it with the size that was stored.
+
+        Args:
+            *dim: Not used: there is one dimension
+        """
         return torch.Size([self.range.total])
 
     def __create_chunk_list__(self):
@@ -126,7 +138,15 @@ def state_shards(
     averages: dict[str, EMA],  # Of some of the networks
     copied: bool = True,  # False: what is in host memory is not copied, and must not change
 ) -> dict[str, FlatShard]:  # '<network>/<state>/<parameter>' -> shard in host memory
-    """What this rank contributes to a checkpoint: the ranges that it owns."""
+    """What this rank contributes to a checkpoint: the ranges that it owns.
+
+    Args:
+        averages: Of some of the networks
+        copied: False: what is in host memory is not copied, and must not change
+
+    Returns:
+        '<network>/<state>/<parameter>' -> shard in host memory
+    """
     shards = {}
     for name, network in networks.items():
         for part in network.owned():
@@ -144,7 +164,14 @@ def state_shards(
 def not_finite(
     shards: Mapping[str, FlatShard],  # '<network>/<state>/<parameter>' -> values
 ) -> list[str]:  # Keys of those that are spoilt
-    """The tensors whose sum of squares is no number in fp32."""
+    """The tensors whose sum of squares is no number in fp32.
+
+    Args:
+        shards: '<network>/<state>/<parameter>' -> values
+
+    Returns:
+        Keys of those that are spoilt
+    """
     found = []
     for key, shard in shards.items():
         values = shard.plain()
@@ -171,7 +198,11 @@ class DigestingFiles(FileSystem):
         path: str | Path,
         mode: str,  # 'wb' or 'rb'
     ) -> Iterator[IO[bytes]]:
-        """The open file; its digests are known when it is closed."""
+        """The open file; its digests are known when it is closed.
+
+        Args:
+            mode: 'wb' or 'rb'
+        """
         with super().create_stream(path, mode) as raw:
             file = DigestingFile(ProgressFile(raw, Path(path).name))
             yield file
@@ -189,7 +220,13 @@ class DigestingFiles(FileSystem):
 
 # %% ../../nbs/7_training/05_checkpoints.ipynb #ef37f492
 class Checkpointer:
-    """Writes checkpoints of a run, one at a time, and removes old ones."""
+    """Writes checkpoints of a run, one at a time, and removes old ones.
+
+    Args:
+        keep: Complete checkpoints kept
+        wait: Write before going on, instead of in a thread
+        beat: Told of progress while it is waited for
+    """
 
     def __init__(
         self,
@@ -233,6 +270,10 @@ class Checkpointer:
         """Begin the checkpoint of `step`, or write it in place. All ranks call it together.
 
         Raises CheckpointError when the one before failed, or when the disk is too small.
+
+        Args:
+            step: Steps taken
+            info: Kept beside the tensors: recipe, data (fingerprint), task
         """
         self.join()
         averages = averages or {}
@@ -340,7 +381,11 @@ class Checkpointer:
         self,
         patience: float,  # Seconds without a byte written after which it is given up
     ) -> None:
-        """Let the writing under way end, whatever else has failed. Raises nothing."""
+        """Let the writing under way end, whatever else has failed. Raises nothing.
+
+        Args:
+            patience: Seconds without a byte written after which it is given up
+        """
         self._wait(patience)
 
     def _wait(self, patience: float) -> None:
@@ -422,7 +467,11 @@ class MetadataUnpickler(pickle._Unpickler):
 
 # %% ../../nbs/7_training/05_checkpoints.ipynb #0ce211f3
 class CheckpointReader(dcp.FileSystemReader):
-    """Torch's reader of a checkpoint folder, without its `pickle.load`; reads metadata once."""
+    """Torch's reader of a checkpoint folder, without its `pickle.load`; reads metadata once.
+
+    Args:
+        path: Checkpoint folder
+    """
 
     def __init__(
         self,
@@ -436,7 +485,12 @@ class CheckpointReader(dcp.FileSystemReader):
         *args: object,  # Not used
         **kwargs: object,  # Not used
     ) -> Metadata:
-        """Which file holds which range of which tensor. Raises CheckpointError for what is not."""
+        """Which file holds which range of which tensor. Raises CheckpointError for what is not.
+
+        Args:
+            *args: Not used
+            **kwargs: Not used
+        """
         if self.metadata is None:
             file = Path(self.path) / ".metadata"
             try:
@@ -474,7 +528,14 @@ def common_fault(
     engine: Engine,
     fault: Callable[[int, int], str],  # (rank, world) -> what this rank finds wrong in its share
 ) -> str:  # '' where no rank finds anything; the same on all
-    """What is wrong in the share of any rank. All ranks call it together."""
+    """What is wrong in the share of any rank. All ranks call it together.
+
+    Args:
+        fault: (rank, world) -> what this rank finds wrong in its share
+
+    Returns:
+        '' where no rank finds anything; the same on all
+    """
     return next(filter(None, engine.gather_objects(fault(engine.rank, engine.world))), "")
 
 
@@ -483,7 +544,15 @@ def usable_fault(
     path: Path,  # A checkpoint
     heartbeat: Callable = lambda *a: None,  # (stage, step, note)
 ) -> str:  # '' for one that can be used
-    """Why a checkpoint cannot be used, its bytes compared. All ranks call it together."""
+    """Why a checkpoint cannot be used, its bytes compared. All ranks call it together.
+
+    Args:
+        path: A checkpoint
+        heartbeat: (stage, step, note)
+
+    Returns:
+        '' for one that can be used
+    """
 
     def fault(rank: int, world: int) -> str:
         progress = partial(heartbeat, "verify checkpoint", -1)
@@ -502,6 +571,14 @@ def checkpoint_to_resume(
     """The checkpoint to go on from, every byte compared. All ranks call it together.
 
     Raises RecipeError when the one named cannot be used, or none of those that are there.
+
+    Args:
+        resume: Recipe.resume
+        say: Told of checkpoints that are passed over
+        heartbeat: (stage, step, note)
+
+    Returns:
+        None = start new
     """
     candidates = engine.gather_objects(resume_candidates(run, resume))[0]
     return first_usable(candidates, resume, lambda path: usable_fault(engine, path, heartbeat), say)
@@ -568,6 +645,13 @@ def load_checkpoint(
 
     Raises RecipeError when a tensor is missing or has another size, CheckpointError for metadata
     that are none.
+
+    Args:
+        path: A complete checkpoint, whatever engine wrote it
+        group_elements: Parameters read at a time
+
+    Returns:
+        info.json
     """
     info = checkpoint_info(path)
     reader = CheckpointReader(path)
@@ -589,7 +673,12 @@ def load_checkpoint(
 
 # %% ../../nbs/7_training/05_checkpoints.ipynb #f1205d8c
 class CheckpointTensors(Mapping):
-    """Parameter name -> its whole flattened value, fp32; each is read when it is asked for."""
+    """Parameter name -> its whole flattened value, fp32; each is read when it is asked for.
+
+    Args:
+        path: A complete checkpoint
+        state: weight, exp_avg, exp_avg_sq or ema
+    """
 
     def __init__(
         self,

@@ -17,7 +17,11 @@ from ..strategies.network import Network, Range
 
 # %% ../../nbs/7_training/01_ema.ipynb #6e38a76a
 class EMA:
-    """The moving average of a network's trainable weights."""
+    """The moving average of a network's trainable weights.
+
+    Args:
+        decay: d, 0..1: the share of the old average that stays after a step
+    """
 
     def __init__(
         self,
@@ -42,7 +46,14 @@ class EMA:
         self,
         part: Range,  # One of `Network.owned`
     ) -> Tensor:  # (part.count,) fp32
-        """The average in the range that this rank owns, for a checkpoint."""
+        """The average in the range that this rank owns, for a checkpoint.
+
+        Args:
+            part: One of `Network.owned`
+
+        Returns:
+            (part.count,) fp32
+        """
         return self.values[part.name]
 
     def write(
@@ -50,14 +61,26 @@ class EMA:
         part: Range,  # One of `Network.owned`
         values: Tensor,  # (part.count,) fp32
     ) -> None:
-        """Set the average in the range that this rank owns, from a checkpoint."""
+        """Set the average in the range that this rank owns, from a checkpoint.
+
+        Args:
+            part: One of `Network.owned`
+            values: (part.count,) fp32
+        """
         self.values[part.name].copy_(values)
 
     def gathered(
         self,
         part: Range,  # Any range of the parameter
     ) -> Tensor:  # (part.total,) fp32, on the device
-        """The average of the whole parameter, on every rank. All ranks call it together."""
+        """The average of the whole parameter, on every rank. All ranks call it together.
+
+        Args:
+            part: Any range of the parameter
+
+        Returns:
+            (part.total,) fp32, on the device
+        """
         full = torch.zeros(part.total, device=self.network.engine.device)
         mine = self.ranges[part.name]
         full[mine.start : mine.start + mine.count] = self.values[part.name].to(full.device)

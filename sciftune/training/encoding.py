@@ -74,7 +74,19 @@ from .export import verify_base
 # %% ../../nbs/7_training/07_encoding.ipynb #4bf0a34f
 @dataclass(frozen=True)
 class CachedSample:
-    """A sample whose tensors are in the cache."""
+    """A sample whose tensors are in the cache.
+
+    Attributes:
+        id: Of the sample, the same in every run
+        image_key: Cache key of its first image
+        caption_keys: Cache keys of its captions; an epoch takes one
+        more_keys: Images of further sizes
+        sizes: (height, width) of each, where they differ from sample to sample
+        place: Number of its collection, and of its shard there
+        buckets: (height, width) of each: samples of one bucket may share a micro-batch
+        references: Cache keys of its reference images, in order
+        reference_sizes: (height, width) of each
+    """
 
     id: str  # Of the sample, the same in every run
     image_key: str  # Cache key of its first image
@@ -97,7 +109,14 @@ def data_path(
     recipe: Recipe,
     path: str | None = None,  # One of several; None = `recipe.data`
 ) -> str:  # Folder, file or hub id; that of the drawn charts for 'figures'
-    """The collection to train on."""
+    """The collection to train on.
+
+    Args:
+        path: One of several; None = `recipe.data`
+
+    Returns:
+        Folder, file or hub id; that of the drawn charts for 'figures'
+    """
     path = path or recipe.data
     return str(drawn(recipe)) if path == "figures" else path
 
@@ -108,7 +127,14 @@ def hold_out(
     count: int,  # Wanted; at most a quarter of the collection
     seed: int,
 ) -> tuple[list[int], list[int]]:  # Indices for training, indices held out
-    """Split the samples of a collection by the hashes of their ids."""
+    """Split the samples of a collection by the hashes of their ids.
+
+    Args:
+        count: Wanted; at most a quarter of the collection
+
+    Returns:
+        Indices for training, indices held out
+    """
     count = min(count, len(ids) // 4)
     by_hash = sorted(range(len(ids)), key=lambda i: stream_seed(seed, "held out", ids[i]))
     chosen = set(by_hash[:count])
@@ -120,7 +146,14 @@ def hold_out_by_source(
     recipe: Recipe,
     collection: object,  # Collection, or JoinedCollections with `parts`
 ) -> tuple[list[int], list[int]]:  # Indices for training, indices held out
-    """`hold_out` of each collection of a recipe's data, in proportion to its weight."""
+    """`hold_out` of each collection of a recipe's data, in proportion to its weight.
+
+    Args:
+        collection: Collection, or JoinedCollections with `parts`
+
+    Returns:
+        Indices for training, indices held out
+    """
     weights = [weight for _, weight in recipe.sources]
     parts = getattr(collection, "parts", [collection])
     train, held = [], []
@@ -143,7 +176,12 @@ def encoder_fingerprint(
     folder: Path,  # Pipeline folder
     components: tuple,  # Sub-folders
 ) -> str:
-    """A hash of the encoders' files; equal for equal weights."""
+    """A hash of the encoders' files; equal for equal weights.
+
+    Args:
+        folder: Pipeline folder
+        components: Sub-folders
+    """
     digest = hashlib.sha256()
     files = [f for c in components for f in (Path(folder) / c).rglob("*") if f.is_file()]
     for file in sorted(files):
@@ -162,7 +200,14 @@ def caption_texts(
     recipe: Recipe,
     captions: tuple,  # As the collection has them
 ) -> tuple[str, ...]:  # As the model reads them
-    """The captions of a sample by the recipe's prefix and templates."""
+    """The captions of a sample by the recipe's prefix and templates.
+
+    Args:
+        captions: As the collection has them
+
+    Returns:
+        As the model reads them
+    """
     templates = (recipe.caption_template or "{}").split("|")
     return tuple(
         recipe.caption_prefix + template.replace("{}", caption)
@@ -176,7 +221,15 @@ def shard_of(
     collection: object,  # See `data.sources`
     i: int,  # Number of a sample
 ) -> tuple[int, int]:  # (collection, shard)
-    """Where a sample of one or several collections lies."""
+    """Where a sample of one or several collections lies.
+
+    Args:
+        collection: See `data.sources`
+        i: Number of a sample
+
+    Returns:
+        (collection, shard)
+    """
     part = collection.part(i) if hasattr(collection, "part") else 0
     return part, collection.shards[i]
 
@@ -186,13 +239,26 @@ def drawn_sizes(
     name: str,  # Id of the sample
     shape: tuple[int, int],  # (width, height) of the image, pixels
 ) -> tuple[tuple, tuple]:  # (height, width) of the bucket, and of the image, of each draw
-    """The training sizes of a sample."""
+    """The training sizes of a sample.
+
+    Args:
+        name: Id of the sample
+        shape: (width, height) of the image, pixels
+
+    Returns:
+        (height, width) of the bucket, and of the image, of each draw
+    """
     buckets = tuple(sizing.bucket(name, *shape, draw) for draw in range(sizing.draws))
     return buckets, tuple(sizing.fitted(*shape, bucket) for bucket in buckets)
 
 
 class EncodingJobs:
-    """The images and captions that a run wants encoded, by cache key."""
+    """The images and captions that a run wants encoded, by cache key.
+
+    Args:
+        collection: See `data.sources`; None where only captions are encoded
+        folder: Pipeline folder with the encoders
+    """
 
     def __init__(
         self,
@@ -219,7 +285,12 @@ class EncodingJobs:
         i: int,  # Number in the collection
         held: bool = False,  # Not for training: in one size, and none that is drawn
     ) -> CachedSample:
-        """List the image and the captions of a sample."""
+        """List the image and the captions of a sample.
+
+        Args:
+            i: Number in the collection
+            held: Not for training: in one size, and none that is drawn
+        """
         collection, recipe = self.collection, self.recipe
         name = collection.ids[i]
         progress(f"{name} listed")
@@ -240,7 +311,11 @@ class EncodingJobs:
         return CachedSample(name, first, captions, tuple(more), sizes, place, buckets, **beside)
 
     def references_of(self, i: int) -> dict[str, tuple]:  # references, reference_sizes
-        """List the reference images of sample `i`; nothing where the recipe has none."""
+        """List the reference images of sample `i`; nothing where the recipe has none.
+
+        Returns:
+            references, reference_sizes
+        """
         if not self.recipe.reference_images:
             return {}
         side, rows = self.recipe.reference_side, self.collection.references[i]
@@ -304,7 +379,14 @@ def reference_pixels(
     jobs: EncodingJobs,
     data: bytes,  # Encoded image
 ) -> np.ndarray:  # (H,W,3) uint8
-    """A reference image as the family's pipeline prepares it."""
+    """A reference image as the family's pipeline prepares it.
+
+    Args:
+        data: Encoded image
+
+    Returns:
+        (H,W,3) uint8
+    """
     return jobs.family.reference_pixels(to_rgb(open_image(data)), jobs.recipe.reference_side)
 
 
@@ -313,7 +395,14 @@ def decoded_images(
     keys: list[str],  # Of images
     threads: int = 1,
 ) -> Iterator[tuple]:  # (key, pixels (H,W,3) uint8)
-    """Images one after another; bytes are read in the order of `keys`, and decoded ahead."""
+    """Images one after another; bytes are read in the order of `keys`, and decoded ahead.
+
+    Args:
+        keys: Of images
+
+    Returns:
+        (key, pixels (H,W,3) uint8)
+    """
     with ThreadPoolExecutor(threads) as pool:
         waiting = collections.deque()
         for key in keys:
@@ -332,7 +421,15 @@ def encode_images(
     keys: list[str],  # Of images
     threads: int = 1,
 ) -> Iterator[tuple]:  # ([key], [{name: tensor}])
-    """Latents, `cache_batch` images of one size at a time."""
+    """Latents, `cache_batch` images of one size at a time.
+
+    Args:
+        encoders: Of `family.load_encoders`
+        keys: Of images
+
+    Returns:
+        ([key], [{name: tensor}])
+    """
 
     def encode(same: list) -> tuple:
         found = jobs.family.encode_images(encoders, image_batch(image for _, image in same))
@@ -356,7 +453,16 @@ def encode_captions(
     keys: list[str],  # Of captions
     threads: int = 1,  # Not needed here
 ) -> Iterator[tuple]:  # ([key], [{name: tensor}])
-    """Text embeddings, `cache_batch` captions at a time."""
+    """Text embeddings, `cache_batch` captions at a time.
+
+    Args:
+        encoders: Of `family.load_encoders`
+        keys: Of captions
+        threads: Not needed here
+
+    Returns:
+        ([key], [{name: tensor}])
+    """
     size = jobs.recipe.cache_batch
     for start in range(0, len(keys), size):
         some = keys[start : start + size]
@@ -373,7 +479,14 @@ def own_keys(
     world: int,  # Processes
     run: int = 64,  # Neighbours that stay together, less in a small collection
 ) -> list[str]:
-    """The missing keys that are `rank`'s to compute."""
+    """The missing keys that are `rank`'s to compute.
+
+    Args:
+        known: All keys, in the order of the collection
+        missing: Keys that are not in the cache yet
+        world: Processes
+        run: Neighbours that stay together, less in a small collection
+    """
     run = max(1, min(run, len(known) // (4 * world)))
     return [k for i, k in enumerate(known) if i // run % world == rank and k in missing]
 
@@ -388,7 +501,12 @@ def fill_cache(
     say: Callable,
     heartbeat: Callable,
 ):
-    """Encode this rank's share of the images or the captions, and wait for the others'."""
+    """Encode this rank's share of the images or the captions, and wait for the others'.
+
+    Args:
+        part: 'vae' or 'text'
+        dtype: Of the encoder
+    """
     images = part == "vae"
     known = [*jobs.images, *jobs.references] if images else list(jobs.captions)
     missing = set(tensors.missing(known))
@@ -428,7 +546,12 @@ def encode_missing(
     say: Callable = print,  # Progress
     heartbeat: Callable = lambda *a: None,  # (stage, step, note)
 ):
-    """Fill the cache; returns when everything is there, whoever made it. All ranks call it."""
+    """Fill the cache; returns when everything is there, whoever made it. All ranks call it.
+
+    Args:
+        say: Progress
+        heartbeat: (stage, step, note)
+    """
     text_dtype = torch.float32 if engine.device.type == "cpu" else torch.bfloat16
     fill_cache(jobs, tensors, engine, "vae", torch.float32, say, heartbeat)
     fill_cache(jobs, tensors, engine, "text", text_dtype, say, heartbeat)
@@ -437,7 +560,20 @@ def encode_missing(
 # %% ../../nbs/7_training/07_encoding.ipynb #7037bce1
 @dataclass
 class CachedData:
-    """Cached samples and everything else that the encoders had to say."""
+    """Cached samples and everything else that the encoders had to say.
+
+    Attributes:
+        train: CachedSample
+        held: CachedSample, held out
+        tensors: key -> dict of tensors
+        negative_key: Of the unconditional caption: dropped captions, and guidance while sampling
+        prompts: (text, key) for validation images
+        fingerprint: Of the collection
+        rejected: Rows set aside
+        base: Pipeline folder; None = random weights
+        prompt_sizes: (height, width) of each; [] = squares
+        prompt_references: Keys of each; [] = no references
+    """
 
     train: list  # CachedSample
     held: list  # CachedSample, held out
@@ -453,7 +589,11 @@ class CachedData:
 
 # %% ../../nbs/7_training/07_encoding.ipynb #4663b787
 class RandomTensors:
-    """Random latents and caption embeddings by key; a few different ones serve all keys."""
+    """Random latents and caption embeddings by key; a few different ones serve all keys.
+
+    Args:
+        variety: Different ones
+    """
 
     def __init__(
         self,
@@ -540,7 +680,11 @@ def check_references(
     recipe: Recipe,
     collection: object,  # Collection or JoinedCollections
 ):
-    """Raise RecipeError where a row has more reference images than the run would read."""
+    """Raise RecipeError where a row has more reference images than the run would read.
+
+    Args:
+        collection: Collection or JoinedCollections
+    """
     counts = [len(rows) for rows in collection.references]
     most, asked = max(counts), recipe.reference_images
     if most <= asked:
@@ -565,7 +709,14 @@ def open_recipe_data(
     recipe: Recipe,
     quarantine: Path | None = None,  # File for the rows that are set aside; None = not written
 ) -> object:  # Collection or JoinedCollections, see `data.sources`
-    """Open the collections of `recipe.data`. Raises RecipeError as `check_references` does."""
+    """Open the collections of `recipe.data`. Raises RecipeError as `check_references` does.
+
+    Args:
+        quarantine: File for the rows that are set aside; None = not written
+
+    Returns:
+        Collection or JoinedCollections, see `data.sources`
+    """
     collection = open_collections(
         [data_path(recipe, path) for path, _ in recipe.sources],
         max_bad_fraction=recipe.max_bad_fraction,
@@ -588,13 +739,26 @@ def reference_latents(
     tensors: Mapping,  # Of the cache: key -> dict of tensors
     keys: Iterable[str],  # Of reference images
 ) -> list[torch.Tensor]:  # (C,h,w) each
-    """Clean latents of reference images: the mean of the posterior, as in the pipelines."""
+    """Clean latents of reference images: the mean of the posterior, as in the pipelines.
+
+    Args:
+        tensors: Of the cache: key -> dict of tensors
+        keys: Of reference images
+
+    Returns:
+        (C,h,w) each
+    """
     return [tensors[key]["mean"] for key in keys]
 
 
 # %% ../../nbs/7_training/07_encoding.ipynb #5e1f0b02
 class WithHeldOut:
-    """A collection, and behind it the one that is held out."""
+    """A collection, and behind it the one that is held out.
+
+    Args:
+        train: Collection or JoinedCollections
+        held: Collection
+    """
 
     def __init__(
         self,
@@ -615,7 +779,11 @@ class WithHeldOut:
         self,
         i: int,  # Number of a sample
     ) -> int:
-        """The number of the collection that a training sample comes from."""
+        """The number of the collection that a training sample comes from.
+
+        Args:
+            i: Number of a sample
+        """
         inside = i < len(self.train) and hasattr(self.train, "part")
         return self.train.part(i) if inside else 0
 
@@ -628,7 +796,12 @@ class WithHeldOut:
         i: int,  # Number of a sample
         k: int,  # Number of its reference image, from 0
     ) -> bytes:
-        """A reference image, encoded as it is stored."""
+        """A reference image, encoded as it is stored.
+
+        Args:
+            i: Number of a sample
+            k: Number of its reference image, from 0
+        """
         first = len(self.train)
         return self.train.reference(i, k) if i < first else self.held.reference(i - first, k)
 
@@ -637,7 +810,14 @@ def open_with_held_out(
     recipe: Recipe,
     quarantine: Path | None = None,  # File for the rows that are set aside; None = not written
 ) -> tuple:  # Collection, numbers of its training samples, numbers of its held-out samples
-    """The data of a recipe, split by `held_out`, or with `validation_data` behind them."""
+    """The data of a recipe, split by `held_out`, or with `validation_data` behind them.
+
+    Args:
+        quarantine: File for the rows that are set aside; None = not written
+
+    Returns:
+        Collection, numbers of its training samples, numbers of its held-out samples
+    """
     if not recipe.validation_data:
         collection = open_recipe_data(recipe, quarantine)
         return collection, *hold_out_by_source(recipe, collection)
@@ -660,7 +840,13 @@ def in_both(
     train: list[int],  # Numbers of training samples
     held: list[int],  # Numbers of held-out samples
 ) -> int:
-    """How many images of a held-out set of its own are trained on."""
+    """How many images of a held-out set of its own are trained on.
+
+    Args:
+        collection: Of `open_with_held_out`
+        train: Numbers of training samples
+        held: Numbers of held-out samples
+    """
     known = {collection.digests[i] for i in train}
     both = sum(collection.digests[i] in known for i in held)
     return both if isinstance(collection, WithHeldOut) else 0
@@ -671,7 +857,11 @@ def size_draws(
     recipe: Recipe,
     samples: int,  # In the training set
 ) -> int:
-    """How many sizes are drawn for each sample."""
+    """How many sizes are drawn for each sample.
+
+    Args:
+        samples: In the training set
+    """
     if recipe.random_hw_draws or not recipe.random_hw_adapt:
         return Sizing(recipe).draws
     if recipe.num_train_epochs:
@@ -684,7 +874,11 @@ def training_samples(
     recipe: Recipe,
     family: Family,
 ) -> list[CachedSample]:  # Without the keys of the cache
-    """The training set of `cache_data` as far as the order of its samples depends on it."""
+    """The training set of `cache_data` as far as the order of its samples depends on it.
+
+    Returns:
+        Without the keys of the cache
+    """
     if recipe.model_path.split(":")[0] == "random":
         return random_data(recipe, family).train
     collection, train, _ = open_with_held_out(recipe)
@@ -706,7 +900,14 @@ def scheduled_weights(
     recipe: Recipe,  # Its model_path
     family: Family,
 ) -> Path | str:  # Pipeline folder or hub id
-    """`weights_path`. Raises RecipeError where the folder's scheduler does not suit the model."""
+    """`weights_path`. Raises RecipeError where the folder's scheduler does not suit the model.
+
+    Args:
+        recipe: Its model_path
+
+    Returns:
+        Pipeline folder or hub id
+    """
     base = weights_path(recipe, family)
     steps = recipe.validation_sample_steps if recipe.validation_images else 1
     family.check_schedule(base, recipe.revision or None, steps)
@@ -723,6 +924,11 @@ def write_truth(
     """Write the true figures of validation prompts to validation_images/truth, numbered.
 
     Their reference images go to validation_images/references, as 00-0.png, 00-1.png and so on.
+
+    Args:
+        collection: Collection or JoinedCollections
+        chosen: Of its samples, in the order of the prompts
+        largest: Pixels of the longer side
     """
     folder = run_dir.validation_images
     for number, i in enumerate(chosen):
@@ -744,7 +950,11 @@ def _write_thumbnail(data: bytes, file: Path, largest: int):
 
 # %% ../../nbs/7_training/07_encoding.ipynb #03f1f08a
 def square(recipe: Recipe) -> tuple[int, int]:  # (height, width)
-    """The size of an image that has no shape of its own."""
+    """The size of an image that has no shape of its own.
+
+    Returns:
+        (height, width)
+    """
     return recipe.resolution, recipe.resolution
 
 
@@ -752,7 +962,14 @@ def prompt_references(
     jobs: EncodingJobs,
     numbers: list[int],  # Of the samples that are drawn, in the collection
 ) -> list[tuple]:  # Cache keys of the reference images of each; [] = none
-    """What validation pictures are drawn from; a recipe's own prompts have no references."""
+    """What validation pictures are drawn from; a recipe's own prompts have no references.
+
+    Args:
+        numbers: Of the samples that are drawn, in the collection
+
+    Returns:
+        Cache keys of the reference images of each; [] = none
+    """
     if jobs.recipe.validation_prompts:
         return []
     return [jobs.references_of(i).get("references", ()) for i in numbers]
@@ -762,7 +979,14 @@ def held_out_prompts(
     jobs: EncodingJobs,
     numbers: list[int],  # In the collection
 ) -> list[tuple]:  # (text, (height, width)) of each
-    """The first caption of some samples, each to be drawn at the shape of its image."""
+    """The first caption of some samples, each to be drawn at the shape of its image.
+
+    Args:
+        numbers: In the collection
+
+    Returns:
+        (text, (height, width)) of each
+    """
     collection = jobs.collection
     texts = [caption_texts(jobs.recipe, collection.captions[i])[0] for i in numbers]
     return [
@@ -787,7 +1011,12 @@ def cache_data(
     say: Callable = print,  # Progress
     heartbeat: Callable = lambda *a: None,  # (stage, step, note)
 ) -> CachedData:
-    """Open the data, encode what is not cached yet, unload the encoders. All ranks call it."""
+    """Open the data, encode what is not cached yet, unload the encoders. All ranks call it.
+
+    Args:
+        say: Progress
+        heartbeat: (stage, step, note)
+    """
     heartbeat("data")
     if recipe.model_path.split(":")[0] == "random":
         return random_data(recipe, family)

@@ -20,7 +20,12 @@ def epochs_fault(
     recipe: Recipe,  # Its steps are not those of its epochs
     steps: int,  # Of its epochs
 ) -> str:
-    """Why a recipe has two lengths, and what to write."""
+    """Why a recipe has two lengths, and what to write.
+
+    Args:
+        recipe: Its steps are not those of its epochs
+        steps: Of its epochs
+    """
     return (
         f"steps: {recipe.steps} contradicts num_train_epochs={recipe.num_train_epochs:g}, which is "
         f"{steps} steps of the data as they are now; give one of the two"
@@ -35,6 +40,9 @@ def count_steps(
 
     Raises RecipeError where `steps` says another number and where the data have no epochs,
     DataError for data that cannot be used.
+
+    Args:
+        recipe: With num_train_epochs
     """
     try:
         order = get_task(recipe.objective).training_order(recipe)
@@ -50,7 +58,14 @@ def count_steps(
 def tell_steps(
     arguments: list[str],  # recipe.yaml
 ) -> int:  # Exit code: 2 where there is no number, and why on standard output
-    """Print the steps of a recipe's epochs."""
+    """Print the steps of a recipe's epochs.
+
+    Args:
+        arguments: recipe.yaml
+
+    Returns:
+        Exit code: 2 where there is no number, and why on standard output
+    """
     path = Path(arguments[0])
     recipe = Recipe.load(path)
     load_secrets(path.parent)

@@ -84,7 +84,16 @@ def stream_safetensors(
     shapes: Mapping[str, tuple],  # name -> (dtype, shape), in file order
     read: Callable[[str], Tensor],  # name -> the tensor, in any shape and type
 ) -> list[str]:  # Digests of the file, taken of the bytes on their way
-    """Write a safetensors file holding one tensor in memory at a time; flushed when it returns."""
+    """Write a safetensors file holding one tensor in memory at a time; flushed when it returns.
+
+    Args:
+        path: New file
+        shapes: name -> (dtype, shape), in file order
+        read: name -> the tensor, in any shape and type
+
+    Returns:
+        Digests of the file, taken of the bytes on their way
+    """
     header = _header(shapes)
     with open(path, "wb") as raw:
         file = DigestingFile(ProgressFile(raw, path.name))
@@ -100,7 +109,11 @@ def stream_safetensors(
 def size_in_bytes(
     text: str,  # '10GB', '500MB', '80GiB', '1000'
 ) -> int:
-    """Read a size. Raises ValueError."""
+    """Read a size. Raises ValueError.
+
+    Args:
+        text: '10GB', '500MB', '80GiB', '1000'
+    """
     found = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)(i?)B?\s*", str(text), re.IGNORECASE)
     if not found:
         raise ValueError(f"max_shard_size: '{text}'; write for example 10GB or 500MB")
@@ -114,7 +127,15 @@ def split_into_files(
     sizes: Mapping[str, int],  # name -> bytes
     limit: int,  # Bytes per file
 ) -> list[list[str]]:  # Names per file
-    """Fill files in order; a tensor larger than `limit` gets one of its own."""
+    """Fill files in order; a tensor larger than `limit` gets one of its own.
+
+    Args:
+        sizes: name -> bytes
+        limit: Bytes per file
+
+    Returns:
+        Names per file
+    """
     files = [[]]
     used = 0
     for name, size in sizes.items():
@@ -138,6 +159,17 @@ def write_component(
     """Write the weights of a component with some tensors replaced.
 
     Raises ValueError when what was written is not what should have been.
+
+    Args:
+        changed: name -> new values, for the tensors that differ from the base
+        weights: Of the base: name -> tensor
+        out: New folder
+        dtype: Of floating tensors
+        max_shard_size: Of a file; None = one file
+        stem: First part of the names of the files
+
+    Returns:
+        How many tensors of each type were written
     """
     shapes = {
         name: (_export_type(weights.dtype(name), dtype), tuple(weights.shape(name)))
@@ -193,7 +225,13 @@ def trained_tensors(
     network: str,  # Name of the trained network in it
     state: str,  # 'weight' or 'ema'
 ) -> CheckpointTensors:
-    """What a checkpoint trained. Raises ValueError where it has no such network or state."""
+    """What a checkpoint trained. Raises ValueError where it has no such network or state.
+
+    Args:
+        checkpoint: A complete checkpoint
+        network: Name of the trained network in it
+        state: 'weight' or 'ema'
+    """
     trained = CheckpointTensors(checkpoint, network, state)
     if not trained:
         hint = "; it was trained without ema_decay" if state == "ema" else ""
@@ -216,6 +254,18 @@ def export_component(
     """Write the trained denoiser with the base's configuration.
 
     Raises ValueError when checkpoint and base do not belong together.
+
+    Args:
+        checkpoint: A complete checkpoint
+        base: Pipeline folder or hub id that was trained from
+        out: New component folder
+        state: or 'ema'
+        network: Name of the trained network in the checkpoint
+        earlier: Of an earlier run that this one began with
+        revision: Of a hub id
+
+    Returns:
+        How many tensors of each type were written
     """
     trained = trained_tensors(checkpoint, network, state)
     weights = family.denoiser_weights(base, revision)
@@ -258,7 +308,17 @@ def export_damage(
     world: int = 1,  # Parts
     progress: Callable[[str], None] = lambda note: None,  # Told after every block
 ) -> str:  # '' where nothing is wrong, or nothing is known
-    """What differs from the digests in a folder or, without them, in its components."""
+    """What differs from the digests in a folder or, without them, in its components.
+
+    Args:
+        folder: Of a pipeline or of adapters
+        rank: Which part is compared
+        world: Parts
+        progress: Told after every block
+
+    Returns:
+        '' where nothing is wrong, or nothing is known
+    """
     folder = Path(folder)
     parts = sorted(path for path in folder.iterdir() if path.is_dir())
     parts = [folder] if (folder / DIGESTS_FILE).is_file() else parts
@@ -270,7 +330,12 @@ def verify_base(
     base: Path | None,  # Folder that the run trains from; None = random weights
     heartbeat: Callable = lambda *a: None,  # (stage, step, note)
 ) -> None:
-    """Raise RecipeError when an exported folder is damaged. All ranks call it together."""
+    """Raise RecipeError when an exported folder is damaged. All ranks call it together.
+
+    Args:
+        base: Folder that the run trains from; None = random weights
+        heartbeat: (stage, step, note)
+    """
     if base is None or not Path(base).is_dir():
         return
 
@@ -304,7 +369,21 @@ def export_pipeline(
     revision: str | None = None,  # Of a hub id
     scheduler: SchedulerMixin | None = None,  # In the place of the base's
 ) -> Counter:  # How many tensors of each type were written
-    """Write the pipeline with the trained denoiser. Raises ValueError like `export_component`."""
+    """Write the pipeline with the trained denoiser. Raises ValueError like `export_component`.
+
+    Args:
+        checkpoint: A complete checkpoint
+        base: Pipeline folder or hub id that was trained from
+        out: New pipeline folder
+        state: or 'ema'
+        network: Name of the trained network in the checkpoint
+        earlier: Of an earlier run that this one began with
+        revision: Of a hub id
+        scheduler: In the place of the base's
+
+    Returns:
+        How many tensors of each type were written
+    """
     out = Path(out)
     with _folder_beside(out) as component:
         count = export_component(
@@ -327,7 +406,14 @@ def export_pipeline(
 def lora_scheduler(
     lora: str | Path,  # LoRA file or folder
 ) -> SchedulerMixin | None:  # None = the base's serves
-    """The scheduler that stands beside adapters."""
+    """The scheduler that stands beside adapters.
+
+    Args:
+        lora: LoRA file or folder
+
+    Returns:
+        None = the base's serves
+    """
     folder = Path(lora).expanduser() / "scheduler"
     if not folder.is_dir():
         return None
@@ -346,6 +432,15 @@ def merge_lora(
     """Write the pipeline with the adapters added to its weights.
 
     Raises ValueError when they do not belong together.
+
+    Args:
+        base: Pipeline folder or hub id
+        lora: LoRA file or folder
+        out: New pipeline folder
+        revision: Of a hub id
+
+    Returns:
+        Layers merged
     """
     family = family_of(base, revision)
     if damaged := export_damage(family.resolve(base, revision=revision)):

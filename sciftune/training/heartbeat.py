@@ -44,7 +44,11 @@ def beat_file(
     folder: Path,  # heartbeats/ of the run folder
     rank: int,
 ) -> Path:
-    """The file of a rank."""
+    """The file of a rank.
+
+    Args:
+        folder: heartbeats/ of the run folder
+    """
     return Path(folder) / f"rank_{rank:05d}"
 
 
@@ -52,7 +56,15 @@ def read_heartbeats(
     folder: Path,  # heartbeats/ of the run folder
     ranks: Iterable[int] | None = None,  # Those wanted; None = all
 ) -> list[dict]:  # rank, stage, step, note, time (seconds since the epoch), pid, parent, machine
-    """The last beat of each rank, in the order of ranks; those of another version are left out."""
+    """The last beat of each rank, in the order of ranks; those of another version are left out.
+
+    Args:
+        folder: heartbeats/ of the run folder
+        ranks: Those wanted; None = all
+
+    Returns:
+        rank, stage, step, note, time (seconds since the epoch), pid, parent, machine
+    """
     files = sorted(Path(folder).glob("rank_*"))
     if ranks is not None:
         files = [path for rank in ranks if (path := beat_file(folder, rank)).exists()]
@@ -77,7 +89,11 @@ def read_heartbeats(
 def heartbeat_table(
     folder: Path,  # heartbeats/ of the run folder
 ) -> str:
-    """The last beats as text, the rank that fell silent first marked."""
+    """The last beats as text, the rank that fell silent first marked.
+
+    Args:
+        folder: heartbeats/ of the run folder
+    """
     beats = read_heartbeats(folder)
     first_silent = min((beat["time"] for beat in beats), default=0)
     lines = ["rank  stage           step  silent for"]
@@ -96,7 +112,13 @@ FAREWELL = 5.0  # Seconds between the end of one rank and that of the others
 
 
 class Heartbeat:
-    """Says where this rank is, and ends the process when no rank has said anything for long."""
+    """Says where this rank is, and ends the process when no rank has said anything for long.
+
+    Args:
+        folder: heartbeats/ of the run folder; made if it is not there
+        stall_seconds: Silence that counts as a stall
+        on_stall: Given the table; None = end the process
+    """
 
     def __init__(
         self,
@@ -135,7 +157,13 @@ class Heartbeat:
         step: int = -1,  # Of training; -1 = none
         note: str = "",  # Which prompt, which sample
     ) -> None:
-        """Say where this rank is; a write into memory."""
+        """Say where this rank is; a write into memory.
+
+        Args:
+            stage: What this rank does now
+            step: Of training; -1 = none
+            note: Which prompt, which sample
+        """
         self.stage = stage
         self.step = step
         text = f"{stage}\t{step}\t{note}".encode()[: BEAT_BYTES - HEADER.size]

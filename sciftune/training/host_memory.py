@@ -29,21 +29,36 @@ def _sum_of_lines(path: str, keys: tuple[str, ...]) -> int:
 def resident_bytes(
     pids: Iterable[int],  # Processes
 ) -> int:
-    """Anonymous and shared memory, shared pages counted for each process."""
+    """Anonymous and shared memory, shared pages counted for each process.
+
+    Args:
+        pids: Processes
+    """
     return sum(_sum_of_lines(f"/proc/{pid}/status", ("RssAnon", "RssShmem")) for pid in pids)
 
 
 def proportional_bytes(
     pids: Iterable[int],  # Processes
 ) -> int:  # 0 where the system does not say
-    """The same with every page divided by the number of processes that have it."""
+    """The same with every page divided by the number of processes that have it.
+
+    Args:
+        pids: Processes
+
+    Returns:
+        0 where the system does not say
+    """
     keys = ("Pss_Anon", "Pss_Shmem")
     return sum(_sum_of_lines(f"/proc/{pid}/smaps_rollup", keys) for pid in pids)
 
 
 # %% ../../nbs/7_training/17_host_memory.ipynb #f68cf84e
 class HostMemory:
-    """Watches this process and those that it has started, in a thread."""
+    """Watches this process and those that it has started, in a thread.
+
+    Args:
+        every: Seconds between two looks
+    """
 
     def __init__(
         self,
@@ -62,7 +77,11 @@ class HostMemory:
         self.thread.start()
 
     def look(self) -> int:  # Bytes at this moment
-        """Count; what is shared is found anew after 10 s, or when memory has grown by a tenth."""
+        """Count; what is shared is found anew after 10 s, or when memory has grown by a tenth.
+
+        Returns:
+            Bytes at this moment
+        """
         now = resident_bytes(self.pids)
         self.looks += 1
         if now > 1.1 * self.seen or self.looks * self.every > 10:

@@ -27,7 +27,16 @@ def loss_by_sigma(
     sigma: Tensor,  # Their noise levels (n,) in [0,1]
     ranges: int,  # K
 ) -> Tensor:  # (2,K) fp32: sum of the losses, number of losses
-    """Losses added up by range of sigma."""
+    """Losses added up by range of sigma.
+
+    Args:
+        losses: Of samples or tokens (n,)
+        sigma: Their noise levels (n,) in [0,1]
+        ranges: K
+
+    Returns:
+        (2,K) fp32: sum of the losses, number of losses
+    """
     number = (sigma.detach() * ranges).long().clamp(0, ranges - 1)
     values = torch.stack([losses.detach().float(), torch.ones_like(losses, dtype=torch.float32)])
     return torch.zeros(2, ranges, device=losses.device).index_add_(1, number, values)
@@ -38,7 +47,15 @@ def latent_sums(
     latents: Tensor,  # (B,...)
     sizes: list | None = None,  # (h,w) of each sample where padding is beside some; see `own_mean`
 ) -> Tensor:  # (3,) fp32: samples, sum of their means, sum of their mean squares
-    """What mean and standard deviation of latents are computed from."""
+    """What mean and standard deviation of latents are computed from.
+
+    Args:
+        latents: (B,...)
+        sizes: (h,w) of each sample where padding is beside some; see `own_mean`
+
+    Returns:
+        (3,) fp32: samples, sum of their means, sum of their mean squares
+    """
     rows = latents.detach().float()
     means = own_mean(rows, sizes).sum()
     squares = own_mean(rows.square(), sizes).sum()
@@ -50,7 +67,12 @@ def line_due(
     recipe: Recipe,  # Its log_steps and steps
     step: int,  # Steps taken
 ) -> bool:
-    """Whether the numbers of a step go into metrics.jsonl."""
+    """Whether the numbers of a step go into metrics.jsonl.
+
+    Args:
+        recipe: Its log_steps and steps
+        step: Steps taken
+    """
     return step % recipe.log_steps == 0 or step == recipe.steps
 
 
@@ -64,7 +86,14 @@ class Sums:
         self,
         reported: dict,  # Of an objective's loss: scalars, and sums with a dimension or more
     ) -> dict:  # The scalars
-        """Take the sums out of what an objective reports."""
+        """Take the sums out of what an objective reports.
+
+        Args:
+            reported: Of an objective's loss: scalars, and sums with a dimension or more
+
+        Returns:
+            The scalars
+        """
         scalars = {}
         for name, value in reported.items():
             if not torch.is_tensor(value) or not value.ndim:
@@ -84,7 +113,14 @@ class Sums:
 def with_numbers(
     row: dict,  # Of a step, with sums as nested lists
 ) -> dict:  # latent_mean, latent_std, loss_sigma and loss_sigma_count {range: number}
-    """The row with means in the place of its sums."""
+    """The row with means in the place of its sums.
+
+    Args:
+        row: Of a step, with sums as nested lists
+
+    Returns:
+        latent_mean, latent_std, loss_sigma and loss_sigma_count {range: number}
+    """
     row = dict(row)
     count, *moments = row.pop("latents", None) or [0]
     if count:
@@ -102,7 +138,14 @@ def with_numbers(
 def range_names(
     ranges: int,  # K
 ) -> list[str]:  # '0-0.2' and so on
-    """What the ranges of sigma are called."""
+    """What the ranges of sigma are called.
+
+    Args:
+        ranges: K
+
+    Returns:
+        '0-0.2' and so on
+    """
     return [f"{k / ranges:.2g}-{(k + 1) / ranges:.2g}" for k in range(ranges)]
 
 
@@ -110,7 +153,14 @@ def range_names(
 def flattened(
     row: dict,  # Numbers, and mappings of numbers
 ) -> dict:  # 'loss_sigma/0-0.2' in the place of mappings; without what is neither
-    """A row for a tracker."""
+    """A row for a tracker.
+
+    Args:
+        row: Numbers, and mappings of numbers
+
+    Returns:
+        'loss_sigma/0-0.2' in the place of mappings; without what is neither
+    """
     numbers = {}
     for name, value in row.items():
         parts = value if isinstance(value, dict) else {"": value}

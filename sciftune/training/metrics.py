@@ -35,7 +35,15 @@ class DeferredMetrics:
         row: dict,  # What the host knows: step, learning rate, times
         values: dict[str, Tensor],  # What the device computes: name -> scalar () or sums (...)
     ) -> list[dict]:  # Finished rows: `row` and the values as floats, or as nested lists of them
-        """Queue the numbers of a step; returns those of the steps before."""
+        """Queue the numbers of a step; returns those of the steps before.
+
+        Args:
+            row: What the host knows: step, learning rate, times
+            values: What the device computes: name -> scalar () or sums (...)
+
+        Returns:
+            Finished rows: `row` and the values as floats, or as nested lists of them
+        """
         finished = self.flush()
         vector = torch.cat([value.detach().float().reshape(-1) for value in values.values()])
         if vector.device.type == "cuda":
@@ -88,7 +96,11 @@ class Stopwatch:
         self,
         phase: str,  # Of the time since the last mark
     ) -> None:
-        """End a phase."""
+        """End a phase.
+
+        Args:
+            phase: Of the time since the last mark
+        """
         now = self._now()
         self.marks.append((phase, self.last, now))
         self.last = now
@@ -116,7 +128,11 @@ class Stopwatch:
 def memory_now(
     device: torch.device,
 ) -> dict:  # memory_allocated_gib, memory_reserved_gib
-    """Peak memory so far, in GiB."""
+    """Peak memory so far, in GiB.
+
+    Returns:
+        memory_allocated_gib, memory_reserved_gib
+    """
     if device.type == "cuda":
         return dict(
             memory_allocated_gib=torch.cuda.max_memory_allocated(device) / 2**30,
@@ -136,7 +152,14 @@ def progress_line(
     seconds: float,  # Per step
     left: float,  # Seconds until the end, see `core.time_left`
 ) -> str:
-    """Step, loss, speed and the time that is left."""
+    """Step, loss, speed and the time that is left.
+
+    Args:
+        step: Steps taken
+        steps: Steps of the run
+        seconds: Per step
+        left: Seconds until the end, see `core.time_left`
+    """
     speed = f"{1 / seconds:.2f} it/s" if seconds < 1 else f"{seconds:.2f} s/it"
     return f"step {step}/{steps}  loss {loss:.4f}  {speed}  {clock(left)} left"
 
@@ -160,7 +183,11 @@ PEAKS = {
 def peak_flops(
     device: torch.device,
 ) -> float | None:  # Dense bf16 FLOP/s; None when unknown, and then no MFU is written
-    """What the vendor says the device can do."""
+    """What the vendor says the device can do.
+
+    Returns:
+        Dense bf16 FLOP/s; None when unknown, and then no MFU is written
+    """
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -174,5 +201,14 @@ def mfu(
     ranks: int,
     peak: float,  # FLOP/s of one device
 ) -> float:  # 0..1
-    """Model FLOPs utilisation of a training step."""
+    """Model FLOPs utilisation of a training step.
+
+    Args:
+        flops: F B: of one forward pass over all samples of a step
+        seconds: Of the step
+        peak: FLOP/s of one device
+
+    Returns:
+        0..1
+    """
     return 3 * flops / (seconds * ranks * peak)

@@ -21,7 +21,11 @@ _PACKAGED = ("tiny", "nano")  # models of the package, which learn at far higher
 def usual_rates(
     recipe: Recipe,
 ) -> tuple[float, float] | None:  # Lowest and highest; None = not known for this run
-    """The learning rates that the recipe's model is usually trained with."""
+    """The learning rates that the recipe's model is usually trained with.
+
+    Returns:
+        Lowest and highest; None = not known for this run
+    """
     record = records("models").get(recipe.model)
     if recipe.model_path in _PACKAGED or not record or not record.usual_learning_rates:
         return None
@@ -33,7 +37,11 @@ def usual_rates(
 def rate_advice(
     recipe: Recipe,
 ) -> tuple[str, str]:  # (cause, cure); ('', '') when the rate is usual or nothing is known
-    """What is wrong with the learning rate."""
+    """What is wrong with the learning rate.
+
+    Returns:
+        (cause, cure); ('', '') when the rate is usual or nothing is known
+    """
     usual = usual_rates(recipe)
     rate = recipe.learning_rate
     if not usual or usual[0] <= rate <= usual[1]:
@@ -139,7 +147,12 @@ _READ = ("loss", "grad_norm", "step_time", "data_wait", "optimizer_time", "compi
 
 # %% ../../nbs/7_training/12_monitor.ipynb #6658fc97
 class Monitor:
-    """Reads the rows of a run and names what is wrong."""
+    """Reads the rows of a run and names what is wrong.
+
+    Args:
+        window: Steps per mean of the loss
+        settle: Steps per median of times, and before any is judged
+    """
 
     def __init__(
         self,
@@ -164,14 +177,22 @@ class Monitor:
         self,
         words: str,  # Of `update_warning`: '' when the updates arrive
     ) -> None:
-        """Remember whether updates reach the weights."""
+        """Remember whether updates reach the weights.
+
+        Args:
+            words: Of `update_warning`: '' when the updates arrive
+        """
         self.rounded = words
 
     def row(
         self,
         row: dict,  # Of a step, as in metrics.jsonl
     ) -> list[Finding]:
-        """Look at a step."""
+        """Look at a step.
+
+        Args:
+            row: Of a step, as in metrics.jsonl
+        """
         self.count += 1
         values = {key: row.get(key) or 0.0 for key in _READ}
         self.rows = [*self.rows, values][-max(self.window, 2 * self.settle) :]
@@ -184,7 +205,11 @@ class Monitor:
         self,
         row: dict,  # Of a validation
     ) -> list[Finding]:
-        """Look at a validation: three losses no better than the start, the last among them."""
+        """Look at a validation: three losses no better than the start, the last among them.
+
+        Args:
+            row: Of a validation
+        """
         if row.get("held_out") is None:
             return []
         now = row["held_out"]

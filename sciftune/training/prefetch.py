@@ -23,7 +23,11 @@ from .validation import to_device
 
 # %% ../../nbs/7_training/11_prefetch.ipynb #a1fc530a
 class StepDataset(Dataset):
-    """Item `step` is the list of micro-batches of that step."""
+    """Item `step` is the list of micro-batches of that step.
+
+    Args:
+        source: step -> micro-batches
+    """
 
     def __init__(
         self,
@@ -47,7 +51,13 @@ def _begin_worker(parent: int, worker: int) -> None:
 
 # %% ../../nbs/7_training/11_prefetch.ipynb #4b9aabbc
 class Prefetcher:
-    """Micro-batches of consecutive steps, made before they are asked for."""
+    """Micro-batches of consecutive steps, made before they are asked for.
+
+    Args:
+        source: step -> micro-batches; a function of the step alone
+        device: Where they go
+        workers: Processes; 0 = a thread, one step ahead
+    """
 
     def __init__(
         self,
@@ -67,7 +77,11 @@ class Prefetcher:
         self,
         step: int,
     ) -> list[dict]:  # Micro-batches, on the device
-        """The micro-batches of `step`; raises what the source raised."""
+        """The micro-batches of `step`; raises what the source raised.
+
+        Returns:
+            Micro-batches, on the device
+        """
         make = self._from_processes if self.workers else self._from_thread
         return to_device(make(step), self.device)
 

@@ -19,6 +19,7 @@ from ..strategies.network import Network
 from .intervals import flattened, line_due
 from .metrics import memory_now, progress_line
 from .monitor import Monitor
+from .trackers import log_pictures, validation_pictures
 from .updates import UpdateMeter, types_in_use, update_warning
 
 
@@ -27,7 +28,12 @@ def check_finite(
     row: dict,  # step, loss, grad_norm
     recipe: Recipe,  # Its settings are quoted
 ) -> None:
-    """Raise FloatingPointError for a loss or a gradient that is no number."""
+    """Raise FloatingPointError for a loss or a gradient that is no number.
+
+    Args:
+        row: step, loss, grad_norm
+        recipe: Its settings are quoted
+    """
     if not math.isfinite(row["loss"]):
         raise FloatingPointError(
             f"loss is {row['loss']} at step {row['step']}: lower learning_rate "
@@ -49,7 +55,12 @@ def samples_line(
     train: int,  # Samples to train on
     held: int,  # Samples held out
 ) -> str:
-    """How many samples train, how many are held out, and how long an epoch is."""
+    """How many samples train, how many are held out, and how long an epoch is.
+
+    Args:
+        train: Samples to train on
+        held: Samples held out
+    """
     line = f"{train:,} train, {held:,} held out"
     if not recipe.num_train_epochs:
         steps = -(-train // recipe.global_batch)
@@ -83,7 +94,11 @@ class Reporter:
         self,
         text: str,  # One line
     ) -> None:
-        """Print a line."""
+        """Print a line.
+
+        Args:
+            text: One line
+        """
         if self.engine.main:
             print(text, flush=True)
 
@@ -91,7 +106,11 @@ class Reporter:
         self,
         row: dict,  # With 'step', and 'event' when it is not the row of a step
     ) -> None:
-        """Append a row to metrics.jsonl."""
+        """Append a row to metrics.jsonl.
+
+        Args:
+            row: With 'step', and 'event' when it is not the row of a step
+        """
         if self.engine.main:
             self.run_dir.append_metrics(row)
 
@@ -99,7 +118,11 @@ class Reporter:
         self,
         row: dict,  # Complete: step, loss, grad_norm, step_time, ...
     ) -> None:
-        """A step is finished: file, trackers, monitor, progress."""
+        """A step is finished: file, trackers, monitor, progress.
+
+        Args:
+            row: Complete: step, loss, grad_norm, step_time, ...
+        """
         if not self.engine.main:
             return
         if line_due(self.recipe, row["step"]):
@@ -112,7 +135,11 @@ class Reporter:
         self,
         row: dict,  # step, and the task's numbers
     ) -> None:
-        """A validation is finished."""
+        """A validation is finished.
+
+        Args:
+            row: step, and the task's numbers
+        """
         if not self.engine.main:
             return
         self.findings(row["step"], self.monitor.held_out(row))
@@ -120,12 +147,25 @@ class Reporter:
         self.write(row)
         self._track(row)
 
+    def pictures(
+        self,
+        step: int,
+    ) -> None:
+        """Every rank has written the pictures of a validation: trackers."""
+        if self.engine.main:
+            found = validation_pictures(self.run_dir, step)
+            log_pictures(self.engine.accelerator.trackers, found, step)
+
     def checkpoint(
         self,
         step: int,
         seconds: float,  # That training has waited for it
     ) -> None:
-        """A checkpoint was begun, or written where it is not written in the background."""
+        """A checkpoint was begun, or written where it is not written in the background.
+
+        Args:
+            seconds: That training has waited for it
+        """
         self.left.between("checkpoint", seconds)
         self.write(dict(event="checkpoint", step=step, seconds=seconds))
 
@@ -145,7 +185,11 @@ class Reporter:
         step: int,
         planned: float,  # GiB that the plan expects to be allocated; 0 = it says nothing
     ) -> None:
-        """How far the measured peak is from the planned one; on a GPU only."""
+        """How far the measured peak is from the planned one; on a GPU only.
+
+        Args:
+            planned: GiB that the plan expects to be allocated; 0 = it says nothing
+        """
         if not self.engine.main or not planned or self.engine.device.type != "cuda":
             return
         used = memory_now(self.engine.device)["memory_allocated_gib"]
@@ -169,7 +213,12 @@ class Reporter:
 
 # %% ../../nbs/7_training/13_reporting.ipynb #bfabcad9
 class UpdateChecks:
-    """Measures a step's updates and reports them."""
+    """Measures a step's updates and reports them.
+
+    Args:
+        rate: (network, steps taken) -> learning rate
+        second_step: At which the types are reported
+    """
 
     def __init__(
         self,
@@ -196,7 +245,11 @@ class UpdateChecks:
         self,
         step: int,  # Steps taken, this one included
     ) -> None:
-        """After the step: a row for each network that was updated. All ranks."""
+        """After the step: a row for each network that was updated. All ranks.
+
+        Args:
+            step: Steps taken, this one included
+        """
         for name, meter in self.meters.items():
             if self.networks[name].steps > self.steps_before[name]:
                 numbers = meter.after(self.rate(name, step - 1))

@@ -20,7 +20,14 @@ from .task import get_task
 def compare_data(
     arguments: list[str],  # recipe.yaml and a checkpoint folder
 ) -> int:  # Exit code: 2 where the run cannot go on, and why on standard output
-    """Compare the data of a recipe with those of the checkpoint that it goes on from."""
+    """Compare the data of a recipe with those of the checkpoint that it goes on from.
+
+    Args:
+        arguments: recipe.yaml and a checkpoint folder
+
+    Returns:
+        Exit code: 2 where the run cannot go on, and why on standard output
+    """
     recipe, checkpoint = Recipe.load(arguments[0]), Path(arguments[1])
     load_secrets(Path(recipe.run_root) / recipe.name)
     mask_output()

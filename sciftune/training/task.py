@@ -63,7 +63,11 @@ from .export import export_component, export_pipeline, trained_tensors
 # %% ../../nbs/7_training/09_task.ipynb #0e096f2d
 @dataclass(frozen=True)
 class Turn:
-    """The optimizer step of one network within a training step."""
+    """The optimizer step of one network within a training step.
+
+    Attributes:
+        network: Name of the network that is trained; the others are used as they are
+    """
 
     network: str  # Name of the network that is trained; the others are used as they are
 
@@ -75,7 +79,11 @@ def unprepared_denoiser(
     base: Path | None,  # Pipeline folder; None = random weights of the published size
     engine: Engine,
 ) -> nn.Module:
-    """The denoiser in the policy's type: on meta where the engine fills it itself, else loaded."""
+    """The denoiser in the policy's type: on meta where the engine fills it itself, else loaded.
+
+    Args:
+        base: Pipeline folder; None = random weights of the published size
+    """
     dtype = engine.policy_of(recipe).weights
     revision = recipe.revision or None
     if engine.builds_on_meta:
@@ -99,7 +107,15 @@ def build_denoiser(
     engine: Engine,
     plan: Plan,  # Says how many blocks gradient_checkpointing='auto' checkpoints
 ) -> nn.Module:  # In training mode; what is not trained has requires_grad off
-    """The denoiser, ready for `Engine.network`."""
+    """The denoiser, ready for `Engine.network`.
+
+    Args:
+        base: Pipeline folder; None = random weights of the published size
+        plan: Says how many blocks gradient_checkpointing='auto' checkpoints
+
+    Returns:
+        In training mode; what is not trained has requires_grad off
+    """
     model = unprepared_denoiser(recipe, family, base, engine)
     if recipe.lora_rank:
         add_lora(model, family, recipe)
@@ -114,7 +130,13 @@ def build_denoiser(
 
 # %% ../../nbs/7_training/09_task.ipynb #0ad3c2a2
 class ParameterSource:
-    """Rows of the parameters of a model on meta: adapters, weights of `base`, or random ones."""
+    """Rows of the parameters of a model on meta: adapters, weights of `base`, or random ones.
+
+    Args:
+        base: Pipeline folder; None = random weights
+        device: Where random weights are drawn
+        shapes: Parameter name, as in a model without adapters -> shape
+    """
 
     def __init__(
         self,
@@ -138,7 +160,16 @@ class ParameterSource:
         first: int | None,  # First row; None = the whole parameter
         last: int | None,  # Row after the last
     ) -> Tensor:  # (last-first, ...) or the parameter's shape
-        """Rows [first, last) of a parameter."""
+        """Rows [first, last) of a parameter.
+
+        Args:
+            name: Parameter name in the model, with or without adapters
+            first: First row; None = the whole parameter
+            last: Row after the last
+
+        Returns:
+            (last-first, ...) or the parameter's shape
+        """
         name = base_name(name)
         if is_adapter(name):
             return self.adapters(name, self.shapes[name])[first:last]
@@ -169,7 +200,15 @@ def parameter_source(
     engine: Engine,
     model: nn.Module,  # The denoiser on meta
 ) -> ParameterSource | None:  # (name, first row, row after the last) -> values
-    """Where a sharded engine gets the values of meta parameters; None where the model is loaded."""
+    """Where a sharded engine gets the values of meta parameters; None where the model is loaded.
+
+    Args:
+        base: Pipeline folder; None = random
+        model: The denoiser on meta
+
+    Returns:
+        (name, first row, row after the last) -> values
+    """
     if not engine.builds_on_meta:
         return None
     shapes = {base_name(n): p.shape for n, p in model.named_parameters()}
@@ -178,7 +217,14 @@ def parameter_source(
 
 # %% ../../nbs/7_training/09_task.ipynb #7a832f25
 class EarlierRun:
-    """The weights of a network in an earlier run's checkpoint. RecipeError without them."""
+    """The weights of a network in an earlier run's checkpoint. RecipeError without them.
+
+    Args:
+        path: Checkpoint folder
+        ema: Its averaged weights
+        network: Name of the network
+        optional: Prefixes of parameters that either run may lack
+    """
 
     def __init__(
         self,
@@ -210,7 +256,12 @@ class EarlierRun:
         name: str,  # Of the tensor
         size: int,  # Elements that this run's parameter has
     ):
-        """Raise RecipeError when the checkpoint has another number of elements."""
+        """Raise RecipeError when the checkpoint has another number of elements.
+
+        Args:
+            name: Of the tensor
+            size: Elements that this run's parameter has
+        """
         found = self.tensors.sizes[name]
         if found != size:
             raise RecipeError(
@@ -224,7 +275,15 @@ class EarlierRun:
     ) -> (
         Callable | None
     ):  # `values` with the checkpoint's tensors in front; None for a loaded model
-        """Frozen parameters take their values from the checkpoint."""
+        """Frozen parameters take their values from the checkpoint.
+
+        Args:
+            model: Not yet given to the engine
+            values: Of `parameter_source`, for a model on meta
+
+        Returns:
+            `values` with the checkpoint's tensors in front; None for a loaded model
+        """
         known = {
             name: (base_name(name), parameter.shape)
             for name, parameter in model.named_parameters()
@@ -278,7 +337,7 @@ class EarlierRun:
             raise RecipeError(
                 f"start_from: {self.path} holds adapters and this run has none in {rest[0]}: "
                 "give the lora_rank and lora_targets of that run, or merge it with "
-                "scripts/merge_lora and give model_path"
+                "sciftune merge_lora and give model_path"
             )
         raise RecipeError(
             f"start_from: {self.path} holds {self.network}/{rest[0]}, for which this run has no "
@@ -289,7 +348,16 @@ class EarlierRun:
 # %% ../../nbs/7_training/09_task.ipynb #3085f205
 @dataclass(frozen=True)
 class Export:
-    """What is to be written of a checkpoint, and where."""
+    """What is to be written of a checkpoint, and where.
+
+    Attributes:
+        checkpoint: A complete checkpoint
+        out: New folder
+        recipe: Of the run that wrote the checkpoint
+        state: or 'ema'
+        dtype: Of weights; adapters are float32
+        pipeline: A whole pipeline; False = the trained component alone
+    """
 
     checkpoint: Path  # A complete checkpoint
     out: Path  # New folder
@@ -312,7 +380,11 @@ class Export:
         self,
         components: tuple | None = None,  # Sub-folders that must be there; None = the denoiser's
     ) -> Path:
-        """The folder that was trained from. Raises ValueError after training random weights."""
+        """The folder that was trained from. Raises ValueError after training random weights.
+
+        Args:
+            components: Sub-folders that must be there; None = the denoiser's
+        """
         base = weights_path(self.recipe, self.family)
         if base is None:
             raise ValueError(
@@ -337,6 +409,14 @@ def export_trained(
     """Write adapters where the run trained adapters, else a pipeline or its trained component.
 
     Raises ValueError like `export_component`.
+
+    Args:
+        network: Name of the trained network in the checkpoint
+        earlier: See `Export.earlier`
+        scheduler: In the place of the base's
+
+    Returns:
+        What was written, for people
     """
     recipe, family, base, out = export.recipe, export.family, export.base(), export.out
     if recipe.lora_rank:
@@ -363,7 +443,23 @@ def export_trained(
 
 # %% ../../nbs/7_training/09_task.ipynb #650aceca
 class Task:
-    """What the trainer asks of an objective."""
+    """What the trainer asks of an objective.
+
+    Args:
+        plan: `Plan()` = there is none
+        say: (text): progress for people; rank 0 only
+        heartbeat: (stage, step, note): what this rank is doing
+
+    Attributes:
+        networks: Trained networks by name
+        fingerprint: Of the data; a resume with other data is refused
+        rejected: Rows of the data that were set aside
+        samples: To train on, held out; None = not counted
+        keep: Whether the trained weights are worth a last checkpoint and an export
+        done: Optimizer steps taken, set by the trainer; batches are asked for further ahead
+        averaged: Networks that ema_decay is for; () = all
+        optional_parts: Prefixes of parameters that `start_from` may lack or have unused
+    """
 
     networks: dict[str, Network]  # Trained networks by name
     fingerprint: str = ""  # Of the data; a resume with other data is refused
@@ -400,7 +496,14 @@ class Task:
         recipe: Recipe = None,  # With its own optimizer fields, where networks differ
         replace_frozen: bool = True,  # Whether frozen parameters take the earlier values, too
     ) -> Network:
-        """Give a module to the engine, with the weights of `start_from`. All ranks call it."""
+        """Give a module to the engine, with the weights of `start_from`. All ranks call it.
+
+        Args:
+            name: Of the network in checkpoints and metrics
+            values: Of `parameter_source`
+            recipe: With its own optimizer fields, where networks differ
+            replace_frozen: Whether frozen parameters take the earlier values, too
+        """
         recipe = recipe or self.recipe
         if not recipe.start_from:
             return self.engine.network(model, name, values, recipe)
@@ -432,7 +535,11 @@ class Task:
         cls,
         recipe: Recipe,
     ) -> str | None:  # None = only a run can tell
-        """What `fingerprint` of a run would be, of the data as they are now."""
+        """What `fingerprint` of a run would be, of the data as they are now.
+
+        Returns:
+            None = only a run can tell
+        """
         return None
 
     @classmethod
@@ -440,7 +547,11 @@ class Task:
         cls,
         recipe: Recipe,
     ) -> "GlobalOrder | BucketOrder | Mixture":  # noqa: F821 With `steps(epochs)`
-        """The order in which a run draws its samples, of the data alone; see `num_train_epochs`."""
+        """The order in which a run draws its samples, of the data alone; see `num_train_epochs`.
+
+        Returns:
+            With `steps(epochs)`
+        """
         raise ValueError(f"num_train_epochs: objective '{recipe.objective}' has no epochs")
 
     def steps_of(self, epochs: float) -> int:
@@ -479,7 +590,11 @@ class Task:
         cls,
         export: Export,
     ) -> str:  # What was written, for people; '' = this objective writes nothing
-        """Write what a checkpoint trained. Needs the recipe alone: no engine, no networks."""
+        """Write what a checkpoint trained. Needs the recipe alone: no engine, no networks.
+
+        Returns:
+            What was written, for people; '' = this objective writes nothing
+        """
         return ""
 
     def export(
@@ -487,7 +602,11 @@ class Task:
         checkpoint: Path,
         state: str,  # 'weight' or 'ema'
     ):
-        """Write `run_dir.model` with its card; rank 0 alone."""
+        """Write `run_dir.model` with its card; rank 0 alone.
+
+        Args:
+            state: 'weight' or 'ema'
+        """
         written = self.write_model(Export(checkpoint, self.run_dir.model, self.recipe, state))
         if written:
             write_model_card(self.run_dir, self.recipe, self.run_dir.model)
@@ -498,5 +617,9 @@ class Task:
 def get_task(
     objective: str,  # Recipe.objective
 ) -> type[Task]:
-    """The task class that an objective's record names. Raises RegistryError without a record."""
+    """The task class that an objective's record names. Raises RegistryError without a record.
+
+    Args:
+        objective: Recipe.objective
+    """
     return import_class(find_record("objectives", objective).task)

@@ -30,12 +30,20 @@ class Timeline:
         self,
         stage: str,  # What happens from now on
     ) -> None:
-        """End the stage before; entering the same stage again changes nothing."""
+        """End the stage before; entering the same stage again changes nothing.
+
+        Args:
+            stage: What happens from now on
+        """
         if stage != self.marks[-1][0]:
             self.marks.append((stage, time.time()))
 
     def row(self) -> dict[str, float]:  # Stage -> seconds, in the order of first entry
-        """What the stages took; the last one ends now."""
+        """What the stages took; the last one ends now.
+
+        Returns:
+            Stage -> seconds, in the order of first entry
+        """
         begins = [begin for _, begin in self.marks]
         ends = [*begins[1:], time.time()]
         seconds = {}
@@ -48,7 +56,11 @@ class Timeline:
 def launch_summary(
     seconds: dict[str, float],  # Of `Timeline.row`
 ) -> str:
-    """The stages in one line; those under a twentieth of a second are left out."""
+    """The stages in one line; those under a twentieth of a second are left out.
+
+    Args:
+        seconds: Of `Timeline.row`
+    """
     stages = ", ".join(f"{stage} {spent:.1f}" for stage, spent in seconds.items() if spent >= 0.05)
     return f"first step after {sum(seconds.values()):.1f} s: {stages}"
 
@@ -80,7 +92,14 @@ def _ask_for(files: list[Path]) -> None:
 def read_ahead(
     recipe: Path,  # recipe.yaml of the run
 ) -> int:  # Bytes asked for
-    """Begin to bring the weights of a run into the page cache; returns at once."""
+    """Begin to bring the weights of a run into the page cache; returns at once.
+
+    Args:
+        recipe: recipe.yaml of the run
+
+    Returns:
+        Bytes asked for
+    """
     files = _denoiser_files(recipe)
     size = sum(file.stat().st_size for file in files)
     if not size or size > psutil.virtual_memory().available / 2:

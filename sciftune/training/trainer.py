@@ -93,7 +93,11 @@ class StopRequest:
 
 # %% ../../nbs/7_training/14_trainer.ipynb #a4ec3a28
 class SaveRequest:
-    """Whether somebody wants a checkpoint now."""
+    """Whether somebody wants a checkpoint now.
+
+    Args:
+        main: Whether this rank looks for the file
+    """
 
     def __init__(
         self,
@@ -217,12 +221,20 @@ class Run:
         step: int = -1,  # -1 = none
         note: str = "",
     ) -> None:
-        """What this rank does from now on, for the heartbeat and the timeline."""
+        """What this rank does from now on, for the heartbeat and the timeline.
+
+        Args:
+            step: -1 = none
+        """
         self.heartbeat.beat(name, step, note)
         self.timeline.enter(name)
 
     def resume(self) -> int:  # Steps taken; 0 = a new run
-        """Continue from a checkpoint, when asked to and there is one."""
+        """Continue from a checkpoint, when asked to and there is one.
+
+        Returns:
+            Steps taken; 0 = a new run
+        """
         say = self.reporter.say
         path = checkpoint_to_resume(self.engine, self.dir, self.recipe.resume, say, self.stage)
         if path is None:
@@ -252,7 +264,11 @@ class Run:
         self,
         step: int,  # Steps taken
     ) -> None:
-        """The task's validation, with the averaged weights if the recipe says so. All ranks."""
+        """The task's validation, with the averaged weights if the recipe says so. All ranks.
+
+        Args:
+            step: Steps taken
+        """
         self.log(self.deferred.flush())
         began = time.perf_counter()
         with contextlib.ExitStack() as averaged:
@@ -264,6 +280,9 @@ class Run:
         if numbers:
             seconds = time.perf_counter() - began
             self.reporter.validation(dict(step=step) | numbers | dict(validation_time=seconds))
+        if self.recipe.trackers:
+            self.engine.barrier()  # every rank has written its pictures
+            self.reporter.pictures(step)
 
     def checkpoint(
         self,
@@ -273,6 +292,9 @@ class Run:
 
         The rows of its steps are written first: no step is missing from the record of a run that
         goes on from it, and no checkpoint follows a loss that is no number.
+
+        Args:
+            step: Steps taken
         """
         self.log(self.deferred.flush())
         self.saves.clear()
@@ -303,7 +325,14 @@ class Run:
         self,
         rows: list[dict],  # Of `DeferredMetrics`
     ) -> bool:  # Whether a rank was asked to stop; all ranks say the same
-        """Complete and report finished rows. Raises FloatingPointError like `check_finite`."""
+        """Complete and report finished rows. Raises FloatingPointError like `check_finite`.
+
+        Args:
+            rows: Of `DeferredMetrics`
+
+        Returns:
+            Whether a rank was asked to stop; all ranks say the same
+        """
         stop = False
         for row in rows:
             stop |= row.pop("stop") > 0
@@ -342,7 +371,15 @@ def train_step(
     step: int,  # Optimizer steps already taken
     batches: list[dict],  # Micro-batches of this rank
 ) -> dict:  # Scalars on the device: loss, grad_norm, stop, ...
-    """Do all turns of a step."""
+    """Do all turns of a step.
+
+    Args:
+        step: Optimizer steps already taken
+        batches: Micro-batches of this rank
+
+    Returns:
+        Scalars on the device: loss, grad_norm, stop, ...
+    """
     means = dict(loss=torch.zeros((), device=run.engine.device))
     norms = {}
     for turn in run.task.objective.turns(step):
@@ -397,7 +434,14 @@ def train_steps(
     run: Run,
     batches: Callable[[int], list[dict]],  # step -> micro-batches on the device
 ) -> tuple[int, bool]:  # (last step, whether a rank was asked to stop)
-    """The steps of a run, with what belongs between them."""
+    """The steps of a run, with what belongs between them.
+
+    Args:
+        batches: step -> micro-batches on the device
+
+    Returns:
+        (last step, whether a rank was asked to stop)
+    """
     recipe = run.recipe
     step = run.start
     stopped = False
@@ -468,7 +512,12 @@ def finish_run(
     step: int,  # Steps taken
     stopped: bool,  # Whether a rank was asked to stop
 ) -> None:
-    """Last checkpoint, last validation, export."""
+    """Last checkpoint, last validation, export.
+
+    Args:
+        step: Steps taken
+        stopped: Whether a rank was asked to stop
+    """
     recipe = run.recipe
     task = run.task
     if step > run.start and (task.keep or recipe.checkpoint_steps):
@@ -535,7 +584,11 @@ BROKEN = re.compile(r"(closed|reset) by peer|Broken pipe|remote process exited",
 def lost_rank(
     error: BaseException,
 ) -> str:  # '' where the error has another cause
-    """What to do when the connection to another rank broke."""
+    """What to do when the connection to another rank broke.
+
+    Returns:
+        '' where the error has another cause
+    """
     if not isinstance(error, RuntimeError) or not BROKEN.search(str(error)):
         return ""
     return (
@@ -548,7 +601,11 @@ def lost_rank(
 def run_rank(
     arguments: list[str],  # Of the command line: recipe.yaml
 ) -> None:
-    """The entry point of a rank; does not return."""
+    """The entry point of a rank; does not return.
+
+    Args:
+        arguments: Of the command line: recipe.yaml
+    """
     import transformers
 
     transformers.utils.logging.disable_progress_bar()

@@ -28,7 +28,19 @@ def ideal_update(
     epsilon: float,
     decay: float,  # Weight decay
 ) -> Tensor:  # (n,) fp32
-    """What AdamW adds to the weights in exact arithmetic."""
+    """What AdamW adds to the weights in exact arithmetic.
+
+    Args:
+        weight: (n,) fp32, before the step
+        exp_avg: (n,) fp32, after the step
+        exp_avg_sq: (n,) fp32, after the step
+        steps: t: optimizer steps taken, this one included
+        rate: Learning rate of this step
+        decay: Weight decay
+
+    Returns:
+        (n,) fp32
+    """
     mean = exp_avg / (1 - beta1**steps)
     variance = exp_avg_sq / (1 - beta2**steps)
     return -rate * (mean / (variance.sqrt() + epsilon) + decay * weight)
@@ -38,7 +50,11 @@ def ideal_update(
 def block_of(
     name: str,  # Of a parameter
 ) -> str:
-    """The block that a parameter belongs to; its first part when there is no number."""
+    """The block that a parameter belongs to; its first part when there is no number.
+
+    Args:
+        name: Of a parameter
+    """
     numbered = re.match(r"(.*?\.\d+)\.", name)
     return numbered[1] if numbered else name.split(".")[0]
 
@@ -49,7 +65,11 @@ def _by_number(block: str) -> list:
 
 # %% ../../nbs/7_training/03_updates.ipynb #efad557d
 class UpdateMeter:
-    """Measures one optimizer step of a network."""
+    """Measures one optimizer step of a network.
+
+    Args:
+        sample: Weights per parameter and rank
+    """
 
     def __init__(
         self,
@@ -72,7 +92,14 @@ class UpdateMeter:
         self,
         rate: float,  # Learning rate of the step
     ) -> dict:  # changed (0..1), ratio, blocks: {block: {changed, ratio}}
-        """Compare what happened in the step with what AdamW asked for."""
+        """Compare what happened in the step with what AdamW asked for.
+
+        Args:
+            rate: Learning rate of the step
+
+        Returns:
+            changed (0..1), ratio, blocks: {block: {changed, ratio}}
+        """
         device = self.network.engine.device
         sums = torch.zeros(len(self.blocks), 4, device=device, dtype=torch.float64)
         for part, old in zip(self.ranges, self.kept, strict=True):
@@ -128,7 +155,11 @@ def _stored_type(tensor: Tensor) -> str:  # tensor (...) or a quantised state of
 def types_in_use(
     network: Network,
 ) -> dict:  # weights: {type: tensors}, states: {type: tensors}, compute: type
-    """The data types that a network's tensors really have."""
+    """The data types that a network's tensors really have.
+
+    Returns:
+        weights: {type: tensors}, states: {type: tensors}, compute: type
+    """
     states = [
         tensor
         for of_parameter in network.optimizer.state.values()
@@ -146,7 +177,14 @@ def types_in_use(
 def update_warning(
     numbers: dict,  # Of `UpdateMeter.after`
 ) -> str:  # '' when the updates arrive; '' too for NaN, of which the loss says more
-    """What is wrong with the updates, and what helps."""
+    """What is wrong with the updates, and what helps.
+
+    Args:
+        numbers: Of `UpdateMeter.after`
+
+    Returns:
+        '' when the updates arrive; '' too for NaN, of which the loss says more
+    """
     changed = numbers["changed"]
     ratio = numbers["ratio"]
     arrives = changed > 0.5 and 0.9 < ratio < 1.1

@@ -39,7 +39,11 @@ def to_device(
     batch: object,  # Tensors in dicts and lists; anything else stays as it is
     device: torch.device,
 ) -> object:
-    """The same structure on `device`; from pinned memory without waiting."""
+    """The same structure on `device`; from pinned memory without waiting.
+
+    Args:
+        batch: Tensors in dicts and lists; anything else stays as it is
+    """
     if torch.is_tensor(batch):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):
@@ -57,7 +61,16 @@ def rank_batches(
     world_size: int,
     kinds: Sequence = (),  # Of each item: those of a batch are of one kind; () = all are
 ) -> Iterator[tuple[list[int], int]]:  # Numbers of items, how many of the first count
-    """The batches of `rank`: as many as those of every other rank, and of one kind as large."""
+    """The batches of `rank`: as many as those of every other rank, and of one kind as large.
+
+    Args:
+        count: Items of all ranks
+        size: Items per batch
+        kinds: Of each item: those of a batch are of one kind; () = all are
+
+    Returns:
+        Numbers of items, how many of the first count
+    """
     if len(set(kinds)) > 1:
         yield from _batches_of_a_kind(size, rank, world_size, kinds)
         return
@@ -99,7 +112,18 @@ def held_out_sums(
     heartbeat: Callable = lambda *a: None,  # (stage, step)
     kinds: Sequence = (),  # Of each sample, see `rank_batches`
 ) -> list[float] | None:  # K sums, the same on every rank; None when nothing is held out
-    """Sums over the held-out samples of all ranks. All ranks call it."""
+    """Sums over the held-out samples of all ranks. All ranks call it.
+
+    Args:
+        count: Held-out samples
+        measure: (numbers of some samples, how many of them count) -> a row for each (B,K)
+        size: Samples per call
+        heartbeat: (stage, step)
+        kinds: Of each sample, see `rank_batches`
+
+    Returns:
+        K sums, the same on every rank; None when nothing is held out
+    """
     sums = None
     with evaluating(network):
         for number, (items, counted) in enumerate(
@@ -119,7 +143,12 @@ def save_image(
     image: Tensor,  # (3,H,W) in [-1,1]; values outside are clipped
     path: Path,  # A .png file in an existing folder
 ):
-    """Write an image, complete or not there."""
+    """Write an image, complete or not there.
+
+    Args:
+        image: (3,H,W) in [-1,1]; values outside are clipped
+        path: A .png file in an existing folder
+    """
     pixels = ((image.clamp(-1, 1) + 1) * 127.5).round().byte()
     aside = path.with_name(f".{path.name}")
     Image.fromarray(pixels.permute(1, 2, 0).cpu().numpy()).save(aside, format="PNG")
@@ -134,7 +163,13 @@ def write_images(
     folder: Path,  # Where the files go, 00.png and so on
     latents: dict[int, Tensor],  # Number of the image -> latents (1,C,h,w)
 ):
-    """Decode latents and write numbered PNG files."""
+    """Decode latents and write numbered PNG files.
+
+    Args:
+        base: Pipeline folder with the VAE
+        folder: Where the files go, 00.png and so on
+        latents: Number of the image -> latents (1,C,h,w)
+    """
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     vae = family.load_vae(base, dtype, device)
     for number, x in latents.items():
@@ -156,7 +191,14 @@ def sample_prompts(
     heartbeat: Callable = lambda *a: None,  # (stage, step, note)
     at_once: int = 1,  # Most prompts in a batch
 ):
-    """One image per validation prompt, and prompts.json. All ranks call it."""
+    """One image per validation prompt, and prompts.json. All ranks call it.
+
+    Args:
+        folder: Where the images go
+        draw: (numbers of the prompts, noise (B,C,h,w), conditioning) -> latents (B,C,h,w)
+        heartbeat: (stage, step, note)
+        at_once: Most prompts in a batch
+    """
     folder.mkdir(parents=True, exist_ok=True)
     square = (recipe.resolution, recipe.resolution)
     count = len(data.prompts)
@@ -189,7 +231,17 @@ def pipeline_sampler(
     negative: Callable,  # (samples) -> conditioning of so many negative captions
     guidance: float | None = None,  # None = the recipe's validation_guidance, or the folder's own
 ) -> Callable:  # (numbers of the prompts, noise (B,C,h,w), conditioning) -> latents (B,C,h,w)
-    """How the pipeline at `base` draws, with `denoiser` in the place of its own."""
+    """How the pipeline at `base` draws, with `denoiser` in the place of its own.
+
+    Args:
+        denoiser: Network or module
+        base: Pipeline folder
+        negative: (samples) -> conditioning of so many negative captions
+        guidance: None = the recipe's validation_guidance, or the folder's own
+
+    Returns:
+        (numbers of the prompts, noise (B,C,h,w), conditioning) -> latents (B,C,h,w)
+    """
     own = family.sampling(base)
     steps = recipe.validation_sample_steps or own["steps"]
     if guidance is None:
@@ -216,7 +268,12 @@ def sample_images(
     folder: Path,  # validation_images/step_XXXXXX of a run
     heartbeat: Callable = lambda *a: None,  # (stage, step, note)
 ):
-    """Sample the validation prompts as the pipeline does, a micro-batch at once. All ranks join."""
+    """Sample the validation prompts as the pipeline does, a micro-batch at once. All ranks join.
+
+    Args:
+        folder: validation_images/step_XXXXXX of a run
+        heartbeat: (stage, step, note)
+    """
     if not data.prompts:
         return
 

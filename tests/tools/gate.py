@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from docstrings import documented, hand_written
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "sciftune"
 FLOORS = [
@@ -108,7 +110,10 @@ def links_from_root(text: str) -> str:
 
 
 def tidy_modules(root: Path) -> None:
-    """Format the generated modules: nbdev writes long lists of names and long first lines."""
+    """Format the generated modules: nbdev writes long lists of names and long first lines.
+
+    What comments say of parameters is written into the docstrings, where `help()` finds it.
+    """
     for path in (root / "sciftune").rglob("*.py"):
         if path.name in ("__init__.py", "_modidx.py"):
             continue
@@ -118,6 +123,9 @@ def tidy_modules(root: Path) -> None:
             path.write_text(textwrap.fill(head, LONGEST_LINE - 3) + newline + rest)
     style = ["--isolated", "--line-length", str(LONGEST_LINE), "--target-version", "py311"]
     ruff("format", "--quiet", *style, "--exclude", "_modidx.py", "sciftune", cwd=root)
+    for path in (root / "sciftune").rglob("*.py"):
+        if path.name not in ("__init__.py", "_modidx.py"):
+            path.write_text(documented(path.read_text()))
 
 
 def sync(root: Path) -> None:
@@ -192,7 +200,7 @@ class Module:
     def __post_init__(self):
         self.name = str(self.path.relative_to(PACKAGE))
         self.floor = self.path.relative_to(PACKAGE).parts[0]
-        self.text = self.path.read_text()
+        self.text = hand_written(self.path.read_text())  # as its notebook has it
         self.tree = ast.parse(self.text)
 
     def exported(self) -> list[str]:
@@ -366,6 +374,15 @@ def launch_notebook() -> Iterator[str]:
         yield "nbs/launch.ipynb is kept without outputs"
 
 
+def notebooks_to_run() -> Iterator[str]:
+    """Notebooks that begin with annotated values: each is a command of its name."""
+    for path in sorted((ROOT / "nbs").glob("*.ipynb")):
+        cells = json.loads(path.read_text())["cells"]
+        code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+        if code and re.match(r"\w+: \w+ = ", code[0]) and not has_parameters(path):
+            yield f"nbs/{path.name}: its first code cell needs the tag 'parameters'"
+
+
 def noisy_outputs() -> Iterator[str]:
     """Stored outputs are for readers: warnings of libraries name the paths of one machine."""
     for path in notebooks():
@@ -444,6 +461,7 @@ CHECKS = [
     long_readme,
     doubled_numbers,
     launch_notebook,
+    notebooks_to_run,
     noisy_outputs,
     heavy,
     unformatted,

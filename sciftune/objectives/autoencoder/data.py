@@ -16,7 +16,13 @@ from ...data.images import pixels
 
 # %% ../../../nbs/8_objectives/autoencoder/03_data.ipynb #af2b1bfc
 class PictureCache:
-    """Pictures of a collection as squares of uint8, kept while there is room."""
+    """Pictures of a collection as squares of uint8, kept while there is room.
+
+    Args:
+        collection: See `data.sources`
+        side: Pixels
+        room: Bytes
+    """
 
     def __init__(
         self,
@@ -30,7 +36,11 @@ class PictureCache:
         self.kept = {}
 
     def __getitem__(self, i: int) -> Tensor:  # (3,side,side) in [-1,1]
-        """The picture number `i`."""
+        """The picture number `i`.
+
+        Returns:
+            (3,side,side) in [-1,1]
+        """
         picture = self.kept.get(i)
         if picture is None:
             array = pixels(self.collection[i].image, self.side, self.side)
@@ -43,7 +53,13 @@ class PictureCache:
 
 # %% ../../../nbs/8_objectives/autoencoder/03_data.ipynb #852fbb1c
 class PictureBatches:
-    """Micro-batches of pictures and posterior noise, as a function of the step."""
+    """Micro-batches of pictures and posterior noise, as a function of the step.
+
+    Args:
+        train: Numbers of the training pictures
+        channels: Of the latents
+        world: Processes
+    """
 
     def __init__(
         self,
@@ -72,7 +88,14 @@ class PictureBatches:
         self,
         items: list[tuple],  # (number of the picture, epoch)
     ) -> dict:  # pixels (B,3,side,side), noise (B,C,side/8,side/8)
-        """A micro-batch of some pictures."""
+        """A micro-batch of some pictures.
+
+        Args:
+            items: (number of the picture, epoch)
+
+        Returns:
+            pixels (B,3,side,side), noise (B,C,side/8,side/8)
+        """
         side = self.recipe.resolution // 8
         noise = []
         for i, epoch in items:

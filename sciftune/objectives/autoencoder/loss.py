@@ -30,7 +30,14 @@ from ...training.task import Turn
 def edge_map(
     x: Tensor,  # Pictures (B,3,H,W) in [-1,1]
 ) -> Tensor:  # (B,1,H,W) in [0,1]
-    """How steep a picture is at a pixel or beside it."""
+    """How steep a picture is at a pixel or beside it.
+
+    Args:
+        x: Pictures (B,3,H,W) in [-1,1]
+
+    Returns:
+        (B,1,H,W) in [0,1]
+    """
     dx = F.pad(x.diff(dim=3).abs(), (0, 1))
     dy = F.pad(x.diff(dim=2).abs(), (0, 0, 0, 1))
     return F.max_pool2d((dx + dy).amax(1, keepdim=True).clamp(max=1), 3, 1, 1)
@@ -40,7 +47,14 @@ def edge_map(
 def charbonnier(
     d: Tensor,  # Differences (...)
 ) -> Tensor:  # (...)
-    """Absolute value, rounded at 0: sqrt(d² + 1e-6) - 1e-3."""
+    """Absolute value, rounded at 0: sqrt(d² + 1e-6) - 1e-3.
+
+    Args:
+        d: Differences (...)
+
+    Returns:
+        (...)
+    """
     return (d * d + 1e-6).sqrt() - 1e-3
 
 
@@ -50,7 +64,16 @@ def reconstruction_loss(
     target: Tensor,  # Pictures (B,3,H,W) in [-1,1]
     edge_weight: float,  # How much more a pixel at an edge counts
 ) -> Tensor:  # Scalar
-    """Charbonnier error weighted by edges, that of slopes, and the error of coarser pictures."""
+    """Charbonnier error weighted by edges, that of slopes, and the error of coarser pictures.
+
+    Args:
+        made: Reconstructions (B,3,H,W)
+        target: Pictures (B,3,H,W) in [-1,1]
+        edge_weight: How much more a pixel at an edge counts
+
+    Returns:
+        Scalar
+    """
     made, target = made.float(), target.float()
     d = made - target
     w = 1 + edge_weight * edge_map(target)
@@ -64,7 +87,15 @@ def kl_divergence(
     mean: Tensor,  # Of the posterior (B,C,h,w)
     logvar: Tensor,  # Logarithm of its variance (B,C,h,w)
 ) -> Tensor:  # Scalar, per latent number
-    """Kullback-Leibler divergence of the posterior from a standard normal."""
+    """Kullback-Leibler divergence of the posterior from a standard normal.
+
+    Args:
+        mean: Of the posterior (B,C,h,w)
+        logvar: Logarithm of its variance (B,C,h,w)
+
+    Returns:
+        Scalar, per latent number
+    """
     return 0.5 * (mean.float().square() + logvar.float().exp() - 1 - logvar.float()).mean()
 
 
@@ -74,7 +105,16 @@ def flat_convolution(
     x: Tensor,  # One frame (B,C,1,H,W)
     cache_x: object = None,  # Earlier frames; a picture has none
 ) -> Tensor:  # (B,C',1,H',W')
-    """A causal 3D convolution of one frame as a 2D one."""
+    """A causal 3D convolution of one frame as a 2D one.
+
+    Args:
+        conv: QwenImageCausalConv3d
+        x: One frame (B,C,1,H,W)
+        cache_x: Earlier frames; a picture has none
+
+    Returns:
+        (B,C',1,H',W')
+    """
     w, _, h, *_ = conv._padding  # left, right, top, bottom, ...
     kernel = conv.weight[:, :, -1]
     made = F.conv2d(x[:, :, 0], kernel, conv.bias, conv.stride[1:], (h, w))
@@ -83,7 +123,11 @@ def flat_convolution(
 
 # %% ../../../nbs/8_objectives/autoencoder/02_loss.ipynb #21b27cbb
 class Coder(nn.Module):
-    """Encoder, posterior and decoder of a VAE for pictures."""
+    """Encoder, posterior and decoder of a VAE for pictures.
+
+    Args:
+        vae: AutoencoderKLQwenImage or AutoencoderKLFlux2
+    """
 
     def __init__(
         self,
@@ -107,7 +151,14 @@ class Coder(nn.Module):
         self,
         x: Tensor,  # Pictures (B,3,H,W) in [-1,1]
     ) -> tuple[Tensor, Tensor]:  # Both (B,C,h,w)
-        """Mean and logarithm of the variance of the posterior of pictures."""
+        """Mean and logarithm of the variance of the posterior of pictures.
+
+        Args:
+            x: Pictures (B,3,H,W) in [-1,1]
+
+        Returns:
+            Both (B,C,h,w)
+        """
         if self.frames:
             found = self.vae.quant_conv(self.vae.encoder(x[:, :, None]))[:, :, 0]
         else:
@@ -119,7 +170,14 @@ class Coder(nn.Module):
         self,
         z: Tensor,  # Latents (B,C,h,w)
     ) -> Tensor:  # Pictures (B,3,H,W)
-        """Pictures of latents."""
+        """Pictures of latents.
+
+        Args:
+            z: Latents (B,C,h,w)
+
+        Returns:
+            Pictures (B,3,H,W)
+        """
         if not self.frames:
             return self.vae.decoder(self.vae.post_quant_conv(z))
         return self.vae.decoder(self.vae.post_quant_conv(z[:, :, None]))[:, :, 0]
@@ -129,7 +187,15 @@ class Coder(nn.Module):
         x: Tensor,  # Pictures (B,3,H,W) in [-1,1]
         noise: Tensor,  # Of the posterior (B,C,h,w), or a zero ()
     ) -> tuple:  # Reconstructions (B,3,H,W), mean and logvar (B,C,h,w)
-        """Encode, draw from the posterior, decode."""
+        """Encode, draw from the posterior, decode.
+
+        Args:
+            x: Pictures (B,3,H,W) in [-1,1]
+            noise: Of the posterior (B,C,h,w), or a zero ()
+
+        Returns:
+            Reconstructions (B,3,H,W), mean and logvar (B,C,h,w)
+        """
         mean, logvar = self.moments(x)
         z = mean + (0.5 * logvar).exp() * noise
         return self.decode(z.to(mean.dtype)), mean, logvar

@@ -39,7 +39,14 @@ def write_statistics(
     coder: Coder,
     batches: Iterable[Tensor],  # Pictures (B,3,H,W)
 ) -> int:  # Pictures that were measured
-    """Set the latent statistics of a VAE."""
+    """Set the latent statistics of a VAE.
+
+    Args:
+        batches: Pictures (B,3,H,W)
+
+    Returns:
+        Pictures that were measured
+    """
     total = square = 0
     count = seen = 0
     for x in batches:
@@ -66,7 +73,14 @@ def pipeline_with_vae(
     out: Path,  # New pipeline folder
     dtype: torch.dtype = torch.bfloat16,  # Of the VAE
 ) -> Path:
-    """A pipeline folder that differs from `base` in its VAE, complete or not there."""
+    """A pipeline folder that differs from `base` in its VAE, complete or not there.
+
+    Args:
+        base: Pipeline folder
+        vae: Its new VAE
+        out: New pipeline folder
+        dtype: Of the VAE
+    """
     base, out = Path(base), Path(out)
     with replaced_folder(out) as aside:
         for file in sorted(f for f in base.rglob("*") if f.is_file()):
@@ -83,7 +97,11 @@ def pipeline_with_vae(
 def trained_vae(
     export: Export,
 ) -> nn.Module:  # fp32, on the CPU
-    """The base's VAE with the weights of a checkpoint. Raises ValueError where it has none."""
+    """The base's VAE with the weights of a checkpoint. Raises ValueError where it has none.
+
+    Returns:
+        fp32, on the CPU
+    """
     trained = trained_tensors(export.checkpoint, "autoencoder", export.state)
     vae = export.family.load_vae(export.base(("vae",)))
     parameters = dict(vae.named_parameters())
@@ -99,7 +117,16 @@ def training_pictures(
     size: int,  # Pictures at a time
     device: str = "cpu",  # Where they go
 ) -> Iterator[Tensor]:  # (size,3,H,W) each
-    """The first pictures of the training set."""
+    """The first pictures of the training set.
+
+    Args:
+        count: At most
+        size: Pictures at a time
+        device: Where they go
+
+    Returns:
+        (size,3,H,W) each
+    """
     collection, train, _ = open_with_held_out(recipe)
     pictures = PictureCache(collection, recipe.resolution, room=0)
     for start in range(0, min(count, len(train)), size):

@@ -52,7 +52,12 @@ from sciftune.training.encoding import (
 # %% ../../../nbs/8_objectives/dmd/03_data.ipynb #988ab0ed
 @dataclass
 class DistillationData(CachedData):
-    """`train` holds the captions to distil with, `real` the samples that have latents."""
+    """`train` holds the captions to distil with, `real` the samples that have latents.
+
+    Attributes:
+        real: CachedSample with an image
+        live: The caption keys of `train` and `real` are the texts themselves
+    """
 
     real: list = field(default_factory=list)  # CachedSample with an image
     live: bool = False  # The caption keys of `train` and `real` are the texts themselves
@@ -76,7 +81,11 @@ def real_samples(
     jobs: EncodingJobs,
     tensors: TensorCache,
 ) -> tuple[list, str]:  # (id, image key or '', captions) per sample; fingerprint
-    """Samples of `recipe.data`; images are listed in `jobs` where latents are needed."""
+    """Samples of `recipe.data`; images are listed in `jobs` where latents are needed.
+
+    Returns:
+        (id, image key or '', captions) per sample; fingerprint
+    """
     if is_lmdb(recipe.data):
         shape = family.latent_shape(recipe.resolution, recipe.resolution)
         folder = cache_root(recipe.run_root) / "lmdb"
@@ -99,7 +108,16 @@ def validation_texts(
     jobs: EncodingJobs,
     held: list[str],  # Captions of `validation_data`
 ) -> list[str]:  # `validation_images` of them
-    """The captions of the validation images."""
+    """The captions of the validation images.
+
+    Args:
+        texts: Captions of `prompts`
+        real: Samples of the collection
+        held: Captions of `validation_data`
+
+    Returns:
+        `validation_images` of them
+    """
     count = recipe.validation_images
     chosen = list(recipe.validation_prompts) or held or texts
     if not chosen:
@@ -112,7 +130,11 @@ def validation_texts(
 def open_held_out_pictures(
     recipe: Recipe,
 ) -> Collection | None:  # None where there are captions alone
-    """`validation_data` as a collection. Raises RecipeError for captions where images are read."""
+    """`validation_data` as a collection. Raises RecipeError for captions where images are read.
+
+    Returns:
+        None where there are captions alone
+    """
     path = recipe.validation_data
     if not path:
         return None
@@ -135,7 +157,15 @@ def held_out_samples(
     jobs: EncodingJobs,  # Of the collection in `validation_data`, if it is one
     key: Callable,  # Caption -> its cache key
 ) -> tuple[list[CachedSample], list[str]]:  # Samples, and a caption of each
-    """The held-out captions, with the images that are encoded for them."""
+    """The held-out captions, with the images that are encoded for them.
+
+    Args:
+        jobs: Of the collection in `validation_data`, if it is one
+        key: Caption -> its cache key
+
+    Returns:
+        Samples, and a caption of each
+    """
     if not recipe.validation_data:
         return [], []
     collection, images = jobs.collection, {}
@@ -159,7 +189,14 @@ def open_sources(
     recipe: Recipe,
     quarantine: Path | None = None,  # File for the rows that are set aside; None = not written
 ) -> tuple[list[str], str, Collection | None]:  # Captions, their fingerprint, images or None
-    """The captions of `prompts`, and the collection where images or its captions are read."""
+    """The captions of `prompts`, and the collection where images or its captions are read.
+
+    Args:
+        quarantine: File for the rows that are set aside; None = not written
+
+    Returns:
+        Captions, their fingerprint, images or None
+    """
     texts, fingerprint = read_captions(recipe.prompts) if recipe.prompts else ([], "")
     if is_lmdb(recipe.data) or (texts and not needs_latents(recipe)):
         return texts, fingerprint, None
@@ -176,7 +213,15 @@ def joined_fingerprint(
     images: str,  # Of the collection or LMDB; '' = none is read
     captions: str,  # Of `prompts`; '' = there are none
 ) -> str:  # Hex
-    """One fingerprint of both."""
+    """One fingerprint of both.
+
+    Args:
+        images: Of the collection or LMDB; '' = none is read
+        captions: Of `prompts`; '' = there are none
+
+    Returns:
+        Hex
+    """
     return hashlib.sha256(f"{images}|{captions}".encode()).hexdigest()
 
 
@@ -184,7 +229,11 @@ def data_now(
     recipe: Recipe,
     family: Family,
 ) -> tuple[int, str]:  # Captions that are gone through in an epoch; fingerprint
-    """What a run would find, without encoding anything; an LMDB is imported once."""
+    """What a run would find, without encoding anything; an LMDB is imported once.
+
+    Returns:
+        Captions that are gone through in an epoch; fingerprint
+    """
     if recipe.model_path == "random":
         return len(_random_data(recipe, family).train), "random"
     texts, captions, collection = open_sources(recipe)
@@ -222,7 +271,12 @@ def cache_distillation_data(
     say: Callable = print,  # Progress
     heartbeat: Callable = lambda *a: None,  # (stage, step, note)
 ) -> DistillationData:
-    """Open the data, encode what is not cached yet, unload the encoders. All ranks call it."""
+    """Open the data, encode what is not cached yet, unload the encoders. All ranks call it.
+
+    Args:
+        say: Progress
+        heartbeat: (stage, step, note)
+    """
     heartbeat("data")
     if recipe.model_path == "random":
         return _random_data(recipe, family)
@@ -266,7 +320,12 @@ def cache_distillation_data(
 
 # %% ../../../nbs/8_objectives/dmd/03_data.ipynb #b0c64d5b
 class DistillationBatches:
-    """Micro-batches of this rank, as a function of the step."""
+    """Micro-batches of this rank, as a function of the step.
+
+    Args:
+        world: Processes
+        device: Where random numbers go
+    """
 
     def __init__(
         self,
@@ -307,7 +366,11 @@ class DistillationBatches:
         samples: list[CachedSample],
         step: int,
     ) -> list[list[tuple]]:  # (sample, epoch) of each, by micro-batch
-        """This rank's samples of a step."""
+        """This rank's samples of a step.
+
+        Returns:
+            (sample, epoch) of each, by micro-batch
+        """
         pieces = share(order.batch(step), self.rank, self.world, self.recipe.micro_batch)
         return [[(samples[i], epoch) for _, (epoch, i) in piece] for piece in pieces]
 
@@ -317,7 +380,15 @@ class DistillationBatches:
         items: list[tuple],  # (sample, epoch) of the captions
         real: list[tuple] | None = None,  # (sample, epoch) of real latents
     ) -> dict:  # shape, conditioning, random; latents (B,C,h,w); real_latents, real_conditioning
-        """A micro-batch, see `objectives.dmd.loss.DMD2`."""
+        """A micro-batch, see `objectives.dmd.loss.DMD2`.
+
+        Args:
+            items: (sample, epoch) of the captions
+            real: (sample, epoch) of real latents
+
+        Returns:
+            shape, conditioning, random; latents (B,C,h,w); real_latents, real_conditioning
+        """
         keys = [(sample.id, epoch) for sample, epoch in items]
         batch = dict(
             shape=(len(items), *self.shape),
@@ -345,7 +416,14 @@ class DistillationBatches:
         self,
         items: list[tuple],  # (sample, epoch)
     ) -> Tensor:  # (B,C,h,w) fp32
-        """Latents of real images, drawn from the autoencoder's posterior."""
+        """Latents of real images, drawn from the autoencoder's posterior.
+
+        Args:
+            items: (sample, epoch)
+
+        Returns:
+            (B,C,h,w) fp32
+        """
         rows = []
         for sample, epoch in items:
             generator = stream(self.recipe.seed, "posterior", sample.id, epoch)

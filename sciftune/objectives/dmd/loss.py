@@ -72,7 +72,14 @@ class RandomSource(Protocol):
 
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #af915296
 class KeyedRandomSource:
-    """Random numbers that depend on the seed, the role, the sample and its epoch alone."""
+    """Random numbers that depend on the seed, the role, the sample and its epoch alone.
+
+    Args:
+        seed: The recipe's
+        step: Iteration, for what all samples share
+        samples: One key per sample of this micro-batch, e.g. (id, epoch)
+        device: Where the tensors go; they are always drawn on the CPU
+    """
 
     def __init__(
         self,
@@ -134,7 +141,11 @@ class GeneratorRandomSource:
 
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #54f496cf
 class RecordedRandomSource:
-    """Random numbers that were recorded."""
+    """Random numbers that were recorded.
+
+    Args:
+        tensors: In order, or by role
+    """
 
     def __init__(
         self,
@@ -177,7 +188,15 @@ def mean_difference(
     x: Tensor,  # Generated images (B,...)
     target: Tensor,  # Other images (B,...)
 ) -> Tensor:  # (B,1,...)
-    """Mean absolute difference per sample."""
+    """Mean absolute difference per sample.
+
+    Args:
+        x: Generated images (B,...)
+        target: Other images (B,...)
+
+    Returns:
+        (B,1,...)
+    """
     return (x - target).abs().flatten(1).mean(1).view(-1, *[1] * (x.ndim - 1))
 
 
@@ -187,7 +206,16 @@ def dm_gradient(
     real: Tensor,  # What the teacher makes of noised `x` (B,...)
     fake: Tensor,  # What the critic makes of it (B,...)
 ) -> Tensor:  # (B,...) points away from the teacher
-    """The normalised distribution-matching gradient (fake - real) / mean|x - real|."""
+    """The normalised distribution-matching gradient (fake - real) / mean|x - real|.
+
+    Args:
+        x: Generated images (B,...)
+        real: What the teacher makes of noised `x` (B,...)
+        fake: What the critic makes of it (B,...)
+
+    Returns:
+        (B,...) points away from the teacher
+    """
     return ((fake - real) / mean_difference(x, real)).nan_to_num()
 
 
@@ -197,7 +225,16 @@ def surrogate_loss(
     gradient: Tensor,  # The gradient that is wanted (B,...)
     factor: float = 0.5,  # 0.5: the loss's gradient is `gradient`/numel
 ) -> Tensor:  # Scalar, fp32
-    """A loss whose gradient with respect to `x` is 2 `factor` `gradient`/numel."""
+    """A loss whose gradient with respect to `x` is 2 `factor` `gradient`/numel.
+
+    Args:
+        x: Generated images (B,...), with their graph
+        gradient: The gradient that is wanted (B,...)
+        factor: 0.5: the loss's gradient is `gradient`/numel
+
+    Returns:
+        Scalar, fp32
+    """
     x = x.float()
     return factor * (x - (x - gradient).detach().float()).square().mean()
 
@@ -208,7 +245,16 @@ def classifier_free_guidance(
     cond: Tensor,  # Conditional prediction (B,...)
     scale: float,  # s; 1 = conditional only
 ) -> Tensor:  # (B,...)
-    """Classifier-free guidance: uncond + scale*(cond - uncond)."""
+    """Classifier-free guidance: uncond + scale*(cond - uncond).
+
+    Args:
+        uncond: Unconditional prediction (B,...)
+        cond: Conditional prediction (B,...)
+        scale: s; 1 = conditional only
+
+    Returns:
+        (B,...)
+    """
     return uncond + scale * (cond - uncond)
 
 
@@ -217,7 +263,15 @@ def join_conditioning(
     first: Tensor | dict | None,  # Tensor (B,...), dict of conditionings, or None
     second: Tensor | dict | None,  # Same kind
 ) -> Tensor | dict | None:  # Same kind, both batches
-    """One conditioning followed by the other. Raises ValueError when they are not of one kind."""
+    """One conditioning followed by the other. Raises ValueError when they are not of one kind.
+
+    Args:
+        first: Tensor (B,...), dict of conditionings, or None
+        second: Same kind
+
+    Returns:
+        Same kind, both batches
+    """
     if first is None and second is None:
         return None
     if isinstance(first, Tensor) and isinstance(second, Tensor):
@@ -233,7 +287,15 @@ def repeat_conditioning(
     conditioning: Tensor | dict | None,  # Of one sample, or of `batch`
     batch: int,  # Samples wanted
 ) -> Tensor | dict | None:  # Same kind, without a copy
-    """One conditioning for all samples."""
+    """One conditioning for all samples.
+
+    Args:
+        conditioning: Of one sample, or of `batch`
+        batch: Samples wanted
+
+    Returns:
+        Same kind, without a copy
+    """
     if isinstance(conditioning, dict):
         return {k: repeat_conditioning(v, batch) for k, v in conditioning.items()}
     if conditioning is None:
@@ -255,7 +317,20 @@ def decoupled_gradients(
     normaliser: str = "shared_cfg",
     dm_uncond: Tensor | None = None,  # Teacher at DM's level, unconditional (B,...): for shared_cfg
 ) -> tuple[Tensor, Tensor]:  # CA's and DM's gradient (B,...)
-    """The two halves of the guided gradient. Raises ValueError for an unknown normaliser."""
+    """The two halves of the guided gradient. Raises ValueError for an unknown normaliser.
+
+    Args:
+        x: Generated images (B,...)
+        ca_cond: Teacher at CA's level, conditional (B,...)
+        ca_uncond: Teacher at CA's level, unconditional (B,...)
+        dm_cond: Teacher at DM's level, conditional (B,...)
+        dm_fake: Critic at DM's level (B,...)
+        scale: Guidance s of the teacher
+        dm_uncond: Teacher at DM's level, unconditional (B,...): for shared_cfg
+
+    Returns:
+        CA's and DM's gradient (B,...)
+    """
     if normaliser not in NORMALISERS:
         raise ValueError(f"normaliser {normaliser!r}: choose from {', '.join(NORMALISERS)}")
     ca = -(scale - 1) * (ca_cond - ca_uncond)
@@ -277,7 +352,17 @@ def discriminator_head(
     groups: int = 32,  # Of the group norms
     seed: int = 0,  # Same weights on every rank without a broadcast
 ) -> nn.Sequential:  # (B,channels,size,size) -> (B,1,1,1)
-    """The discriminator's head. Raises ValueError for a size that cannot be halved to 4."""
+    """The discriminator's head. Raises ValueError for a size that cannot be halved to 4.
+
+    Args:
+        channels: Of the features (1280 for SD 1.5 and XL)
+        size: Side of the features, a power of two >= 4 (SD 1.5 at 512²: 8, XL at 1024²: 32)
+        groups: Of the group norms
+        seed: Same weights on every rank without a broadcast
+
+    Returns:
+        (B,channels,size,size) -> (B,1,1,1)
+    """
     if size < 4 or size & (size - 1):
         raise ValueError(
             f"features of {size}x{size}: the head needs a power of two of at least 4; "
@@ -300,7 +385,14 @@ def discriminator_head(
 
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #97635f94
 class Critic(nn.Module):
-    """Fake score and optional discriminator in one module: the unit that an engine wraps."""
+    """Fake score and optional discriminator in one module: the unit that an engine wraps.
+
+    Args:
+        denoiser: The trainable copy of the teacher
+        predict: (denoiser, x, t, conditioning) -> noise or velocity
+        head: Features -> one logit per sample
+        features: (denoiser, x, t, conditioning) -> features for `head`
+    """
 
     def __init__(
         self,
@@ -322,7 +414,15 @@ class Critic(nn.Module):
         denoise: tuple | None = None,  # (x (B,...), t (B,), conditioning) to denoise
         discriminate: tuple | None = None,  # (x (B,...), t (B,), conditioning) to call real or fake
     ) -> tuple:  # Noise or velocity (B,...) or None, logits (B,) fp32 or None
-        """Denoise one batch, give logits for another, or both."""
+        """Denoise one batch, give logits for another, or both.
+
+        Args:
+            denoise: (x (B,...), t (B,), conditioning) to denoise
+            discriminate: (x (B,...), t (B,), conditioning) to call real or fake
+
+        Returns:
+            Noise or velocity (B,...) or None, logits (B,) fp32 or None
+        """
         eps = None if denoise is None else self.predict(self.denoiser, *denoise)
         if discriminate is None:
             return eps, None
@@ -336,7 +436,14 @@ class Critic(nn.Module):
 def gan_generator_loss(
     fake: Tensor,  # Logits of generated images (B,)
 ) -> Tensor:  # Scalar, fp32
-    """Low where generated images are called real."""
+    """Low where generated images are called real.
+
+    Args:
+        fake: Logits of generated images (B,)
+
+    Returns:
+        Scalar, fp32
+    """
     return F.softplus(-fake.float()).mean()
 
 
@@ -345,7 +452,15 @@ def gan_discriminator_loss(
     fake: Tensor,  # Logits of generated images (B,)
     real: Tensor,  # Logits of real latents (B,)
 ) -> Tensor:  # Scalar, fp32
-    """Low where the two are told apart."""
+    """Low where the two are told apart.
+
+    Args:
+        fake: Logits of generated images (B,)
+        real: Logits of real latents (B,)
+
+    Returns:
+        Scalar, fp32
+    """
     return F.softplus(fake.float()).mean() + F.softplus(-real.float()).mean()
 
 
@@ -354,7 +469,15 @@ def denoising_steps(
     k: int,  # Steps of the generator
     total: int = STEPS,  # `denoising_timestep`
 ) -> list[int]:  # Descending
-    """Timesteps of a `k`-step generator. Raises ValueError unless `k` divides `total`."""
+    """Timesteps of a `k`-step generator. Raises ValueError unless `k` divides `total`.
+
+    Args:
+        k: Steps of the generator
+        total: `denoising_timestep`
+
+    Returns:
+        Descending
+    """
     if k < 1 or total % k:
         raise ValueError(
             f"{k} generator steps do not divide {total} timesteps evenly; 1, 2, 4, 5 or 8 do"
@@ -371,7 +494,19 @@ def run_generator(
     fresh: Callable,  # (i) -> noise (B,...) after step i
     schedule: NoiseSchedule,  # Of the teacher
 ) -> Tensor:  # Clean images (B,...) after `k` steps (`noise` itself when k = 0)
-    """Run `k` steps of the generator: predict the clean image, noise it to the next timestep."""
+    """Run `k` steps of the generator: predict the clean image, noise it to the next timestep.
+
+    Args:
+        predict: (x, t) -> noise or velocity
+        noise: Where to start (B,...)
+        timesteps: From `denoising_steps`
+        k: Steps to run; all of them = sampling
+        fresh: (i) -> noise (B,...) after step i
+        schedule: Of the teacher
+
+    Returns:
+        Clean images (B,...) after `k` steps (`noise` itself when k = 0)
+    """
     z = x = noise
     for i, step in enumerate(timesteps[:k]):
         t = torch.full((len(z),), step, device=z.device)
@@ -385,7 +520,26 @@ def run_generator(
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #39231468
 @dataclass(frozen=True)
 class DMDSettings:
-    """What a distillation is made of. Raises ValueError when the parts contradict each other."""
+    """What a distillation is made of. Raises ValueError when the parts contradict each other.
+
+    Attributes:
+        generator_every: Generator's turn every so many iterations (10 for SD 1.5, 5 for XL)
+        real_guidance: Of the teacher (1.75 for SD 1.5, 8 for XL)
+        conditioning_timestep: What a one-step generator is told (399 for XL)
+        steps: Steps of the generator
+        denoising_timestep: The steps divide this range
+        backward_simulation: Several steps: train on own images, else on noised latents
+        min_step: Range of tau, share of 1000
+        ca_weight: Decoupled only
+        normaliser: Decoupled only
+        gan: Discriminator on the critic's middle
+        gan_alone: No distribution matching
+        gan_weight: In the generator's loss (1e-3 for SD 1.5, 5e-3 for XL)
+        critic_gan_weight: In the critic's loss
+        diffusion_gan: The discriminator sees noised latents, else clean ones at t = 0
+        gan_max_timestep: Their timestep is below this
+        loss_sigmas: Ranges of timesteps by which the critic's loss is told apart; 0 = none
+    """
 
     generator_every: int = 10  # Generator's turn every so many iterations (10 for SD 1.5, 5 for XL)
     real_guidance: float = 1.75  # Of the teacher (1.75 for SD 1.5, 8 for XL)
@@ -435,7 +589,14 @@ def unwrap_to(
     network: object,  # Module, wrapped in `.module` any number of times
     attribute: str,
 ) -> object | None:  # None where no layer has it
-    """The outermost wrapper of `network`, or the module itself, that has `attribute`."""
+    """The outermost wrapper of `network`, or the module itself, that has `attribute`.
+
+    Args:
+        network: Module, wrapped in `.module` any number of times
+
+    Returns:
+        None where no layer has it
+    """
     while network is not None and not hasattr(network, attribute):
         network = getattr(network, "module", None)
     return network
@@ -454,7 +615,12 @@ class GradientSwitch:
         networks: dict,  # name -> module or wrapper (callables without `parameters` are left alone)
         name: str,  # Of the network whose turn it is
     ):
-        """Freeze all networks but `name`; what was frozen at first sight stays frozen."""
+        """Freeze all networks but `name`; what was frozen at first sight stays frozen.
+
+        Args:
+            networks: name -> module or wrapper (callables without `parameters` are left alone)
+            name: Of the network whose turn it is
+        """
         for key, network in networks.items():
             if not hasattr(network, "parameters"):
                 continue
@@ -482,7 +648,11 @@ class GradientSwitch:
 def without_gradient_sync(
     network: object,  # Frozen in this turn
 ) -> AbstractContextManager:
-    """Where gradients flow through `network`, and DDP must not wait for its parameters."""
+    """Where gradients flow through `network`, and DDP must not wait for its parameters.
+
+    Args:
+        network: Frozen in this turn
+    """
     ddp = unwrap_to(network, "no_sync")
     return nullcontext() if ddp is None else ddp.no_sync()
 
@@ -495,6 +665,9 @@ def teacher_of(
     """The teacher; adapters of a generator that stands in for it are off meanwhile.
 
     Raises ValueError where there is neither a teacher nor an adapter.
+
+    Args:
+        networks: Without "teacher", the base of a LoRA generator serves
     """
     if "teacher" in networks:
         yield networks["teacher"]
@@ -524,7 +697,20 @@ def teacher_images(
 ) -> (
     tuple
 ):  # Guided, conditional and unconditional images (B,...) float64; the last None when scale <= 1
-    """What the teacher makes of `z`, without a graph."""
+    """What the teacher makes of `z`, without a graph.
+
+    Args:
+        predict: (network, x, t, conditioning) -> noise or velocity
+        networks: See `teacher_of`
+        z: Noised images (B,...)
+        t: Integer timesteps (B,)
+        batch: conditioning, and unconditional when scale > 1
+        scale: Guidance
+        schedule: Of the teacher
+
+    Returns:
+        Guided, conditional and unconditional images (B,...) float64; the last None when scale <= 1
+    """
     conditional = batch["conditioning"]
     with torch.no_grad(), teacher_of(networks) as teacher:
         if scale <= 1:
@@ -545,7 +731,18 @@ def critic_images(
     batch: dict,  # conditioning
     schedule: NoiseSchedule,  # Of the teacher
 ) -> Tensor:  # (B,...) float64
-    """What the critic makes of `z`, conditional only, without a graph."""
+    """What the critic makes of `z`, conditional only, without a graph.
+
+    Args:
+        critic: `Critic`, wrapped or not
+        z: Noised images (B,...)
+        t: Integer timesteps (B,)
+        batch: conditioning
+        schedule: Of the teacher
+
+    Returns:
+        (B,...) float64
+    """
     with torch.no_grad():
         made = critic((z, t, batch["conditioning"]))[0]
         return schedule.x0(z, made, t, torch.float64)
@@ -560,7 +757,18 @@ def renoise(
     random: RandomSource,
     schedule: NoiseSchedule,  # Of the teacher
 ) -> tuple[Tensor, Tensor]:  # Noised images (B,...), timesteps (B,)
-    """`x` at a random noise level."""
+    """`x` at a random noise level.
+
+    Args:
+        x: Clean images (B,...)
+        role: Draws `role`.timestep, then `role`.noise
+        low: Lowest timestep
+        high: Exclusive; may differ per sample (B,)
+        schedule: Of the teacher
+
+    Returns:
+        Noised images (B,...), timesteps (B,)
+    """
     t = random.integers(f"{role}.timestep", low, high, (len(x),))
     return schedule.add_noise(x, random.normal(f"{role}.noise", x.shape), t), t
 
@@ -576,7 +784,20 @@ def matching_loss(
     predict: Callable,  # (network, x, t, conditioning) -> noise or velocity
     schedule: NoiseSchedule,  # Of the teacher
 ) -> tuple[Tensor, dict]:  # fp32 scalar, metrics
-    """DMD2's distribution matching; no graph but that of `x` is kept."""
+    """DMD2's distribution matching; no graph but that of `x` is kept.
+
+    Args:
+        networks: generator, teacher, critic
+        x: Images (B,...) with their graph
+        t: Timesteps (B,) the generator was run at (not needed here)
+        batch: See `DMD2`
+        random: dm.timestep, dm.noise
+        predict: (network, x, t, conditioning) -> noise or velocity
+        schedule: Of the teacher
+
+    Returns:
+        fp32 scalar, metrics
+    """
     with torch.no_grad():
         z, tau = renoise(x, "dm", *settings.tau_range, random, schedule)
         scale = settings.real_guidance
@@ -599,7 +820,20 @@ def decoupled_loss(
     predict: Callable,  # (network, x, t, conditioning) -> noise or velocity
     schedule: NoiseSchedule,  # Of the teacher
 ) -> tuple[Tensor, dict]:  # fp32 scalar, metrics
-    """CFG augmentation below the generator's timestep plus distribution matching anywhere."""
+    """CFG augmentation below the generator's timestep plus distribution matching anywhere.
+
+    Args:
+        networks: generator, teacher, critic
+        x: Images (B,...) with their graph
+        t: Timesteps (B,) the generator was run at
+        batch: See `DMD2`
+        random: ca.timestep, ca.noise, dm.timestep, dm.noise
+        predict: (network, x, t, conditioning) -> noise or velocity
+        schedule: Of the teacher
+
+    Returns:
+        fp32 scalar, metrics
+    """
     scale, normaliser = settings.real_guidance, settings.normaliser
     low, high = settings.tau_range
     with torch.no_grad():
@@ -650,7 +884,16 @@ def generator_input(
     settings: DMDSettings,
     schedule: NoiseSchedule,  # Of the teacher
 ) -> tuple[Tensor, Tensor]:  # Input (B,...), timesteps (B,)
-    """Input and timestep of the generator. Raises ValueError where real latents are missing."""
+    """Input and timestep of the generator. Raises ValueError where real latents are missing.
+
+    Args:
+        generate: (x, t) -> noise or velocity
+        batch: noise, or its shape; latents without backward simulation
+        schedule: Of the teacher
+
+    Returns:
+        Input (B,...), timesteps (B,)
+    """
     noise = batch.get("noise")
     if noise is None:
         noise = random.normal("noise", batch["shape"])
@@ -696,7 +939,16 @@ def discriminator_input(
     settings: DMDSettings,
     schedule: NoiseSchedule,  # Of the teacher
 ) -> tuple[Tensor, Tensor]:  # Latents (B,...), timesteps (B,)
-    """What the discriminator sees of `x`."""
+    """What the discriminator sees of `x`.
+
+    Args:
+        x: Clean latents (B,...)
+        role: Of the random numbers, with diffusion_gan
+        schedule: Of the teacher
+
+    Returns:
+        Latents (B,...), timesteps (B,)
+    """
     if settings.diffusion_gan:
         return renoise(x, role, 0, settings.gan_max_timestep, random, schedule)
     return x, torch.zeros(len(x), dtype=torch.long, device=x.device)
@@ -711,7 +963,18 @@ def generator_gan_loss(
     settings: DMDSettings,
     schedule: NoiseSchedule,  # Of the teacher
 ) -> Tensor:  # fp32 scalar
-    """Low where generated images are called real; its gradient reaches `x` through the critic."""
+    """Low where generated images are called real; its gradient reaches `x` through the critic.
+
+    Args:
+        critic: Frozen `Critic` with a head, wrapped or not
+        x: Images (B,...) with their graph
+        batch: conditioning
+        random: gan.timestep, gan.noise with diffusion_gan
+        schedule: Of the teacher
+
+    Returns:
+        fp32 scalar
+    """
     seen = discriminator_input(x, "gan", random, settings, schedule)
     with without_gradient_sync(critic):
         logits = critic(discriminate=(*seen, batch["conditioning"]))[1]
@@ -727,7 +990,18 @@ def critic_loss(
     settings: DMDSettings,
     schedule: NoiseSchedule,  # Of the teacher
 ) -> tuple[Tensor, dict]:  # fp32 scalar, metrics
-    """The teacher's own loss on the generator's images, plus the discriminator's."""
+    """The teacher's own loss on the generator's images, plus the discriminator's.
+
+    Args:
+        critic: `Critic`, wrapped or not
+        x: Generated images (B,...); their graph is not used
+        batch: conditioning; with the GAN real_latents and real_conditioning
+        random: fake.noise, fake.timestep; with diffusion_gan gan.real.*, gan.fake.*
+        schedule: Of the teacher
+
+    Returns:
+        fp32 scalar, metrics
+    """
     x, n = x.detach(), len(x)
     noise = random.normal("fake.noise", x.shape)
     t = random.integers("fake.timestep", 0, STEPS, (n,))
@@ -759,7 +1033,12 @@ def critic_loss(
 
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #c30c7b7b
 class DMD2:
-    """DMD2 (2405.14867) of the networks `generator`, `teacher` and `critic` (a `Critic`)."""
+    """DMD2 (2405.14867) of the networks `generator`, `teacher` and `critic` (a `Critic`).
+
+    Args:
+        predict: -> noise or velocity, fp32
+        schedule: None = Stable Diffusion's. On the device of the run
+    """
 
     networks = ("generator", "teacher", "critic")
     matching = staticmethod(matching_loss)
@@ -780,7 +1059,11 @@ class DMD2:
         self,
         step: int,  # Iterations done
     ) -> tuple[Turn, ...]:
-        """The generator every k-th iteration, then the critic."""
+        """The generator every k-th iteration, then the critic.
+
+        Args:
+            step: Iterations done
+        """
         if step % self.settings.generator_every == 0:
             return Turn("generator"), Turn("critic")
         return (Turn("critic"),)
@@ -791,7 +1074,15 @@ class DMD2:
         networks: dict,  # generator, teacher, critic: modules, wrapped or not
         batch: dict,  # The same dict in all turns of an iteration
     ) -> tuple[Tensor, dict]:  # fp32 scalar, metrics without graph
-        """Loss of `turn`; freezes the networks whose turn it is not."""
+        """Loss of `turn`; freezes the networks whose turn it is not.
+
+        Args:
+            networks: generator, teacher, critic: modules, wrapped or not
+            batch: The same dict in all turns of an iteration
+
+        Returns:
+            fp32 scalar, metrics without graph
+        """
         self.switch(networks, turn.network)
         random = batch["random"]
         if turn.network == "generator":
@@ -824,7 +1115,15 @@ class DMD2:
         batch: dict,
         random: RandomSource,
     ) -> tuple[Tensor, dict]:  # fp32 scalar, metrics
-        """Distribution matching, the GAN's loss, or both."""
+        """Distribution matching, the GAN's loss, or both.
+
+        Args:
+            x: Images (B,...) with their graph
+            t: Timesteps (B,) at which they were made
+
+        Returns:
+            fp32 scalar, metrics
+        """
         settings, loss, metrics = self.settings, 0.0, {}
         if not settings.gan_alone:
             loss, metrics = self.matching(

@@ -128,6 +128,11 @@ def build_critic(
     """The critic for `engine`, with a head if the recipe wants a GAN.
 
     Raises RecipeError when the resolution leaves the head too little.
+
+    Args:
+        recipe: Of `critic_recipe`
+        base: Pipeline folder; None = random weights
+        plan: See `build_denoiser`
     """
     denoiser = build_denoiser(recipe, family, base, engine, plan)
     if not recipe.gan:
@@ -155,7 +160,15 @@ def critic_source(
     engine: Engine,
     critic: Critic,
 ) -> Callable | None:  # (name, first row, row after the last) -> values; None for a loaded model
-    """`parameter_source` for the critic's denoiser and head."""
+    """`parameter_source` for the critic's denoiser and head.
+
+    Args:
+        recipe: Of `critic_recipe`
+        base: Pipeline folder; None = random weights
+
+    Returns:
+        (name, first row, row after the last) -> values; None for a loaded model
+    """
     denoiser = parameter_source(recipe, family, base, engine, critic.denoiser)
     if denoiser is None:
         return None
@@ -185,7 +198,11 @@ class FrozenShardedNetwork(ShardedNetwork):
 
 # %% ../../../nbs/8_objectives/dmd/04_task.ipynb #b2a8a881
 class Teacher:
-    """The frozen network and its place (`teacher_placement`)."""
+    """The frozen network and its place (`teacher_placement`).
+
+    Args:
+        base: Pipeline folder; None = random weights
+    """
 
     def __init__(
         self,
@@ -254,7 +271,15 @@ def with_teacher(
     teacher: Teacher | None,  # None where it is not needed, or is the base of a LoRA generator
     networks: dict,  # Trained networks by name
 ) -> Iterator[dict]:  # The networks, and the teacher as another where there is one
-    """The networks and the teacher on the device."""
+    """The networks and the teacher on the device.
+
+    Args:
+        teacher: None where it is not needed, or is the base of a LoRA generator
+        networks: Trained networks by name
+
+    Returns:
+        The networks, and the teacher as another where there is one
+    """
     if teacher is None:
         yield networks
         return
@@ -264,7 +289,14 @@ def with_teacher(
 
 # %% ../../../nbs/8_objectives/dmd/04_task.ipynb #35f57c7f
 class Distillation:
-    """DMD2 or decoupled DMD of the trained networks and a teacher."""
+    """DMD2 or decoupled DMD of the trained networks and a teacher.
+
+    Args:
+        teacher: None for a LoRA generator
+        unconditional: Conditioning of the negative caption
+        encode: texts -> conditioning, where captions are encoded while training
+        schedule: Of the teacher; None = the published one
+    """
 
     def __init__(
         self,
@@ -309,7 +341,15 @@ def student_sampler(
     generator: Callable,  # Network or module
     schedule: NoiseSchedule | None = None,  # Of the teacher; None = the published one
 ) -> Callable:  # (numbers of the prompts, noise (B,C,h,w), conditioning) -> latents (B,C,h,w)
-    """How a few-step generator draws."""
+    """How a few-step generator draws.
+
+    Args:
+        generator: Network or module
+        schedule: Of the teacher; None = the published one
+
+    Returns:
+        (numbers of the prompts, noise (B,C,h,w), conditioning) -> latents (B,C,h,w)
+    """
     schedule = schedule or NoiseSchedule()
     steps = [recipe.conditioning_timestep]
     if recipe.denoising_steps > 1:
@@ -336,7 +376,12 @@ def type_row(
     parameters: list[Tensor],  # Of any shape (...)
     *kinds: str,  # compute, reduce, optimizer
 ) -> str:
-    """A line of the table of types."""
+    """A line of the table of types.
+
+    Args:
+        parameters: Of any shape (...)
+        *kinds: compute, reduce, optimizer
+    """
     types = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
     millions = sum(p.numel() for p in parameters) / 1e6
     columns = "".join(f"{kind:12}" for kind in kinds)
@@ -403,7 +448,11 @@ class DistillationTask(Task):
         )
 
     def encoder(self) -> Callable:  # texts -> conditioning
-        """Frozen text encoders in fp32, for captions that are not cached."""
+        """Frozen text encoders in fp32, for captions that are not cached.
+
+        Returns:
+            texts -> conditioning
+        """
         device = self.engine.device
         encoders = self.family.load_encoders(self.data.base, torch.float32, device, parts=("text",))
 
@@ -474,6 +523,9 @@ class DistillationTask(Task):
         """The critic's loss and the distance to the teacher on held-out captions.
 
         Noise and timesteps are the same in every validation. All ranks call it.
+
+        Returns:
+            held_out_critic, held_out_dm_gradient_norm; {} without captions
         """
         device, held = self.engine.device, self.data.held
 

@@ -55,7 +55,11 @@ __all__ = [
 def teacher_passes(
     recipe: Recipe,  # A distillation
 ) -> int:
-    """Forward passes of the teacher in a turn of the generator."""
+    """Forward passes of the teacher in a turn of the generator.
+
+    Args:
+        recipe: A distillation
+    """
     guided = recipe.real_guidance > 1
     if recipe.objective == "dmd_decoupled":
         if not guided:
@@ -71,7 +75,18 @@ def step_passes(
     backward: float = 2.0,  # Backward in forward passes: 2 in arithmetic, 1 for the host
     every_turn: bool = True,  # False: the median step, which is one without the generator's turn
 ) -> float:  # Forward passes per sample
-    """The mean work of a step."""
+    """The mean work of a step.
+
+    Args:
+        recipe: A distillation
+        discriminator: Share of the blocks that the discriminator reads
+        checkpointed: Share of the blocks that run again in backward
+        backward: Backward in forward passes: 2 in arithmetic, 1 for the host
+        every_turn: False: the median step, which is one without the generator's turn
+
+    Returns:
+        Forward passes per sample
+    """
     simulated = (recipe.denoising_steps - 1) / 2 if recipe.backward_simulation else 0
     whole = 1 + checkpointed + backward
     critic = whole + 2 * discriminator * whole
@@ -85,7 +100,14 @@ def step_passes(
 # %% ../../../nbs/8_objectives/dmd/05_work.ipynb #35139ed5
 @dataclass(frozen=True)
 class DiscriminatorSize:
-    """The first blocks of the critic, and a head."""
+    """The first blocks of the critic, and a head.
+
+    Attributes:
+        blocks: How many
+        outside: Kept for backward outside of them
+        head: Parameters of the head
+        kept: Bytes that the head keeps, per sample
+    """
 
     blocks: int  # How many
     outside: BatchLine  # Kept for backward outside of them
@@ -97,7 +119,15 @@ def head_size(
     width: int,  # Channels of the features
     side: int,  # Their height and width
 ) -> tuple[int, int]:  # Parameters, numbers kept per sample
-    """The head of the discriminator."""
+    """The head of the discriminator.
+
+    Args:
+        width: Channels of the features
+        side: Their height and width
+
+    Returns:
+        Parameters, numbers kept per sample
+    """
     halvings = int(math.log2(side // 4))
     sides = [side // 2 ** (i + 1) for i in range(halvings)] + [1]
     layers = (halvings + 1) * (16 * width**2 + 3 * width)
@@ -107,7 +137,11 @@ def head_size(
 def discriminator_size(
     model: MetaModel,  # The critic's denoiser
 ) -> DiscriminatorSize:
-    """Measure the discriminator. Raises RecipeError where the features are too small."""
+    """Measure the discriminator. Raises RecipeError where the features are too small.
+
+    Args:
+        model: The critic's denoiser
+    """
     recipe, widths = model.recipe, model.config["block_out_channels"]
     latent = model.family.latent_shape(recipe.resolution, recipe.resolution)[1]
     side = latent // 2 ** (len(widths) - 1)
@@ -127,7 +161,15 @@ def discriminator_pass(
     model: MetaModel,  # The critic's denoiser
     batch: int,  # Samples
 ) -> Callable:  # () -> features
-    """A forward pass as far as the discriminator reads it."""
+    """A forward pass as far as the discriminator reads it.
+
+    Args:
+        model: The critic's denoiser
+        batch: Samples
+
+    Returns:
+        () -> features
+    """
     latents, text = model.work.inputs(model, batch)
     times = torch.empty(batch, dtype=torch.long, device="meta")
     return lambda: model.family.features(model.denoiser, latents, times, text)
@@ -139,7 +181,13 @@ def discriminator_share(
     family: Family,  # The model's family
     base: Path | str | None = None,  # Pipeline folder or hub id; None = published size
 ) -> float:
-    """Share of the critic's blocks that the discriminator reads; 0 without a GAN."""
+    """Share of the critic's blocks that the discriminator reads; 0 without a GAN.
+
+    Args:
+        recipe: A distillation
+        family: The model's family
+        base: Pipeline folder or hub id; None = published size
+    """
     if not recipe.gan:
         return 0.0
     whole = recipe.model_copy(update=dict(lora_rank=0))
@@ -153,14 +201,26 @@ def encoder_bytes(
     base: Path | str,  # Pipeline folder or hub id
     recipe: Recipe,  # Its revision
 ) -> float:
-    """fp32 weights of the text encoders."""
+    """fp32 weights of the text encoders.
+
+    Args:
+        family: The model's family
+        base: Pipeline folder or hub id
+        recipe: Its revision
+    """
     return 4.0 * family.text_numel(base, recipe.revision or None)
 
 
 # %% ../../../nbs/8_objectives/dmd/05_work.ipynb #60156806
 @dataclass(frozen=True)
 class DistillationSize:
-    """What a distillation has besides one network."""
+    """What a distillation has besides one network.
+
+    Attributes:
+        forward_only: Peak of a forward pass without gradients
+        discriminator: With a GAN
+        critic: Where the generator is a LoRA: the critic, trained whole
+    """
 
     forward_only: BatchLine  # Peak of a forward pass without gradients
     discriminator: DiscriminatorSize | None = None  # With a GAN
@@ -173,7 +233,16 @@ def forward_only_peak(
     blocks: tuple[Block, ...],  # Its blocks, measured
     batch: int,  # Samples
 ) -> int:  # Bytes
-    """What is alive at the same time in a forward pass without gradients."""
+    """What is alive at the same time in a forward pass without gradients.
+
+    Args:
+        model: The network on meta
+        blocks: Its blocks, measured
+        batch: Samples
+
+    Returns:
+        Bytes
+    """
     by_name = {block.name: block for block in blocks}
     units = [(n, m) for n, m in blocks_in(model.denoiser, model.block_classes) if n in by_name]
 
@@ -190,7 +259,15 @@ def critic_of(
     model: Profile,  # The generator
     strategy: Strategy,  # Of the distillation
 ) -> tuple[Profile, Strategy]:  # Of the critic alone
-    """The critic as if it were trained by itself; its head is a module of its own at the end."""
+    """The critic as if it were trained by itself; its head is a module of its own at the end.
+
+    Args:
+        model: The generator
+        strategy: Of the distillation
+
+    Returns:
+        Of the critic alone
+    """
     recipe, size = strategy.recipe, model.extra
     critic = size.critic or model
     head = size.discriminator.head if size.discriminator and recipe.gan else 0
@@ -207,7 +284,11 @@ def critic_of(
 
 # %% ../../../nbs/8_objectives/dmd/05_work.ipynb #5e6e2b33
 class DistillationPhases:
-    """The phases of both turns."""
+    """The phases of both turns.
+
+    Args:
+        ledger: Of the generator
+    """
 
     def __init__(
         self,
@@ -309,7 +390,12 @@ class DMDWork(Work):
         model: MetaModel,  # The generator on meta
         blocks: tuple[Block, ...],  # Its blocks, measured
     ) -> dict:
-        """Forward-only passes, the discriminator, the critic, and encoders that stay."""
+        """Forward-only passes, the discriminator, the critic, and encoders that stay.
+
+        Args:
+            model: The generator on meta
+            blocks: Its blocks, measured
+        """
         recipe, family, base = model.recipe, model.family, model.base
         critic = None
         if recipe.lora_rank:
@@ -329,7 +415,15 @@ class DMDWork(Work):
         model: Profile,  # The generator
         strategy: Strategy,  # Recipe on so many processes
     ) -> dict[str, tuple[float, float]]:  # Part -> (bytes per GPU, bytes per rank on the host)
-        """The critic with its states, and the teacher."""
+        """The critic with its states, and the teacher.
+
+        Args:
+            model: The generator
+            strategy: Recipe on so many processes
+
+        Returns:
+            Part -> (bytes per GPU, bytes per rank on the host)
+        """
         recipe = strategy.recipe
         critic, its = critic_of(model, strategy)
         costs = its.costs(critic)
@@ -353,7 +447,11 @@ class DMDWork(Work):
         self,
         ledger: Ledger,  # Of the generator
     ) -> list[Phase]:
-        """A generator's turn, then a critic's."""
+        """A generator's turn, then a critic's.
+
+        Args:
+            ledger: Of the generator
+        """
         return DistillationPhases(ledger).all()
 
     def checkpoint_bytes(
@@ -361,7 +459,12 @@ class DMDWork(Work):
         model: Profile,  # The generator
         strategy: Strategy,  # Recipe on so many processes
     ) -> float:
-        """Both networks."""
+        """Both networks.
+
+        Args:
+            model: The generator
+            strategy: Recipe on so many processes
+        """
         critic, _ = critic_of(model, strategy)
         return super().checkpoint_bytes(model, strategy) + 12 * critic.trained
 
@@ -373,7 +476,14 @@ class DMDWork(Work):
         backward: float = 2.0,  # Backward in forward passes: 2 in arithmetic, 1 for the host
         every_turn: bool = True,  # False: without the generator's turn
     ) -> float:
-        """`step_passes`."""
+        """`step_passes`.
+
+        Args:
+            model: The generator
+            checkpointed_share: Share of the blocks that run again in backward
+            backward: Backward in forward passes: 2 in arithmetic, 1 for the host
+            every_turn: False: without the generator's turn
+        """
         found = model.extra.discriminator
         share = found.blocks / len(model.blocks) if found and self.recipe.gan else 0.0
         again, backward = (
@@ -388,7 +498,16 @@ class DMDWork(Work):
         strategy: Strategy,  # Recipe on so many processes
         checkpointed_share: float,  # Share of the blocks that run again in backward
     ) -> tuple[float, float]:  # Inside a machine, between machines; per rank and step
-        """The critic's turn, and the generator forward only."""
+        """The critic's turn, and the generator forward only.
+
+        Args:
+            model: The generator
+            strategy: Recipe on so many processes
+            checkpointed_share: Share of the blocks that run again in backward
+
+        Returns:
+            Inside a machine, between machines; per rank and step
+        """
         critic, its = critic_of(model, strategy)
         share = model.backward_blocks
         return its.costs(critic).sent_bytes(share, checkpointed_share, model.numel)
@@ -398,7 +517,12 @@ class DMDWork(Work):
         model: Profile,  # The generator
         strategy: Strategy,  # Recipe on so many processes
     ) -> bool:
-        """As the critic, whose turn is in every step."""
+        """As the critic, whose turn is in every step.
+
+        Args:
+            model: The generator
+            strategy: Recipe on so many processes
+        """
         return critic_of(model, strategy)[1].autocasts
 
     # other settings
@@ -406,7 +530,11 @@ class DMDWork(Work):
         self,
         strategy: Strategy,  # Recipe on so many processes
     ) -> bool:
-        """Streamed states follow one backward pass; a teacher is spread where networks are."""
+        """Streamed states follow one backward pass; a teacher is spread where networks are.
+
+        Args:
+            strategy: Recipe on so many processes
+        """
         record = find_record("strategies", strategy.recipe.strategy)
         spread = self.recipe.teacher_placement != "sharded" or record.sharded
         return super().suits(strategy) and spread and not strategy.streams_states

@@ -21,7 +21,15 @@ def integer_timesteps(
     u: list,  # Uniform numbers in [0,1)
     kind: str,  # A density, see `objectives.flow.loss.density`
 ) -> Tensor:  # (len(u),) integers in [0, 999]
-    """The timesteps behind uniform numbers."""
+    """The timesteps behind uniform numbers.
+
+    Args:
+        u: Uniform numbers in [0,1)
+        kind: A density, see `objectives.flow.loss.density`
+
+    Returns:
+        (len(u),) integers in [0, 999]
+    """
     moved = density(torch.tensor(u, dtype=torch.float64), kind)
     return (STEPS * moved).long().clamp(0, STEPS - 1)
 
@@ -39,7 +47,14 @@ class EpsilonBatches(FlowBatches):
         self,
         items: list[tuple],  # (sample, epoch, u)
     ) -> dict:  # As `FlowBatches.micro`
-        """A micro-batch of some samples."""
+        """A micro-batch of some samples.
+
+        Args:
+            items: (sample, epoch, u)
+
+        Returns:
+            As `FlowBatches.micro`
+        """
         t = integer_timesteps([u for *_, u in items], self.recipe.timestep_density)
         gamma = self.recipe.snr_gamma
         batch = super().micro(items)

@@ -29,7 +29,15 @@ class NoisePrediction(FlowMatching):
         denoiser: nn.Module,  # As the engine wraps it
         batch: dict,  # x0, noise (B,C,h,w), sigma (B,) = t/1000, conditioning
     ) -> Tensor:  # (B,) fp32
-        """Unweighted loss of each sample of a micro-batch."""
+        """Unweighted loss of each sample of a micro-batch.
+
+        Args:
+            denoiser: As the engine wraps it
+            batch: x0, noise (B,C,h,w), sigma (B,) = t/1000, conditioning
+
+        Returns:
+            (B,) fp32
+        """
         x0, noise, t = batch["x0"], batch["noise"], timesteps_of(batch["sigma"])
         if self.schedule.alphas.device != x0.device:  # copied once, not in every step
             self.schedule = self.schedule.to(x0.device)

@@ -29,7 +29,15 @@ def draw_u(
     sample: str,  # Sample id
     epoch: int,
 ) -> float:  # In [0,1)
-    """The uniform number behind a sample's sigma."""
+    """The uniform number behind a sample's sigma.
+
+    Args:
+        position: In the global batch
+        sample: Sample id
+
+    Returns:
+        In [0,1)
+    """
     own = uniform(recipe.seed, "sigma", sample, epoch)
     if not recipe.stratified:
         return own
@@ -39,7 +47,15 @@ def draw_u(
 
 # %% ../../../nbs/8_objectives/flow/03_data.ipynb #f05a39fc
 class FlowBatches:
-    """Micro-batches for flow matching, as a function of the step."""
+    """Micro-batches for flow matching, as a function of the step.
+
+    Args:
+        samples: Training samples
+        tensors: Cache: key -> dict of tensors
+        negative_key: Cache key of the unconditional caption
+        world: Processes
+        base: Folder that is trained from, where its schedule matters
+    """
 
     def __init__(
         self,
@@ -86,7 +102,14 @@ class FlowBatches:
         step: int,
         piece: list,  # (position in the global batch, (epoch, sample number)) of each
     ) -> list[tuple]:  # (sample, epoch, u)
-        """The samples of a micro-batch, with the uniform number of each."""
+        """The samples of a micro-batch, with the uniform number of each.
+
+        Args:
+            piece: (position in the global batch, (epoch, sample number)) of each
+
+        Returns:
+            (sample, epoch, u)
+        """
         out = []
         for position, (epoch, number) in piece:
             sample = self.samples[number]
@@ -97,7 +120,14 @@ class FlowBatches:
         self,
         items: list[tuple],  # (sample, epoch, u)
     ) -> dict:  # x0, noise (B,C,h,w); sigma, weight (B,); conditioning; ids, epochs
-        """A micro-batch of some samples."""
+        """A micro-batch of some samples.
+
+        Args:
+            items: (sample, epoch, u)
+
+        Returns:
+            x0, noise (B,C,h,w); sigma, weight (B,); conditioning; ids, epochs
+        """
         latents = [self.latents(sample, epoch) for sample, epoch, _ in items]
         x0, sizes = stack_sizes([x for x, _ in latents])
         u = torch.tensor([u for *_, u in items], dtype=torch.float64).float()
@@ -123,14 +153,26 @@ class FlowBatches:
         sigma: Tensor,  # (B,) before the shift
         sizes: list | tuple,  # (h,w) of the latents, of each sample or of all
     ) -> Tensor:  # (B,)
-        """Shift each sigma by the size of its image."""
+        """Shift each sigma by the size of its image.
+
+        Args:
+            sigma: (B,) before the shift
+            sizes: (h,w) of the latents, of each sample or of all
+
+        Returns:
+            (B,)
+        """
         if isinstance(sizes, list):
             return torch.stack([self.shifted(s, n) for s, n in zip(sigma, sizes, strict=True)])
         height, width = (n * self.family.latent_factor for n in sizes)
         return shift(sigma, shift_factor(self.recipe, self.family, height, width))
 
     def latents(self, sample: CachedSample, epoch: int) -> tuple[Tensor, Tensor]:  # Both (C,h,w)
-        """Clean latents of a sample, drawn from the posterior where it has a width, and noise."""
+        """Clean latents of a sample, drawn from the posterior where it has a width, and noise.
+
+        Returns:
+            Both (C,h,w)
+        """
         encoded = self.tensors[sample.image(epoch)]
         shape = encoded["mean"].shape
         seed = self.recipe.seed
@@ -141,7 +183,11 @@ class FlowBatches:
         return self.family.latents(encoded, posterior), noise
 
     def references(self, sample: CachedSample, epoch: int) -> list[Tensor]:  # (C,h,w) each
-        """Latents of a sample's reference images; by dropout none."""
+        """Latents of a sample's reference images; by dropout none.
+
+        Returns:
+            (C,h,w) each
+        """
         if not sample.references:
             return []
         lost = uniform(self.recipe.seed, "drop references", sample.id, epoch)
@@ -164,7 +210,14 @@ def held_out_batch(
     data: CachedData,
     numbers: list[int],  # Of held-out samples
 ) -> dict:  # x0, noise (B,C,h,w), sigma (B,), conditioning
-    """The micro-batch of some held-out samples, the same at every step."""
+    """The micro-batch of some held-out samples, the same at every step.
+
+    Args:
+        numbers: Of held-out samples
+
+    Returns:
+        x0, noise (B,C,h,w), sigma (B,), conditioning
+    """
     seed, bins = recipe.seed, recipe.held_out_sigmas
     x0, noise, texts, sigma, references = [], [], [], [], []
     for number in numbers:

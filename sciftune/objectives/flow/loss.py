@@ -25,7 +25,16 @@ def noised(
     noise: Tensor,  # Noise (B,...)
     sigma: Tensor,  # Noise levels (B,) in [0,1]
 ) -> Tensor:  # x_sigma (B,...)
-    """The point between `x0` (sigma 0) and `noise` (sigma 1): (1-sigma)*x0 + sigma*noise."""
+    """The point between `x0` (sigma 0) and `noise` (sigma 1): (1-sigma)*x0 + sigma*noise.
+
+    Args:
+        x0: Clean latents (B,...)
+        noise: Noise (B,...)
+        sigma: Noise levels (B,) in [0,1]
+
+    Returns:
+        x_sigma (B,...)
+    """
     s = sigma.view(-1, *[1] * (x0.ndim - 1))
     return (1 - s) * x0 + s * noise
 
@@ -38,7 +47,18 @@ def flow_loss(
     weights: Tensor | None = None,  # Weight of each sample (B,); None = 1
     sizes: list | None = None,  # (h,w) of each sample, see `own_mean`
 ) -> Tensor:  # (B,) fp32
-    """Mean squared error per sample between `prediction` and the velocity `noise - x0`."""
+    """Mean squared error per sample between `prediction` and the velocity `noise - x0`.
+
+    Args:
+        prediction: Predicted velocity (B,...)
+        x0: Clean latents (B,...)
+        noise: Noise of x_sigma (B,...)
+        weights: Weight of each sample (B,); None = 1
+        sizes: (h,w) of each sample, see `own_mean`
+
+    Returns:
+        (B,) fp32
+    """
     target = noise.float() - x0.float()
     per_sample = own_mean((prediction.float() - target).square(), sizes)
     return per_sample if weights is None else per_sample * weights
@@ -49,7 +69,15 @@ def density(
     u: Tensor,  # Uniform numbers (B,) in [0,1]
     kind: str,  # 'uniform', 'logit_normal' or 'mode'
 ) -> Tensor:  # sigma before the shift (B,)
-    """The quantile function of a sigma density. Raises ValueError for an unknown one."""
+    """The quantile function of a sigma density. Raises ValueError for an unknown one.
+
+    Args:
+        u: Uniform numbers (B,) in [0,1]
+        kind: 'uniform', 'logit_normal' or 'mode'
+
+    Returns:
+        sigma before the shift (B,)
+    """
     if kind == "uniform":
         return u
     if kind == "logit_normal":
@@ -64,7 +92,15 @@ def shift(
     sigma: Tensor,  # Noise levels (B,) in [0,1]
     factor: float,  # s; 1 = no shift
 ) -> Tensor:  # (B,) in [0,1]
-    """Move sigma towards 1 by `factor`: s*sigma / (1 + (s-1)*sigma)."""
+    """Move sigma towards 1 by `factor`: s*sigma / (1 + (s-1)*sigma).
+
+    Args:
+        sigma: Noise levels (B,) in [0,1]
+        factor: s; 1 = no shift
+
+    Returns:
+        (B,) in [0,1]
+    """
     return factor * sigma / (1 + (factor - 1) * sigma)
 
 
@@ -75,7 +111,15 @@ def shift_factor(
     height: int | None = None,  # Of the image, pixels; None = the recipe's resolution
     width: int | None = None,  # Pixels
 ) -> float:  # s of `shift`
-    """The shift that `timestep_shift` names: none, the family's for this size, or a number."""
+    """The shift that `timestep_shift` names: none, the family's for this size, or a number.
+
+    Args:
+        height: Of the image, pixels; None = the recipe's resolution
+        width: Pixels
+
+    Returns:
+        s of `shift`
+    """
     kind = recipe.timestep_shift
     height = height or recipe.resolution
     width = width or recipe.resolution
@@ -93,7 +137,15 @@ def weight(
     sigma: Tensor,  # Noise levels (B,)
     kind: str,  # 'none', 'sigma_sqrt', 'cosmap' or 'bell'
 ) -> Tensor:  # (B,)
-    """The weight of a sample in the loss. Raises ValueError for an unknown one."""
+    """The weight of a sample in the loss. Raises ValueError for an unknown one.
+
+    Args:
+        sigma: Noise levels (B,)
+        kind: 'none', 'sigma_sqrt', 'cosmap' or 'bell'
+
+    Returns:
+        (B,)
+    """
     if kind == "none":
         return torch.ones_like(sigma)
     if kind == "sigma_sqrt":
@@ -109,7 +161,11 @@ def weight(
 
 # %% ../../../nbs/8_objectives/flow/02_loss.ipynb #03dd0e36
 class FlowMatching:
-    """Train one denoiser to predict the velocity."""
+    """Train one denoiser to predict the velocity.
+
+    Args:
+        base: Folder that is trained from, where its schedule matters
+    """
 
     networks = ("denoiser",)
 
@@ -132,7 +188,15 @@ class FlowMatching:
         denoiser: nn.Module,  # As the engine wraps it
         batch: dict,  # x0, noise (B,C,h,w), sigma (B,), conditioning
     ) -> Tensor:  # (B,) fp32
-        """Unweighted loss of each sample of a micro-batch."""
+        """Unweighted loss of each sample of a micro-batch.
+
+        Args:
+            denoiser: As the engine wraps it
+            batch: x0, noise (B,C,h,w), sigma (B,), conditioning
+
+        Returns:
+            (B,) fp32
+        """
         x_sigma = noised(batch["x0"], batch["noise"], batch["sigma"])
         velocity = self.family.predict(denoiser, x_sigma, batch["sigma"], batch["conditioning"])
         sizes = batch["conditioning"].get("sizes")

@@ -51,7 +51,14 @@ def held_out_loss(
     engine: Engine,
     heartbeat: Callable = lambda *a: None,  # (stage, step)
 ) -> dict:  # held_out, held_out_sigma {range: loss}; {} when nothing is held out
-    """The loss on the held-out samples at their fixed noise. All ranks call it."""
+    """The loss on the held-out samples at their fixed noise. All ranks call it.
+
+    Args:
+        heartbeat: (stage, step)
+
+    Returns:
+        held_out, held_out_sigma {range: loss}; {} when nothing is held out
+    """
     bins = recipe.held_out_sigmas
 
     def measure(numbers: list[int], counted: int) -> Tensor:
@@ -203,5 +210,5 @@ class FlowTask(Task):
         if not export.recipe.lora_rank:
             return written
         return (
-            f"{written}; load it with pipe.load_lora_weights, or merge it with scripts/merge_lora"
+            f"{written}; load it with pipe.load_lora_weights, or merge it with sciftune merge_lora"
         )

@@ -5,10 +5,12 @@
 # %% auto #0
 __all__ = [
     "read_mixture",
-    "jsonl_files",
+    "data_files",
     "hold_out_examples",
     "vision_size",
+    "open_data",
     "open_files",
+    "own_sizes",
     "open_groups",
     "token_counts",
     "UnifiedBatches",
@@ -26,6 +28,7 @@ import yaml
 from ...core.randomness import share
 from ...core.recipe import Recipe
 from ...core.rundir import cache_root
+from ...data.released import ReleasedGroup, is_released, open_parquet, read_released
 from sciftune.data.sequences import (
     DataError,
     Example,
@@ -50,14 +53,28 @@ from ...training.encoding import hold_out
 # %% ../../../nbs/8_objectives/unified/03_data.ipynb #3cc81b7b
 def read_mixture(
     path: Path,  # YAML file
-) -> dict[str, dict]:  # Group name -> data (path), weight, mandatory
-    """The groups of a mixture; paths are relative to it. Raises DataError naming the group."""
+) -> dict[str, dict]:  # Group name -> data (path or ReleasedGroup), weight, mandatory
+    """The groups of a mixture, in our form or the published one; paths are relative to it.
+
+    Raises DataError naming the group.
+
+    Args:
+        path: YAML file
+
+    Returns:
+        Group name -> data (path or ReleasedGroup), weight, mandatory
+    """
     raw = yaml.safe_load(path.read_text())
+    if is_released(raw):
+        return {
+            name: dict(data=group, weight=group.weight, mandatory=group.mandatory)
+            for name, group in read_released(path).items()
+        }
     if not isinstance(raw, dict) or not raw:
         raise DataError(f"{path}: a mixture maps names of groups to {{data, weight, mandatory}}")
     for name, group in raw.items():
         if not isinstance(group, dict) or "data" not in group:
-            raise DataError(f"{path}: group '{name}' needs data: a JSONL file")
+            raise DataError(f"{path}: group '{name}' needs data: a JSONL file, or parquet")
         if extra := sorted(set(group) - {"data", "weight", "mandatory"}):
             raise DataError(
                 f"{path}: group '{name}' has the unknown field '{extra[0]}'; "
@@ -67,10 +84,19 @@ def read_mixture(
 
 
 # %% ../../../nbs/8_objectives/unified/03_data.ipynb #36e9adca
-def jsonl_files(
+def data_files(
     recipe: Recipe,  # Its data, figures and run_root
-) -> dict[str, dict]:  # Group name -> data (path), weight (None = by examples), mandatory
-    """The files to train on. Raises DataError for what is neither a file nor a mixture of files."""
+) -> dict[str, dict]:  # Group name -> data, weight (None = by examples), mandatory
+    """What to train on: files, folders of parquet, or groups of a published configuration.
+
+    Raises DataError for what is none of these.
+
+    Args:
+        recipe: Its data, figures and run_root
+
+    Returns:
+        Group name -> data, weight (None = by examples), mandatory
+    """
     if recipe.data == "figures":
         made = figures_jsonl(cache_root(recipe.run_root) / "dialogues", recipe.figures)
         return dict(figures=dict(data=made))
@@ -78,9 +104,9 @@ def jsonl_files(
     if path.suffix in (".yaml", ".yml"):
         return read_mixture(path)
     found = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-    if not found:
-        raise DataError(f"data: {path} holds no .jsonl file")
-    return {file.stem: dict(data=file) for file in found}
+    if not found and not list(path.glob("*.parquet")):
+        raise DataError(f"data: {path} holds no .jsonl and no .parquet file")
+    return {file.stem: dict(data=file) for file in found or [path]}
 
 
 # %% ../../../nbs/8_objectives/unified/03_data.ipynb #6cd3c110
@@ -88,7 +114,15 @@ def hold_out_examples(
     recipe: Recipe,  # Its data, held_out, validation_data, seed and run_root
     examples: list[Example],  # Of one file
 ) -> tuple[list[Example], list[Example]]:  # To train on, held out
-    """Set some examples of a file aside; none where there is a held-out file."""
+    """Set some examples of a file aside; none where there is a held-out file.
+
+    Args:
+        recipe: Its data, held_out, validation_data, seed and run_root
+        examples: Of one file
+
+    Returns:
+        To train on, held out
+    """
     if recipe.validation_data:
         return examples, []
     if recipe.data != "figures":
@@ -105,36 +139,92 @@ def hold_out_examples(
 def vision_size(
     side: int,  # vit_resolution: longest side in pixels; 0 = as published
 ) -> Resize | None:
-    """The size rule of the vision tower, whose patches are 14 pixels wide."""
+    """The size rule of the vision tower, whose patches are 14 pixels wide.
+
+    Args:
+        side: vit_resolution: longest side in pixels; 0 = as published
+    """
     if not side:
         return None
     return Resize(14, side, min(side, 14 * (side // 28)))
 
 
 # %% ../../../nbs/8_objectives/unified/03_data.ipynb #4cde4b17
+def open_data(
+    data: Path | str | ReleasedGroup,  # JSONL, parquet, a folder of it, or a published group
+    max_bad_fraction: float,  # Largest part of the examples that may be set aside, 0..1
+    quarantine: Path | None,  # File for those set aside; None = not written
+    cache: Path,  # Folder that keeps findings
+) -> list[Example]:
+    """All examples of one source. Raises DataError when too many are bad.
+
+    Args:
+        data: JSONL, parquet, a folder of it, or a published group
+        max_bad_fraction: Largest part of the examples that may be set aside, 0..1
+        quarantine: File for those set aside; None = not written
+        cache: Folder that keeps findings
+    """
+    if isinstance(data, ReleasedGroup):
+        return data.open(max_bad_fraction, quarantine, cache)
+    path = Path(data)
+    read = open_parquet if path.is_dir() or path.suffix == ".parquet" else open_examples
+    return read(path, max_bad_fraction, quarantine, cache)
+
+
 def open_files(
     recipe: Recipe,  # Its data, max_bad_fraction and run_root
-    files: list[Path | str],  # JSONL files
+    files: list[Path | str | ReleasedGroup],  # See `open_data`
     quarantine: Path | None = None,  # File for the examples set aside; None = not written
 ) -> list[list[Example]]:  # Of each file
-    """All examples, with `fault` where an image cannot be used. DataError when too many are."""
+    """All examples, with `fault` where an image cannot be used. DataError when too many are.
+
+    Args:
+        recipe: Its data, max_bad_fraction and run_root
+        files: See `open_data`
+        quarantine: File for the examples set aside; None = not written
+
+    Returns:
+        Of each file
+    """
     cache = cache_root(recipe.run_root) / "verified"
     with joined_quarantine(quarantine, len(files)) as asides:
         return [
-            open_examples(file, recipe.max_bad_fraction, aside, cache)
+            open_data(file, recipe.max_bad_fraction, aside, cache)
             for file, aside in zip(files, asides, strict=True)
         ]
 
 
 # %% ../../../nbs/8_objectives/unified/03_data.ipynb #d5aa12bc
+def own_sizes(
+    data: Path | str | ReleasedGroup,  # Of a group
+) -> tuple[Resize | None, Resize | None]:  # For the autoencoder, for the vision tower
+    """The sizes that a published configuration gives its group; None = as the recipe says.
+
+    Args:
+        data: Of a group
+
+    Returns:
+        For the autoencoder, for the vision tower
+    """
+    return (data.vae, data.vit) if isinstance(data, ReleasedGroup) else (None, None)
+
+
 def open_groups(
     recipe: Recipe,  # Its data, sizes and what is held out
     quarantine: Path | None = None,  # File for the examples set aside; None = not written
 ) -> tuple[list[Group], list[Example]]:  # To train on, held out
-    """Read the files. Raises DataError naming file and line, and when too many are bad."""
+    """Read the files. Raises DataError naming file and line, and when too many are bad.
+
+    Args:
+        recipe: Its data, sizes and what is held out
+        quarantine: File for the examples set aside; None = not written
+
+    Returns:
+        To train on, held out
+    """
     groups, held = [], []
     images = Resize(16, recipe.resolution, max(16, recipe.resolution // 2))
-    entries = jsonl_files(recipe)
+    entries = data_files(recipe)
     files = [entry["data"] for entry in entries.values()]
     if recipe.validation_data:
         files.append(recipe.validation_data)
@@ -143,14 +233,15 @@ def open_groups(
         examples, aside = hold_out_examples(recipe, found)
         held += aside
         weight = entry.get("weight")
+        vae, vit = own_sizes(entry["data"])
         groups.append(
             Group(
                 name,
                 examples,
                 len(examples) if weight is None else weight,
                 entry.get("mandatory", False),
-                images,
-                vision_size(recipe.vit_resolution),
+                vae or images,
+                vit or vision_size(recipe.vit_resolution),
             )
         )
     if recipe.validation_data:
@@ -163,7 +254,15 @@ def token_counts(
     sample: PlannedSample,  # One sample of a pack
     rules: PackingRules,  # Of the model
 ) -> dict[str, int]:  # text, vit, vae
-    """Tokens of a sample by modality, as packed; the two tokens that frame an image are text."""
+    """Tokens of a sample by modality, as packed; the two tokens that frame an image are text.
+
+    Args:
+        sample: One sample of a pack
+        rules: Of the model
+
+    Returns:
+        text, vit, vae
+    """
     counts = dict(text=0, vit=0, vae=0)
     texts, images = iter(sample.texts), iter(sample.images)
     for item, first in zip(sample.plan, split_starts(sample.plan), strict=True):
@@ -181,7 +280,15 @@ def token_counts(
 
 # %% ../../../nbs/8_objectives/unified/03_data.ipynb #f25336e4
 class UnifiedBatches:
-    """This process's micro-batches of a step, for an endless stream of packs."""
+    """This process's micro-batches of a step, for an endless stream of packs.
+
+    Args:
+        sequences: All packs, for all processes
+        global_batch: Packs per optimizer step over all processes
+        rank: This process
+        world: Number of processes
+        pad_to: Tokens; 0 = no padding
+    """
 
     def __init__(
         self,
@@ -209,6 +316,9 @@ class UnifiedBatches:
         """All packs of a step; steps that were left out are planned and passed over.
 
         Raises ValueError when the step lies behind: the stream runs forward only.
+
+        Args:
+            step: From 0
         """
         if step < self.step:
             raise ValueError(
@@ -243,7 +353,11 @@ class UnifiedBatches:
         self,
         pack: list[PlannedSample],  # One pack
     ) -> PackedBatch:
-        """Open the images of a pack. Raises DataError for a file that cannot be read."""
+        """Open the images of a pack. Raises DataError for a file that cannot be read.
+
+        Args:
+            pack: One pack
+        """
         rules, seed = self.sequences.rules, self.sequences.seed
         try:
             return host_lengths(load_pack(pack, rules, seed, self.pad_to))
@@ -257,7 +371,11 @@ class UnifiedBatches:
         self,
         packs: list[list[PlannedSample]],  # All packs of a step
     ) -> dict[str, int | float | list]:
-        """Numbers of a step, for metrics; `lens` are the samples' lengths with padding."""
+        """Numbers of a step, for metrics; `lens` are the samples' lengths with padding.
+
+        Args:
+            packs: All packs of a step
+        """
         total = step_totals(packs)
         by_sample = [token_counts(s, self.sequences.rules) for pack in packs for s in pack]
         lens = [s.length for pack in packs for s in pack]
@@ -285,7 +403,11 @@ class UnifiedBatches:
         self,
         state: dict,  # Of `state_dict`
     ):
-        """Continue exactly. Raises ValueError when data, seed or budgets have changed."""
+        """Continue exactly. Raises ValueError when data, seed or budgets have changed.
+
+        Args:
+            state: Of `state_dict`
+        """
         self.step = state["step"]
         self.sequences.load_state_dict(state["sequences"])
         self.samples = state["samples"]
@@ -295,14 +417,27 @@ class UnifiedBatches:
 def host_lengths(
     batch: PackedBatch,  # As loaded
 ) -> PackedBatch:
-    """The same with the images' lengths as a list: the host reads them, a device need not wait."""
+    """The same with the images' lengths as a list: the host reads them, a device need not wait.
+
+    Args:
+        batch: As loaded
+    """
     lens = batch.get("vit_token_seqlens")
     return batch | dict(vit_token_seqlens=[] if lens is None else lens.tolist())
 
 
 # %% ../../../nbs/8_objectives/unified/03_data.ipynb #85e69205
 class HeldOutPacks:
-    """Fixed packs of the held-out examples."""
+    """Fixed packs of the held-out examples.
+
+    Args:
+        group: Whose image sizes are used
+        held: Examples
+        encode: Text -> list of token ids
+        rules: Of the model
+        max_tokens: Of a sample
+        pad_to: Tokens; see `UnifiedBatches`
+    """
 
     def __init__(
         self,
@@ -332,7 +467,11 @@ class HeldOutPacks:
         self,
         i: int,  # Number of the example
     ) -> PackedBatch:
-        """The pack of one example; its losses are means over its own tokens."""
+        """The pack of one example; its losses are means over its own tokens.
+
+        Args:
+            i: Number of the example
+        """
         pack = [self.samples[i]]
         batch = host_lengths(load_pack(pack, self.rules, 0, self.pad_to))
         return batch | dict(totals=step_totals([pack]), scale=1)

@@ -21,7 +21,16 @@ def text_loss(
     count: float,  # Tokens with a label, or the sum of their weights, in the whole step
     weights: Tensor | None = None,  # Of this pack's tokens (n,); None = 1
 ) -> Tensor:  # This pack's share of the step's mean, a scalar
-    """The sum over tokens, divided by the global count; 0 where the step has no text."""
+    """The sum over tokens, divided by the global count; 0 where the step has no text.
+
+    Args:
+        ce: Cross entropy of this pack's tokens (n,), fp32
+        count: Tokens with a label, or the sum of their weights, in the whole step
+        weights: Of this pack's tokens (n,); None = 1
+
+    Returns:
+        This pack's share of the step's mean, a scalar
+    """
     weighted = ce if weights is None else ce * weights
     return weighted.sum() / max(count, 1e-12)
 
@@ -31,7 +40,15 @@ def image_loss(
     se: Tensor,  # Squared errors of this pack's latent tokens (m, channels), fp32
     count: float,  # Latent tokens with a target in the whole step
 ) -> Tensor:  # This pack's share of the step's mean, a scalar
-    """As `text_loss`; each token's error is the mean over its channels."""
+    """As `text_loss`; each token's error is the mean over its channels.
+
+    Args:
+        se: Squared errors of this pack's latent tokens (m, channels), fp32
+        count: Latent tokens with a target in the whole step
+
+    Returns:
+        This pack's share of the step's mean, a scalar
+    """
     return se.mean(1).sum() / max(count, 1e-12)
 
 
@@ -40,7 +57,15 @@ def target_times(
     batch: PackedBatch,  # With or without images
     timestep_shift: float,  # s
 ) -> Tensor:  # (m,) in (0,1)
-    """The times of the latent tokens that are learnt, in the order of the model's errors."""
+    """The times of the latent tokens that are learnt, in the order of the model's errors.
+
+    Args:
+        batch: With or without images
+        timestep_shift: s
+
+    Returns:
+        (m,) in (0,1)
+    """
     none = batch["packed_text_indexes"][:0]
     learnt = batch.get("mse_loss_indexes", none)
     rows = torch.searchsorted(batch.get("packed_vae_token_indexes", none), learnt)
@@ -65,7 +90,18 @@ class UnifiedObjective:
         ranges: int = 0,  # Of time, by which the image loss is told apart; 0 = none
         timestep_shift: float = 1.0,  # s of the model
     ):
-        """Raises ValueError for a negative weight."""
+        """Raises ValueError for a negative weight.
+
+        Args:
+            vae: Frozen AutoencoderKL; None when batches bring latents
+            text_loss_weight: The published stages use 0.25
+            image_loss_weight: The published stages use 1
+            ce_loss_reweighting: 1/sqrt(n) for each token of a text of n tokens
+            vision_start_ce_weight: Of tokens that announce an image
+            start_of_image: Id of the announcing token
+            ranges: Of time, by which the image loss is told apart; 0 = none
+            timestep_shift: s of the model
+        """
         for name, weight in (
             ("text_loss_weight", text_loss_weight),
             ("image_loss_weight", image_loss_weight),
@@ -86,14 +122,25 @@ class UnifiedObjective:
         self,
         step: int,  # Optimizer step
     ) -> tuple[Turn, ...]:
-        """The networks that are updated in a step, in order: always the one there is."""
+        """The networks that are updated in a step, in order: always the one there is.
+
+        Args:
+            step: Optimizer step
+        """
         return (Turn("denoiser"),)
 
     def weights(
         self,
         batch: dict,  # Packed batch
     ) -> Tensor | None:  # (n,)
-        """Weights of the text tokens with a label, None = all 1."""
+        """Weights of the text tokens with a label, None = all 1.
+
+        Args:
+            batch: Packed batch
+
+        Returns:
+            (n,)
+        """
         weights = batch.get("ce_loss_weights") if self.reweight else None
         if self.start_weight == 1 or "packed_label_ids" not in batch:
             return weights
@@ -106,7 +153,12 @@ class UnifiedObjective:
         model: nn.Module,  # BagelModel, bare or wrapped by an engine
         batch: PackedBatch,  # With or without images
     ) -> PackedBatch:
-        """The batch with `packed_vae_tokens`, the clean latents of its images."""
+        """The batch with `packed_vae_tokens`, the clean latents of its images.
+
+        Args:
+            model: BagelModel, bare or wrapped by an engine
+            batch: With or without images
+        """
         if "padded_images" not in batch or "packed_vae_tokens" in batch:
             return batch
         return batch | dict(packed_vae_tokens=encode_batch(self.vae, batch, config_of(model)))
@@ -121,6 +173,14 @@ class UnifiedObjective:
 
         Its mean over micro-batches and processes is that of the step, and so are the means of
         the metrics `ce` and `mse`.
+
+        Args:
+            turn: Of `turns`; there is only one
+            networks: Name -> model
+            batch: A micro-batch of `objectives.unified.data.UnifiedBatches`
+
+        Returns:
+            Scalar fp32 loss; metrics ce and mse; sums
         """
         model = networks["denoiser"]
         batch = self.with_latents(model, PackedBatch(batch))
@@ -137,7 +197,15 @@ class UnifiedObjective:
         batch: PackedBatch,  # With latents, if it has images
         se: Tensor,  # Squared errors of the latent tokens that are learnt (m, channels)
     ) -> dict[str, Tensor]:  # See `training.intervals`: latents, loss_sigma
-        """Moments of the clean latent tokens, and the error per token by range of time."""
+        """Moments of the clean latent tokens, and the error per token by range of time.
+
+        Args:
+            batch: With latents, if it has images
+            se: Squared errors of the latent tokens that are learnt (m, channels)
+
+        Returns:
+            See `training.intervals`: latents, loss_sigma
+        """
         sums = dict(latents=latent_sums(batch.get("packed_vae_tokens", se[:0])))
         if self.ranges:
             times = target_times(batch, self.timestep_shift)

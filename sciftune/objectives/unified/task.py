@@ -8,6 +8,7 @@ __all__ = [
     "held_out_losses",
     "guidance_for",
     "complete_example",
+    "pack_stream",
     "UnifiedTask",
 ]
 
@@ -42,7 +43,7 @@ from sciftune.models.bagel import (
 )
 from ...models.bagel_parts import check_same_parts, parts_digests
 from ...models.bagel_sampling import EDIT, Guidance, respond
-from ...models.family import Encoders
+from ...models.family import Encoders, get_family
 from ...models.weights import freeze
 from .data import HeldOutPacks, UnifiedBatches, open_groups
 from .loss import UnifiedObjective
@@ -72,6 +73,16 @@ def build_unified_model(
     """The unified model, ready for an engine.
 
     Raises RecipeError for freezing together with LoRA, and when nothing is left to train.
+
+    Args:
+        recipe: Which parts are frozen, adapters, attention, timestep_shift
+        family: The model family
+        base: Folder in the released layout; None = random weights of published size
+        engine: Says where weights are built
+        plan: How many blocks gradient_checkpointing='auto' checkpoints
+
+    Returns:
+        BagelModel
     """
     frozen = dict(llm=recipe.freeze_llm, vit=recipe.freeze_vit, und=recipe.freeze_und)
     if recipe.lora_rank and any(frozen.values()):
@@ -102,7 +113,18 @@ def held_out_losses(
     engine: Engine,  # Adds over processes
     heartbeat: Callable = lambda *a: None,  # (stage, step)
 ) -> dict:  # held_out (weighted sum), held_out_ce, held_out_mse; {} when nothing is held out
-    """The losses on the held-out examples, the same numbers on every process."""
+    """The losses on the held-out examples, the same numbers on every process.
+
+    Args:
+        held: Fixed packs
+        objective: The loss
+        network: Wrapped by the engine
+        engine: Adds over processes
+        heartbeat: (stage, step)
+
+    Returns:
+        held_out (weighted sum), held_out_ce, held_out_mse; {} when nothing is held out
+    """
     if not len(held):
         return {}
 
@@ -132,7 +154,13 @@ def guidance_for(
     scale: float,  # On text
     steps: int,  # Points of time
 ) -> Guidance:
-    """The published settings for drawing from a text, or for editing."""
+    """The published settings for drawing from a text, or for editing.
+
+    Args:
+        example: Its last segment is to be drawn
+        scale: On text
+        steps: Points of time
+    """
     edits = any(segment.paths for segment in example.segments[:-1])
     guidance = replace(EDIT if edits else Guidance(), text_scale=scale, steps=steps)
     if scale > 1:
@@ -153,7 +181,23 @@ def complete_example(
     device: torch.device | str = "cpu",  # Of the model
     same_calls: bool = False,  # Make max_tokens calls for a text, however short it is
 ) -> str | Tensor:  # Text, or pixels (3,H,W) in [-1,1]
-    """The model's own last segment of an example."""
+    """The model's own last segment of an example.
+
+    Args:
+        model: BagelModel, bare or wrapped by an engine
+        example: Its last segment is what the model shall give
+        encoders: Autoencoder and tokenizer
+        rules: Of the model
+        group: Whose image sizes are used
+        guidance: Of a picture; None = the published one for drawing
+        seed: Of a picture's noise
+        max_tokens: Of a text
+        device: Of the model
+        same_calls: Make max_tokens calls for a text, however short it is
+
+    Returns:
+        Text, or pixels (3,H,W) in [-1,1]
+    """
     *before, last = example.segments
     draws = last.role == "target"
     inputs = []
@@ -187,6 +231,36 @@ def complete_example(
 
 
 # %% ../../../nbs/8_objectives/unified/04_task.ipynb #69907a79
+def pack_stream(
+    recipe: Recipe,  # Its budgets, dropout and seed
+    groups: list[Group],  # Of `open_groups`
+    encode: Callable,  # Text -> list of token ids
+    rules: PackingRules,  # Of the model
+) -> PackStream:
+    """The stream of packs of a run.
+
+    Args:
+        recipe: Its budgets, dropout and seed
+        groups: Of `open_groups`
+        encode: Text -> list of token ids
+        rules: Of the model
+    """
+    dropout = dict(
+        text=recipe.text_cond_dropout, vae=recipe.vae_cond_dropout, vit=recipe.vit_cond_dropout
+    )
+    return PackStream(
+        groups,
+        encode,
+        rules,
+        recipe.seed,
+        recipe.expected_tokens,
+        recipe.max_tokens,
+        recipe.max_sample_tokens,
+        recipe.expected_tokens // 2,
+        dropout=dropout,
+    )
+
+
 class UnifiedTask(Task):
     """BAGEL on packed sequences."""
 
@@ -223,6 +297,20 @@ class UnifiedTask(Task):
             self.config.timestep_shift,
         )
 
+    @classmethod
+    def data_fingerprint(cls, recipe: Recipe) -> str:
+        """Of the examples and of what decides the packs; no weights are read."""
+        family = get_family(recipe.model)
+        base = weights_path(recipe, family)
+        tokenizer = qwen_tokenizer("")
+        if base is not None:
+            encoders = family.load_encoders(base, parts=("text",), revision=recipe.revision or None)
+            tokenizer = encoders.tokenizers["tokenizer"]
+        config = family.config(base, recipe.revision or None)
+        rules = PackingRules.from_config(config, special_tokens(tokenizer))
+        groups, _ = open_groups(recipe)
+        return pack_stream(recipe, groups, list, rules).fingerprint()
+
     def _set_aside(self, examples: list[Example]):
         """Count the examples with a bad image and say so."""
         self.rejected = sum(1 for example in examples if example.fault)
@@ -257,22 +345,7 @@ class UnifiedTask(Task):
             return tokenizer(text)["input_ids"]
 
         self.rules = PackingRules.from_config(self.config, special_tokens(tokenizer))
-        dropout = dict(
-            text=recipe.text_cond_dropout,
-            vae=recipe.vae_cond_dropout,
-            vit=recipe.vit_cond_dropout,
-        )
-        sequences = PackStream(
-            groups,
-            encode,
-            self.rules,
-            recipe.seed,
-            recipe.expected_tokens,
-            recipe.max_tokens,
-            recipe.max_sample_tokens,
-            recipe.expected_tokens // 2,
-            dropout=dropout,
-        )
+        sequences = pack_stream(recipe, groups, encode, self.rules)
         cuda = engine.device.type == "cuda"
         flex = recipe.attention == "flex" or (recipe.attention == "auto" and cuda)
         pad_to = recipe.max_tokens + (-recipe.max_tokens) % 128 if flex else 0
@@ -348,7 +421,11 @@ class UnifiedTask(Task):
         self,
         step: int,  # Optimizer steps taken
     ):
-        """Write pictures and answers of the model as it is; called by all processes together."""
+        """Write pictures and answers of the model as it is; called by all processes together.
+
+        Args:
+            step: Optimizer steps taken
+        """
         network = self.networks["denoiser"]
         folder = self.run_dir.validation_images / f"step_{step:06d}"
         with evaluating(network):

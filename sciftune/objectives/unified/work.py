@@ -43,7 +43,15 @@ def pack_lengths(
     recipe: Recipe,  # max_tokens, resolution, vit_resolution
     config: object,  # BagelConfig
 ) -> tuple[int, int, int, int]:  # Samples k, and tokens of each: text t, patches v, latents g
-    """How a full pack is divided."""
+    """How a full pack is divided.
+
+    Args:
+        recipe: max_tokens, resolution, vit_resolution
+        config: BagelConfig
+
+    Returns:
+        Samples k, and tokens of each: text t, patches v, latents g
+    """
     most = recipe.max_tokens
     latents = (recipe.resolution // config.stride) ** 2 if config.visual_gen else 0
     side = recipe.vit_resolution or 518
@@ -66,7 +74,15 @@ def reference_pack(
     recipe: Recipe,  # max_tokens, resolution, vit_resolution
     config: object,  # BagelConfig
 ) -> dict:  # Packed batch on meta, without values
-    """A full pack as the data would bring it."""
+    """A full pack as the data would bring it.
+
+    Args:
+        recipe: max_tokens, resolution, vit_resolution
+        config: BagelConfig
+
+    Returns:
+        Packed batch on meta, without values
+    """
     samples, text, patches, latents = pack_lengths(recipe, config)
     length, words = text + latents + patches + 4, samples * (text + 4)
     vit, vae, losses = samples * patches, samples * latents, samples * text
@@ -93,7 +109,11 @@ def reference_pack(
 
 # %% ../../../nbs/8_objectives/unified/05_work.ipynb #cfbf948a
 class PieceLoss(nn.Module):
-    """The cross entropy of one piece, as `models.bagel.token_cross_entropy` has it."""
+    """The cross entropy of one piece, as `models.bagel.token_cross_entropy` has it.
+
+    Args:
+        head: Last hidden state -> logits
+    """
 
     def __init__(
         self,
@@ -107,7 +127,15 @@ class PieceLoss(nn.Module):
         hidden: Tensor,  # (tokens, width)
         labels: Tensor,  # (tokens,) of the vocabulary
     ) -> Tensor:  # (tokens,) fp32
-        """Cross entropy per token."""
+        """Cross entropy per token.
+
+        Args:
+            hidden: (tokens, width)
+            labels: (tokens,) of the vocabulary
+
+        Returns:
+            (tokens,) fp32
+        """
         return nn.functional.cross_entropy(self.head(hidden).float(), labels, reduction="none")
 
 
@@ -116,7 +144,16 @@ def text_loss_bytes(
     tokens: int,  # With a label
     dtype: torch.dtype,  # Of the computation
 ) -> float:  # The head's own gradient aside
-    """Peak of the loss on text."""
+    """Peak of the loss on text.
+
+    Args:
+        head: On meta
+        tokens: With a label
+        dtype: Of the computation
+
+    Returns:
+        The head's own gradient aside
+    """
     piece = min(tokens, 2048)
     if not piece:
         return 0.0
@@ -137,7 +174,15 @@ def mask_bytes(
     recipe: Recipe,  # Its attention
     pack: dict,  # Of `reference_pack`
 ) -> tuple[float, float]:  # Bytes that stay, bytes in passing
-    """Masks of a pack on a GPU."""
+    """Masks of a pack on a GPU.
+
+    Args:
+        recipe: Its attention
+        pack: Of `reference_pack`
+
+    Returns:
+        Bytes that stay, bytes in passing
+    """
     if recipe.attention == "dense":
         return 3.0 * sum(n * n for n in pack["sample_lens"]), 0.0
     tokens = sum(pack["sample_lens"])
@@ -153,7 +198,18 @@ def encode_bytes(
     dtype: torch.dtype,  # Of the weights
     pictures: int,  # At a time
 ) -> tuple[int, int]:  # Bytes of the weights, and of the working set
-    """The VAE while it encodes."""
+    """The VAE while it encodes.
+
+    Args:
+        family: The model's family
+        base: Pipeline folder or hub id; None = published size
+        recipe: Its resolution
+        dtype: Of the weights
+        pictures: At a time
+
+    Returns:
+        Bytes of the weights, and of the working set
+    """
     vae, side = empty_vae(family, base, recipe, dtype), recipe.resolution
     with torch.no_grad(), FlashAttention(), LiveBytes() as live:
         vae.encode(torch.empty(pictures, 3, side, side, device="meta", dtype=dtype))
@@ -172,7 +228,11 @@ class UnifiedWork(Work):
         self,
         denoiser: nn.Module,  # On meta
     ):
-        """What freeze_llm, freeze_vit and freeze_und name."""
+        """What freeze_llm, freeze_vit and freeze_und name.
+
+        Args:
+            denoiser: On meta
+        """
         recipe = self.recipe
         if recipe.freeze_llm or recipe.freeze_vit or recipe.freeze_und:
             from sciftune.models.bagel import freeze_parts
@@ -185,7 +245,15 @@ class UnifiedWork(Work):
         model: MetaModel,  # Whose denoiser runs
         batch: int,  # 1
     ) -> Callable:  # () -> losses
-        """A forward pass of a full pack; torch knows no autocast on meta."""
+        """A forward pass of a full pack; torch knows no autocast on meta.
+
+        Args:
+            model: Whose denoiser runs
+            batch: 1
+
+        Returns:
+            () -> losses
+        """
         pack = reference_pack(model.recipe, model.config)
 
         def run():
@@ -198,7 +266,11 @@ class UnifiedWork(Work):
         self,
         family: Family,  # The model's family
     ) -> int:
-        """What an image leaves of a pack, for counting operations."""
+        """What an image leaves of a pack, for counting operations.
+
+        Args:
+            family: The model's family
+        """
         side = self.recipe.resolution
         return self.recipe.max_tokens - family.tokens(side, side) - 4
 
@@ -207,7 +279,12 @@ class UnifiedWork(Work):
         model: MetaModel,  # The model on meta
         blocks: tuple[Block, ...],  # Its blocks, measured
     ) -> dict:
-        """The loss on text, the frozen VAE that encodes each batch, masks."""
+        """The loss on text, the frozen VAE that encodes each batch, masks.
+
+        Args:
+            model: The model on meta
+            blocks: Its blocks, measured
+        """
         recipe, config = model.recipe, model.config
         pack = reference_pack(recipe, config)
         kept, passing = mask_bytes(recipe, pack)

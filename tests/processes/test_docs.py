@@ -1,0 +1,95 @@
+"""`scripts/docs` builds the site strictly, and a browser reads it from its folder, offline.
+
+Skipped, with the reason, where the docs extra or a browser is missing.
+"""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from browser import browser
+
+LEFT_OUT = (".git", ".venv", "_docs", "runs", "build", "*.egg-info", "__pycache__", ".*_cache")
+
+
+def build(root):
+    "scripts/docs of a copy, with this Python."
+    return subprocess.run(
+        [root / "scripts/docs"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"SCIFTUNE_PYTHON": sys.executable},
+    )
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    "A copy of the repository whose site can be built without installing anything."
+    root = Path(__file__).resolve().parent.parent.parent
+    here = all(importlib.util.find_spec(name) for name in ("material", "latex2mathml"))
+    if not here and not (root / ".venv-docs/bin/mkdocs").exists():
+        pytest.skip("the docs extra is not installed (scripts/docs makes .venv-docs)")
+    folder = tmp_path_factory.mktemp("docs") / "sciftune"
+    ignored = shutil.ignore_patterns(*LEFT_OUT, ".venv-docs")
+    shutil.copytree(root, folder, ignore=ignored, symlinks=True)
+    if not here:
+        (folder / ".venv-docs").symlink_to(root / ".venv-docs")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def site(copy):
+    done = build(copy)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WARNING" not in done.stderr, done.stderr
+    return copy / "_docs/site"
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    "Where screenshots go."
+    return Path(os.environ.get("SCIFTUNE_SCREENSHOTS", tmp_path))
+
+
+def read_offline(page):
+    "Note every address outside that the page asks for."
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    return lambda: [url for url in asked if not url.startswith(("file:", "data:", "blob:"))]
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width, scheme", [(1200, "light"), (400, "dark")])
+def test_front_page_module_page_and_search(site, pictures, width, scheme):
+    with browser() as opened:
+        page = opened.new_page(viewport=dict(width=width, height=900), color_scheme=scheme)
+        elsewhere = read_offline(page)
+        for name in ("index", "nbs/2_data/06_buckets", "docs/guides/own_data"):
+            page.goto((site / f"{name}.html").as_uri())
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, name
+            drawn = page.evaluate("[...document.images].map(i => i.complete && i.naturalWidth)")
+            assert all(drawn), name
+            page.screenshot(path=pictures / f"{Path(name).name}-{width}-{scheme}.png")
+        if width == 400:
+            page.locator("label.md-header__button[for=__search]").click()
+        page.locator(".md-search__input").fill("aspect ratio")
+        found = page.locator(".md-search-result__link")
+        found.first.wait_for()
+        page.screenshot(path=pictures / f"search-{width}-{scheme}.png")
+        titles = found.all_inner_texts()
+        found.first.click()
+        page.wait_for_url("**/*.html*h=*")
+        assert elsewhere() == []
+    assert titles and any("aspect" in title.lower() for title in titles), titles
+
+
+def test_broken_link_fails(site, copy):
+    page = copy / "docs/guides/own_data.md"
+    page.write_text(page.read_text() + "\n[a page that is not there](nowhere.md)\n")
+    done = build(copy)
+    assert done.returncode != 0
+    assert "nowhere.md" in done.stderr and "strict mode" in done.stderr, done.stderr
