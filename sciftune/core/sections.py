@@ -758,7 +758,7 @@ def size_in_bytes(
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
     if not found:
-        raise ValueError("must be a size, for example 10GB or 500MB")
+        raise ValueError(f"must be a size, for example 10GB or 500MB, not '{text[:40]}'")
     number, unit, binary = found.groups()
     base = 1024 if binary else 1000
     return int(float(number) * base ** " KMGT".index(unit.upper() or " "))
