@@ -273,7 +273,7 @@ def plot_pictures(
         return empty_figure("The same prompt", "no validation images yet")
     fig, axes = image_grid(len(shared), len(runs) + 1)
     for ax, label in zip(axes[0, 1:], run_labels(runs), strict=True):
-        ax.set_title(textwrap.shorten(label, 28, placeholder="…"), fontsize=7)
+        ax.set_title(textwrap.fill(label, 16), fontsize=6)
     for row, prompt in zip(axes, shared, strict=True):
         text = textwrap.fill(textwrap.shorten(prompt, 110, placeholder=" …"), 22)
         row[0].text(0, 0.5, text, fontsize=6, va="center", transform=row[0].transAxes)

@@ -46,10 +46,6 @@ def test_epochs_are_counted_trained_and_kept_over_a_resume(launched, tmp_path):
     assert "num_train_epochs=0.5: 2 steps of 8 samples" in run.log.read_text()
 
     two = dict(strategy="ddp", num_processes=2)
-    wrong = launched(**SMALL, num_train_epochs=2, steps=7, resume="latest")
-    assert (
-        "steps: 7 contradicts num_train_epochs=2, which is 5 steps" in wrong.stdout + wrong.stderr
-    )
     done = launched(**SMALL, **two, num_train_epochs=2, resume="latest")  # 40 samples
     assert done.returncode == 0, done.stderr
     assert Recipe.load(run.recipe).steps == 5

@@ -7,6 +7,7 @@ import sys
 
 import nbformat
 import psutil
+import pytest
 from jobs import command_line, wait
 
 from sciftune.core.rundir import RunDir
@@ -56,6 +57,7 @@ def send(run, what):
         process.send_signal(what)
 
 
+@pytest.mark.slow  # four runs, started and started again
 def test_killed_sweep_is_completed(root, tmp_path):
     runs = [RunDir(tmp_path / "runs" / name) for name in NAMES]
     first, second = tmp_path / "first", tmp_path / "second"
