@@ -3930,6 +3930,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'sciftune/strategies/lora.py'),
                                           'sciftune.strategies.lora._from_nf4': ( '5_strategies/lora.html#_from_nf4',
                                                                                   'sciftune/strategies/lora.py'),
+                                          'sciftune.strategies.lora._fused': ( '5_strategies/lora.html#_fused',
+                                                                               'sciftune/strategies/lora.py'),
                                           'sciftune.strategies.lora._gradient': ( '5_strategies/lora.html#_gradient',
                                                                                   'sciftune/strategies/lora.py'),
                                           'sciftune.strategies.lora._keep_narrow': ( '5_strategies/lora.html#_keep_narrow',
