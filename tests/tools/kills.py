@@ -350,12 +350,14 @@ class Shared:
         with self.lock:
             if self.kills.value >= self.given.kills:
                 return None
-            for at, claimed in enumerate(self.claimed):
-                if not claimed and time.monotonic() < self.deadline(at):
-                    self.claimed[at] = 1
-                    return at, True
-            open_ = [at for at in range(len(self.cases)) if self.claimed[at] and self.wants(at)]
-            at = min(open_, key=lambda at: (self.active[at], self.spent[at]), default=None)
+            places = range(len(self.cases))
+            begun = [at for at in places if self.claimed[at] and self.wants(at)]
+            if all(self.active[at] or self.spent[at] for at in begun):
+                for at in places:
+                    if not self.claimed[at] and time.monotonic() < self.deadline(at):
+                        self.claimed[at] = 1
+                        return at, True
+            at = min(begun, key=lambda at: (self.active[at], self.spent[at]), default=None)
             if at is not None:
                 self.active[at] += 1
                 return at, False
