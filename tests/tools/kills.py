@@ -32,6 +32,7 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
+import psutil
 import torch
 from forked import ENGINES
 from jobs import begin, living, processes_of, recipe_in, wait
@@ -337,7 +338,8 @@ class Shared:
         self.whole = context.Array("d", count, lock=False)  # seconds of a reference; -1: failed
         self.claimed = context.Array("i", count, lock=False)  # whether a reference has begun
         self.failures = context.Value("i", 0, lock=False)
-        self.end = time.monotonic() + 60 * given.minutes
+        imports = time.time() - psutil.Process().create_time()  # count, too
+        self.end = time.monotonic() + 60 * given.minutes - imports
         self.workers = [context.Process(target=work, args=(self, j)) for j in range(given.jobs)]
 
     def deadline(self, at):
