@@ -32,6 +32,7 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
+import psutil
 import torch
 from forked import ENGINES
 from jobs import begin, living, processes_of, recipe_in, wait
@@ -337,7 +338,8 @@ class Shared:
         self.whole = context.Array("d", count, lock=False)  # seconds of a reference; -1: failed
         self.claimed = context.Array("i", count, lock=False)  # whether a reference has begun
         self.failures = context.Value("i", 0, lock=False)
-        self.end = time.monotonic() + 60 * given.minutes
+        imports = time.time() - psutil.Process().create_time()  # count, too
+        self.end = time.monotonic() + 60 * given.minutes - imports
         self.workers = [context.Process(target=work, args=(self, j)) for j in range(given.jobs)]
 
     def deadline(self, at):
@@ -350,12 +352,14 @@ class Shared:
         with self.lock:
             if self.kills.value >= self.given.kills:
                 return None
-            for at, claimed in enumerate(self.claimed):
-                if not claimed and time.monotonic() < self.deadline(at):
-                    self.claimed[at] = 1
-                    return at, True
-            open_ = [at for at in range(len(self.cases)) if self.claimed[at] and self.wants(at)]
-            at = min(open_, key=lambda at: (self.active[at], self.spent[at]), default=None)
+            places = range(len(self.cases))
+            begun = [at for at in places if self.claimed[at] and self.wants(at)]
+            if all(self.active[at] or self.spent[at] for at in begun):
+                for at in places:
+                    if not self.claimed[at] and time.monotonic() < self.deadline(at):
+                        self.claimed[at] = 1
+                        return at, True
+            at = min(begun, key=lambda at: (self.active[at], self.spent[at]), default=None)
             if at is not None:
                 self.active[at] += 1
                 return at, False
