@@ -25,6 +25,7 @@ from sciftune.models.family import get_family, stack_references
 from sciftune.objectives.flow.loss import FlowMatching
 from sciftune.strategies.compilation import prepare_denoiser
 from sciftune.strategies.lora import add_lora
+from sciftune.training.validation import to_device
 
 ap = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -193,7 +194,8 @@ def block_gradients(model, lora, compiled, width, size, references, kind):
     prepare_denoiser(net, r)
     batch = one_batch(r, family, dict(net.config), torch.device(DEVICE), size)
     if references:
-        batch["conditioning"] |= stack_references(reference_rows(family, size, references))
+        rows = stack_references(reference_rows(family, size, references))
+        batch["conditioning"] |= to_device(rows, torch.device(DEVICE))
     for _ in range(5 if low else 1):
         net.zero_grad()
         loss = FlowMatching(r, family).per_sample(net, batch).mean()
