@@ -540,7 +540,7 @@ class ScheduleSection(Section):
     micro_batch: int = field(1, "samples per process and forward pass", identity=False, ge=1)
     data_workers: int = field(
         0,
-        "flow, epsilon: processes of each rank that make batches; 0 = a thread, enough unless a "
+        "processes of each rank that make batches; 0 = a thread, enough unless a "
         "step is shorter than making its batch",
         identity=False,
         optional=True,

@@ -325,7 +325,7 @@ def narrowed(
     return low | (high << 4), scale
 
 
-# %% ../../nbs/5_strategies/07_lora.ipynb #2fa871a1
+# %% ../../nbs/5_strategies/07_lora.ipynb #83617112
 def _from_nf4(codes: Tensor, scale: Tensor, levels: Tensor, dtype: torch.dtype) -> Tensor:
     """The weights of codes: levels times the scale of their block."""
     whole = torch.cat([codes & 15, codes >> 4], 1)
@@ -338,8 +338,10 @@ def _from_fp8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (codes.view(torch.float8_e4m3fn).to(dtype) * scale).to(dtype)
 
 
-_fused_from_nf4 = torch.compile(_from_nf4, dynamic=True)
-_fused_from_fp8 = torch.compile(_from_fp8, dynamic=True)
+@functools.cache
+def _fused(function: Callable) -> Callable:
+    """The compiled function, made at its first use: the compiler's import takes over a second."""
+    return torch.compile(function, dynamic=True)
 
 
 def widened(
@@ -357,10 +359,12 @@ def widened(
     Returns:
         (rows, columns)
     """
-    if scale.shape[1] == 1:
-        return (_fused_from_fp8 if weight.is_cuda else _from_fp8)(weight, scale, dtype)
-    unpack = _fused_from_nf4 if weight.is_cuda else _from_nf4
-    return unpack(weight, scale, nf4_levels(weight.device), dtype)
+    by_row = scale.shape[1] == 1
+    widen = _from_fp8 if by_row else _from_nf4
+    if weight.is_cuda:
+        widen = _fused(widen)
+    levels = () if by_row else (nf4_levels(weight.device),)
+    return widen(weight, scale, *levels, dtype)
 
 
 # %% ../../nbs/5_strategies/07_lora.ipynb #ccd21677

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sciftune.core.recipe import resolve
 from sciftune.lab.baseline import one_batch
-from sciftune.models.family import get_family
+from sciftune.models.family import get_family, stack_references
 from sciftune.objectives.flow.loss import FlowMatching
 from sciftune.strategies.compilation import prepare_denoiser
 from sciftune.strategies.lora import add_lora
@@ -148,10 +148,20 @@ def attention():
     return "; ".join(said)
 
 
-def block_gradients(model, lora, compiled, width, size, kind):
+def reference_rows(family, size, count):
+    "Latents of two samples: `count` reference images, and one of half the height."
+    height, wide = size
+    tall, low = family.latent_shape(height, wide), family.latent_shape(height // 2, wide)
+    g = torch.Generator(DEVICE).manual_seed(2)
+    rows = [[tall] * count, [low]]
+    return [[torch.randn(s, device=DEVICE, generator=g) for s in row] for row in rows]
+
+
+def block_gradients(model, lora, compiled, width, size, references, kind):
     """Loss and gradients of a network of a few blocks, computed in `kind`.
 
-    From the same weights and batch for any `kind`.
+    From the same weights and batch for any `kind`. With `references`, of two samples which have
+    unlike reference images, so that there is a mask.
     """
     low = kind is TYPE
     narrow = "bf16-mixed" if lora else "bf16"
@@ -166,8 +176,9 @@ def block_gradients(model, lora, compiled, width, size, kind):
         text_tokens=TEXT,
         compile=compiled and low,
         gradient_checkpointing="none",
-        micro_batch=1,
-        global_batch=1,
+        reference_images=references,
+        micro_batch=2 if references else 1,
+        global_batch=2 if references else 1,
         plan_check=False,
         cpu=args.tiny,
         run_root="/tmp/gpu_blocks",
@@ -181,10 +192,13 @@ def block_gradients(model, lora, compiled, width, size, kind):
         add_lora(net, family, r)
     prepare_denoiser(net, r)
     batch = one_batch(r, family, dict(net.config), torch.device(DEVICE), size)
+    if references:
+        batch["conditioning"] |= stack_references(reference_rows(family, size, references))
     for _ in range(5 if low else 1):
         net.zero_grad()
         loss = FlowMatching(r, family).per_sample(net, batch).mean()
         loss.backward()
+    assert loss.isfinite(), f"the loss is {loss.item()}"
     return loss.item(), {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
 
 
@@ -206,16 +220,19 @@ def blocks(*case):
 TWO = dict(
     flux1=dict(num_layers=2, num_single_layers=2),
     klein=dict(num_layers=2, num_single_layers=2),
+    kontext=dict(num_layers=2, num_single_layers=2),
     qwenimage=dict(num_layers=2),
     zimage=dict(n_layers=2, n_refiner_layers=1),
 )
 NARROW = dict(attention_head_dim=16, num_attention_heads=2, joint_attention_dim=32)
 if args.tiny:
     TWO["flux1"] |= NARROW | dict(pooled_projection_dim=32, axes_dims_rope=(4, 6, 6))
+    TWO["kontext"] = TWO["flux1"]
     TWO["klein"] |= NARROW | dict(axes_dims_rope=(4, 4, 4, 4))
     TWO["qwenimage"] |= NARROW | dict(axes_dims_rope=(4, 6, 6))
     TWO["zimage"] |= dict(dim=64, n_heads=4, n_kv_heads=4, cap_feat_dim=32, axes_dims=[4, 6, 6])
 SQUARE = (SIDE, SIDE)
+REFERENCES = dict(klein=2, kontext=1)  # as many as a sample of a case has
 LARGE = [(1536, 1536), (2048, 2048), (1024, 3072)]  # height and width of figures, in pixels
 
 
@@ -223,15 +240,22 @@ def cases():
     """Name -> check."""
     found = dict(norms=norms, attention=attention, matrices=matrices)
     for model, width in TWO.items():
+        if model in REFERENCES:
+            for compiled in (False, True)[: 2 - args.tiny]:
+                name = f"{model}-references" + "-compiled" * compiled
+                case = (model, False, compiled, width, SQUARE, REFERENCES[model])
+                found[name] = partial(blocks, *case)
+        if model == "kontext":  # FLUX.1 but for the references
+            continue
         for lora, compiled in itertools.product((False, True), repeat=2):
             if compiled and args.tiny:
                 continue
             name = model + "-lora" * lora + "-compiled" * compiled
-            found[name] = partial(blocks, model, lora, compiled, width, SQUARE)
+            found[name] = partial(blocks, model, lora, compiled, width, SQUARE, 0)
         for height, wide in [(SIDE, 3 * SIDE)] if args.tiny else LARGE:
             size = (height, wide)
             name = f"{model}-{height}x{wide}"
-            found[name] = partial(blocks, model, False, not args.tiny, width, size)
+            found[name] = partial(blocks, model, False, not args.tiny, width, size, 0)
     return found
 
 

@@ -1,26 +1,34 @@
 """Kill real runs at random moments, resume them, and add what happened to docs/kills.jsonl.
 
-    python tests/tools/kills.py [--kills 100] [--minutes 600] [--case NAME ...] [--table FOLDER]
+    python tests/tools/kills.py [--kills 100] [--minutes 600] [--jobs 1] [--case NAME ...]
+                                [--table FOLDER] [--seed NUMBER]
 
-It ends after the run in which that many kills are reached or so many minutes have passed. Several
-can run at once, each with a folder of its own for the lines.
+`--jobs` runs at once, in processes of one program. It ends after the runs in which that many kills
+are reached. Shortly before so many minutes have passed it stops killing, and lets every run come
+to its end; what has not ended a minute after them is cut off, and its line says so.
 
 Every run is started as `launch` starts it. One of its processes, or all, get SIGKILL: the wrapper,
-the agent (launcher), a rank, a process that makes batches; after some steps, inside a save or
-inside the export. Then the run is resumed, until it ends. A run that was never killed is the
-reference: every step must be there, with the same losses and gradient norms, and after each kill
-all processes must be gone within ten seconds. A line is added for each run that has ended, and
-docs/generated/kills.md is written from all lines, so that a series can be stopped at any time.
+the agent (launcher), a rank, a process that makes batches; while it starts, after some steps,
+inside a save or inside the export. Then the run is resumed, until it ends. A run that was never
+killed is the reference of all runs of its case: every step must be there, with the same losses and
+gradient norms, and after each kill all processes must be gone within ten seconds. A line is added
+for each run that has ended, and docs/generated/kills.md is written from all lines, so that a series
+can be stopped at any time. A run that does not end well leaves its log in kills.err beside the
+lines, the others go on, and the exit code is 1.
 """
 
 import argparse
 import datetime
+import fcntl
 import json
+import multiprocessing
 import os
 import random
 import shutil
+import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from pathlib import Path
 
@@ -28,13 +36,17 @@ import torch
 from forked import ENGINES
 from jobs import begin, living, processes_of, recipe_in, wait
 
+from sciftune.core.rundir import RunDir
 from sciftune.lab.launch import state
 
 ROOT = Path(__file__).resolve().parents[2]
 GONE = 10  # seconds until every process of a killed run must have ended
-KILLS_OF_A_RUN = 6
+KILLS_OF_A_RUN, EXPORTS_OF_A_RUN = 12, 2  # a run that is to be exported makes no more steps
+OPENING = 15  # seconds that a start takes, about
+GRACE = 60  # seconds that runs get beyond their time
+UNKNOWN = 90  # seconds that a run is taken for before one of its case has ended
 WHO = ("rank", "agent", "wrapper", "worker", "all")
-WHEN = ("step", "save", "export")
+WHEN = {"step": 4, "save": 3, "start": 2, "export": 1}  # and how often, of ten kills
 COMMON = dict(
     steps=60,
     figures=16,
@@ -106,35 +118,62 @@ def half_written(folder, pattern):
     return folder.exists() and any(folder.glob(pattern))
 
 
-def moment(run, when, rng):
-    "Wait for the moment to kill; False when the run has ended before."
-    begun = steps_done(run)
-    ahead = rng.randint(1, 12)
-    while state(run) == "running":
-        saving = half_written(run.checkpoints, ".step_*")
-        exporting = half_written(run.path, f".{run.model.name}.*")
+class Seen:
+    "What can be seen of a run from outside."
+
+    def __init__(self, run):
+        self.run, self.asked, self.runs = run, 0.0, True
+
+    @property
+    def saving(self):
+        "Whether it is inside a save."
+        return half_written(self.run.checkpoints, ".step_*")
+
+    @property
+    def exporting(self):
+        "Whether it is inside its export."
+        return half_written(self.run.path, f".{self.run.model.name}.*")
+
+    @property
+    def running(self):
+        "Whether it runs, asked ten times a second."
+        if self.runs and time.monotonic() > self.asked + 0.1:
+            self.asked, self.runs = time.monotonic(), state(self.run) == "running"
+        return self.runs
+
+
+def moment(run, when, rng, deadline):
+    "Wait for the moment to kill; which it is, None when the run or the time ends before."
+    begun, seen = steps_done(run), Seen(run)
+    at = time.monotonic() + rng.random() * OPENING if when == "start" else None
+    ahead, pause = rng.randint(1, 12), 0.05 if when == "step" else 0.005
+    while time.monotonic() < deadline and seen.running:
+        if seen.exporting or (when == "save" and seen.saving):
+            break
+        if at is not None and time.monotonic() >= at:
+            break
         if when == "step" and steps_done(run) >= begun + ahead:
             break
-        if (when == "save" and saving) or exporting:
-            break
-        time.sleep(0.005)
+        time.sleep(pause)
     else:
-        return False
-    time.sleep(rng.random() * {"step": 0.3, "save": 0.02, "export": 0.1}[when])
-    return state(run) == "running"
+        return None
+    if at is None:
+        time.sleep(rng.random() * {"step": 0.3, "save": 0.02, "export": 0.1}[when])
+    if state(run) != "running":
+        return None
+    if seen.exporting or seen.saving:
+        return "export" if seen.exporting else "save"
+    return "step" if steps_done(run) > begun else "start"
 
 
 def kill(run, who, rng):
     "SIGKILL; who was killed."
-    found = processes_of(run)
-    victims = living(run) if who == "all" else found[who]
-    if not victims:  # this run has no such process, or no longer
-        who, victims = "rank", found["rank"]
-    if who != "all" and victims:
-        victims = [rng.choice(victims)]
-    for process in victims:
-        process.kill()
-    return who if victims else None
+    found = processes_of(run) | dict(all=living(run))
+    for name in (who, "rank", "agent", "wrapper"):  # a run has no such process, or not yet
+        if victims := found[name]:
+            for process in victims if name == "all" else [rng.choice(victims)]:
+                process.kill()
+            return name
 
 
 def seconds_until_gone(run):
@@ -164,40 +203,48 @@ class Series:
         "How many there were."
         return sum(self.who.values())
 
-    def life(self):
-        "Start or resume the run; whether it was killed."
+    @property
+    def again(self):
+        "Whether it is killed once more."
+        return self.kills < KILLS_OF_A_RUN and self.moments["export"] < EXPORTS_OF_A_RUN
+
+    def life(self, deadline, cut):
+        "Start or resume the run; whether it was killed, or is still running at `cut`."
         resume = "latest" if self.kills else self.recipe.resume
         self.run = run = begin(self.recipe.model_copy(update=dict(resume=resume)))
         self.starts += 1
-        when = self.rng.choice(WHEN)
-        if self.kills < KILLS_OF_A_RUN and moment(run, when, self.rng):
-            saving = half_written(run.checkpoints, ".step_*")
-            exporting = half_written(run.path, f".{run.model.name}.*")
-            if who := kill(run, self.rng.choice(WHO), self.rng):
-                self.who[who] += 1
-                self.moments["export" if exporting else "save" if saving else "step"] += 1
-                taken, left = seconds_until_gone(run)
-                self.slowest = max(self.slowest, taken)
-                self.orphans += left
-                return True
-        wait(lambda: state(run) != "running")
+        wanted = self.rng.choices(list(WHEN), WHEN.values())[0]
+        when = moment(run, wanted, self.rng, deadline) if self.again else None
+        if when and (who := kill(run, self.rng.choice(WHO), self.rng)):
+            self.who[who] += 1
+            self.moments[when] += 1
+            taken, left = seconds_until_gone(run)
+            self.slowest = max(self.slowest, taken)
+            self.orphans += left
+            return time.monotonic() < cut
+        wait(lambda: state(run) != "running" or time.monotonic() > cut)
         return False
 
     def line(self, reference):
         "Its line, when it has ended."
         run = self.run
-        assert state(run) == "finished", run.log.read_text()[-3000:]
+        assert state(run) == "finished", run.log.read_text()[-6000:]
         assert any(run.model.iterdir()), "nothing was exported"
         got, want = numbers(run), numbers(reference)
         both = got.keys() & want.keys()
+        return self.facts() | dict(
+            missing=len(want.keys() - got.keys()),
+            deviation=max(abs(got[k] - want[k]) / max(abs(want[k]), 1e-12) for k in both),
+        )
+
+    def facts(self):
+        "What a line says of any run."
         return dict(
             case=self.case,
             kills=self.kills,
             who=dict(self.who),
             moments=dict(self.moments),
             starts=self.starts,
-            missing=len(want.keys() - got.keys()),
-            deviation=max(abs(got[k] - want[k]) / max(abs(want[k]), 1e-12) for k in both),
             orphans=self.orphans,
             slowest=round(self.slowest, 1),
             date=str(datetime.date.today()),
@@ -205,25 +252,47 @@ class Series:
             cores=os.cpu_count(),
         )
 
+    def end(self):
+        "End what is left of the run, and remove its folder."
+        for process in living(self.run):
+            process.kill()
+        wait(lambda: not living(self.run))
+        shutil.rmtree(self.run.path)
 
-def whole_run(folder, case):
-    "The run of a case that nobody kills."
-    run = begin(recipe_in(folder, f"{case.replace(', ', '-')}-whole", **fields_of(case)))
-    wait(lambda: state(run) != "running")
-    assert state(run) == "finished", run.log.read_text()[-3000:]
-    return run
+
+def whole_name(case):
+    "The name of the run of a case that nobody kills."
+    return f"{case.replace(', ', '-')}-whole"
+
+
+def whole_run(folder, case, cut):
+    "Train it; raises TimeoutError when it is still running at `cut`."
+    run = begin(recipe_in(folder, whole_name(case), **fields_of(case)))
+    wait(lambda: state(run) != "running" or time.monotonic() > cut)
+    if state(run) == "running":
+        for process in living(run):
+            process.kill()
+        raise TimeoutError(f"at step {steps_done(run)} when the time was over")
+    assert state(run) == "finished", run.log.read_text()[-6000:]
+
+
+PLACES = dict(start="a start", save="a save", export="an export")
 
 
 def write_table(folder):
     "docs/generated/kills.md from docs/kills.jsonl."
     lines = [json.loads(line) for line in (folder / "kills.jsonl").read_text().splitlines()]
-    head = ("case", "kills", *WHO, "inside a save", "inside an export", "starts")
+    cut = [line for line in lines if line.get("cut")]
+    lines = [line for line in lines if not line.get("cut")]
+    if not lines:
+        return
+    head = ("case", "kills", *WHO, *(f"in {PLACES[name]}" for name in PLACES), "starts")
     head += ("numbers missing", "largest deviation", "orphans", "slowest end, s")
     rows = []
     for case in [*CASES, "all"]:
         if mine := [line for line in lines if case in ("all", line["case"])]:
             who = [sum(line["who"].get(name, 0) for line in mine) for name in WHO]
-            inside = [sum(line["moments"].get(name, 0) for line in mine) for name in WHEN[1:]]
+            inside = [sum(line["moments"].get(name, 0) for line in mine) for name in PLACES]
             total = {k: sum(line[k] for line in mine) for k in ("kills", "starts", "missing")}
             rows.append(
                 (case, total["kills"], *who, *inside, total["starts"], total["missing"])
@@ -244,41 +313,137 @@ never killed; an orphan is a process that lived on for more than {GONE} s. {date
     python tests/tools/kills.py --kills 100
 
 """
+    if cut:
+        text += f"""Not in the table: {sum(line["kills"] for line in cut)} kills of {len(cut)} runs
+that were cut off by the end of their time before they could show that nothing was lost.
+
+"""
     table = [head, ("---",) * len(head), *rows]
     text += "\n".join("| " + " | ".join(map(str, row)) + " |" for row in table) + "\n"
     (folder / "generated").mkdir(exist_ok=True)
     (folder / "generated" / "kills.md").write_text(text)
 
 
+class Shared:
+    "What the processes that run series know of each other."
+
+    def __init__(self, given, folder):
+        self.given, self.folder, self.cases = given, folder, given.case or list(CASES)
+        context = multiprocessing.get_context("fork")
+        self.lock, self.kills = context.Lock(), context.Value("i", 0, lock=False)
+        count = len(self.cases)
+        self.active = context.Array("i", count, lock=False)  # runs of a case at this moment
+        self.spent = context.Array("d", count, lock=False)  # seconds that a case has had
+        self.whole = context.Array("d", count, lock=False)  # seconds of a reference; -1: failed
+        self.claimed = context.Array("i", count, lock=False)  # whether a reference has begun
+        self.failures = context.Value("i", 0, lock=False)
+        self.end = time.monotonic() + 60 * given.minutes
+        self.workers = [context.Process(target=work, args=(self, j)) for j in range(given.jobs)]
+
+    def deadline(self, at):
+        "When kills of a run end, so that it can end in time."
+        whole = self.whole[at]
+        return self.end - (1.3 * whole if whole > 0 else UNKNOWN)
+
+    def claim(self):
+        "Which case comes next, and whether it is its reference; None when all is done."
+        with self.lock:
+            if self.kills.value >= self.given.kills:
+                return None
+            for at, claimed in enumerate(self.claimed):
+                if not claimed and time.monotonic() < self.deadline(at):
+                    self.claimed[at] = 1
+                    return at, True
+            open_ = [at for at in range(len(self.cases)) if self.claimed[at] and self.wants(at)]
+            at = min(open_, key=lambda at: (self.active[at], self.spent[at]), default=None)
+            if at is not None:
+                self.active[at] += 1
+                return at, False
+
+    def wants(self, at):
+        "Whether another run of a case would get its kills."
+        return self.whole[at] >= 0 and time.monotonic() < self.deadline(at) - 30
+
+    def add(self, line):
+        "Write a line and the table."
+        table = self.given.table
+        with self.lock, open(table / "kills.jsonl", "a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # another series may write into it
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            write_table(table)
+            self.kills.value += 0 if line.get("cut") else line["kills"]
+            print(f"{self.kills.value} kills: {line}", flush=True)
+
+    def fail(self, case):
+        "Keep the error that is being handled."
+        with self.lock, open(self.given.table / "kills.err", "a") as file:
+            self.failures.value += 1
+            file.write(f"{'=' * 30} {case}\n{traceback.format_exc()}\n")
+        print(f"FAILED: {case}, see kills.err", flush=True)
+
+    def reference(self, at):
+        "Train the reference of a case."
+        began = time.monotonic()
+        try:
+            whole_run(self.folder, self.cases[at], self.end + GRACE)
+            self.whole[at] = time.monotonic() - began
+        except BaseException:
+            self.whole[at] = -1
+            raise
+
+    def series(self, at, rng):
+        "One run, killed until its end."
+        case, began, cut = self.cases[at], time.monotonic(), self.end + GRACE
+        series = Series(self.folder, case, rng)
+        try:
+            while series.life(self.deadline(at), cut):
+                pass
+            wait(lambda: self.whole[at] or time.monotonic() > cut)
+            if time.monotonic() > cut or self.whole[at] <= 0:
+                self.add(series.facts() | dict(cut=True))
+            elif series.kills:
+                self.add(series.line(RunDir(Path(self.folder) / whole_name(case))))
+        except Exception as error:
+            error.add_note(str(series.facts()))
+            raise
+        finally:
+            with self.lock:
+                self.active[at] -= 1
+                self.spent[at] += time.monotonic() - began
+            series.end()
+
+
+def work(shared, number):
+    "One process: a reference or a series after another."
+    rng = random.Random(f"{shared.given.seed} {number}")
+    while (found := shared.claim()) is not None:
+        at, reference = found
+        try:
+            shared.reference(at) if reference else shared.series(at, rng)
+        except Exception:
+            shared.fail(shared.cases[at])
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--minutes", type=float, default=600)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once")
     parser.add_argument("--case", action="append", choices=CASES)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--table", type=Path, default=ROOT / "docs")
     given = parser.parse_args()
     given.table.mkdir(parents=True, exist_ok=True)
-    cases = given.case or list(CASES)
-    rng, done, references = random.Random(given.seed), 0, {}
-    end = time.monotonic() + 60 * given.minutes
     with tempfile.TemporaryDirectory() as folder:
-        while done < given.kills and time.monotonic() < end:
-            case = next((case for case in cases if case not in references), None)
-            case = case or rng.choice(cases)
-            if case not in references:
-                references[case] = whole_run(folder, case)
-            series = Series(folder, case, rng)
-            while series.life():
-                pass
-            line = series.line(references[case])
-            shutil.rmtree(series.run.path)
-            done += line["kills"]
-            with open(given.table / "kills.jsonl", "a") as file:
-                file.write(json.dumps(line) + "\n")
-            write_table(given.table)
-            print(f"{done} kills: {line}", flush=True)
+        shared = Shared(given, folder)
+        for worker in shared.workers:
+            worker.start()
+        for worker in shared.workers:
+            worker.join()
+    print(f"{shared.kills.value} kills, {shared.failures.value} runs failed", flush=True)
+    return min(shared.failures.value, 1)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -22,6 +22,7 @@ RECORDS = [
             "held_out",
             "validation_data",
             "num_train_epochs",
+            "data_workers",
             "max_bad_fraction",
             "metadata",
             "start_from",
