@@ -553,7 +553,7 @@ def blank_images(
     return [DataFinding("blank", says, "remove them", len(faults) / len(ids), faults)]
 
 
-# %% ../../nbs/9_lab/16_look.ipynb #4ab8a7ac
+# %% ../../nbs/9_lab/16_look.ipynb #7b4cda36
 @dataclass
 class DataLook:
     """What was found in a collection.
@@ -726,8 +726,10 @@ def _model_flops(recipe: Recipe):
 
     family = get_family(recipe.model)
     config = family.config(None)
-    beside = work_of(recipe).reference_tokens(family)
-    return lambda *size: family.flops_with(config, *size, recipe.text_tokens, beside)
+    work = work_of(recipe)
+    text = recipe.text_tokens + work.vision_tokens(family)
+    beside = work.reference_tokens(family)
+    return lambda *size: family.flops_with(config, *size, text, beside)
 
 
 # %% ../../nbs/9_lab/16_look.ipynb #19275ec5

@@ -16,6 +16,9 @@ __all__ = [
     "settled_request",
     "sample_batches",
     "draw_samples",
+    "caption_of",
+    "encoded_captions",
+    "reference_image",
     "encoded_references",
     "as_image",
     "sheet",
@@ -23,7 +26,7 @@ __all__ = [
     "check_parameters",
 ]
 
-# %% ../../nbs/9_lab/19_sample.ipynb #83e61ee9
+# %% ../../nbs/9_lab/19_sample.ipynb #faaf3254
 import tempfile
 import textwrap
 from collections import ChainMap
@@ -50,6 +53,7 @@ from ..core.rundir import RunDir
 from ..data.images import examine, open_image, to_rgb
 from ..models.family import Encoders, Family, get_family, image_batch, stack_references
 from ..planner.profile import weights_path
+from ..strategies.compilation import real_rotary
 from ..strategies.lora import Merged, family_of
 from ..training.export import export_damage, lora_scheduler, trained_tensors
 from ..training.task import Export, get_task
@@ -364,7 +368,7 @@ def sample_batches(
     return [same[k : k + size] for same in groups.values() for k in range(0, len(same), size)]
 
 
-# %% ../../nbs/9_lab/19_sample.ipynb #6d767af7
+# %% ../../nbs/9_lab/19_sample.ipynb #c03c615b
 @torch.no_grad()
 def draw_samples(
     source: ModelSource,
@@ -390,13 +394,10 @@ def draw_samples(
     samples = [settled_request(s, source) for s in samples]
     batches = sample_batches(samples, batch)[part[0] :: part[1]]
     family = source.family
-    encoders = family.load_encoders(source.base, dtype, device, parts=("text",))
-    texts = list(dict.fromkeys([family.negative_caption, *(s.prompt for s in samples)]))
-    rows = {t: family.encode_captions(encoders, [t], source.text_tokens)[0] for t in texts}
-    encoders.unload()
+    rows = encoded_captions(source, samples, dtype, device)
     files = dict.fromkeys(file for s in samples for file in s.references)
     encoded = encoded_references(source, list(files), device)
-    denoiser = load_source(source, strength, dtype, device)
+    denoiser = real_rotary(load_source(source, strength, dtype, device))
     latents = {}
     for numbers in batches:
         some = [samples[i] for i in numbers]
@@ -406,6 +407,76 @@ def draw_samples(
     del denoiser
     vae = family.load_vae(source.base, dtype, device)
     return {i: as_image(family.decode(vae, x[None])[0]) for i, x in latents.items()}
+
+
+def caption_of(
+    family: Family,
+    sample: Request,
+    prompt: str,  # Its own, or the negative
+) -> tuple[str, tuple]:  # Text and the files that its encoder sees
+    """What the embedding of a caption depends on.
+
+    Args:
+        prompt: Its own, or the negative
+
+    Returns:
+        Text and the files that its encoder sees
+    """
+    return prompt, sample.references if family.captions_see_references else ()
+
+
+@torch.no_grad()
+def encoded_captions(
+    source: ModelSource,
+    samples: list[Request],
+    dtype: torch.dtype,  # Of the text encoder
+    device: torch.device | str,
+) -> dict[tuple, dict]:  # `caption_of` -> tensors of the encoded caption
+    """The prompts of samples, and the negative caption of each, one by one.
+
+    Args:
+        dtype: Of the text encoder
+
+    Returns:
+        `caption_of` -> tensors of the encoded caption
+    """
+    family = source.family
+    asked = {
+        caption_of(family, s, prompt): None
+        for s in samples
+        for prompt in (family.negative_caption, s.prompt)
+    }
+    files = dict.fromkeys(file for _, seen in asked for file in seen)
+    images = {file: family.caption_pixels(reference_image(source, file)) for file in files}
+    encoders = family.load_encoders(source.base, dtype, device, parts=("text",))
+    for text, seen in asked:
+        shown = [[images[file] for file in seen]]
+        made = family.encode_captions_with(encoders, [text], shown, source.text_tokens)
+        asked[text, seen] = made[0]
+    encoders.unload()
+    return asked
+
+
+def reference_image(
+    source: ModelSource,
+    file: str,  # An image
+) -> Image.Image:  # RGB
+    """Read a reference image. Raises ValueError for what is none, or what does not suit.
+
+    Args:
+        file: An image
+
+    Returns:
+        RGB
+    """
+    try:
+        data = Path(file).expanduser().read_bytes()
+    except OSError as error:
+        raise ValueError(f"references: {file}: {error.strerror or error}") from None
+    width, height, _ = examine(data)
+    if fault := source.family.reference_fault(width, height):
+        raise ValueError(f"references: {file}: {fault}")
+    return to_rgb(open_image(data))
 
 
 @torch.no_grad()
@@ -427,14 +498,7 @@ def encoded_references(
     family, encoders = source.family, Encoders(source.family.load_vae(source.base, device=device))
     found = {}
     for file in files:
-        try:
-            data = Path(file).expanduser().read_bytes()
-        except OSError as error:
-            raise ValueError(f"references: {file}: {error.strerror or error}") from None
-        width, height, _ = examine(data)
-        if fault := family.reference_fault(width, height):
-            raise ValueError(f"references: {file}: {fault}")
-        pixels = family.reference_pixels(to_rgb(open_image(data)), source.reference_side)
+        pixels = family.reference_pixels(reference_image(source, file), source.reference_side)
         found[file] = family.encode_images(encoders, image_batch([pixels]))["mean"][0].cpu()
     return found
 
@@ -453,9 +517,10 @@ def _sampled(
     shape = family.latent_shape(*size)
     noise = [torch.randn(shape, generator=stream(s.seed, "picture", s.number)) for s in samples]
     scheduler = family.scheduler(*size, first.steps, source.schedule)
-    empty = [rows[family.negative_caption]] * len(samples)
+    empty = [rows[caption_of(family, s, family.negative_caption)] for s in samples]
     unconditional = family.collate(empty) if first.guidance > 1 else None
-    texts = family.collate([rows[s.prompt] for s in samples]) | beside
+    own = [rows[caption_of(family, s, s.prompt)] for s in samples]
+    texts = family.collate(own) | beside
     noise = torch.stack(noise).to(device)
     return family.sample(denoiser, noise, scheduler, texts, unconditional, first.guidance)
 

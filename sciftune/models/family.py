@@ -428,17 +428,19 @@ def attended(
     return torch.cat((text.bool(), image), 1)[:, None, None]
 
 
-# %% ../../nbs/4_models/02_family.ipynb #5dde0beb
+# %% ../../nbs/4_models/02_family.ipynb #2d29b819
 def stack_references(
     rows: list[list[Tensor]],  # Of each sample: latents (C,h,w) of its references, in order
-) -> dict:  # references [(B,C,H,W)], reference_masks [(B,H,W)] where they differ; {} without any
-    """The reference images of a micro-batch, for the conditioning.
+) -> dict:  # references [(B,C,H,W)]; reference_masks [(B,H,W)], reference_sizes where they differ
+    """The reference images of a micro-batch, for the conditioning; {} without any.
+
+    `reference_sizes` are rows and columns of latents of each sample in each place, (0,0) for none.
 
     Args:
         rows: Of each sample: latents (C,h,w) of its references, in order
 
     Returns:
-        references [(B,C,H,W)], reference_masks [(B,H,W)] where they differ; {} without any
+        references [(B,C,H,W)]; reference_masks [(B,H,W)], reference_sizes where they differ
     """
     places = max(map(len, rows))
     if not places:
@@ -447,11 +449,9 @@ def stack_references(
     references, sizes = (list(part) for part in zip(*found, strict=True))
     if not any(sizes):
         return dict(references=references)
-    masks = []
-    for x, own in zip(references, sizes, strict=True):
-        whole = [tuple(x.shape[2:])] * len(x)
-        masks.append(image_mask(own or whole, *x.shape[2:]))
-    return dict(references=references, reference_masks=masks)
+    sizes = [o or [tuple(x.shape[2:])] * len(x) for x, o in zip(references, sizes, strict=True)]
+    masks = [image_mask(own, *x.shape[2:]) for x, own in zip(references, sizes, strict=True)]
+    return dict(references=references, reference_masks=masks, reference_sizes=sizes)
 
 
 def _stack_place(rows: list[list[Tensor]], k: int) -> tuple[Tensor, list | None]:
@@ -568,19 +568,19 @@ def image_batch(
     return torch.stack(rows).float() / 127.5 - 1
 
 
-# %% ../../nbs/4_models/02_family.ipynb #f0939249
+# %% ../../nbs/4_models/02_family.ipynb #b7fcd09f
 @dataclass
 class Encoders:
     """Frozen helpers of a denoiser: VAE, text encoders and tokenizers by component name.
 
     Attributes:
         text: component name -> module
-        tokenizers: component name -> tokenizer
+        tokenizers: component name -> tokenizer or processor
     """
 
     vae: nn.Module = None
     text: dict = field(default_factory=dict)  # component name -> module
-    tokenizers: dict = field(default_factory=dict)  # component name -> tokenizer
+    tokenizers: dict = field(default_factory=dict)  # component name -> tokenizer or processor
 
     def modules(self) -> list[nn.Module]:
         """The VAE and the text encoders that are there."""
@@ -600,7 +600,7 @@ class Encoders:
             torch.cuda.empty_cache()
 
 
-# %% ../../nbs/4_models/02_family.ipynb #24ea0361
+# %% ../../nbs/4_models/02_family.ipynb #5a3a9b4e
 class Family(ABC):
     """One kind of image generator: how it loads, encodes, predicts, samples and saves.
 
@@ -622,6 +622,7 @@ class Family(ABC):
         text_tokens: Caption length at inference
         max_text_tokens: Longest caption that the model has room for
         negative_caption: Unconditional prompt, also for caption dropout
+        captions_see_references: Whether the text encoder is shown reference images
         default_guidance: Classifier-free guidance of the pipeline
         lora_targets: Endings of the names of the layers that adapters go to
         lora_layout: File format of adapters; or "peft"
@@ -647,6 +648,7 @@ class Family(ABC):
     text_tokens: int = 512  # Caption length at inference
     max_text_tokens: int = 512  # Longest caption that the model has room for
     negative_caption: str = ""  # Unconditional prompt, also for caption dropout
+    captions_see_references: bool = False  # Whether the text encoder is shown reference images
     default_guidance: float = 4.0  # Classifier-free guidance of the pipeline
     default_sample_steps: int = 50
     lora_targets: tuple = ()  # Endings of the names of the layers that adapters go to
@@ -870,7 +872,8 @@ class Family(ABC):
             revision: Hub revision
         """
         folder = self.resolve(path, self.text_components, revision, weights=False)
-        encoders = [c for c in self.text_components if not c.startswith("tokenizer")]
+        without = ("tokenizer", "processor")
+        encoders = [c for c in self.text_components if not c.startswith(without)]
         return sum(text_encoder_numel(*self.text_model(folder / name)) for name in encoders)
 
     def load_tokenizer(self, folder: Path) -> transformers.PreTrainedTokenizerBase:
@@ -878,6 +881,17 @@ class Family(ABC):
         if not any((folder / file).is_file() for file in VOCABULARIES):
             raise ValueError(f"{folder} has no vocabulary ({VOCABULARIES[0]}); copy it again")
         return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+    def load_processor(
+        self,
+        folder: Path,  # Component folder
+    ) -> transformers.ProcessorMixin:
+        """The processor of captions and images in a component folder.
+
+        Args:
+            folder: Component folder
+        """
+        raise ValueError(f"{self.name} has no processor, and {folder} is none of its components")
 
     def load_tokenizers(
         self,
@@ -949,6 +963,9 @@ class Family(ABC):
                 with readable(folder / component):
                     if component.startswith("tokenizer"):
                         encoders.tokenizers[component] = self.load_tokenizer(folder / component)
+                        continue
+                    if component.startswith("processor"):
+                        encoders.tokenizers[component] = self.load_processor(folder / component)
                         continue
                     encoders.text[component] = self.load_text(folder / component, dtype, device)
         return encoders
@@ -1083,6 +1100,45 @@ class Family(ABC):
     def reference_tokens(self, height: int, width: int) -> int:
         """Tokens of a reference image of this `reference_size`."""
         return self.tokens(height, width)
+
+    def caption_pixels(
+        self,
+        image: Image.Image,  # RGB
+    ) -> np.ndarray:  # (height, width, 3) uint8
+        """Scale a reference image as the pipeline does for the text encoder.
+
+        Args:
+            image: RGB
+
+        Returns:
+            (height, width, 3) uint8
+        """
+        raise ValueError(f"the captions of {self.name} see no reference images")
+
+    def encode_captions_with(
+        self,
+        encoders: Encoders,
+        captions: list[str],
+        references: list[list[np.ndarray]],  # Of each caption, in order, as `caption_pixels` gives
+        text_tokens: int = None,  # Where captions are cut, None = at inference's length
+    ) -> list[dict]:
+        """`encode_captions` of captions whose text encoder sees the reference images, too.
+
+        Args:
+            references: Of each caption, in order, as `caption_pixels` gives
+            text_tokens: Where captions are cut, None = at inference's length
+        """
+        if any(references):
+            raise ValueError(f"the captions of {self.name} see no reference images")
+        return self.encode_captions(encoders, captions, text_tokens)
+
+    def vision_tokens(self, height: int, width: int) -> int:
+        """Text tokens that a reference image of this `reference_size` adds to a caption."""
+        return 0
+
+    def vision_libraries(self) -> str:
+        """What captions with references depend on besides the files of the text encoder."""
+        return ""
 
     def flops_with(
         self,
@@ -1315,7 +1371,7 @@ class Family(ABC):
         guidance = self.default_guidance if guidance is None else guidance
         guided = unconditional is not None and guidance > 1
         if guided:
-            seen = ("references", "reference_masks")
+            seen = ("references", "reference_masks", "reference_sizes")
             unconditional = unconditional | {k: conditioning[k] for k in seen if k in conditioning}
         scheduler = copy.deepcopy(scheduler)
         options = step_options(scheduler, noise)

@@ -16,7 +16,7 @@ __all__ = [
     "QwenImage",
 ]
 
-# %% ../../nbs/4_models/03_qwenimage.ipynb #4a76317d
+# %% ../../nbs/4_models/03_qwenimage.ipynb #829dda82
 import functools
 import re
 from collections.abc import Mapping
@@ -31,11 +31,12 @@ from ..core.registry import FamilyRecord
 from sciftune.models.family import (
     Encoders,
     Family,
-    attended,
     check_captions,
     compute_dtype,
+    mask_with_references,
     mmdit_flops,
     pack,
+    references_of,
     unpack,
 )
 from ..toys import nano, tiny
@@ -90,13 +91,14 @@ def qwen_image_template() -> tuple[str, int]:  # Template with {}, number of lea
     return pipe.prompt_template_encode, pipe.prompt_template_encode_start_idx
 
 
-# %% ../../nbs/4_models/03_qwenimage.ipynb #ea1576af
+# %% ../../nbs/4_models/03_qwenimage.ipynb #70182e59
 @torch.no_grad()
 def last_hidden_states(
     lm: nn.Module,  # Inner model of Qwen2.5-VL
     tokenizer: transformers.PreTrainedTokenizerBase,  # Its tokenizer
     captions: list[str],  # Captions
     text_tokens: int,  # Longest result
+    prompt_template: tuple[str, int] = None,  # Template and tokens to drop, None = the pipeline's
 ) -> list[Tensor]:  # One (T_i, width) tensor per caption
     """Final hidden states of the template with each caption, prefix dropped, unpadded.
 
@@ -105,11 +107,12 @@ def last_hidden_states(
         tokenizer: Its tokenizer
         captions: Captions
         text_tokens: Longest result
+        prompt_template: Template and tokens to drop, None = the pipeline's
 
     Returns:
         One (T_i, width) tensor per caption
     """
-    template, dropped = qwen_image_template()
+    template, dropped = prompt_template or qwen_image_template()
     batch = tokenizer(
         [template.format(c) for c in captions],
         max_length=dropped + text_tokens,
@@ -225,7 +228,7 @@ NANO_QWEN_IMAGE = dict(
 )
 
 
-# %% ../../nbs/4_models/03_qwenimage.ipynb #f78bab75
+# %% ../../nbs/4_models/03_qwenimage.ipynb #bf822cdc
 class QwenImage(Family):
     """Qwen-Image and Qwen-Image-2512."""
 
@@ -237,15 +240,20 @@ class QwenImage(Family):
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
     max_text_tokens = 1024
     negative_caption = " "
+    foreign_flags = ("guidance_embeds", "zero_cond_t", "use_additional_t_cond", "use_layer3d_rope")
 
     def check_config(self, config: Mapping):
         """ValueError for an edit or layered variant, which has other inputs."""
-        for flag in ("guidance_embeds", "zero_cond_t", "use_additional_t_cond", "use_layer3d_rope"):
+        for flag in self.foreign_flags:
             if config.get(flag):
                 raise ValueError(
                     f"transformer/config.json has {flag}=true: an edit or layered variant, "
                     f"which {self.name!r} does not train"
                 )
+
+    def prompt_template(self) -> tuple[str, int]:
+        """The template of captions, and how many of its leading tokens are dropped."""
+        return qwen_image_template()
 
     def load_text(self, folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
         """Qwen2.5-VL's inner language model, without vocabulary head and vision tower."""
@@ -283,7 +291,7 @@ class QwenImage(Family):
 
     def tokenized_text(self, tokenizer: transformers.PreTrainedTokenizerBase, caption: str) -> str:
         """The caption in the pipeline's template."""
-        return qwen_image_template()[0].format(caption)
+        return self.prompt_template()[0].format(caption)
 
     def token_limit(
         self,
@@ -292,7 +300,7 @@ class QwenImage(Family):
         text_tokens: int = None,
     ) -> int:
         """`text_tokens` after those of the template's beginning, which are dropped."""
-        return qwen_image_template()[1] + self.check_text_tokens(text_tokens)
+        return self.prompt_template()[1] + self.check_text_tokens(text_tokens)
 
     def encode_captions(
         self, encoders: Encoders, captions: list[str], text_tokens: int = None
@@ -300,7 +308,8 @@ class QwenImage(Family):
         """One {'text': (T,3584)} per caption, its valid tokens only."""
         lm, tokenizer = encoders.text["text_encoder"], encoders.tokenizers["tokenizer"]
         length = self.check_text_tokens(text_tokens)
-        states = last_hidden_states(lm, tokenizer, check_captions(captions), length)
+        captions = check_captions(captions)
+        states = last_hidden_states(lm, tokenizer, captions, length, self.prompt_template())
         return [dict(text=text) for text in states]
 
     def collate(self, rows: list[dict], pad_to: int = None) -> dict:
@@ -315,7 +324,9 @@ class QwenImage(Family):
         sigma: Tensor,  # Noise levels (B,) in [0,1]
         conditioning: dict,
     ) -> Tensor:  # (B,16,h,w)
-        """Velocity; ValueError when picture and caption exceed the 4096 rotary positions.
+        """Velocity; tokens of references stand behind those of the picture and are cut off.
+
+        Raises ValueError when pictures and caption exceed the 4096 rotary positions.
 
         Args:
             x_t: Noisy latents (B,16,h,w)
@@ -327,14 +338,16 @@ class QwenImage(Family):
         self.check_inputs(x_t, sigma)
         h, w = x_t.shape[2:]
         dtype, text = compute_dtype(denoiser), conditioning["text"]
-        if max(h, w) // 4 + text.shape[1] > 4096:
+        pictures = [x_t, *references_of(conditioning)]
+        largest = max(side for x in pictures for side in x.shape[2:])
+        if largest // 4 + text.shape[1] > 4096:
             raise ValueError(
                 f"{text.shape[1]} text tokens at latent size {h}x{w} "
                 "exceed the 4096 rotary positions"
             )
-        shapes, attention = self.padding(x_t, conditioning)
+        shapes, attention = self.padding(pictures, conditioning)
         out = denoiser(
-            hidden_states=pack(x_t).to(dtype),
+            hidden_states=torch.cat([pack(x).to(dtype) for x in pictures], 1),
             timestep=sigma,
             encoder_hidden_states=text.to(dtype),
             encoder_hidden_states_mask=conditioning["mask"],
@@ -343,30 +356,35 @@ class QwenImage(Family):
             attention_kwargs=attention,
             return_dict=False,
         )[0]
-        return unpack(out, h // 2, w // 2).to(x_t.dtype)
+        return unpack(out[:, : h // 2 * (w // 2)], h // 2, w // 2).to(x_t.dtype)
 
     def padding(
         self,
-        x_t: Tensor,  # Noisy latents (B,16,h,w)
+        pictures: list[Tensor],  # Noisy latents (B,16,h,w), and those of references
         conditioning: dict,
     ) -> tuple[list, dict | None]:
-        """Token rows and columns, behind them those of a smaller image, and the mask over them.
+        """Token rows and columns of the pictures, those of smaller images in them, and the mask.
 
-        Qwen-Image counts positions from the middle of an image. Those of images of several sizes
-        and their mask need `real_rotary`; diffusers' own attention raises ValueError.
+        Qwen-Image counts positions from the middle of an image, so where images of one batch differ
+        in size, that of each follows as a shape of 0 frames, which counts no tokens. Their
+        positions and the mask need `real_rotary`; diffusers' own positions refuse 0 frames.
 
         Args:
-            x_t: Noisy latents (B,16,h,w)
+            pictures: Noisy latents (B,16,h,w), and those of references
         """
-        b, _, h, w = x_t.shape
-        canvas = (1, h // 2, w // 2)
-        sizes, mask = conditioning.get("sizes"), conditioning["mask"]
-        if sizes is None:
-            return [[canvas]] * b, None
+        x_t, b = pictures[0], len(pictures[0])
+        canvases = [(1, x.shape[2] // 2, x.shape[3] // 2) for x in pictures]
+        mask = conditioning["mask"]
         if mask is None:
             mask = torch.ones(conditioning["text"].shape[:2], device=x_t.device)
-        own = [(1, rows // 2, columns // 2) for rows, columns in sizes]
-        return [[canvas, o] for o in own], dict(attention_mask=attended(sizes, x_t, 2, mask))
+        mask = mask_with_references(conditioning, x_t, 2, mask)
+        if mask is None:
+            return [canvases] * b, None
+        whole = [[tuple(x.shape[2:])] * b for x in pictures]
+        sizes = [conditioning.get("sizes") or whole[0]]
+        sizes += conditioning.get("reference_sizes", whole[1:])
+        own = [[(0, h // 2, w // 2) for h, w in sample] for sample in zip(*sizes, strict=True)]
+        return [canvases + o for o in own], dict(attention_mask=mask)
 
     @torch.no_grad()
     def decode(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Work", "work_of"]
 
 
-# %% ../../nbs/6_planner/03_work.ipynb #d450a546
+# %% ../../nbs/6_planner/03_work.ipynb #62548e39
 class Work:
     """One forward and one backward pass of one network.
 
@@ -87,7 +87,8 @@ class Work:
             Latents (B,C,h,w), conditioning of the family
         """
         family, side, recipe = model.family, model.recipe.resolution, model.recipe
-        shapes = family.caption_shapes(model.config, recipe.text_tokens)
+        length = recipe.text_tokens + self.vision_tokens(family)
+        shapes = family.caption_shapes(model.config, length)
         new = dict(device="meta", dtype=model.dtype)
         rows = [{k: torch.empty(s, **new) for k, s in shapes.items()} for _ in range(batch)]
         latents = torch.empty(batch, *family.latent_shape(side, side), device="meta")
@@ -142,6 +143,20 @@ class Work:
         tokens = family.reference_tokens(*self.largest_reference(family))
         return self.recipe.reference_images * tokens
 
+    def vision_tokens(
+        self,
+        family: Family,  # The model's family
+    ) -> int:
+        """Most tokens that reference images add to a caption, for counting operations.
+
+        Args:
+            family: The model's family
+        """
+        if not self.recipe.reference_images:
+            return 0
+        tokens = family.vision_tokens(*self.largest_reference(family))
+        return self.recipe.reference_images * tokens
+
     def text_tokens(
         self,
         family: Family,  # The model's family
@@ -151,7 +166,7 @@ class Work:
         Args:
             family: The model's family
         """
-        return self.recipe.text_tokens
+        return self.recipe.text_tokens + self.vision_tokens(family)
 
     def measure(
         self,

@@ -77,7 +77,7 @@ def rotate(
     return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2).to(x.dtype)
 
 
-# %% ../../nbs/5_strategies/08_compilation.ipynb #2b0f131f
+# %% ../../nbs/5_strategies/08_compilation.ipynb #57448e32
 class RealTable(nn.Module):
     """Qwen-Image's position module with real tables for image and text; makes each one once."""
 
@@ -89,57 +89,65 @@ class RealTable(nn.Module):
 
     def forward(
         self,
-        shapes: list,  # (frames, rows, columns) of each sample, behind it of a smaller image in it
+        shapes: list,  # [(frames, rows, columns)] of each sample's pictures, see `padded`
         device: torch.device | None = None,
         max_txt_seq_len: int | None = None,  # Of the text
-    ) -> tuple[Tensor, Tensor]:  # Image (S,D) and text (T,D), int32; (B,S,D), (B,T,D) with images
+    ) -> tuple[Tensor, Tensor]:  # Image (S,D) and text (T,D), int32; (B,S,D), (B,T,D) if padded
         """The two tables, made at the first call with these sizes.
 
         Args:
-            shapes: (frames, rows, columns) of each sample, behind it of a smaller image in it
+            shapes: [(frames, rows, columns)] of each sample's pictures, see `padded`
             max_txt_seq_len: Of the text
 
         Returns:
-            Image (S,D) and text (T,D), int32; (B,S,D), (B,T,D) with images
+            Image (S,D) and text (T,D), int32; (B,S,D), (B,T,D) if padded
         """
-        if len(shapes[0]) == 1:
+        if all(frames for frames, *_ in shapes[0]):
             return self.tables(shapes[0], device, max_txt_seq_len)
-        every = [self.padded(*sample, device, max_txt_seq_len) for sample in shapes]
+        every = [self.padded(sample, device, max_txt_seq_len) for sample in shapes]
         return tuple(torch.stack(tables) for tables in zip(*every, strict=True))
 
     def padded(
         self,
-        canvas: tuple,  # (frames, rows, columns) of the whole
-        own: tuple,  # Of the image in its top left corner
+        sample: list,  # (1, rows, columns) of the pictures; as many (0, rows, columns) in them
         device: torch.device | None,
         length: int,  # Of the text
     ) -> tuple[Tensor, Tensor]:  # (S,D) and (T,D)
-        """The tables of an image with padding beside it, whose positions are all 0.
+        """The tables of pictures with padding beside the images, whose positions are all 0.
+
+        An image stands in the top left corner of its picture; one of no rows is not there.
 
         Args:
-            canvas: (frames, rows, columns) of the whole
-            own: Of the image in its top left corner
+            sample: (1, rows, columns) of the pictures; as many (0, rows, columns) in them
             length: Of the text
 
         Returns:
             (S,D) and (T,D)
         """
-        image, text = self.tables([own], device, length)
-        _, rows, columns = own
-        whole = image.new_zeros(*canvas[1:], image.shape[-1])
-        whole[:rows, :columns] = image.unflatten(0, (rows, columns))
-        return whole.flatten(0, 1), text
+        count = len(sample) // 2
+        own = [tuple(size) for _, *size in sample[count:]]
+        there = [(1, *size) for size in own if all(size)]
+        image, text = self.tables(there, device, length)
+        parts = iter(image.split([rows * columns for _, rows, columns in there]))
+        wholes = []
+        for (_, *canvas), size in zip(sample[:count], own, strict=True):
+            whole = image.new_zeros(*canvas, image.shape[-1])
+            if all(size):
+                rows, columns = size
+                whole[:rows, :columns] = next(parts).unflatten(0, size)
+            wholes.append(whole.flatten(0, 1))
+        return torch.cat(wholes), text
 
     def tables(
         self,
-        shape: list,  # [(frames, rows, columns)]
+        shape: list,  # [(frames, rows, columns)] of the pictures of a sample
         device: torch.device | None,
         length: int,  # Of the text
     ) -> tuple[Tensor, Tensor]:  # (S,D) and (T,D)
         """The tables of one size.
 
         Args:
-            shape: [(frames, rows, columns)]
+            shape: [(frames, rows, columns)] of the pictures of a sample
             length: Of the text
 
         Returns:

@@ -17,6 +17,7 @@ __all__ = [
     "decoded_images",
     "encode_images",
     "encode_captions",
+    "caption_references",
     "own_keys",
     "fill_cache",
     "encode_missing",
@@ -35,7 +36,9 @@ __all__ = [
     "write_truth",
     "square",
     "prompt_references",
+    "prompt_negatives",
     "held_out_prompts",
+    "listed_prompts",
     "cache_data",
 ]
 
@@ -71,7 +74,7 @@ from ..toys.charts import drawn
 from .export import verify_base
 
 
-# %% ../../nbs/7_training/07_encoding.ipynb #4bf0a34f
+# %% ../../nbs/7_training/07_encoding.ipynb #0aaf6a9f
 @dataclass(frozen=True)
 class CachedSample:
     """A sample whose tensors are in the cache.
@@ -86,6 +89,8 @@ class CachedSample:
         buckets: (height, width) of each: samples of one bucket may share a micro-batch
         references: Cache keys of its reference images, in order
         reference_sizes: (height, width) of each
+        plain_captions: Keys of its captions alone, where captions see references
+        negative: Key of the unconditional caption with its references, likewise
     """
 
     id: str  # Of the sample, the same in every run
@@ -97,11 +102,33 @@ class CachedSample:
     buckets: tuple = ()  # (height, width) of each: samples of one bucket may share a micro-batch
     references: tuple = ()  # Cache keys of its reference images, in order
     reference_sizes: tuple = ()  # (height, width) of each
+    plain_captions: tuple = ()  # Keys of its captions alone, where captions see references
+    negative: str = ""  # Key of the unconditional caption with its references, likewise
 
     def image(self, epoch: int) -> str:
         """The key of the image that an epoch trains on."""
         keys = (self.image_key, *self.more_keys)
         return keys[epoch % len(keys)]
+
+    def caption(
+        self,
+        u: float,  # In [0,1), chooses among its captions
+        negative: str,  # Key of the unconditional caption
+        dropped: bool = False,  # Whether the caption is dropped
+        lost: bool = False,  # Whether the reference images are dropped
+    ) -> str:
+        """The key of a caption, which sees the reference images that are kept.
+
+        Args:
+            u: In [0,1), chooses among its captions
+            negative: Key of the unconditional caption
+            dropped: Whether the caption is dropped
+            lost: Whether the reference images are dropped
+        """
+        if dropped:
+            return negative if lost else self.negative or negative
+        keys = lost and self.plain_captions or self.caption_keys
+        return keys[int(u * len(keys))]
 
 
 # %% ../../nbs/7_training/07_encoding.ipynb #c6d60c32
@@ -216,7 +243,7 @@ def caption_texts(
     )
 
 
-# %% ../../nbs/7_training/07_encoding.ipynb #3c9f97a7
+# %% ../../nbs/7_training/07_encoding.ipynb #0339db46
 def shard_of(
     collection: object,  # See `data.sources`
     i: int,  # Number of a sample
@@ -275,6 +302,7 @@ class EncodingJobs:
         self.shapes = {}  # key -> (height, width) of the image
         self.references = {}  # key -> numbers of the sample and of its reference image
         self.captions = {}  # key -> text
+        self.shown = {}  # key of a caption -> number of the sample whose references it sees
         self.sizing = Sizing(recipe)
         self.whole = recipe.fit == "pad"  # Images are scaled whole, not cropped
         self.vae = encoder_fingerprint(folder, ("vae",))
@@ -294,9 +322,9 @@ class EncodingJobs:
         collection, recipe = self.collection, self.recipe
         name = collection.ids[i]
         progress(f"{name} listed")
-        captions = tuple(self.caption(t) for t in caption_texts(recipe, collection.captions[i]))
+        captions, unconditional = self.captions_of(i, held)
         place = shard_of(collection, i)
-        beside = self.references_of(i)
+        beside = self.references_of(i) | unconditional
         if not recipe.varied or held and recipe.fit == "crop":
             key = self.image(i, recipe.resolution, recipe.resolution)
             return CachedSample(name, key, captions, place=place, **beside)
@@ -309,6 +337,45 @@ class EncodingJobs:
             buckets = sizes
         first, *more = [self.image(i, *size) for size in sizes]
         return CachedSample(name, first, captions, tuple(more), sizes, place, buckets, **beside)
+
+    def captions_of(
+        self,
+        i: int,  # Number in the collection
+        held: bool,  # Not for training: nothing is dropped
+    ) -> tuple[tuple, dict]:  # Keys; plain_captions and negative, where they see references
+        """List the captions of a sample, and what dropout makes of those that see references.
+
+        Args:
+            i: Number in the collection
+            held: Not for training: nothing is dropped
+
+        Returns:
+            Keys; plain_captions and negative, where they see references
+        """
+        texts = caption_texts(self.recipe, self.collection.captions[i])
+        keys, beside = tuple(self.caption(t, i) for t in texts), {}
+        if not self.seen_by_caption(i) or held:
+            return keys, beside
+        if self.recipe.reference_dropout:
+            beside["plain_captions"] = tuple(map(self.caption, texts))
+        if self.recipe.caption_dropout:
+            beside["negative"] = self.caption(self.family.negative_caption, i)
+        return keys, beside
+
+    def seen_by_caption(
+        self,
+        i: int | None,  # Number of the sample; None = a text of none
+    ) -> list:  # Rows of reference images; [] = the caption is read alone
+        """The reference images that the text encoder is shown beside the captions of a sample.
+
+        Args:
+            i: Number of the sample; None = a text of none
+
+        Returns:
+            Rows of reference images; [] = the caption is read alone
+        """
+        asked = self.family.captions_see_references and self.recipe.reference_images
+        return self.collection.references[i] if asked and i is not None else []
 
     def references_of(self, i: int) -> dict[str, tuple]:  # references, reference_sizes
         """List the reference images of sample `i`; nothing where the recipe has none.
@@ -351,8 +418,20 @@ class EncodingJobs:
         self.shapes[key] = height, width
         return key
 
-    def caption(self, text: str) -> str:
-        """List a text; gives its key."""
+    def caption(
+        self,
+        text: str,
+        i: int | None = None,  # Sample whose references it sees, where captions do
+    ) -> str:
+        """List a text; gives its key.
+
+        Args:
+            i: Sample whose references it sees, where captions do
+        """
+        rows, beside = self.seen_by_caption(i), {}
+        if rows:
+            beside["references"] = [row.digest for row in rows]
+            beside["libraries"] = self.family.vision_libraries()
         key = cache_key(
             kind="caption",
             caption=text,
@@ -360,8 +439,11 @@ class EncodingJobs:
             encoder=self.text,
             family=self.family.name,
             version=1,
+            **beside,
         )
         self.captions[key] = text
+        if rows:
+            self.shown.setdefault(key, i)
         return key
 
 
@@ -446,29 +528,56 @@ def encode_images(
         yield encode(same)
 
 
-# %% ../../nbs/7_training/07_encoding.ipynb #1aaf023c
+# %% ../../nbs/7_training/07_encoding.ipynb #b695fd2e
 def encode_captions(
     jobs: EncodingJobs,
     encoders: object,  # Of `family.load_encoders`
     keys: list[str],  # Of captions
-    threads: int = 1,  # Not needed here
+    threads: int = 1,  # That decode the references that captions see
 ) -> Iterator[tuple]:  # ([key], [{name: tensor}])
     """Text embeddings, `cache_batch` captions at a time.
 
     Args:
         encoders: Of `family.load_encoders`
         keys: Of captions
-        threads: Not needed here
+        threads: That decode the references that captions see
 
     Returns:
         ([key], [{name: tensor}])
     """
-    size = jobs.recipe.cache_batch
-    for start in range(0, len(keys), size):
-        some = keys[start : start + size]
-        texts = [jobs.captions[key] for key in some]
-        rows = jobs.family.encode_captions(encoders, texts, jobs.recipe.text_tokens)
-        yield some, [{n: t.cpu() for n, t in row.items()} for row in rows]
+    size, family, length = jobs.recipe.cache_batch, jobs.family, jobs.recipe.text_tokens
+    with ThreadPoolExecutor(threads) as pool:
+        for start in range(0, len(keys), size):
+            some = keys[start : start + size]
+            texts = [jobs.captions[key] for key in some]
+            seen = caption_references(jobs, some, pool)
+            rows = family.encode_captions_with(encoders, texts, seen, length)
+            yield some, [{n: t.cpu() for n, t in row.items()} for row in rows]
+
+
+def caption_references(
+    jobs: EncodingJobs,
+    keys: list[str],  # Of captions
+    pool: ThreadPoolExecutor,
+) -> list[list[np.ndarray]]:  # (H,W,3) uint8 of each caption's references
+    """The reference images that captions see, as the family's pipeline prepares them.
+
+    Args:
+        keys: Of captions
+
+    Returns:
+        (H,W,3) uint8 of each caption's references
+    """
+
+    def decoded(data: bytes) -> np.ndarray:
+        return jobs.family.caption_pixels(to_rgb(open_image(data)))
+
+    made = {}
+    for i in dict.fromkeys(jobs.shown[key] for key in keys if key in jobs.shown):
+        places = range(len(jobs.collection.references[i]))
+        made[i] = [pool.submit(decoded, jobs.collection.reference(i, k)) for k in places]
+    ready = {i: [image.result() for image in images] for i, images in made.items()}
+    return [ready[jobs.shown[key]] if key in jobs.shown else [] for key in keys]
 
 
 # %% ../../nbs/7_training/07_encoding.ipynb #0d8e9208
@@ -557,7 +666,7 @@ def encode_missing(
     fill_cache(jobs, tensors, engine, "text", text_dtype, say, heartbeat)
 
 
-# %% ../../nbs/7_training/07_encoding.ipynb #7037bce1
+# %% ../../nbs/7_training/07_encoding.ipynb #288756dc
 @dataclass
 class CachedData:
     """Cached samples and everything else that the encoders had to say.
@@ -573,6 +682,7 @@ class CachedData:
         base: Pipeline folder; None = random weights
         prompt_sizes: (height, width) of each; [] = squares
         prompt_references: Keys of each; [] = no references
+        prompt_negatives: Keys of each; [] = `negative_key`
     """
 
     train: list  # CachedSample
@@ -585,9 +695,10 @@ class CachedData:
     base: Path | None  # Pipeline folder; None = random weights
     prompt_sizes: list = field(default_factory=list)  # (height, width) of each; [] = squares
     prompt_references: list = field(default_factory=list)  # Keys of each; [] = no references
+    prompt_negatives: list = field(default_factory=list)  # Keys of each; [] = `negative_key`
 
 
-# %% ../../nbs/7_training/07_encoding.ipynb #4663b787
+# %% ../../nbs/7_training/07_encoding.ipynb #eb3b2175
 class RandomTensors:
     """Random latents and caption embeddings by key; a few different ones serve all keys.
 
@@ -605,7 +716,8 @@ class RandomTensors:
             return torch.randn(shape, generator=stream(recipe.seed, "random", what, i))
 
         shape = family.latent_shape(recipe.resolution, recipe.resolution)
-        texts = family.caption_shapes(family.config(None), recipe.text_tokens)
+        length = recipe.text_tokens + work_of(recipe).vision_tokens(family)
+        texts = family.caption_shapes(family.config(None), length)
         self.latents = [dict(mean=draw("latents", i, shape)) for i in range(variety)]
         if family.posterior == "sample":
             for latent in self.latents:
@@ -948,7 +1060,7 @@ def _write_thumbnail(data: bytes, file: Path, largest: int):
     aside.replace(file)
 
 
-# %% ../../nbs/7_training/07_encoding.ipynb #03f1f08a
+# %% ../../nbs/7_training/07_encoding.ipynb #7e162183
 def square(recipe: Recipe) -> tuple[int, int]:  # (height, width)
     """The size of an image that has no shape of its own.
 
@@ -975,27 +1087,69 @@ def prompt_references(
     return [jobs.references_of(i).get("references", ()) for i in numbers]
 
 
+def prompt_negatives(
+    jobs: EncodingJobs,
+    numbers: list[int],  # Of the samples that are drawn, in the collection
+) -> list[str]:  # Cache keys; [] = the unconditional caption alone
+    """The unconditional captions that guide validation pictures, where captions see references.
+
+    Args:
+        numbers: Of the samples that are drawn, in the collection
+
+    Returns:
+        Cache keys; [] = the unconditional caption alone
+    """
+    seen = [jobs.seen_by_caption(i) for i in numbers]
+    if jobs.recipe.validation_prompts or not any(seen):
+        return []
+    return [jobs.caption(jobs.family.negative_caption, i) for i in numbers]
+
+
 def held_out_prompts(
     jobs: EncodingJobs,
     numbers: list[int],  # In the collection
-) -> list[tuple]:  # (text, (height, width)) of each
+) -> list[tuple]:  # (text, (height, width), number of the sample) of each
     """The first caption of some samples, each to be drawn at the shape of its image.
 
     Args:
         numbers: In the collection
 
     Returns:
-        (text, (height, width)) of each
+        (text, (height, width), number of the sample) of each
     """
     collection = jobs.collection
     texts = [caption_texts(jobs.recipe, collection.captions[i])[0] for i in numbers]
     return [
-        (text, jobs.sizing.held_out(*collection.sizes[i]))
+        (text, jobs.sizing.held_out(*collection.sizes[i]), i)
         for text, i in zip(texts, numbers, strict=True)
     ]
 
 
-# %% ../../nbs/7_training/07_encoding.ipynb #dc717432
+def listed_prompts(
+    jobs: EncodingJobs,
+    numbers: list[int],  # Of the samples that are drawn where the recipe has no prompts
+) -> dict[str, list]:  # Fields of `CachedData`
+    """List the captions of the validation pictures: the recipe's, or those of samples.
+
+    Args:
+        numbers: Of the samples that are drawn where the recipe has no prompts
+
+    Returns:
+        Fields of `CachedData`
+    """
+    recipe, shown = jobs.recipe, jobs.recipe.validation_images
+    prompts = [(text, square(recipe), None) for text in recipe.validation_prompts]
+    prompts = prompts or held_out_prompts(jobs, numbers)
+    listed = [(text, jobs.caption(text, i)) for text, _, i in prompts]
+    return dict(
+        prompts=listed[:shown],
+        prompt_sizes=[size for _, size, _ in prompts[:shown]],
+        prompt_references=prompt_references(jobs, numbers),
+        prompt_negatives=prompt_negatives(jobs, numbers),
+    )
+
+
+# %% ../../nbs/7_training/07_encoding.ipynb #a667c91a
 def _say_found(collection: object, train: list, held: list, run_dir: RunDir, say: Callable):
     if collection.rejected:
         say(f"{len(collection.rejected)} rows set aside, see {run_dir.quarantine}")
@@ -1029,14 +1183,11 @@ def cache_data(
     folder = family.resolve(base, ("vae", *family.text_components), recipe.revision or None)
     verify_base(engine, folder, heartbeat)
     jobs = EncodingJobs(recipe, family, collection, folder)
-    shown = recipe.validation_images
-    prompts = held_out_prompts(jobs, (held or train)[:shown])
-    if recipe.validation_prompts:
-        prompts = [(text, square(recipe)) for text in recipe.validation_prompts]
-    elif engine.main:
-        write_truth(collection, (held or train)[:shown], run_dir)
-    for text in (family.negative_caption, *(text for text, _ in prompts)):
-        jobs.caption(text)
+    drawn = (held or train)[: recipe.validation_images]
+    if engine.main and not recipe.validation_prompts:
+        write_truth(collection, drawn, run_dir)
+    negative = jobs.caption(family.negative_caption)
+    prompts = listed_prompts(jobs, drawn)
     jobs.sizing.draws = size_draws(recipe, len(train))
     kept = set(held)
     samples = [jobs.sample(i, held=i in kept) for i in range(len(collection))]
@@ -1050,10 +1201,8 @@ def cache_data(
         train=[samples[i] for i in train],
         held=[samples[i] for i in held],
         tensors=tensors,
-        negative_key=jobs.caption(family.negative_caption),
-        prompts=[(text, jobs.caption(text)) for text, _ in prompts[:shown]],
-        prompt_sizes=[size for _, size in prompts[:shown]],
-        prompt_references=prompt_references(jobs, (held or train)[:shown]),
+        negative_key=negative,
+        **prompts,
         fingerprint=collection.fingerprint,
         rejected=len(collection.rejected),
         base=folder,

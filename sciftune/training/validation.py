@@ -222,13 +222,13 @@ def sample_prompts(
         write_atomic(folder / "prompts.json", json.dumps(texts, ensure_ascii=False))
 
 
-# %% ../../nbs/7_training/08_validation.ipynb #084ae2a3
+# %% ../../nbs/7_training/08_validation.ipynb #093ebac2
 def pipeline_sampler(
     recipe: Recipe,
     family: Family,
     denoiser: Callable,  # Network or module
     base: Path,  # Pipeline folder
-    negative: Callable,  # (samples) -> conditioning of so many negative captions
+    negative: Callable,  # (numbers of the prompts) -> conditioning of their negative captions
     guidance: float | None = None,  # None = the recipe's validation_guidance, or the folder's own
 ) -> Callable:  # (numbers of the prompts, noise (B,C,h,w), conditioning) -> latents (B,C,h,w)
     """How the pipeline at `base` draws, with `denoiser` in the place of its own.
@@ -236,7 +236,7 @@ def pipeline_sampler(
     Args:
         denoiser: Network or module
         base: Pipeline folder
-        negative: (samples) -> conditioning of so many negative captions
+        negative: (numbers of the prompts) -> conditioning of their negative captions
         guidance: None = the recipe's validation_guidance, or the folder's own
 
     Returns:
@@ -249,7 +249,7 @@ def pipeline_sampler(
         guidance = asked if asked >= 0 else own["guidance"]
 
     def draw(numbers: list[int], noise: Tensor, conditioning: dict) -> Tensor:
-        unconditional = negative(len(numbers)) if guidance > 1 else None
+        unconditional = negative(numbers) if guidance > 1 else None
         height, width = (n * family.latent_factor for n in noise.shape[2:])
         scheduler = family.scheduler(height, width, steps, own["schedule"])
         return family.sample(denoiser, noise, scheduler, conditioning, unconditional, guidance)
@@ -257,7 +257,7 @@ def pipeline_sampler(
     return draw
 
 
-# %% ../../nbs/7_training/08_validation.ipynb #5b88b15c
+# %% ../../nbs/7_training/08_validation.ipynb #d6842772
 @torch.no_grad()
 def sample_images(
     recipe: Recipe,
@@ -277,9 +277,10 @@ def sample_images(
     if not data.prompts:
         return
 
-    def negative(samples: int) -> dict:
-        row = data.tensors[data.negative_key]
-        return to_device(family.collate([row] * samples), engine.device)
+    def negative(numbers: list[int]) -> dict:
+        keys = data.prompt_negatives or [data.negative_key] * len(data.prompts)
+        rows = [data.tensors[keys[i]] for i in numbers]
+        return to_device(family.collate(rows), engine.device)
 
     draw = pipeline_sampler(recipe, family, denoiser, data.base, negative)
     with evaluating(denoiser):

@@ -129,8 +129,10 @@ def load_exported(export, folder):
         from peft import PeftModel
 
         return PeftModel.from_pretrained(family.load_denoiser(base), folder).base_model.model.eval()
-    adapters = export.recipe.lora_rank
-    pipe = diffusers.DiffusionPipeline.from_pretrained(base if adapters else folder)
+    adapters, parts = export.recipe.lora_rank, {}
+    if "processor" in family.text_components:  # that of a folder needs torchvision
+        parts["processor"] = family.load_processor(base / "processor")
+    pipe = diffusers.DiffusionPipeline.from_pretrained(base if adapters else folder, **parts)
     if adapters:
         pipe.load_lora_weights(folder)
     return getattr(pipe, family.denoiser_component).eval()

@@ -57,6 +57,8 @@ BASE = dict(
     checkpoints_kept=9,
     export=False,
 )
+LORA = dict(lora_rank=4)
+SEEING = dict(model="qwenimage_edit", caption_dropout=0.3, text_tokens=64)
 
 
 def go(root, name, **kw):
@@ -90,15 +92,34 @@ def test_a_row_with_a_bad_reference_is_set_aside(data, one):
     assert {"00-0.png", "01-0.png"} <= set(shown)
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero3"])
+def assert_same(data, rows, one, names):
+    "Losses, gradient norms, held-out losses and pictures of two runs."
+    assert deviation(rows, one) <= 1e-6 and deviation(rows, one, "grad_norm") <= 1e-5
+    assert held_out(rows).keys() == held_out(one).keys()
+    for step, value in held_out(one).items():
+        assert abs(held_out(rows)[step] / value - 1) < 1e-6
+    for a, b in zip(*(pictures(data, name) for name in names), strict=True):
+        assert a.shape == b.shape and abs(a - b).max() <= 2
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero1", "zero2", "zero3"])
 def test_two_processes_train_and_validate_with_references(data, one, engine):
     "Losses, held-out loss and pictures are those of one process."
     rows = go(data, engine, num_processes=2, **ENGINES[engine])
-    assert deviation(rows, one) <= 1e-5 and deviation(rows, one, "grad_norm") <= 1e-4
-    for step, value in held_out(one).items():
-        assert abs(held_out(rows)[step] / value - 1) < 1e-5
-    for a, b in zip(pictures(data, engine), pictures(data, "one"), strict=True):
-        assert a.shape == b.shape and abs(a - b).max() <= 2
+    assert_same(data, rows, one, (engine, "one"))
+
+
+@pytest.fixture(scope="module")
+def lora(data):
+    return go(data, "lora", **LORA)
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "zero2"])
+def test_adapters_train_with_references(data, one, lora, engine):
+    "On two processes as on one; and they are not the full run."
+    rows = go(data, f"lora-{engine}", num_processes=2, **LORA | ENGINES[engine])
+    assert_same(data, rows, lora, (f"lora-{engine}", "lora"))
+    assert lora[-1]["step"] == 6 and deviation(lora, one) > 1e-6
 
 
 @pytest.mark.parametrize("engine,n", [("single", 1), ("zero3", 2)])
@@ -130,6 +151,83 @@ def test_the_export_is_a_pipeline_that_takes_images(data, one):
     assert made.images[0].size == (48, 64)
 
 
+@pytest.fixture(scope="module")
+def seeing(data):
+    "A model whose captions see the references; they, and its negative captions, are cached so."
+    return go(data, "seeing", export=True, **SEEING)
+
+
+def edit_pipeline(folder):
+    "With a processor that needs no torchvision, as that of the folder does."
+    import diffusers
+
+    processor = get_family("qwenimage_edit").load_processor(folder / "processor")
+    pipe = diffusers.DiffusionPipeline.from_pretrained(folder, processor=processor)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero1", "zero2", "zero3"])
+def test_two_processes_train_where_captions_see_references(data, seeing, engine):
+    name = f"seeing-{engine}"
+    rows = go(data, name, num_processes=2, **SEEING | ENGINES[engine])
+    assert_same(data, rows, seeing, (name, "seeing"))
+
+
+def test_adapters_train_where_captions_see_references(data):
+    "And what they export loads into the pipeline."
+    one = go(data, "seeing-lora", export=True, **SEEING | LORA)
+    rows = go(data, "seeing-lora-fsdp", num_processes=2, **SEEING | LORA | ENGINES["fsdp"])
+    assert_same(data, rows, one, ("seeing-lora-fsdp", "seeing-lora"))
+    pipe = edit_pipeline(get_family("qwenimage_edit").tiny(data / "runs" / "edit-base"))
+    pipe.load_lora_weights(data / "runs" / "seeing-lora" / "model")
+    trained = [p for name, p in pipe.transformer.named_parameters() if "lora_B" in name]
+    assert trained and all(p.any() for p in trained)
+
+
+def test_the_export_samples_with_images_in_its_captions(data, seeing, monkeypatch):
+    import diffusers
+    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
+
+    monkeypatch.setattr(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", 96 * 96)
+    pipe = edit_pipeline(data / "runs" / "seeing" / "model")
+    assert type(pipe) is diffusers.QwenImageEditPlusPipeline and pipe.transformer.zero_cond_t
+    source = [Image.open(data / "0-0.png"), Image.open(data / "1-0.png")]
+    made = pipe(image=source, prompt="invert 0", num_inference_steps=2, height=64, width=48)
+    assert made.images[0].size == (48, 64) and np.asarray(made.images[0]).std() > 0
+
+
+def test_drawing_an_edit_shows_its_images_to_the_text_encoder(data, seeing, monkeypatch):
+    "In batches of unequal references, and as the pipeline draws it."
+    import torch
+    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
+
+    from sciftune.core.randomness import stream
+    from sciftune.lab.sample import Request, draw_samples, find_weights
+    from sciftune.models.family import pack
+
+    monkeypatch.setattr(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", 64 * 64)
+    family, source = get_family("qwenimage_edit"), find_weights(data / "runs" / "seeing" / "model")
+    a, b = str(data / "0-0.png"), str(data / "1-0.png")
+    size = dict(steps=2, guidance=4.0, height=48, width=80)
+    edits = [Request("invert", references=given, **size) for given in ((a,), (b,), (a, b))]
+    drawn = draw_samples(source, edits, device="cpu")
+    pipe = edit_pipeline(source.base)
+    noise = torch.randn(family.latent_shape(48, 80), generator=stream(0, "picture", 0))[None]
+    for i, edit in enumerate(edits):
+        wanted = pipe(
+            image=[Image.open(file) for file in edit.references],
+            prompt="invert",
+            negative_prompt=" ",
+            true_cfg_scale=4.0,
+            num_inference_steps=2,
+            height=48,
+            width=80,
+            latents=pack(noise),
+        ).images[0]
+        assert abs(np.asarray(wanted, int) - np.asarray(drawn[i], int)).max() <= 1
+
+
 def test_kontext_takes_one_reference(data):
     "From a list of its own, in which each row names one; two processes are one."
     lines = map(json.loads, (data / "metadata.jsonl").read_text().splitlines())
@@ -140,9 +238,9 @@ def test_kontext_takes_one_reference(data):
     conf |= dict(metadata=str(data / "runs" / "first.jsonl"), validation_steps=3)
     alone = go(data, "kontext", **conf)
     both = go(data, "kontext-fsdp", num_processes=2, **conf | ENGINES["fsdp"])
-    assert deviation(both, alone) <= 1e-5 and held_out(alone).keys() == {0, 3}
+    assert deviation(both, alone) <= 1e-6 and held_out(alone).keys() == {0, 3}
     for step, value in held_out(alone).items():
-        assert abs(held_out(both)[step] / value - 1) < 1e-5
+        assert abs(held_out(both)[step] / value - 1) < 1e-6
     with pytest.raises(RecipeError, match="2 with model 'kontext', which takes at most 1"):
         recipe_of(RunDir(data / "runs" / "two"), **conf | dict(reference_images=2))
 
@@ -190,3 +288,23 @@ def test_the_plan_counts_references(data):
         for p, n in zip((plain, one, two), tokens, strict=True)
     ]
     assert max(rate) / min(rate) < 1.02
+
+
+def test_the_plan_counts_what_captions_see(data):
+    "Vision tokens are tokens of the caption, in FLOPs and in memory."
+    family = get_family("qwenimage_edit")
+    conf = dict(model="qwenimage_edit", model_path="random", resolution=512, preset="tiny")
+    one, two = (
+        profile(recipe_of(RunDir(data / "plan"), **conf, **more), family, vae=False)
+        for more in (
+            dict(reference_images=1, reference_side=512, text_tokens=309),
+            dict(reference_images=2, reference_side=512, text_tokens=106),
+        )
+    )
+    config, seen = family.config(), 14 * 14 + 7
+    assert config["zero_cond_t"] and one.numel == 20_430_401_088
+    for profiled, references in ((one, 1), (two, 2)):
+        assert profiled.flops == family.flops_with(config, 512, 512, 512, references * 1024)
+    assert 309 + seen == 106 + 2 * seen == 512
+    kept = [sum(b.eager(1) for b in p.blocks) for p in (one, two)]
+    assert abs(kept[1] / kept[0] - (3 * 1024 + 512) / (2 * 1024 + 512)) < 0.02

@@ -45,7 +45,7 @@ def draw_u(
     return (int(order[position]) + own) / recipe.global_batch
 
 
-# %% ../../../nbs/8_objectives/flow/03_data.ipynb #f05a39fc
+# %% ../../../nbs/8_objectives/flow/03_data.ipynb #96cdaa5c
 class FlowBatches:
     """Micro-batches for flow matching, as a function of the step.
 
@@ -188,19 +188,22 @@ class FlowBatches:
         Returns:
             (C,h,w) each
         """
-        if not sample.references:
-            return []
-        lost = uniform(self.recipe.seed, "drop references", sample.id, epoch)
-        if lost < self.recipe.reference_dropout:
+        if not sample.references or self.loses_references(sample, epoch):
             return []
         return reference_latents(self.tensors, sample.references)
 
+    def loses_references(self, sample: CachedSample, epoch: int) -> bool:
+        """Whether a sample is trained without its reference images in an epoch."""
+        lost = uniform(self.recipe.seed, "drop references", sample.id, epoch)
+        return lost < self.recipe.reference_dropout
+
     def caption(self, sample: CachedSample, epoch: int) -> str:
         """The caption key of a sample in an epoch: one of its own, or by dropout the negative."""
-        if uniform(self.recipe.seed, "drop", sample.id, epoch) < self.recipe.caption_dropout:
-            return self.negative_key
-        keys = sample.caption_keys
-        return keys[int(uniform(self.recipe.seed, "caption", sample.id, epoch) * len(keys))]
+        seed = self.recipe.seed
+        dropped = uniform(seed, "drop", sample.id, epoch) < self.recipe.caption_dropout
+        u = uniform(seed, "caption", sample.id, epoch)
+        lost = self.loses_references(sample, epoch)
+        return sample.caption(u, self.negative_key, dropped, lost)
 
 
 # %% ../../../nbs/8_objectives/flow/03_data.ipynb #7eb06cd6

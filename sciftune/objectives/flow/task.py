@@ -82,7 +82,7 @@ def held_out_loss(
     return dict(held_out=sum(total) / sum(count), held_out_sigma=by_range)
 
 
-# %% ../../../nbs/8_objectives/flow/04_task.ipynb #725b2d31
+# %% ../../../nbs/8_objectives/flow/04_task.ipynb #05cf64c0
 class FlowTask(Task):
     """Fine-tune one denoiser by flow matching."""
 
@@ -140,17 +140,18 @@ class FlowTask(Task):
         recipe, base = self.recipe, self.data.base
         config = self.family.config(base)
 
-        def forward(height: int, width: int, references: int = 0) -> float:
+        def forward(height: int, width: int, references: int = 0, seen: int = 0) -> float:
             plain = self.family.flops(config, height, width, recipe.text_tokens)
             if not references:
                 return plain
-            more = self.family.flops_with(config, height, width, recipe.text_tokens, references)
+            text = recipe.text_tokens + seen
+            more = self.family.flops_with(config, height, width, text, references)
             return plain + (1 - recipe.reference_dropout) * (more - plain)
 
         side = (recipe.resolution, recipe.resolution)
         square = forward(*side)
         sizes = Counter(
-            (*size, self.reference_tokens(sample))
+            (*size, *self.reference_tokens(sample))
             for sample in self.data.train
             for size in sample.sizes or (side,)
         )
@@ -161,9 +162,11 @@ class FlowTask(Task):
             unit *= trained_share(recipe, self.family, base)
         return share * unit
 
-    def reference_tokens(self, sample: CachedSample) -> int:
-        """Tokens of the reference images of a sample."""
-        return sum(self.family.reference_tokens(*size) for size in sample.reference_sizes)
+    def reference_tokens(self, sample: CachedSample) -> tuple[int, int]:
+        """Tokens of the reference images of a sample, and what they add to its caption."""
+        family, sizes = self.family, sample.reference_sizes
+        tokens = [(family.reference_tokens(*size), family.vision_tokens(*size)) for size in sizes]
+        return tuple(map(sum, zip((0, 0), *tokens, strict=True)))
 
     def row(self, row: dict) -> dict:
         """With adapters: what recomputing all blocks adds to a step's FLOPs (else 1/3)."""
