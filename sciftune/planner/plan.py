@@ -701,6 +701,8 @@ def plan(
     asked = Strategy.of(recipe, world or world_size(recipe), machine.cuda)
     family, dtype = get_family(recipe.model), asked.policy.compute
     base = weights_path(recipe, family)
+    if base is not None:
+        family.check_files(base, recipe.revision or None, weights=not recipe.plan_device)
     pictures = recipe.validation_steps > 0 and recipe.validation_images > 0
     model = profile(recipe, family, base, dtype, vae=pictures)
     strategy, notes = settled(model, asked, machine), list(asked.policy.notes)

@@ -250,6 +250,11 @@ class FSDPCosts(Costs):
         whole = model.outer_numel + blocks
         return self.compute * whole + self.reduce * model.block_numel(position + 1)
 
+    @property
+    def adds_gradients(self) -> bool:
+        """Never: the gradients of a block are there until they are reduced together."""
+        return False
+
     def outer_gathered_bytes(self) -> float:
         """The root of a network that ran forward only stays gathered."""
         return self.compute * self.model.outer_numel
