@@ -3860,6 +3860,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                    'sciftune/strategies/fsdp.py'),
                                           'sciftune.strategies.fsdp.FSDPCosts.reduce': ( '5_strategies/fsdp.html#fsdpcosts.reduce',
                                                                                          'sciftune/strategies/fsdp.py'),
+                                          'sciftune.strategies.fsdp.FSDPCosts.reduction_excess': ( '5_strategies/fsdp.html#fsdpcosts.reduction_excess',
+                                                                                                   'sciftune/strategies/fsdp.py'),
                                           'sciftune.strategies.fsdp.FSDPCosts.sent_bytes': ( '5_strategies/fsdp.html#fsdpcosts.sent_bytes',
                                                                                              'sciftune/strategies/fsdp.py'),
                                           'sciftune.strategies.fsdp.ShardedNetwork': ( '5_strategies/fsdp.html#shardednetwork',

@@ -2299,6 +2299,7 @@ class Bagel(Family):
         path: str | Path,  # Folder or hub id
         revision: str | None = None,  # Of a hub id
         weights: bool = True,  # False = configurations and the tokenizer only
+        text: bool = True,  # Not used: every run reads text
     ):
         """ValueError naming a file of the folder that is missing or damaged.
 
@@ -2306,6 +2307,7 @@ class Bagel(Family):
             path: Folder or hub id
             revision: Of a hub id
             weights: False = configurations and the tokenizer only
+            text: Not used: every run reads text
         """
         folder = self.resolve(path, revision=revision, weights=False)
         self.config(folder)

@@ -998,6 +998,7 @@ class Family(ABC):
         path: str | Path,  # Diffusers folder or hub id
         revision: str = None,  # Hub revision
         weights: bool = True,  # False = configurations and tokenizers only
+        text: bool = True,  # False = captions are not read, nor what encodes them
     ):
         """ValueError naming a file of the folder that is missing or damaged.
 
@@ -1008,16 +1009,17 @@ class Family(ABC):
             path: Diffusers folder or hub id
             revision: Hub revision
             weights: False = configurations and tokenizers only
+            text: False = captions are not read, nor what encodes them
         """
         folder = self.resolve(path, revision=revision, weights=False)
-        for name in (self.denoiser_component, "vae", *self.text_components):
+        for name in (self.denoiser_component, "vae", *(self.text_components if text else ())):
             place = folder / name
             if not place.is_dir():
                 continue
             if not name.startswith("tokenizer"):
                 read_object(place / "config.json")
                 if weights and Path(path).is_dir():
-                    stored_numel(place)
+                    weight_files(place)
                 continue
             with readable(place):
                 self.tokenized_text(self.load_tokenizer(place), "a caption")

@@ -672,10 +672,15 @@ class Zero3Costs(Zero2Costs):
         return self.compute * min(self.model.numel, 1e9) + ahead
 
     def update_bytes(self) -> float:
-        """As for the other stages, for one sub-group at a time, and a bucket."""
+        """As for the other stages, for one sub-group at a time, and a bucket.
+
+        On a CPU torch's AdamW makes two more tensors of the size of the sub-group.
+        """
         if self.recipe.offload != "none":
             return 0.0
         part = min(self.model.trained / self.strategy.shards, SUB_GROUP)
+        if not self.strategy.cuda:
+            return 3 * 4 * part + self.touched_bucket
         return (4 + self.compute) * part + BUCKET * self.compute
 
     def partitions(self) -> list[float]:  # Elements
