@@ -677,7 +677,9 @@ def epochs_line(
     if not recipe.num_train_epochs:
         return ""
     epochs = f"num_train_epochs={recipe.num_train_epochs:g}"
-    return f"{epochs}: {recipe.steps:,} steps of {recipe.global_batch} samples"
+    packed = find_record("objectives", recipe.objective).sequences
+    what = "packed sequences" if packed else "samples"
+    return f"{epochs}: {recipe.steps:,} steps of {recipe.global_batch} {what}"
 
 
 # %% ../../nbs/1_core/05_recipe.ipynb #bf8b2cbb

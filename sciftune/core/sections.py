@@ -532,8 +532,6 @@ class ScheduleSection(Section):
         "worked out from it at the launch; 0 = steps says it",
         identity=False,
         optional=True,
-        instead="its packs hold as many examples as fit, so nobody knows the steps of a pass; give "
-        "steps, and follow total_samples in the metrics",
         ge=0,
         le=1e6,
     )

@@ -84,7 +84,7 @@ from PIL import Image
 from torch import Tensor
 
 from ..core.progress import progress
-from ..core.randomness import GlobalOrder, stream, stream_seed, uniform
+from ..core.randomness import GlobalOrder, first_positions, stream, stream_seed, uniform
 from .images import DataError, open_image, to_rgb
 from .readers import Files, Row, cell_bytes, image_bytes, parse_cell
 from .sources import set_aside, verify_once
@@ -1969,6 +1969,36 @@ class PackStream(SampleStream):
                 break
         self.packs += 1
         return pack
+
+    def packs_of(
+        self,
+        epochs: float,  # Passes over the examples
+    ) -> int:
+        """Packs until every draw of the first passes is in one. Raises ValueError for groups.
+
+        They are planned from the beginning, which takes the text and the sizes of every example;
+        the stream itself stays where it is. A draw that is passed over counts as trained.
+
+        Args:
+            epochs: Passes over the examples
+        """
+        drawn = [group for group in self.groups.values() if group.weight or group.mandatory]
+        if len(drawn) > 1:
+            raise ValueError(
+                f"num_train_epochs: the {len(drawn)} groups of the data are drawn by their weights "
+                "and begin again each when it has been seen, so they have no common epoch; give "
+                "steps, and follow total_samples in the metrics"
+            )
+        (group,) = drawn
+        last = first_positions(epochs, len(group.examples))
+        state, self.waiting = self.state_dict(), []
+        self.taken, self.draws, self.packs = dict.fromkeys(self.taken, 0), 0, 0
+        while self.taken[group.name] < last or any(s.position < last for s in self.waiting):
+            self.next_pack()
+            progress(f"{self.packs} packs planned")
+        needed = self.packs
+        self.load_state_dict(state)
+        return needed
 
     def fingerprint(self) -> str:
         """Changes with anything that would change the packs."""

@@ -14,6 +14,8 @@ __all__ = [
     "results_table",
     "run_colour",
     "plot_losses",
+    "are_numbers",
+    "shown_field",
     "plot_field",
     "pictures_by_prompt",
     "plot_pictures",
@@ -221,25 +223,47 @@ def plot_losses(
 
 
 # %% ../../nbs/9_lab/21_compare.ipynb #b7a78cf9
+def are_numbers(
+    values: list[Any],
+) -> bool:
+    """Whether all values are numbers; true and false are not."""
+    return all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values)
+
+
+def shown_field(
+    runs: list[RunDir],
+) -> str:  # 'learning_rate' where nothing differs
+    """The field to show runs over: the first number that differs, else whatever differs first.
+
+    Returns:
+        'learning_rate' where nothing differs
+    """
+    differing = recipe_differences(runs)
+    numbers = [name for name, values in differing.items() if are_numbers(values)]
+    return [*numbers, *differing, "learning_rate"][0]
+
+
 def plot_field(
     runs: list[RunDir],
-    name: str,  # A field with a number that differs
+    name: str,  # A field that differs
 ) -> Figure:
     """The best held-out loss of each run over one of its fields.
 
     Args:
-        name: A field with a number that differs
+        name: A field that differs
     """
     values = recipe_differences(runs).get(name)
-    numbers = values and all(isinstance(v, (int, float)) for v in values)
     held = [column(validation_rows(run), "held_out") for run in runs]
-    if not numbers or not any(np.isfinite(h).any() for h in held):
-        return empty_figure(name, "not a number that differs, or no held-out loss yet")
+    if not values or not any(np.isfinite(h).any() for h in held):
+        return empty_figure(name, "the runs do not differ in it, or no held-out loss yet")
+    numbers = are_numbers(values)
+    if not numbers:
+        values = [textwrap.shorten(typed_value(v), 24, placeholder=" …") for v in values]
     best = [np.nanmin(h) if np.isfinite(h).any() else np.nan for h in held]
     fig, ax = figure(f"Best held-out loss over {name}", name, "held-out loss")
     for i, (value, loss, label) in enumerate(zip(values, best, run_labels(runs), strict=True)):
         ax.plot(value, loss, "o", color=run_colour(i), label=label)
-    if min(values) > 0 and max(values) >= 5 * min(values):
+    if numbers and min(values) > 0 and max(values) >= 5 * min(values):
         ax.set_xscale("log")
     add_legend(ax)
     return fig

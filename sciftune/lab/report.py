@@ -11,6 +11,9 @@ __all__ = [
     "IMAGES_TEXT",
     "FOLLOWS_TEXT",
     "FOLLOWS_CELL",
+    "FINDINGS_TEXT",
+    "FINDINGS_CELL",
+    "EVALUATION_CELL",
     "ANSWERS_CELL",
     "report_cells",
     "report_notebook",
@@ -32,6 +35,7 @@ from ..core.rundir import RunDir
 from .distillation import DISTILLATION_CELLS
 from .plots import as_run
 from .report_page import write_page
+from .summary import data_findings, evaluation_of
 
 # %% ../../nbs/9_lab/04_report.ipynb #b63bb95d
 FIRST_CELL = """import json
@@ -61,6 +65,15 @@ FOLLOWS_CELL = """Table(
         for row in run.read_metrics()
         if 'follows' in row
     ],
+)"""
+FINDINGS_TEXT = """## Data
+What the look at the data found before the run, the worst first."""
+FINDINGS_CELL = """from sciftune.lab.summary import FINDING_COLUMNS, data_findings
+Table(FINDING_COLUMNS, data_findings(run))"""
+EVALUATION_CELL = """from sciftune.lab.summary import evaluation_of
+Table(
+    ['score', 'before', 'now', '95 % of a resampling'],
+    [score.cells() for score in evaluation_of(run)],
 )"""
 ANSWERS_CELL = """[   # what it answered
     json.loads(path.read_text())
@@ -106,6 +119,10 @@ def report_cells(
     ]
     if "follows" in keys:
         cells += [(FOLLOWS_TEXT, FOLLOWS_CELL)]
+    if run.path.is_dir() and evaluation_of(run):
+        cells += [("## Evaluation", EVALUATION_CELL)]
+    if data_findings(run):
+        cells += [(FINDINGS_TEXT, FINDINGS_CELL)]
     return cells + [
         ("## Events", EVENTS_CELL),
         ("## Recipe", "print(run.recipe.read_text())"),

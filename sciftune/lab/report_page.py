@@ -51,6 +51,8 @@ from . import distillation, plots
 from .launch import state
 from .plots import as_run
 from sciftune.lab.summary import (
+    FINDING_COLUMNS,
+    data_findings,
     differing_fields,
     environment_rows,
     evaluation_of,
@@ -512,6 +514,11 @@ TEMPLATE = """<!DOCTYPE html>
 <h2>Evaluation</h2>
 {{ part.table(["score", "before", "now", "95 % of a resampling"], evaluation) }}
 {% endif %}
+{% if findings %}
+<h2>Data</h2>
+<p class="note">What the look at the data found before the run, the worst first.</p>
+{{ part.table(finding_columns, findings) }}
+{% endif %}
 {% if not message %}
 <h2>Troubles</h2>
 {{ part.troubles(troubles) }}
@@ -563,6 +570,8 @@ def page_values(
         time_and_memory=drawings(run, TIME_AND_MEMORY),
         answers=answers,
         evaluation=[one.cells() for one in evaluation_of(run)],
+        findings=[[masked(cell) for cell in row] for row in data_findings(run)],
+        finding_columns=FINDING_COLUMNS,
         troubles=troubles_of(run),
         preset=recipe.preset,
         differing=[[masked(cell) for cell in row] for row in differing_fields(recipe)],

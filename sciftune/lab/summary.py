@@ -4,6 +4,7 @@
 
 # %% auto #0
 __all__ = [
+    "FINDING_COLUMNS",
     "PLACES",
     "REFERENCES",
     "read_record",
@@ -21,6 +22,7 @@ __all__ = [
     "readable_time",
     "EvaluatedScore",
     "evaluation_of",
+    "data_findings",
     "Number",
     "five_numbers",
     "differing_fields",
@@ -381,6 +383,8 @@ def evaluation_of(
     base = next((row.scores for row in rows if row.series == "base"), {})
     found = []
     for name, now in rows[-1].scores.items():
+        if now.get("value") is None:  # asked for, and there was nothing to score
+            continue
         before = base.get(name, {}).get("value", math.nan)
         edges = (now.get("low", math.nan), now.get("high", math.nan))
         found.append(EvaluatedScore(SCORES.get(name, name), before, now["value"], *edges))
@@ -395,6 +399,31 @@ def _followed(run: RunDir) -> list[EvaluatedScore]:
         EvaluatedScore(label, rows[0][key] if len(rows) > 1 else math.nan, rows[-1][key])
         for key, label in labels.items()
         if rows
+    ]
+
+
+# %% ../../nbs/9_lab/28_summary.ipynb #n4find
+FINDING_COLUMNS = ("check", "found", "rows", "cure")
+
+
+def data_findings(
+    run: RunDir | str | Path,  # A run folder or its path
+) -> list[list[str]]:  # A row of `FINDING_COLUMNS` each; empty where nothing was found
+    """What the look at the data found before the run, the worst first.
+
+    Args:
+        run: A run folder or its path
+
+    Returns:
+        A row of `FINDING_COLUMNS` each; empty where nothing was found
+    """
+    try:
+        found = json.loads((as_run(run).path / "findings.json").read_text())["findings"]
+    except (OSError, ValueError, KeyError):  # not looked at, or cut off
+        return []
+    return [
+        [one["check"], one["says"], ", ".join(f["row"] for f in one["faults"][:3]), one["cure"]]
+        for one in found
     ]
 
 
@@ -435,7 +464,7 @@ def _held_out(run: RunDir) -> Number:
 def _evaluation(run: RunDir) -> Number:
     found = evaluation_of(run)
     if not found:
-        return Number("evaluation", "–", "not evaluated")
+        return Number("evaluation", "–", f"not evaluated; sciftune evaluate -p source {run.path}")
     first, *rest = found
     notes = [] if math.isnan(first.before) else [f"{first.before:.3g} before"]
     notes += [f"{one.label} {one.now:.3g}" for one in rest[:2]]

@@ -105,7 +105,7 @@ from ..core.digests import DIGESTS_FILE, read_digests, write_digests
 from ..core.registry import FamilyRecord
 from ..core.rundir import replaced_folder
 from ..data.sequences import PackedBatch, SpecialTokens, image_patches, visibility
-from .family import Encoders, Family
+from .family import Encoders, Family, check_tokenizer_files
 from sciftune.models.weights import (
     HUB_ID,
     Weights,
@@ -115,6 +115,7 @@ from sciftune.models.weights import (
     open_weights,
     randomise,
     read_object,
+    readable,
     weight_files,
 )
 from ..toys.tiny import qwen_tokenizer, save_stand_in
@@ -1749,7 +1750,12 @@ def release_files(
     file = Path(folder) / "ema.safetensors"
     if file.is_file():
         return dict.fromkeys(open_weights(file).keys(), file)
-    return weight_files(folder)
+    try:
+        return weight_files(folder)
+    except ValueError as error:
+        if any(Path(folder).glob("*.safetensors.index.json")):
+            raise
+        raise ValueError(f"{file} is missing: {error}") from error
 
 
 def config_from_weights(
@@ -2082,8 +2088,14 @@ class Bagel(Family):
             vit = read_object(folder / "vit_config.json")
         llm, top = (read_object(folder / name) for name in ("llm_config.json", "config.json"))
         config = config_from_json(llm, vit, top)
+        files = {}
         with suppress(ValueError):  # configs are enough to plan; loading names the missing file
-            config = config_from_weights(config, release_files(folder))
+            files = release_files(folder)
+        tower = any(name.startswith("vit_model.") for name in files)
+        if vit is None and tower and top.get("visual_und", True):
+            missing = folder / "vit_config.json"
+            raise ValueError(f"{missing} is missing, and the weights hold a vision tower; copy it")
+        config = config_from_weights(config, files)
         return replace(config, **changes)
 
     def empty_denoiser(
@@ -2273,8 +2285,38 @@ class Bagel(Family):
             vae = self.load_vae(path, dtype, device, revision)
         if "text" in parts:
             folder = self.resolve(path, revision=revision)
-            tokenizers["tokenizer"] = transformers.Qwen2Tokenizer.from_pretrained(folder)
+            tokenizers["tokenizer"] = self.load_tokenizer(folder)
         return Encoders(vae, {}, tokenizers)
+
+    def load_tokenizer(self, folder: Path) -> transformers.Qwen2Tokenizer:
+        """The language model's tokenizer, whose files lie beside the weights."""
+        check_tokenizer_files(folder)
+        with readable(folder):
+            return transformers.Qwen2Tokenizer.from_pretrained(folder)
+
+    def check_files(
+        self,
+        path: str | Path,  # Folder or hub id
+        revision: str | None = None,  # Of a hub id
+        weights: bool = True,  # False = configurations and the tokenizer only
+        text: bool = True,  # Not used: every run reads text
+    ):
+        """ValueError naming a file of the folder that is missing or damaged.
+
+        Args:
+            path: Folder or hub id
+            revision: Of a hub id
+            weights: False = configurations and the tokenizer only
+            text: Not used: every run reads text
+        """
+        folder = self.resolve(path, revision=revision, weights=False)
+        self.config(folder)
+        special_tokens(self.load_tokenizer(folder))
+        if not (weights and Path(path).is_dir()) or (folder / PARTS_FILE).is_file():
+            return
+        release_files(folder)
+        if not (folder / "vae").is_dir():
+            open_weights(folder / "ae.safetensors")
 
     @torch.no_grad()
     def encode_images(

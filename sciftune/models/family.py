@@ -5,6 +5,7 @@
 # %% auto #0
 __all__ = [
     "VOCABULARIES",
+    "TOKENIZER_OBJECTS",
     "pack",
     "unpack",
     "patchify",
@@ -25,6 +26,8 @@ __all__ = [
     "mask_with_references",
     "references_of",
     "user_turn",
+    "check_tokenizer_files",
+    "read_words",
     "own_mean",
     "image_batch",
     "Encoders",
@@ -47,6 +50,7 @@ import diffusers
 import numpy as np
 import torch
 import transformers
+from jinja2 import TemplateError
 from PIL import Image
 from torch import Tensor, nn
 
@@ -82,6 +86,13 @@ VOCABULARIES = (
     "tokenizer.model",
     "sentencepiece.bpe.model",
 )  # Without one of them transformers makes an empty tokenizer
+TOKENIZER_OBJECTS = (
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "vocab.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)  # Files of a tokenizer that hold an object
 
 
 # %% ../../nbs/4_models/02_family.ipynb #50e6af2a
@@ -523,12 +534,74 @@ def user_turn(
             f"{tokenizer.name_or_path} has no chat template (chat_template.jinja, or in "
             "tokenizer_config.json); copy it again"
         )
-    return tokenizer.apply_chat_template(
-        [dict(role="user", content=caption)],
-        tokenize=False,
-        add_generation_prompt=True,
-        enable_thinking=thinking,
-    )
+    try:
+        return tokenizer.apply_chat_template(
+            [dict(role="user", content=caption)],
+            tokenize=False,
+            add_generation_prompt=True,
+            enable_thinking=thinking,
+        )
+    except TemplateError as error:
+        raise ValueError(
+            f"the chat template of {tokenizer.name_or_path} (chat_template.jinja, or in "
+            f"tokenizer_config.json) cannot be used: {error}; copy it again"
+        ) from error
+
+
+# %% ../../nbs/4_models/02_family.ipynb #n4tokencode
+def check_tokenizer_files(
+    folder: Path,  # Of a tokenizer, as it was saved
+) -> None:
+    """Raise ValueError naming the file that is missing, empty, cut off or no text.
+
+    Args:
+        folder: Of a tokenizer, as it was saved
+    """
+    there = [file for file in VOCABULARIES if (folder / file).is_file()]
+    if not there:
+        raise ValueError(
+            f"{folder} has no vocabulary (tokenizer.json, or vocab.json with merges.txt); "
+            "copy the folder again"
+        )
+    read_object(folder / TOKENIZER_OBJECTS[0])
+    for name in TOKENIZER_OBJECTS[1:]:
+        if (folder / name).is_file():
+            read_object(folder / name)
+    if there[0] == "vocab.json":
+        _check_merges(folder)
+    for file in folder.glob("*.jinja"):
+        read_words(file)
+
+
+def read_words(
+    file: Path,  # Of a model folder
+) -> str:
+    """A file of text. Raises ValueError naming it when it is missing or no text.
+
+    Args:
+        file: Of a model folder
+    """
+    try:
+        return file.read_text()
+    except FileNotFoundError:
+        raise ValueError(f"{file} is missing; copy the folder again") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no text: {error}; copy it again") from error
+
+
+def _check_merges(folder: Path) -> None:
+    """Raise ValueError where merges.txt does not make the entries of vocab.json."""
+    file = folder / "merges.txt"
+    lines = [line for line in read_words(file).split("\n") if line.strip()]
+    made = {line.replace(" ", "", 1) for line in lines}
+    vocabulary = read_object(folder / "vocab.json")
+    longer = [word for word in vocabulary if len(word.removesuffix("</w>")) > 1]
+    lost = [word for word in longer if word not in made]
+    if len(lost) > max(8, len(longer) // 100):
+        raise ValueError(
+            f"{file} makes no {lost[-1]!r}, which vocab.json holds, nor {len(lost) - 1} others: "
+            "it is cut off or of another model; copy both again"
+        )
 
 
 # %% ../../nbs/4_models/02_family.ipynb #c5649ee7
@@ -600,7 +673,7 @@ class Encoders:
             torch.cuda.empty_cache()
 
 
-# %% ../../nbs/4_models/02_family.ipynb #5a3a9b4e
+# %% ../../nbs/4_models/02_family.ipynb #5ae19664
 class Family(ABC):
     """One kind of image generator: how it loads, encodes, predicts, samples and saves.
 
@@ -878,8 +951,7 @@ class Family(ABC):
 
     def load_tokenizer(self, folder: Path) -> transformers.PreTrainedTokenizerBase:
         """The tokenizer in a component folder."""
-        if not any((folder / file).is_file() for file in VOCABULARIES):
-            raise ValueError(f"{folder} has no vocabulary ({VOCABULARIES[0]}); copy it again")
+        check_tokenizer_files(folder)
         return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
     def load_processor(
@@ -935,6 +1007,39 @@ class Family(ABC):
         """
         return self.check_text_tokens(text_tokens)
 
+    def check_files(
+        self,
+        path: str | Path,  # Diffusers folder or hub id
+        revision: str = None,  # Hub revision
+        weights: bool = True,  # False = configurations and tokenizers only
+        text: bool = True,  # False = captions are not read, nor what encodes them
+    ):
+        """ValueError naming a file of the folder that is missing or damaged.
+
+        Configurations are read, tokenizers tried, of weights the headers; a component that is not
+        there at all is missed by what reads it.
+
+        Args:
+            path: Diffusers folder or hub id
+            revision: Hub revision
+            weights: False = configurations and tokenizers only
+            text: False = captions are not read, nor what encodes them
+        """
+        folder = self.resolve(path, revision=revision, weights=False)
+        for name in (self.denoiser_component, "vae", *(self.text_components if text else ())):
+            place = folder / name
+            if not place.is_dir():
+                continue
+            if not name.startswith("tokenizer"):
+                read_object(place / "config.json")
+                if weights and Path(path).is_dir():
+                    weight_files(place)
+                continue
+            with readable(place):
+                self.tokenized_text(self.load_tokenizer(place), "a caption")
+        if (folder / "scheduler").is_dir():
+            read_object(folder / "scheduler/scheduler_config.json")
+
     def load_encoders(
         self,
         path: str | Path,  # Diffusers folder or hub id
@@ -967,6 +1072,7 @@ class Family(ABC):
                     if component.startswith("processor"):
                         encoders.tokenizers[component] = self.load_processor(folder / component)
                         continue
+                    read_object(folder / component / "config.json")
                     encoders.text[component] = self.load_text(folder / component, dtype, device)
         return encoders
 

@@ -32,7 +32,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..core.registry import FamilyRecord
 from ..core.sections import RecipeError
 from .ddpm import STEPS, NoiseSchedule, timesteps_of
-from .family import Encoders, Family, build_scheduler, compute_dtype, stack_rows
+from sciftune.models.family import (
+    Encoders,
+    Family,
+    build_scheduler,
+    check_tokenizer_files,
+    compute_dtype,
+    stack_rows,
+)
 from ..toys import tiny
 
 # %% ../../nbs/4_models/07_sd.ipynb #0bec8fc0
@@ -288,6 +295,7 @@ class SD15(Family):
 
     def load_tokenizer(self, folder: Path) -> transformers.CLIPTokenizer:
         """CLIP's tokenizer, whose class published folders do not always name."""
+        check_tokenizer_files(folder)
         return transformers.CLIPTokenizer.from_pretrained(folder, local_files_only=True)
 
     @torch.no_grad()

@@ -104,15 +104,17 @@ def fetch(
 def read_object(
     file: Path,  # JSON of a model folder
 ) -> dict:
-    """The object in a JSON file; ValueError naming the file when it holds none.
+    """The object in a JSON file; ValueError naming the file when it holds none, or is missing.
 
     Args:
         file: JSON of a model folder
     """
+    if not Path(file).is_file():
+        raise ValueError(f"{file} is missing; copy the folder again")
     try:
         found = json.loads(Path(file).read_text())
     except ValueError as e:
-        raise ValueError(f"{file} is not valid JSON: {e}") from e
+        raise ValueError(f"{file} is not valid JSON: {e}; copy it again") from e
     if not isinstance(found, dict):
         kind = "list" if isinstance(found, list) else "text" if isinstance(found, str) else "number"
         raise ValueError(f"{file} holds a {kind} instead of an object; copy it again")
@@ -221,8 +223,6 @@ def component_config(
         Its constructor arguments
     """
     file = Path(folder) / "config.json"
-    if not file.is_file():
-        raise ValueError(f"{folder} has no config.json")
     config = read_object(file)
     if config.get("_class_name") != class_name:
         raise ValueError(f"{file} describes a {config.get('_class_name')}, not a {class_name}")
@@ -255,7 +255,7 @@ def open_weights(
     try:
         return safetensors.safe_open(file, framework="pt")
     except safetensors.SafetensorError as e:
-        raise ValueError(f"weight file {file} is damaged or cut off: {e}") from e
+        raise ValueError(f"weight file {file} is damaged or cut off: {e}; copy it again") from e
 
 
 # %% ../../nbs/4_models/01_weights.ipynb #81f385b8
@@ -297,6 +297,12 @@ def weight_files(
             return _indexed_files(index)
         if single.is_file():
             return dict.fromkeys(open_weights(single).keys(), single)
+    if shards := sorted(folder.glob("*-of-*.safetensors")):
+        index = f"{shards[0].name.partition('-')[0]}.safetensors.index.json"
+        raise ValueError(
+            f"{folder / index} is missing, which says what {shards[0].name} and the other files "
+            "hold; copy it again"
+        )
     if pickles := sorted(p.name for p in folder.glob("*") if p.suffix in PICKLES):
         raise ValueError(
             f"{folder} holds only pickled weights ({pickles[0]}), which can run code when opened "
@@ -304,7 +310,7 @@ def weight_files(
         )
     raise ValueError(
         f"{folder} holds no diffusion_pytorch_model.safetensors, model.safetensors "
-        "or sharded index of them"
+        "or sharded index of them; copy the folder again"
     )
 
 
@@ -713,14 +719,14 @@ def load_text_encoder(
     Returns:
         Frozen encoder
     """
-    if not (Path(folder) / "config.json").is_file():
-        raise ValueError(f"{folder} has no config.json")
+    read_object(Path(folder) / "config.json")
     weights_gib = stored_numel(folder) * dtype.itemsize / GIB
     if torch.device(device).type == "cuda":
         kwargs |= text_encoder_placement(weights_gib, free_memory_gib(device), device)
     log = transformers.utils.logging
-    before = log.get_verbosity()
+    before, bar = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()
+    log.disable_progress_bar()  # what is read is said as progress
     try:
         with progress_by_bytes(f"{Path(folder).name} read"):
             encoder, said = getattr(transformers, class_name).from_pretrained(
@@ -733,6 +739,8 @@ def load_text_encoder(
             )
     finally:
         log.set_verbosity(before)
+        if bar:
+            log.enable_progress_bar()
     if lost := sorted(said["missing_keys"]):
         raise ValueError(f"{folder} lacks {_first_few(lost)} (for {class_name}); copy it again")
     return freeze(encoder)

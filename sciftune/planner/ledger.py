@@ -150,7 +150,9 @@ class Ledger:
         self,
         batch: int,  # Samples
     ) -> list[float]:  # Bytes, block by block
-        """What is alive while backward is in a block, its own gradients included.
+        """What is alive while backward is in a block.
+
+        Its own gradients are in it, unless each is added to one that is there already.
 
         Args:
             batch: Samples
@@ -163,7 +165,8 @@ class Ledger:
     def _working(self, position: int, block: Block, batch: int) -> float:
         again = block.boundary(batch) if position in self.positions else 0.0
         if not self.recipe.compile:
-            return block.backward_peak(batch) + again
+            peak = block.adding_peak if self.costs.adds_gradients else block.backward_peak
+            return peak(batch) + again
         gradients = self.policy.compute.itemsize * block.trained  # all at once
         return getattr(block, self.kind)(batch) + block.out(batch) + gradients + again
 

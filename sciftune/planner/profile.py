@@ -316,8 +316,11 @@ def peak_bytes(
     module: nn.Module,  # On meta
     args: tuple,  # Its inputs, on meta
     kwargs: dict,  # Its named inputs, on meta
-) -> dict[str, float]:  # forward_peak: without gradients, backward_peak: bytes
+) -> dict[str, float]:  # Bytes: forward_peak, backward_peak, adding_peak
     """The most that is alive while a block runs, beyond its inputs.
+
+    `forward_peak` is without gradients. `adding_peak` is `backward_peak` where gradients are there
+    already and each new one is added to them, and freed, as soon as it is made.
 
     Args:
         module: On meta
@@ -325,17 +328,23 @@ def peak_bytes(
         kwargs: Its named inputs, on meta
 
     Returns:
-        forward_peak: without gradients, backward_peak: bytes
+        Bytes: forward_peak, backward_peak, adding_peak
     """
     with torch.no_grad(), FlashAttention(), LiveBytes() as forward:
         module(*args, **kwargs)
-    with FlashAttention(), LiveBytes() as both:
-        out = [t for t in tensors_in(module(*args, **kwargs)) if t.requires_grad]
-        if out:
-            torch.autograd.backward(out, [torch.empty_like(t) for t in out])
+
+    def both_ways() -> float:
+        with FlashAttention(), LiveBytes() as both:
+            out = [t for t in tensors_in(module(*args, **kwargs)) if t.requires_grad]
+            if out:
+                torch.autograd.backward(out, [torch.empty_like(t) for t in out])
+        return both.peak
+
+    backward = both_ways()  # makes the gradients to which the second one adds
+    adding = both_ways()
     for parameter in module.parameters():
         parameter.grad = None
-    return dict(forward_peak=forward.peak, backward_peak=both.peak)
+    return dict(forward_peak=forward.peak, backward_peak=backward, adding_peak=adding)
 
 
 def block_bytes(
@@ -370,6 +379,7 @@ class Block(BlockSize):
         compiled: ... by a compiled block
         fp8: ... whose large products are float8
         backward_peak: Alive while it runs forward and backward, eagerly
+        adding_peak: The same where gradients are added to those of earlier passes
         forward_peak: Alive while it runs without gradients
         out: Its output
     """
@@ -379,6 +389,7 @@ class Block(BlockSize):
     compiled: BatchLine  # ... by a compiled block
     fp8: BatchLine  # ... whose large products are float8
     backward_peak: BatchLine  # Alive while it runs forward and backward, eagerly
+    adding_peak: BatchLine  # The same where gradients are added to those of earlier passes
     forward_peak: BatchLine  # Alive while it runs without gradients
     out: BatchLine  # Its output
 

@@ -243,6 +243,11 @@ class Costs:
         return self.gradients_stay or self.strategy.accumulation > 1
 
     @property
+    def adds_gradients(self) -> bool:
+        """Whether each gradient is added to one that is there, and freed, when it is made."""
+        return self.holds_all_gradients
+
+    @property
     def wider_gradients(self) -> int:
         """Bytes by which a gradient is wider than the product that makes it."""
         return self.weights - self.compute if self.strategy.autocasts else 0

@@ -247,8 +247,33 @@ class FSDPCosts(Costs):
             blocks = model.block_numel(position) + model.block_numel(position - 1)
         else:
             blocks = sum(b.numel for b in model.blocks[: position + 1])
-        whole = model.outer_numel + blocks
-        return self.compute * whole + self.reduce * model.block_numel(position + 1)
+        gathered = self.compute * (model.outer_numel + blocks)
+        if not self.strategy.cuda:
+            return gathered + self.reduction_excess(position)
+        return gathered + self.reduce * model.block_numel(position + 1)
+
+    def reduction_excess(
+        self,
+        position: int,  # Block that backward is in
+    ) -> float:
+        """Bytes by which reducing a block needs more than its backward, without a GPU.
+
+        gloo reduces a block before the next one begins. Its input, a copy of that, and the result
+        take the place of the block's parameters and gradients.
+
+        Args:
+            position: Block that backward is in
+        """
+        if not 0 <= position < len(self.model.blocks):
+            return 0.0
+        block = self.model.blocks[position]
+        needed = self.reduce * block.trained * (2 + 1 / self.strategy.shards)
+        return max(0.0, needed - self.compute * (block.numel + block.trained))
+
+    @property
+    def adds_gradients(self) -> bool:
+        """Never: the gradients of a block are there until they are reduced together."""
+        return False
 
     def outer_gathered_bytes(self) -> float:
         """The root of a network that ran forward only stays gathered."""

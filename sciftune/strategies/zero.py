@@ -524,10 +524,20 @@ class ZeroCosts(Costs):
         Args:
             position: Block that backward is in; the number of blocks: before the first
         """
-        bucket = BUCKET * self.compute * (2 if self.strategy.cuda else 1)
+        bucket = 2 * (BUCKET * self.compute if self.strategy.cuda else self.touched_bucket)
         if self.recipe.offload == "optimizer":
             bucket += self.compute * max(self.model.tensors)
         return bucket
+
+    @property
+    def adds_gradients(self) -> bool:
+        """Always: each is copied into the bucket when it is made."""
+        return True
+
+    @property
+    def touched_bucket(self) -> float:
+        """Bytes of the bucket that a process takes; the system gives pages that are written."""
+        return float(self.compute * min(BUCKET, self.model.trained))
 
     def gradient_bytes(self) -> float:
         """ZeRO-1 keeps them whole until the step, in the type of the computation."""
@@ -570,7 +580,7 @@ class ZeroCosts(Costs):
         """
         if self.recipe.offload == "none":
             return parts
-        gradients = self.locked_bytes(4) + self.locked_bytes(2)
+        gradients = self.locked_bytes(4) + self.locked_bytes(self.compute)
         return parts | dict(master=self.locked_bytes(4), gradients=gradients)
 
     def loading_numel(self) -> int:
@@ -655,14 +665,22 @@ class Zero3Costs(Zero2Costs):
         Args:
             position: Block that backward is in; the number of blocks: before the first
         """
-        gathered = self.compute * min(self.model.numel, 1e9) + BUCKET * self.compute
-        return gathered + self.compute * BUCKET * (self.recipe.offload in ("params", "nvme"))
+        if self.strategy.cuda:
+            ahead = BUCKET * self.compute * (2 if self.recipe.offload in ("params", "nvme") else 1)
+        else:  # what is gathered in one piece and then cut up, and the bucket of gradients
+            ahead = self.compute * min(BUCKET, self.model.numel) + self.touched_bucket
+        return self.compute * min(self.model.numel, 1e9) + ahead
 
     def update_bytes(self) -> float:
-        """As for the other stages, for one sub-group at a time, and a bucket."""
+        """As for the other stages, for one sub-group at a time, and a bucket.
+
+        On a CPU torch's AdamW makes two more tensors of the size of the sub-group.
+        """
         if self.recipe.offload != "none":
             return 0.0
         part = min(self.model.trained / self.strategy.shards, SUB_GROUP)
+        if not self.strategy.cuda:
+            return 3 * 4 * part + self.touched_bucket
         return (4 + self.compute) * part + BUCKET * self.compute
 
     def partitions(self) -> list[float]:  # Elements

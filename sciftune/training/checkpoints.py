@@ -71,6 +71,7 @@ from ..core.rundir import RunDir, replaced_folder, write_atomic
 from ..strategies.engine import Engine
 from ..strategies.network import STATES, Network, Range
 from .ema import EMA
+from .host_memory import return_freed
 
 
 # %% ../../nbs/7_training/05_checkpoints.ipynb #e284b803
@@ -322,6 +323,8 @@ class Checkpointer:
                 self._write_folder(shards, info, folder)
         except BaseException as failed:
             error = failed
+        shards.clear()
+        return_freed()
         self.error = self._agreed(error)
         if self.engine.main and not self.error:
             for old in complete_checkpoints(self.run)[: -self.keep]:

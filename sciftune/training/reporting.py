@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from ..core.diagnosis import Finding
 from ..core.plan import Plan
 from ..core.recipe import Recipe
+from ..core.registry import find_record
 from ..core.rundir import RunDir
 from ..core.time_left import TimeLeft
 from ..strategies.engine import Engine
@@ -62,7 +63,8 @@ def samples_line(
         held: Samples held out
     """
     line = f"{train:,} train, {held:,} held out"
-    if not recipe.num_train_epochs:
+    packed = find_record("objectives", recipe.objective).sequences
+    if not (recipe.num_train_epochs or packed):  # a batch of packs has as many samples as fit
         steps = -(-train // recipe.global_batch)
         epochs = f"{recipe.steps / steps:.3g}"
         line += f", {steps:,} step{'s' * (steps != 1)} an epoch"

@@ -72,7 +72,7 @@ from sciftune.training.checkpoints import (
 from .ema import EMA
 from .epochs import epochs_fault
 from .heartbeat import Heartbeat
-from .host_memory import HostMemory
+from .host_memory import HostMemory, return_freed
 from .intervals import Sums, line_due, with_numbers
 from .metrics import DeferredMetrics, Stopwatch, memory_now, mfu, peak_flops
 from .prefetch import Prefetcher
@@ -164,6 +164,7 @@ class Run:
         )
         self.peak = peak_flops(self.engine.device)
         self.flops = self.task.flops()
+        return_freed()  # while loading
         self._record()
 
     def _introduce(self) -> None:

@@ -52,3 +52,17 @@ def test_epochs_are_counted_trained_and_kept_over_a_resume(launched, tmp_path):
     steps = [row["step"] for row in run.read_metrics() if "loss" in row]
     assert steps == [1, 2, 3, 4, 5]
     assert json.loads(run.record.read_text())["world_size"] == 2
+
+
+def test_epochs_of_packs_end_with_their_last_sample(launched, tmp_path):
+    run = RunDir(tmp_path / "runs" / "packs")
+    packed = dict(model="bagel", figures=16, held_out=2, max_tokens=768, validation_steps=0)
+    packed |= dict(expected_tokens=512, max_sample_tokens=512, export=False, cpu=True, name="packs")
+    done = launched(**packed, num_train_epochs=1, global_batch=2, lr_schedule="constant")
+    assert done.returncode == 0, done.stderr
+    steps = Recipe.load(run.recipe).steps
+    rows = [row for row in run.read_metrics() if "total_samples" in row]
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    examples = json.loads(run.record.read_text())["samples"]["train"]
+    assert examples <= rows[-1]["total_samples"] < 2 * examples
+    assert f"num_train_epochs=1: {steps} steps of 2 packed sequences" in run.log.read_text()

@@ -38,13 +38,13 @@ def count(model):
     return sum(p.numel() for p in model.parameters()) * 4
 
 
-def wide_denoiser(gib):
-    "Config and empty network of a denoiser with blocks of half width and about `gib` GiB."
+def wide_denoiser(gib, heads=12):
+    "Config and empty network of a denoiser of about `gib` GiB; 12 heads are half the real width."
     family = get_family("qwenimage")
     config = dict(
         qwenimage.QWEN_IMAGE,
         attention_head_dim=128,
-        num_attention_heads=12,
+        num_attention_heads=heads,
         joint_attention_dim=32,
         axes_dims_rope=(16, 56, 56),
     )
@@ -68,13 +68,13 @@ def write_by_blocks(model, folder):
     (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(index)
 
 
-def wide_pipeline(folder, gib):
+def wide_pipeline(folder, gib, heads=12):
     """The stand-in with a denoiser of about `gib` GiB in fp32, written block by block.
 
     Returns the folder and the bytes of the denoiser's weights.
     """
     folder = Path(get_family("qwenimage").tiny(folder))
-    config, model = wide_denoiser(gib)
+    config, model = wide_denoiser(gib, heads)
     part = folder / "transformer"
     shutil.rmtree(part)
     part.mkdir()

@@ -1,6 +1,6 @@
 """Host memory of whole runs on a CPU, planned against measured.
 
-    python tests/tools/host_plan.py [--gib 0.5] [--out docs/generated/host_plan.md] [NAME ...]
+    python tests/tools/host_plan.py [--gib 0.5] [--heads 12] [--out host_plan.md] [NAME ...]
 
 Each run is launched as the launch notebook does it, with the Qwen-Image stand-in of real width
 blocks (tests/tools/host_memory.py), trains three steps and writes a checkpoint after the second.
@@ -70,11 +70,12 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*")
     parser.add_argument("--gib", type=float, default=0.5)
+    parser.add_argument("--heads", type=int, default=12, help="width of a block, in 128 numbers")
     parser.add_argument("--out")
     arguments = parser.parse_args()
     lines = []
     with tempfile.TemporaryDirectory() as d:
-        folder, size = wide_pipeline(Path(d) / "wide", arguments.gib)
+        folder, size = wide_pipeline(Path(d) / "wide", arguments.gib, arguments.heads)
         head = HEAD.format(
             size=size / GIB,
             torch=torch.__version__,

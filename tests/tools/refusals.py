@@ -242,6 +242,39 @@ def tiny_model(wrong: str, says: str, damage: Callable[[Path], object]) -> Case:
     return Case("Model folder", wrong, says, give)
 
 
+def lent_model(wrong: str, says: str, model: str, damage: Callable[[Path], object]) -> Case:
+    """A launch with a family's stand-in as model_path, after `damage` of its folder."""
+
+    def give(folder: Path) -> None:
+        from sciftune.models.family import get_family
+
+        whole = get_family(model).tiny(folder / f"whole-{model}")
+        place = folder / "given"
+        shutil.copytree(whole, place)
+        try:
+            damage(place)
+            planned(folder, model=model, model_path=str(place), name="damaged-model", cpu=True)
+        finally:
+            shutil.rmtree(place)
+
+    return Case("Model folder", wrong, says, give)
+
+
+def removed(file: str) -> Callable[[Path], object]:
+    """Takes a file away."""
+    return lambda folder: (folder / file).unlink()
+
+
+def cut(file: str) -> Callable[[Path], object]:
+    """Leaves the first half of a file."""
+
+    def halve(folder: Path) -> None:
+        content = (folder / file).read_bytes()
+        (folder / file).write_bytes(content[: len(content) // 2])
+
+    return halve
+
+
 def changed(file: str, **values: object) -> Callable[[Path], object]:
     """Puts values into a configuration of a model folder."""
 
@@ -332,7 +365,6 @@ CASES = [
     asked("Recipe", "preset: unknown 'tinny' for model 'qwenimage'", preset="tinny"),
     asked("Recipe", "steps: Input should be a valid integer", steps="abc"),
     asked("Recipe", "steps: must be at least 1; got 0", steps=0),
-    asked("Recipe", "give steps, and follow total_samples", model="bagel", num_train_epochs=3),
     asked("Recipe", "model_path: 'parts' needs model 'bagel'", model_path="parts"),
     asked(
         "Recipe",
@@ -617,6 +649,48 @@ CASES = [
         "a scheduler_config.json that names no scheduler",
         "scheduler_config.json names 'Nothing', which is no scheduler of diffusers",
         changed("scheduler/scheduler_config.json", _class_name="Nothing"),
+    ),
+    lent_model(
+        "klein without tokenizer_config.json",
+        "tokenizer/tokenizer_config.json is missing; copy the folder again",
+        "klein",
+        removed("tokenizer/tokenizer_config.json"),
+    ),
+    lent_model(
+        "klein with half a chat template",
+        "(chat_template.jinja, or in tokenizer_config.json) cannot be used",
+        "klein",
+        cut("tokenizer/chat_template.jinja"),
+    ),
+    lent_model(
+        "sd15 without its vocabulary",
+        "FOLDER/given/tokenizer has no vocabulary (tokenizer.json, or vocab.json with merges.txt)",
+        "sd15",
+        removed("tokenizer/tokenizer.json"),
+    ),
+    lent_model(
+        "flux1 with half a tokenizer.json",
+        "FOLDER/given/tokenizer_2/tokenizer.json is not valid JSON",
+        "flux1",
+        cut("tokenizer_2/tokenizer.json"),
+    ),
+    lent_model(
+        "sdxl with half a text encoder",
+        "FOLDER/given/text_encoder_2/model.safetensors is damaged or cut off",
+        "sdxl",
+        cut("text_encoder_2/model.safetensors"),
+    ),
+    lent_model(
+        "BAGEL without vit_config.json",
+        "FOLDER/given/vit_config.json is missing, and the weights hold a vision tower",
+        "bagel",
+        removed("vit_config.json"),
+    ),
+    lent_model(
+        "BAGEL without its tokenizer",
+        "FOLDER/given has no vocabulary (tokenizer.json, or",
+        "bagel",
+        removed("tokenizer.json"),
     ),
     command("zero_to_bf16", "nowhere is no folder; give one like", "/nowhere", "out"),
     command("zero_to_bf16", "is a run; give one of its checkpoints", "{folder}/runs/done", "out"),

@@ -34,6 +34,7 @@ RECORDS = [
             "validation_prompts",
             "validation_sample_steps",
             "validation_guidance",
+            "num_train_epochs",
         ),
     )
 ]

@@ -9,6 +9,7 @@ __all__ = [
     "guidance_for",
     "complete_example",
     "pack_stream",
+    "PackOrder",
     "UnifiedTask",
 ]
 
@@ -16,7 +17,7 @@ __all__ = [
 import json
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -251,6 +252,30 @@ def pack_stream(
     )
 
 
+@dataclass(frozen=True)
+class PackOrder:
+    """The order in which a run trains its packs.
+
+    Attributes:
+        packs: All packs, for all processes
+        global_batch: Packs per optimizer step over all processes
+    """
+
+    packs: PackStream  # All packs, for all processes
+    global_batch: int  # Packs per optimizer step over all processes
+
+    def steps(
+        self,
+        epochs: float,  # Passes over the examples
+    ) -> int:
+        """Steps until every draw of the passes is trained. Raises ValueError for several groups.
+
+        Args:
+            epochs: Passes over the examples
+        """
+        return -(-self.packs.packs_of(epochs) // self.global_batch)
+
+
 class UnifiedTask(Task):
     """BAGEL on packed sequences."""
 
@@ -290,6 +315,11 @@ class UnifiedTask(Task):
     @classmethod
     def data_fingerprint(cls, recipe: Recipe) -> str:
         """Of the examples and of what decides the packs; no weights are read."""
+        return cls.training_order(recipe).packs.fingerprint()
+
+    @classmethod
+    def training_order(cls, recipe: Recipe) -> PackOrder:
+        """That of the packs, without a network; the tokenizer is needed for their lengths."""
         family = get_family(recipe.model)
         base = weights_path(recipe, family)
         tokenizer = qwen_tokenizer("")
@@ -299,7 +329,15 @@ class UnifiedTask(Task):
         config = family.config(base, recipe.revision or None)
         rules = PackingRules.from_config(config, special_tokens(tokenizer))
         groups, _ = open_groups(recipe)
-        return pack_stream(recipe, groups, list, rules).fingerprint()
+
+        def encode(text: str) -> list[int]:
+            return tokenizer(text)["input_ids"]
+
+        return PackOrder(pack_stream(recipe, groups, encode, rules), recipe.global_batch)
+
+    def steps_of(self, epochs: float) -> int:
+        """Optimizer steps of so many epochs of this run's data."""
+        return PackOrder(self.source.sequences, self.recipe.global_batch).steps(epochs)
 
     def _set_aside(self, examples: list[Example]):
         """Count the examples with a bad image and say so."""
