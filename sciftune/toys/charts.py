@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -460,6 +460,7 @@ def compose_chart(
     style: str,  # In CHART_STYLES
     side: int = 128,  # Pixels
     count: int = None,  # Marks; None = any
+    pen: Callable = Pen,  # Makes what draws: (rng, style, paper, side) -> Pen
 ) -> tuple[Image.Image, dict]:  # The chart and its facts
     """Draw one chart.
 
@@ -469,6 +470,7 @@ def compose_chart(
         style: In CHART_STYLES
         side: Pixels
         count: Marks; None = any
+        pen: Makes what draws: (rng, style, paper, side) -> Pen
 
     Returns:
         The chart and its facts
@@ -480,7 +482,7 @@ def compose_chart(
         s.papers[rng.integers(len(s.papers))],
         bool(rng.random() < 0.5) and kind not in ("pie", "heat_map"),
     )
-    pen, colours = Pen(rng, s, paper, side), [s.colours[i] for i in rng.permutation(len(s.colours))]
+    pen, colours = pen(rng, s, paper, side), [s.colours[i] for i in rng.permutation(len(s.colours))]
     faint = _hex(
         round(0.8 * int(paper[k : k + 2], 16) + 0.2 * int(s.ink[k : k + 2], 16)) for k in (1, 3, 5)
     )
