@@ -348,7 +348,7 @@ class DataSection(Section):
         "",
         "kinds of edits, separated by commas; of figures: palette, colour, background, style, "
         "kind, log, grid, legend, series, errors, labels, title; of charts: colour, background, "
-        "style, grid, series, orientation; empty = all",
+        "grid, series, orientation, and the styles light, dark, hand, chalk; empty = all",
         optional=True,
         needs="data=edits",
     )

@@ -838,7 +838,7 @@ def chart_scene(
     return ChartScene(image, told | changed)
 
 
-# %% ../../nbs/3_toys/07_edits.ipynb #dc506f74
+# %% ../../nbs/3_toys/07_edits.ipynb #17127598
 @dataclass(frozen=True)
 class ChartChange:
     """What an edit makes of a chart."""
@@ -892,12 +892,13 @@ CHART_LOOKS = dict(
 )
 
 
-def chart_style(draw: Callable, rng: np.random.Generator) -> ChartChange:
-    """The same data in another style."""
+def chart_style(draw: Callable, rng: np.random.Generator, style: str) -> ChartChange | None:
+    """The same data in another style, which each is an edit of its own."""
     before = draw()
-    other = _pick(rng, [s for s in CHART_STYLES if s != before.facts["style"]])
-    after = draw(style=other)
-    return ChartChange(before, after, (f"Draw it {CHART_LOOKS[other]}.",))
+    if before.facts["style"] == style:
+        return None
+    look = CHART_LOOKS[style]
+    return ChartChange(before, draw(style=style), (f"Draw it {look}.", f"The same {look}."))
 
 
 def chart_grid(draw: Callable, rng: np.random.Generator) -> ChartChange | None:
@@ -943,10 +944,10 @@ _WITH_GRID = tuple(k for k in CHART_KINDS if k not in ("pie", "heat_map"))
 CHART_EDITS = dict(
     colour=(chart_colour, _COLOURED),
     background=(chart_background, _COLOURED),
-    style=(chart_style, CHART_KINDS),
     grid=(chart_grid, _WITH_GRID),
     series=(chart_series, ("line", "area", "scatter", "bar", "barh")),
     orientation=(chart_orientation, ("bar", "barh")),
+    **{style: (functools.partial(chart_style, style=style), CHART_KINDS) for style in CHART_STYLES},
 )  # Name -> function, kinds of charts
 
 
