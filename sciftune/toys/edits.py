@@ -8,6 +8,7 @@ __all__ = [
     "FORMS",
     "Draw",
     "PAPERS",
+    "DARK_PAPERS",
     "MARKS",
     "LOOK_OF_STYLE",
     "LANGUAGES",
@@ -57,6 +58,7 @@ __all__ = [
     "chart_grid",
     "chart_series",
     "chart_orientation",
+    "possible_edits",
     "draw_chart_edit",
     "edit_sheet",
     "make_edits",
@@ -228,7 +230,7 @@ def _pick(rng: np.random.Generator, options: object) -> object:
     return options[rng.integers(len(options))]
 
 
-# %% ../../nbs/3_toys/07_edits.ipynb #99547c8a
+# %% ../../nbs/3_toys/07_edits.ipynb #e1572edf
 def edit_grid(draw: Draw, rng: np.random.Generator) -> Change | None:
     """The grid on or off."""
     with_grid = draw(lambda look: setattr(look, "grid", True))
@@ -262,14 +264,20 @@ PAPERS = (
     ("pink", "#f9d5dc"),
     ("grey", "#d0d0d0"),
 )
+DARK_PAPERS = (
+    ("dark green", "#14452a"),
+    ("dark red", "#541a24"),
+    ("dark purple", "#3a2360"),
+)  # For styles with light ink
 
 
 def edit_background(draw: Draw, rng: np.random.Generator) -> Change | None:
     """Another background."""
-    name, colour = _pick(rng, PAPERS)
+    before = draw()
+    name, colour = _pick(rng, DARK_PAPERS if before.facts["style"] == "dark" else PAPERS)
     after = draw(lambda look: setattr(look, "paper", (name, colour)))
     says = (f"Make the background {name}.", f"Draw it on {name} paper.", f"Background: {name}.")
-    return Change(draw(), after, says)
+    return Change(before, after, says)
 
 
 MARKS = dict(
@@ -294,17 +302,15 @@ def edit_colour(draw: Draw, rng: np.random.Generator) -> Change | None:
     return Change(before, draw(change), says)
 
 
-# %% ../../nbs/3_toys/07_edits.ipynb #ed62910a
+# %% ../../nbs/3_toys/07_edits.ipynb #cedb872c
 def edit_palette(draw: Draw, rng: np.random.Generator, shown: bool = False) -> Change | None:
     """Other colours for everything."""
     before = draw()
     count = len(colours_in(before))
     if not count:
         return None
-    own = dict(before.look.colours)
-    name = _pick(rng, [p for p in PALETTES if not own.keys() & dict(PALETTES[p]).keys()] or ["ink"])
-    if name == "ink" and own.keys() & dict(PALETTES["ink"]).keys():
-        return None
+    own = set(before.look.colours)
+    name = _pick(rng, [p for p in PALETTES if set(PALETTES[p]) != own])
 
     def change(look: Look):
         look.colours = list(PALETTES[name])
@@ -838,7 +844,7 @@ def chart_scene(
     return ChartScene(image, told | changed)
 
 
-# %% ../../nbs/3_toys/07_edits.ipynb #17127598
+# %% ../../nbs/3_toys/07_edits.ipynb #d94e0265
 @dataclass(frozen=True)
 class ChartChange:
     """What an edit makes of a chart."""
@@ -874,12 +880,10 @@ def chart_colour(draw: Callable, rng: np.random.Generator) -> ChartChange | None
     return ChartChange(before, after, says)
 
 
-def chart_background(draw: Callable, rng: np.random.Generator) -> ChartChange | None:
+def chart_background(draw: Callable, rng: np.random.Generator) -> ChartChange:
     """Another background."""
     before = draw()
-    if before.facts["style"] not in ("light", "hand"):  # ink that such papers need
-        return None
-    name, colour = _pick(rng, PAPERS)
+    name, colour = _pick(rng, PAPERS if before.facts["style"] in ("light", "hand") else DARK_PAPERS)
     after = draw(strokes=Strokes(paper=colour), background=name)
     return ChartChange(before, after, (f"Make the background {name}.", f"Background {name}."))
 
@@ -951,6 +955,19 @@ CHART_EDITS = dict(
 )  # Name -> function, kinds of charts
 
 
+def possible_edits(
+    edits: tuple[str, ...],  # In CHART_EDITS
+    styles: tuple[str, ...],  # Of the charts before
+) -> tuple[str, ...]:
+    """Edits without the style that all charts have already.
+
+    Args:
+        edits: In CHART_EDITS
+        styles: Of the charts before
+    """
+    return tuple(e for e in edits if {e} != set(styles))
+
+
 def draw_chart_edit(
     index: int,  # Which row, 0, 1, 2, ...
     seed: int = 0,  # Which series of rows
@@ -967,7 +984,7 @@ def draw_chart_edit(
         styles: In CHART_STYLES, of the chart before
         side: Pixels
     """
-    edit = _in_blocks(tuple(edits), index, seed)
+    edit = _in_blocks(possible_edits(edits, styles), index, seed)
     suited = [k for k in CHART_EDITS[edit][1] if k in kinds]
     name = f"edit-chart-{seed}-{index:06d}"
     for attempt in range(TRIES):
@@ -1008,7 +1025,7 @@ def edit_sheet(
     return page
 
 
-# %% ../../nbs/3_toys/07_edits.ipynb #8a2b7982
+# %% ../../nbs/3_toys/07_edits.ipynb #ea773df8
 EDITS_VERSION = 1  # raise when a change alters what is drawn
 
 
@@ -1051,6 +1068,8 @@ def make_edits(
     _checked_names("edits", edits, table)
     _checked_names("styles", styles, CHART_STYLES if chart_side else STYLES)
     _checked_names("kinds", kinds, all_kinds)
+    if chart_side and not possible_edits(edits, styles):
+        raise ValueError(f"edits {edits[0]!r}: expected a style that the charts do not have yet")
     if lost := [e for e in edits if not set(table[e][1]) & set(kinds)]:
         raise ValueError(
             f"kinds {', '.join(kinds)!r}: edit {lost[0]} needs one of "
