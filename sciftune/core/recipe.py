@@ -19,6 +19,7 @@ __all__ = [
     "check_strategy",
     "check_offload",
     "check_sizes",
+    "check_edits",
     "check_numbers",
     "Recipe",
     "checked",
@@ -361,6 +362,28 @@ def check_sizes(
     reading = readers("shuffle_window")["objective"]
     if len(recipe.sources) > 1 and recipe.objective not in reading:
         raise ValueError(f"data: several collections, not with objective '{recipe.objective}'")
+    if "edits" in dict(recipe.sources):
+        check_edits(recipe)
+
+
+def check_edits(
+    recipe: Fields,  # With data='edits'
+):
+    """The model is shown the picture before an edit.
+
+    Args:
+        recipe: With data='edits'
+    """
+    editing = readers("edits")["objective"]
+    if recipe.objective not in editing:
+        raise ValueError(
+            f"data: 'edits' needs objective {_listed(editing)}, not {recipe.objective}"
+        )
+    if not recipe.reference_images:
+        raise ValueError(
+            "reference_images: data='edits' shows the picture before an edit; give 1, or 2 for "
+            "rows with a second picture"
+        )
 
 
 # %% ../../nbs/1_core/05_recipe.ipynb #029ccd78

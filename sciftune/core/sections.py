@@ -5,6 +5,8 @@
 # %% auto #0
 __all__ = [
     "WHOLE_LIMIT",
+    "BUILT_IN",
+    "DRAWN",
     "Precisions",
     "SECTIONS",
     "RecipeError",
@@ -296,13 +298,18 @@ class ModelSection(Section):
 
 
 # %% ../../nbs/1_core/02_sections.ipynb #e04cad57
+BUILT_IN = ("figures", "edits")  # Collections that are drawn on first use
+DRAWN = "|".join(f"data={name}" for name in BUILT_IN)
+
+
 class DataSection(Section):
     """Images, captions, sizes, and what is kept out of training."""
 
     data: str = field(
         "figures",
-        "'figures' (made on first use), or a folder, json, jsonl, csv, parquet, tar or datasets "
-        "folder, or a URL of shards (a password or token in it is kept outside the run folder); "
+        "'figures' or 'edits' (made on first use), or a folder, json, jsonl, csv, parquet, tar or "
+        "datasets folder, or a URL of shards (a password or token in it is kept outside the run "
+        "folder); "
         "several with their weights: 'figures:0.3,/my/shards:0.7'",
         weighted=True,
     )
@@ -313,13 +320,13 @@ class DataSection(Section):
         optional=True,
         ge=0,
     )
-    figures: int = field(512, "how many figures data='figures' makes", needs="data=figures", ge=16)
+    figures: int = field(512, "how many figures, or edits of figures, are made", needs=DRAWN, ge=16)
     figures_side: int = field(
         0,
         "0 = figures of 256 to 512 pixels with words; else wordless charts, squares of this side, "
         "legible from 96 pixels",
         optional=True,
-        needs="data=figures",
+        needs=DRAWN,
         ge=0,
         le=1024,
     )
@@ -328,16 +335,22 @@ class DataSection(Section):
         "of the figures: light, dark, hand or print; of charts: light, dark, hand or chalk, "
         "several separated by commas",
         optional=True,
-        needs="data=figures",
+        needs=DRAWN,
     )
     figures_kinds: str = field(
         "",
         "kinds of figures or charts, separated by commas; empty = all",
         optional=True,
-        needs="data=figures",
+        needs=DRAWN,
     )
-    figures_seed: int = field(
-        0, "which series of figures", optional=True, needs="data=figures", ge=0
+    figures_seed: int = field(0, "which series of figures", optional=True, needs=DRAWN, ge=0)
+    edits: str = field(
+        "",
+        "kinds of edits, separated by commas; of figures: palette, colour, background, style, "
+        "kind, log, grid, legend, series, errors, labels, title; of charts: colour, background, "
+        "grid, series, orientation, and the styles light, dark, hand, chalk; empty = all",
+        optional=True,
+        needs="data=edits",
     )
     max_bad_fraction: float = field(
         0.05,

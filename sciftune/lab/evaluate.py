@@ -12,9 +12,12 @@ __all__ = [
     "known_labels",
     "run_targets",
     "prompt_targets",
+    "known_facts",
+    "edit_targets",
+    "read_chart",
+    "chart_reader",
     "ClipScore",
     "score_picture",
-    "chart_reader",
     "Job",
     "job_of",
     "evaluate_part",
@@ -25,7 +28,7 @@ __all__ = [
     "evaluation_command",
 ]
 
-# %% ../../nbs/9_lab/18_evaluate.ipynb #e08507ba
+# %% ../../nbs/9_lab/18_evaluate.ipynb #8d5b0c0b
 import csv
 import hashlib
 import json
@@ -45,17 +48,21 @@ from PIL import Image
 
 from ..core.recipe import Recipe
 from ..core.rundir import RunDir, replaced_folder
-from ..data.images import open_image
+from ..data.buckets import Sizing
+from ..data.images import open_image, pixels, to_rgb
 from ..data.readers import CAPTION_KEYS
 from .launch import state
 from .sample import ModelSource, Request, draw_samples, find_weights
 from sciftune.lab.scores import (
     READER_MISSING,
+    EditTruth,
     Evaluation,
     Label,
     Picture,
     can_read_text,
     colour_parts,
+    coming_colours,
+    edit_parts,
     is_number,
     keep_evaluation,
     legibility,
@@ -66,8 +73,10 @@ from sciftune.lab.scores import (
     scores_of,
     squeezed,
     text_parts,
+    word_changes,
 )
 from ..toys.charts import claims
+from ..toys.edits import change_mask
 from ..toys.reader import ChartReader, load_reader, packaged_reader
 from sciftune.training.encoding import (
     caption_texts,
@@ -78,7 +87,7 @@ from sciftune.training.encoding import (
 from ..training.trackers import log_scores, reopened_trackers
 
 
-# %% ../../nbs/9_lab/18_evaluate.ipynb #5bf63910
+# %% ../../nbs/9_lab/18_evaluate.ipynb #fb19ae99
 @dataclass(frozen=True)
 class Target:
     """A prompt, and what its picture should say.
@@ -86,11 +95,25 @@ class Target:
     Attributes:
         labels: None = nothing is known of its words
         truth: figures, labels, ocr or quotes
+        edit: Of a prompt that changes given pictures
+        size: Height and width in pixels; () = as the source says
     """
 
     prompt: str
     labels: tuple[str, ...] | None = None  # None = nothing is known of its words
     truth: str = ""  # figures, labels, ocr or quotes
+    edit: EditTruth | None = None  # Of a prompt that changes given pictures
+    size: tuple[int, ...] = ()  # Height and width in pixels; () = as the source says
+
+    def told(self) -> dict:
+        """What must be equal for scores to be compared: names of files are not."""
+        own = dict(prompt=self.prompt, labels=self.labels, truth=self.truth)
+        if self.edit is None:
+            return own
+        files = [*self.edit.references, self.edit.before, self.edit.target, self.edit.mask]
+        known = [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files]
+        paths = dict(references=known, before="", target="", mask="")
+        return own | dict(size=self.size, edit=asdict(self.edit) | paths)
 
 
 def asked_labels(
@@ -123,13 +146,13 @@ def quoted(
     return tuple(dict.fromkeys(re.findall(r"[\"“]([^\"“”]+)[\"”]", prompt)))
 
 
-# %% ../../nbs/9_lab/18_evaluate.ipynb #ba927788
+# %% ../../nbs/9_lab/18_evaluate.ipynb #e6a337c9
 def _records(path: Path) -> Iterator[dict]:
     """The rows of a collection without its images, as far as they stand in tables."""
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     for file in files:
         if file.suffix == ".parquet":
-            names = set(pq.read_schema(file).names) & {*CAPTION_KEYS, "facts", "labels"}
+            names = set(pq.read_schema(file).names) & {*CAPTION_KEYS, "facts", "labels", "id"}
             yield from pq.read_table(file, columns=sorted(names)).to_pylist()
         elif file.suffix in (".jsonl", ".json"):
             yield from _json_records(file)
@@ -177,29 +200,31 @@ def known_labels(
     return found
 
 
-# %% ../../nbs/9_lab/18_evaluate.ipynb #85a144fa
+# %% ../../nbs/9_lab/18_evaluate.ipynb #be56a650
 def run_targets(
     recipe: Recipe,
     count: int,  # At most
+    out: Path | str = "",  # Folder of results; the pictures of edits are kept in it
 ) -> list[Target]:
     """Targets from the held-out samples of a recipe, from all where none is held out.
 
-    Raises ValueError for an edit run: a prompt without its reference images asks for another thing.
+    Raises ValueError for an edit run without a folder for its pictures.
 
     Args:
         count: At most
+        out: Folder of results; the pictures of edits are kept in it
     """
-    if recipe.reference_images:
-        raise ValueError(
-            "evaluate: this run was trained with reference images, which held-out prompts are not "
-            "drawn with; give prompts, or draw edits with scripts/sample -p references"
-        )
+    if recipe.reference_images and not out:
+        raise ValueError("evaluate: the pictures of an edit run need a folder of results")
     collection = open_recipe_data(recipe)
     train, held = hold_out_by_source(recipe, collection)
     known = {}
     for path, _ in recipe.sources:
         known |= known_labels(data_path(recipe, path))
-    return [_target(recipe, collection, i, known) for i in (held or train)[:count]]
+    numbers = (held or train)[:count]
+    if recipe.reference_images:
+        return edit_targets(recipe, collection, numbers, known, Path(out))
+    return [_target(recipe, collection, i, known) for i in numbers]
 
 
 def _target(recipe: Recipe, collection: object, i: int, known: dict) -> Target:
@@ -224,6 +249,134 @@ def prompt_targets(
 ) -> list[Target]:
     """Targets of prompts that have no original."""
     return [Target(p, quoted(p) or None, "quotes" if quoted(p) else "") for p in prompts]
+
+
+# %% ../../nbs/9_lab/18_evaluate.ipynb #b1904fd4
+def known_facts(
+    path: str | Path,  # Collection: folder or file
+) -> dict[str, dict]:  # Id -> facts of a row of `toys.edits`
+    """What rows of edits tell about themselves. {} for other collections.
+
+    Args:
+        path: Collection: folder or file
+
+    Returns:
+        Id -> facts of a row of `toys.edits`
+    """
+    found = {}
+    for record in _records(Path(path)) if Path(path).exists() else ():
+        facts = json.loads(record["facts"]) if record.get("facts") else {}
+        if "edit" in facts and record.get("id"):
+            found[record["id"]] = facts
+    return found
+
+
+def edit_targets(
+    recipe: Recipe,
+    collection: object,  # Collection or JoinedCollections
+    numbers: list[int],  # Of its samples
+    known: dict,  # Of `known_labels`, for samples without references
+    out: Path,  # Folder of results
+) -> list[Target]:
+    """Targets of edits; a sample without references is a prompt as any other.
+
+    Args:
+        collection: Collection or JoinedCollections
+        numbers: Of its samples
+        known: Of `known_labels`, for samples without references
+        out: Folder of results
+    """
+    facts = {}
+    for path, _ in recipe.sources:
+        facts |= known_facts(data_path(recipe, path))
+    reader = chart_reader()
+    place = out.absolute() / "evaluation" / "edits"
+    with replaced_folder(place) as folder:
+        return [
+            _edit_target(recipe, collection, i, facts, reader, (folder, place, n))
+            if collection.references[i]
+            else _target(recipe, collection, i, known)
+            for n, i in enumerate(numbers)
+        ]
+
+
+def _edit_target(
+    recipe: Recipe,
+    collection: object,
+    i: int,
+    known: dict,
+    reader: ChartReader | None,
+    files: tuple[Path, Path, int],  # Folder to write to, its later place, number
+) -> Target:
+    """The target of an edit, its pictures written."""
+    folder, place, number = files
+    size = Sizing(recipe).held_out(*collection.sizes[i])
+    given = [collection.reference(i, k) for k in range(len(collection.references[i]))]
+    before, after = (
+        Image.fromarray(pixels(data, *size, recipe.fit == "pad"))
+        for data in (given[0], collection[i].image)
+    )
+    mask = change_mask(before, after)
+    for name, image in (("before", before), ("after", after), ("mask", mask)):
+        image.save(folder / f"{number:03d}-{name}.png")
+    names = [f"{number:03d}-{k}.png" for k in range(len(given))]
+    for name, data in zip(names, given, strict=True):
+        to_rgb(open_image(data)).save(folder / name)
+    facts = known.get(collection.ids[i], {})
+    told = _edit_words(facts, (before, after)) | _edit_marks(facts, (before, after), reader)
+    truth = EditTruth(
+        tuple(str(place / name) for name in names),
+        *(str(place / f"{number:03d}-{name}.png") for name in ("before", "after", "mask")),
+        edit=facts.get("edit", ""),
+        colours=coming_colours(facts, before, after, np.asarray(mask) > 0),
+        **told,
+    )
+    prompt = caption_texts(recipe, (collection.captions[i][0],))[0]
+    words = "figures" if facts.get("before", {}).get("words") else "ocr"
+    return Target(prompt, None, words if truth.come + truth.go + truth.stay else "", truth, size)
+
+
+def _edit_words(facts: dict, pair: tuple[Image.Image, Image.Image]) -> dict[str, tuple]:
+    """The words of two pictures that can be read: come, go, stay."""
+    if not can_read_text() or (facts and "words" not in facts["before"]):
+        return {}
+    readings = [read_text(image) for image in pair]
+    labels = [[r.text for r in read] for read in readings]
+    if facts:
+        labels = [[w["text"] for w in facts[side]["words"]] for side in ("before", "after")]
+    return word_changes(labels, readings)
+
+
+def _edit_marks(
+    facts: dict, pair: tuple[Image.Image, Image.Image], reader: ChartReader | None
+) -> dict:
+    """Kind and number of a chart, where the reader tells them: chart, chart_changes."""
+    if reader is None or "count" not in facts.get("after", {}):
+        return {}
+    before, after = (read_chart(reader, image) for image in pair)
+    wanted, old = facts["after"], facts["before"]
+    right = [n for n in ("kind", "count") if (before[n], after[n]) == (old[n], wanted[n])]
+    changes = tuple(n for n in right if old[n] != wanted[n])
+    return dict(chart={n: wanted[n] for n in right}, chart_changes=changes)
+
+
+def read_chart(
+    reader: ChartReader,
+    image: Image.Image,
+) -> dict:  # kind, count
+    """What the reader sees in one picture.
+
+    Returns:
+        kind, count
+    """
+    pixels = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1) / 127.5 - 1
+    return reader.read(pixels[None])[0]
+
+
+def chart_reader() -> ChartReader | None:
+    """The packaged reader of charts, where there is one."""
+    folder = packaged_reader()
+    return load_reader(folder) if folder else None
 
 
 # %% ../../nbs/9_lab/18_evaluate.ipynb #e1c4952a
@@ -267,7 +420,7 @@ class ClipScore:
         return 100 * max(0.0, float((made.image_embeds * made.text_embeds).sum()))
 
 
-# %% ../../nbs/9_lab/18_evaluate.ipynb #eb6acc29
+# %% ../../nbs/9_lab/18_evaluate.ipynb #a84c3829
 def score_picture(
     image: Image.Image,
     target: Target,
@@ -287,22 +440,31 @@ def score_picture(
         labels = [Label(text) for text in target.labels]
         words = match_words(labels, read_text(image), target.prompt, free_numbers=True)
         parts |= text_parts(words)
+    if target.edit:
+        return _score_edit(image, target, file, reader)
     if reader is not None and claims(target.prompt):
-        pixels = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1) / 127.5 - 1
-        parts |= mark_parts(reader.read(pixels[None])[0], target.prompt)
+        parts |= mark_parts(read_chart(reader, image), target.prompt)
     parts |= colour_parts(image, target.prompt)
     if clip is not None:
         parts["clip"] = (clip(image, target.prompt), 1)
     return Picture(file, target.prompt, parts, tuple(words))
 
 
-def chart_reader() -> ChartReader | None:
-    """The packaged reader of charts, where there is one."""
-    folder = packaged_reader()
-    return load_reader(folder) if folder else None
+def _score_edit(
+    image: Image.Image, target: Target, file: str, reader: ChartReader | None
+) -> Picture:
+    """The scores of an edit; an instruction describes no picture, so there is no CLIP score."""
+    truth = target.edit
+    words = can_read_text() and truth.come + truth.go + truth.stay
+    read = read_text(image) if words else None
+    chart = read_chart(reader, image) if reader and truth.chart else None
+    shown = tuple(
+        str(Path("..") / "edits" / Path(f).name) for f in (*truth.references, truth.target)
+    )
+    return Picture(file, target.prompt, edit_parts(image, truth, read, chart), (), shown)
 
 
-# %% ../../nbs/9_lab/18_evaluate.ipynb #cb6cd3fa
+# %% ../../nbs/9_lab/18_evaluate.ipynb #9b82e47f
 @dataclass(frozen=True)
 class Job:
     """One set of weights, and what it is asked.
@@ -339,12 +501,20 @@ class Job:
         asked = dict(
             steps=self.steps or None, guidance=self.guidance if self.guidance >= 0 else None
         )
-        asked |= dict(height=self.side or None, width=self.side or None)
-        return [Request(t.prompt, i, self.seed, **asked) for i, t in enumerate(self.targets)]
+        return [
+            Request(t.prompt, i, self.seed, **asked, **self._shape(t))
+            for i, t in enumerate(self.targets)
+        ]
+
+    def _shape(self, target: Target) -> dict:
+        """Size of a picture, and the pictures that it is made from."""
+        height, width = (self.side, self.side) if self.side else target.size or (None, None)
+        given = target.edit.references if target.edit else ()
+        return dict(height=height, width=width, references=given)
 
     def settings(self) -> dict:
         """What must be equal for rows to be compared."""
-        known = json.dumps([asdict(t) for t in self.targets], ensure_ascii=False)
+        known = json.dumps([t.told() for t in self.targets], ensure_ascii=False)
         digest = hashlib.sha256(known.encode()).hexdigest()[:12]
         own = {
             n: getattr(self, n) for n in ("seed", "steps", "guidance", "side", "strength", "batch")
@@ -365,11 +535,23 @@ def job_of(
         text: JSON of `asdict`
     """
     values = json.loads(text)
-    targets = [t | dict(labels=t["labels"] and tuple(t["labels"])) for t in values["targets"]]
-    return Job(**values | dict(targets=tuple(Target(**t) for t in targets)))
+    return Job(**values | dict(targets=tuple(_target_of(t) for t in values["targets"])))
 
 
-# %% ../../nbs/9_lab/18_evaluate.ipynb #433e26df
+def _tuples(values: dict) -> dict:
+    """Lists of JSON as tuples."""
+    return {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
+
+
+def _target_of(values: dict) -> Target:
+    """A target that was written down."""
+    edit = values["edit"]
+    if edit:
+        edit = EditTruth(**_tuples(edit) | dict(colours=_tuples(edit["colours"])))
+    return Target(**_tuples(values) | dict(edit=edit))
+
+
+# %% ../../nbs/9_lab/18_evaluate.ipynb #02458427
 def evaluate_part(
     job: Job,
     folder: Path,  # Where the pictures go
@@ -468,6 +650,10 @@ def _row(name: str, source: ModelSource, job: Job, pictures: list[Picture]) -> E
     why = dict(fid=NO_FID) | ({} if job.clip else dict(clip=NO_CLIP))
     if truths and not can_read_text():
         why |= dict.fromkeys(("recall", "precision", "cer"), READER_MISSING)
+    if any(t.edit for t in job.targets):
+        why["clip"] = "an instruction does not describe the picture"
+        if not can_read_text():
+            why |= dict.fromkeys(("changed_words", "kept_words"), READER_MISSING)
     series = source.series if job.strength else "base"
     return Evaluation(
         name,
@@ -481,7 +667,7 @@ def _row(name: str, source: ModelSource, job: Job, pictures: list[Picture]) -> E
     )
 
 
-# %% ../../nbs/9_lab/18_evaluate.ipynb #99fbd9d7
+# %% ../../nbs/9_lab/18_evaluate.ipynb #44364c6a
 def run_jobs(
     run: RunDir,
     targets: list[Target],
@@ -528,7 +714,7 @@ def evaluate_run(
         **settings: Of `Job`
     """
     recipe = Recipe.load(run.recipe)
-    targets = prompt_targets(prompts) if prompts else run_targets(recipe, count)
+    targets = prompt_targets(prompts) if prompts else run_targets(recipe, count, run.path)
     rows = []
     for job in run_jobs(run, targets, checkpoints, **settings):
         say(f"evaluating {Path(job.where).name} ({job.state}): {len(job.targets)} pictures")

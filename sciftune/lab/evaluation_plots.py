@@ -14,10 +14,11 @@ __all__ = [
     "plot_legibility",
     "marked",
     "picture_verdict",
+    "edit_tile",
     "words_page",
 ]
 
-# %% ../../nbs/9_lab/32_evaluation_plots.ipynb #08979151
+# %% ../../nbs/9_lab/32_evaluation_plots.ipynb #364e0c4f
 import os
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from .plots import COLORS, Table, add_legend, empty_figure, figure
 from sciftune.lab.scores import (
+    EDIT_CHECKS,
     FALLING,
     HEIGHTS,
     SCORES,
@@ -183,7 +185,7 @@ def plot_legibility(
     return fig
 
 
-# %% ../../nbs/9_lab/32_evaluation_plots.ipynb #9bf0b218
+# %% ../../nbs/9_lab/32_evaluation_plots.ipynb #5bdecefd
 FRAMES = dict(found="#1a9850", wrong="#f08c00", added="#d73027", ignored="#999999")
 
 
@@ -227,6 +229,9 @@ def picture_verdict(
         Lines and their colours
     """
     lines = [(picture.prompt, "black")]
+    for score in ("happened", "stayed"):
+        if score in picture.parts:
+            lines.append(_answer(picture, score))
     for score in ("kind", "number", "colours"):
         if score in picture.parts:
             above, below = picture.parts[score]
@@ -242,6 +247,43 @@ def picture_verdict(
                 (f"{state}: {', '.join(words)}", FRAMES["added" if state == "missing" else state])
             )
     return lines[:5]
+
+
+def _answer(picture: Picture, answer: str) -> tuple[str, str]:
+    """Whether an edit has happened, or the rest has stayed; if not, which checks say so."""
+    if picture.parts[answer][0]:
+        return f"{SCORES[answer]}: yes", FRAMES["found"]
+    failed = [
+        SCORES[n]
+        for n, least in EDIT_CHECKS[answer].items()
+        if n in picture.parts and picture.parts[n][0] < least * picture.parts[n][1]
+    ]
+    return f"{SCORES[answer]}: no ({', '.join(failed)})", FRAMES["added"]
+
+
+def edit_tile(
+    picture: Picture,  # Of an edit
+    folder: Path,  # evaluation/<name> of a run
+    side: int,  # Longer side of a picture, pixels
+) -> Image.Image:
+    """What was given, what was made and the true picture, side by side.
+
+    Args:
+        picture: Of an edit
+        folder: evaluation/<name> of a run
+        side: Longer side of a picture, pixels
+    """
+    *given, true = picture.beside
+    files = [*given, picture.file, true]
+    tile = Image.new("RGB", ((side + 4) * len(files), side + 62), "white")
+    for i, file in enumerate(files):
+        small = Image.open(folder / file).convert("RGB")
+        small.thumbnail((side, side))
+        tile.paste(small, (i * (side + 4), 0))
+    pen, font = ImageDraw.Draw(tile), ImageFont.load_default(10)
+    for i, (text, colour) in enumerate(picture_verdict(picture)):
+        pen.text((2, side + 2 + 12 * i), text[: tile.width // 5], colour, font)
+    return tile
 
 
 def words_page(
@@ -262,8 +304,14 @@ def words_page(
     if not (folder / "pictures.jsonl").is_file():
         raise ValueError(f"{folder} holds no evaluated pictures")
     pictures = read_pictures(folder)[:most]
-    tiles = [marked(Image.open(folder / p.file), p, side) for p in pictures]
-    step_x, step_y = side + 8, side + 70
+    tiles = [
+        edit_tile(p, folder, side // 2)
+        if p.beside
+        else marked(Image.open(folder / p.file), p, side)
+        for p in pictures
+    ]
+    step_x, step_y = (max(t.size[k] for t in tiles) + 8 for k in (0, 1))
+    columns = max(1, columns * (side + 8) // step_x)
     rows = -(-len(tiles) // columns)
     page = Image.new("RGB", (step_x * min(columns, len(tiles)), step_y * rows), "white")
     for i, tile in enumerate(tiles):

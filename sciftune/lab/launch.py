@@ -126,6 +126,7 @@ from sciftune.core.recipe import (
 from ..core.registry import find_record, nearest
 from ..core.rundir import RunDir, new_run, write_atomic
 from ..core.secrets import keep_secrets, secrets_file
+from ..core.sections import BUILT_IN
 
 
 # %% ../../nbs/9_lab/02_launch.ipynb #e18cb700
@@ -187,16 +188,16 @@ def absolute_path(
 
 # %% ../../nbs/9_lab/02_launch.ipynb #e3121970
 def absolute_data(
-    path: str,  # A path, a pattern, 'figures', or an address
+    path: str,  # A path, a pattern, one of BUILT_IN, or an address
     root: Path,  # The repository
 ) -> str:
     """The path of data as an absolute one. Raises LaunchError where there is nothing.
 
     Args:
-        path: A path, a pattern, 'figures', or an address
+        path: A path, a pattern, one of BUILT_IN, or an address
         root: The repository
     """
-    if path == "figures" or "://" in path:
+    if path in BUILT_IN or "://" in path:
         return path
     found = absolute_path(path, root)
     if glob.glob(found) or Path(found).exists():
@@ -755,7 +756,7 @@ def data_looked_at(
         recipe_path: The same, written
         findings: Where findings.json shall be
     """
-    files = any(path != "figures" and "://" not in path for path, _ in recipe.sources)
+    files = any(path not in BUILT_IN and "://" not in path for path, _ in recipe.sources)
     sequences = find_record("objectives", recipe.objective).sequences
     if not files or recipe.resume or sequences:
         yield

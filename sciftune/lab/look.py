@@ -22,6 +22,7 @@ from ..core.presets import nano_folder
 from ..core.recipe import Recipe, RecipeError, checked
 from ..core.registry import find_record
 from ..core.rundir import cache_root, write_atomic
+from ..core.sections import BUILT_IN
 from ..data.buckets import Sizing, crop_loss, nearest_size, size_inside
 from sciftune.data.duplicates import (
     Signatures,
@@ -868,7 +869,7 @@ def quick_look(
     """
     rows, rejected, notes, total = [], [], [], 0
     for path, _ in recipe.sources:
-        if path == "figures" or "://" in path:
+        if path in BUILT_IN or "://" in path:
             notes.append(f"{path}: not looked at before it is opened")
             continue
         source = find_source(path, recipe.metadata or None)

@@ -16,6 +16,13 @@ __all__ = [
     "ORDINARY",
     "NEAREST",
     "PRESENT",
+    "NEAR",
+    "HAPPENED",
+    "STAYED",
+    "LOOSE",
+    "TIGHT",
+    "NOTICED",
+    "EDIT_CHECKS",
     "SCORES",
     "FALLING",
     "squeezed",
@@ -40,6 +47,14 @@ __all__ = [
     "shades",
     "named_colours",
     "colour_parts",
+    "changed_part",
+    "kept_part",
+    "EditTruth",
+    "picture_file",
+    "mask_file",
+    "word_changes",
+    "coming_colours",
+    "edit_parts",
     "Evaluation",
     "evaluation_file",
     "read_evaluation",
@@ -49,7 +64,7 @@ __all__ = [
     "scores_of",
 ]
 
-# %% ../../nbs/9_lab/17_scores.ipynb #82a985f0
+# %% ../../nbs/9_lab/17_scores.ipynb #d7b171da
 import functools
 import importlib.util
 import io
@@ -57,13 +72,14 @@ import json
 import math
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
 from matplotlib.colors import CSS4_COLORS, to_rgb
-from PIL import Image
+from PIL import Image, ImageFilter
 
 from ..core.rundir import write_atomic
 from ..toys.charts import CHART_STYLES, claims
@@ -611,7 +627,274 @@ def _distance(lab: np.ndarray, colour: str) -> float:
     return float(np.partition(away, some - 1)[:some].mean())
 
 
-# %% ../../nbs/9_lab/17_scores.ipynb #45374a5b
+# %% ../../nbs/9_lab/17_scores.ipynb #475fa844
+NEAR = 0.6  # Of the size of a change: how far a pixel may be from the true one
+HAPPENED = 0.6  # Share of the change that must be made
+STAYED = 0.8  # Share of the marks, and of the words, that must be as they were
+LOOSE, TIGHT = 25.0, 10.0  # CIELAB: of marks and what is beside them, and of paper
+NOTICED = 2.3  # CIELAB: pixels that change by less are not asked
+
+
+def _lab(image: Image.Image, blurred: bool = False) -> np.ndarray:
+    """CIELAB (H,W,3) of a picture."""
+    rgb = image.convert("RGB")
+    return cielab(np.asarray(rgb.filter(ImageFilter.BoxBlur(1)) if blurred else rgb) / 255)
+
+
+def _away(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.linalg.norm(a - b, axis=-1)
+
+
+def changed_part(
+    image: Image.Image,
+    before: Image.Image,
+    after: Image.Image,  # The true one
+    mask: np.ndarray,  # (H,W) bool: pixels that may change
+) -> tuple[float, float]:  # Change that was made, and all of it; (0, 0) where none is asked
+    """How much of a change was made.
+
+    Args:
+        after: The true one
+        mask: (H,W) bool: pixels that may change
+
+    Returns:
+        Change that was made, and all of it; (0, 0) where none is asked
+    """
+    g, b, a = (_lab(i, blurred=True) for i in (image, before, after))
+    size = _away(a, b) * mask
+    size[size < NOTICED] = 0
+    return float(size[_away(g, a) < NEAR * size].sum()), float(size.sum())
+
+
+def _within(a: np.ndarray, b: np.ndarray, limit: np.ndarray) -> np.ndarray:
+    """Where (H,W) `b` has the colour of `a` within a pixel."""
+    padded = np.pad(b, ((1, 1), (1, 1), (0, 0)), mode="edge")
+    height, width = a.shape[:2]
+    shifts = [padded[i : i + height, j : j + width] for i in range(3) for j in range(3)]
+    return functools.reduce(np.minimum, [_away(a, s) for s in shifts]) <= limit
+
+
+def kept_part(
+    image: Image.Image,
+    before: Image.Image,
+    mask: np.ndarray,  # (H,W) bool: pixels that may change
+) -> tuple[float, float]:  # Pixels of marks that are as before, and all; (0, 0) where none is free
+    """How much of what must stay has stayed.
+
+    Args:
+        mask: (H,W) bool: pixels that may change
+
+    Returns:
+        Pixels of marks that are as before, and all; (0, 0) where none is free
+    """
+    free = ~mask
+    if free.mean() < 0.01:
+        return 0.0, 0.0
+    colours, counts = np.unique(np.asarray(before.convert("RGB"))[free], axis=0, return_counts=True)
+    paper = cielab(colours[counts.argmax()] / 255)
+    b, g = _lab(before), _lab(image)
+    marks = _away(b, paper) > TIGHT
+    near = np.asarray(Image.fromarray(marks).convert("L").filter(ImageFilter.MaxFilter(5))) > 0
+    limit = np.where(near, LOOSE, TIGHT)
+    asked = free & (marks | (_away(g, paper) > TIGHT))
+    if asked.sum() < 25:
+        asked = free
+    same = _within(g, b, limit) & _within(b, g, limit)
+    return float((same & asked).sum()), float(asked.sum())
+
+
+# %% ../../nbs/9_lab/17_scores.ipynb #9cdaac1f
+@dataclass(frozen=True)
+class EditTruth:
+    """The true pictures of an edit, as files, and what can be read in them.
+
+    Attributes:
+        references: Pictures that are given; the first is the one to be changed
+        before: The first one, in the size of the target
+        target: The true picture after the edit
+        mask: White where pixels may change
+        edit: Kind of edit, where it is known
+        come: Words that are read in the true picture after it alone
+        go: Words that are read in the one before alone
+        stay: Words that are read in both
+        chart: kind, count: what must be read afterwards
+        chart_changes: Those of `chart` that the edit changes
+        colours: Name that comes -> hex colours that it may be
+    """
+
+    references: tuple[str, ...]  # Pictures that are given; the first is the one to be changed
+    before: str  # The first one, in the size of the target
+    target: str  # The true picture after the edit
+    mask: str  # White where pixels may change
+    edit: str = ""  # Kind of edit, where it is known
+    come: tuple[str, ...] = ()  # Words that are read in the true picture after it alone
+    go: tuple[str, ...] = ()  # Words that are read in the one before alone
+    stay: tuple[str, ...] = ()  # Words that are read in both
+    chart: dict = field(default_factory=dict)  # kind, count: what must be read afterwards
+    chart_changes: tuple[str, ...] = ()  # Those of `chart` that the edit changes
+    colours: dict = field(default_factory=dict)  # Name that comes -> hex colours that it may be
+
+
+def picture_file(path: str) -> Image.Image:
+    """A picture on disk."""
+    with Image.open(path) as image:
+        return image.convert("RGB")
+
+
+def mask_file(path: str) -> np.ndarray:  # (H,W) bool
+    """The pixels that may change.
+
+    Returns:
+        (H,W) bool
+    """
+    with Image.open(path) as image:
+        return np.asarray(image.convert("L")) > 127
+
+
+def _counted(texts: Iterable[str]) -> Counter:
+    return Counter(squeezed(t) for t in texts)
+
+
+def word_changes(
+    labels: tuple[list[str], list[str]],  # Words of the true pictures before and after
+    readings: tuple[list[Reading], list[Reading]],  # What is read in them
+) -> dict[str, tuple[str, ...]]:  # come, go, stay
+    """The words that tell two pictures apart, and those that both hold, as far as they are read.
+
+    Args:
+        labels: Words of the true pictures before and after
+        readings: What is read in them
+
+    Returns:
+        come, go, stay
+    """
+    before, after = (
+        [
+            w.text
+            for w in match_words([Label(t) for t in texts if _is_word(t)], read)
+            if w.state == "found"
+        ]
+        for texts, read in zip(labels, readings, strict=True)
+    )
+    whole = [_counted(texts) for texts in labels]
+    come = [t for t in after if not whole[0][squeezed(t)]]
+    go = [t for t in before if not whole[1][squeezed(t)]]
+    read_before = _counted(before)
+    stay = [t for t in after if read_before[squeezed(t)]]
+    plain = " ".join(squeezed(r.text) for r in readings[0])
+    come = [t for t in come if squeezed(t) not in plain]
+    plain = " ".join(squeezed(r.text) for r in readings[1])
+    go = [t for t in go if squeezed(t) not in plain]
+    return {n: tuple(dict.fromkeys(t)) for n, t in (("come", come), ("go", go), ("stay", stay))}
+
+
+def _is_word(text: str) -> bool:
+    """Whether a text is long enough to be told from marks."""
+    return sum(c.isalnum() for c in text) > 1
+
+
+def coming_colours(
+    facts: dict,  # Of a row of edits
+    before: Image.Image,
+    after: Image.Image,
+    mask: np.ndarray,
+) -> dict[str, tuple[str, ...]]:  # Name -> hex colours
+    """The colours that an edit brings, where the changed pixels tell it.
+
+    Args:
+        facts: Of a row of edits
+
+    Returns:
+        Name -> hex colours
+    """
+    if "colours" not in facts.get("changed", ()):
+        return {}
+    old, new = facts["before"]["colours"], facts["after"]["colours"]
+    style = CHART_STYLES.get(facts["after"]["style"]) if "count" in facts["after"] else None
+    known = dict(shades()) | ({n: (c,) for n, c in style.colours} if style else {})
+    wanted = {n: known[n] for n in new if n not in old and n in known}
+    return {
+        name: found
+        for name, found in wanted.items()
+        if _shows(after, mask, found) and not _shows(before, mask, found)
+    }
+
+
+def _shows(image: Image.Image, mask: np.ndarray, found: tuple[str, ...]) -> bool:
+    """Whether one of some colours is among the pixels of a mask, as an autoencoder may show it."""
+    lab = _lab(image)[mask]
+    return min(_distance(lab, colour) for colour in found) <= LOOSE
+
+
+# %% ../../nbs/9_lab/17_scores.ipynb #0d9b75a2
+def edit_parts(
+    image: Image.Image,  # Made by a model
+    truth: EditTruth,
+    read: list[Reading] | None = None,  # What is read in it; None = words are not scored
+    chart: dict | None = None,  # kind and count, of `toys.reader.ChartReader.read`; None likewise
+) -> dict[str, tuple[float, float]]:  # Score -> above and below the line
+    """Whether an edit has happened and the rest has stayed.
+
+    Args:
+        image: Made by a model
+        read: What is read in it; None = words are not scored
+        chart: kind and count, of `toys.reader.ChartReader.read`; None likewise
+
+    Returns:
+        Score -> above and below the line
+    """
+    before, after = picture_file(truth.before), picture_file(truth.target)
+    mask = mask_file(truth.mask)
+    if image.size != after.size:
+        image = image.resize(after.size, Image.Resampling.BICUBIC)
+    parts = dict(
+        changed_pixels=changed_part(image, before, after, mask),
+        kept_pixels=kept_part(image, before, mask),
+    )
+    if read is not None:
+        parts |= _edit_words(truth, read)
+    if truth.colours:
+        shown = sum(_shows(image, mask, found) for found in truth.colours.values())
+        parts["new_colours"] = (shown, len(truth.colours))
+    for name in truth.chart if chart else ():
+        kind = "changed" if name in truth.chart_changes else "kept"
+        parts[f"{kind}_{name}"] = (float(chart[name] == truth.chart[name]), 1.0)
+    return _verdicts({name: part for name, part in parts.items() if part[1]})
+
+
+def _edit_words(truth: EditTruth, read: list[Reading]) -> dict[str, tuple[float, float]]:
+    """Words that have come, gone and stayed."""
+    words = match_words([Label(t) for t in (*truth.come, *truth.stay)], read)
+    found = [w.state == "found" for w in words[: len(truth.come) + len(truth.stay)]]
+    come, stay = sum(found[: len(truth.come)]), sum(found[len(truth.come) :])
+    still = match_words([Label(t) for t in truth.go], read)[: len(truth.go)]
+    gone = sum(w.state != "found" for w in still)
+    return dict(
+        changed_words=(come + gone, len(truth.come) + len(truth.go)),
+        kept_words=(stay, len(truth.stay)),
+    )
+
+
+EDIT_CHECKS = dict(
+    happened=dict(
+        changed_pixels=HAPPENED, changed_words=1, changed_kind=1, changed_count=1, new_colours=1
+    ),
+    stayed=dict(kept_pixels=STAYED, kept_words=STAYED, kept_kind=1, kept_count=1),
+)  # Answer -> its checks, and the share that each asks for
+
+
+def _verdicts(parts: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+    """The parts of a picture with its two answers, and whether both are yes."""
+    for answer, limits in EDIT_CHECKS.items():
+        shares = [(parts[n][0] / parts[n][1], limits[n]) for n in limits if n in parts]
+        if shares:
+            parts[answer] = (float(all(share >= limit for share, limit in shares)), 1.0)
+    if all(answer in parts for answer in EDIT_CHECKS):
+        parts["edited"] = (float(all(parts[answer][0] for answer in EDIT_CHECKS)), 1.0)
+    return parts
+
+
+# %% ../../nbs/9_lab/17_scores.ipynb #fe4e522e
 @dataclass(frozen=True)
 class Evaluation:
     """A row of evaluation.jsonl: the scores of one set of weights.
@@ -648,6 +931,18 @@ SCORES = dict(
     colour_distance="distance of named colours (CIELAB)",
     clip="CLIP score",
     fid="FID",
+    happened="edit made",
+    stayed="rest kept",
+    edited="edit made and rest kept",
+    changed_pixels="changed pixels as asked",
+    changed_words="changed words as asked",
+    changed_kind="kind of chart as asked",
+    changed_count="number of marks as asked",
+    new_colours="new colours present",
+    kept_pixels="other marks kept",
+    kept_words="other words kept",
+    kept_kind="kind of chart kept",
+    kept_count="number of marks kept",
 )
 FALLING = ("cer", "colour_distance", "fid")  # Scores of which less is better
 
@@ -691,7 +986,7 @@ def keep_evaluation(
     write_atomic(evaluation_file(run), "\n".join(lines) + "\n")
 
 
-# %% ../../nbs/9_lab/17_scores.ipynb #cebf461b
+# %% ../../nbs/9_lab/17_scores.ipynb #0608da99
 @dataclass(frozen=True)
 class Picture:
     """What was found in one picture: a line of pictures.jsonl.
@@ -700,12 +995,14 @@ class Picture:
         file: In its folder
         parts: Score -> (above, below)
         words: Word
+        beside: Of an edit: files of what was given, and of the true picture
     """
 
     file: str  # In its folder
     prompt: str
     parts: dict  # Score -> (above, below)
     words: tuple = ()  # Word
+    beside: tuple = ()  # Of an edit: files of what was given, and of the true picture
 
     def line(self) -> str:
         """The line of pictures.jsonl."""
@@ -729,7 +1026,7 @@ def _with_words(picture: Picture) -> Picture:
     """Words of JSON as `Word`."""
     words = tuple(Word(**w | dict(box=tuple(w["box"]))) for w in picture.words)
     parts = {name: tuple(pair) for name, pair in picture.parts.items()}
-    return Picture(picture.file, picture.prompt, parts, words)
+    return Picture(picture.file, picture.prompt, parts, words, tuple(picture.beside))
 
 
 def scores_of(

@@ -43,6 +43,7 @@ from ..core.plan import Plan
 from ..core.recipe import Recipe, RecipeError, resolve
 from ..core.registry import find_record
 from ..core.rundir import RunDir
+from ..core.sections import BUILT_IN
 from sciftune.lab.launch import (
     failure_line,
     first_traceback,
@@ -129,9 +130,7 @@ def data_in_words(
     Args:
         record: Of `read_record`
     """
-    names = [
-        "drawn figures" if path == "figures" else Path(path).name for path, _ in recipe.sources
-    ]
+    names = [f"drawn {path}" if path in BUILT_IN else Path(path).name for path, _ in recipe.sources]
     samples = record.get("samples") or {}
     text = " and ".join(names)
     if "train" in samples:

@@ -16,7 +16,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import numpy as np
@@ -211,6 +211,7 @@ class Look:
 
     Attributes:
         bars: Axes -> axes of its colour bar
+        variant: Lying bars, a ring, filled contours; None = as they come
     """
 
     paper: tuple
@@ -226,6 +227,11 @@ class Look:
     sketch: tuple
     legend: bool = True
     bars: dict = field(default_factory=dict)  # Axes -> axes of its colour bar
+    variant: bool | None = None  # Lying bars, a ring, filled contours; None = as they come
+
+    def either(self, drawn: bool) -> bool:
+        """Whether the other form of a kind is drawn."""
+        return bool(drawn if self.variant is None else self.variant)
 
 
 def draw_look(
@@ -1028,7 +1034,8 @@ def bar(ax: Axes, rng: np.random.Generator, look: Look):
     names = [list(table)[i] for i in rng.permutation(len(table))[: rng.integers(4, 7)]]
     if rng.random() < 0.4:
         names.sort(key=table.get)
-    v, many, lying = [table[k] for k in names], rng.random() < 0.35, rng.random() < 0.35
+    v, many = [table[k] for k in names], rng.random() < 0.35
+    lying = look.either(rng.random() < 0.35)
     shades = [look.colours[i if many else 0] for i in range(len(names))]
     (ax.barh if lying else ax.bar)(
         names, v, color=[c for _, c in shades], edgecolor=look.ink, lw=0.6
@@ -1098,7 +1105,7 @@ def grouped_bar(ax: Axes, rng: np.random.Generator, look: Look):
 def pie(ax: Axes, rng: np.random.Generator, look: Look):
     """Shares of a whole."""
     title, shares = SHARES[rng.integers(len(SHARES))]
-    hole = rng.random() < 0.4
+    hole = look.either(rng.random() < 0.4)
     ax.pie(
         list(shares.values()),
         labels=[f"{k} {v:g} %" for k, v in shares.items()],
@@ -1312,7 +1319,7 @@ def contour(ax: Axes, rng: np.random.Generator, look: Look):
     title, a, b, c, x, y, z = (spots, himmelblau, dipole, saddle, interference)[rng.integers(5)](
         rng
     )
-    filled, n = rng.random() < 0.6, int(rng.integers(6, 13))
+    filled, n = look.either(rng.random() < 0.6), int(rng.integers(6, 13))
     drawn = (ax.contourf if filled else ax.contour)(x, y, z, n, cmap=look.map)
     colourbar(ax, look, drawn, c)
     if not filled and rng.random() < 0.5:
@@ -1740,6 +1747,7 @@ def compose(
     seed: int = 0,  # Which series of figures
     style: str = "light",  # Name in STYLES: the same data in another look
     kinds: tuple = KINDS,  # Those that are wanted
+    change: Callable[[Look], None] | None = None,  # Called with the look before anything is drawn
 ) -> tuple[Figure, dict]:  # Not yet drawn, and its facts
     """Compose a figure.
 
@@ -1750,6 +1758,7 @@ def compose(
         seed: Which series of figures
         style: Name in STYLES: the same data in another look
         kinds: Those that are wanted
+        change: Called with the look before anything is drawn
 
     Returns:
         Not yet drawn, and its facts
@@ -1766,6 +1775,8 @@ def compose(
     sizes = [s for s in SIZES if kind != "panels" or max(s) >= 480 and min(s) >= 288]
     width, height = sizes[rng.integers(len(sizes))]
     look = draw_look(taste, style, min(width, height))
+    if change:
+        change(look)
     fig = Figure(figsize=(width / 100, height / 100), dpi=100, facecolor=look.paper[1])
     FigureCanvasAgg(fig)
     if kind == "panels":
@@ -1904,6 +1915,8 @@ def write_shard(
 ):
     """Draw figures into one parquet file: image, caption, width, height, id, facts (JSON).
 
+    Further fields of what is drawn stand before the facts.
+
     Args:
         path: Parquet file
         indices: Numbers of the figures
@@ -1914,8 +1927,10 @@ def write_shard(
     for i in indices:
         d.append(draw(i, *args))
         progress(f"figure {i} drawn")
+    first = ("image", "caption", "width", "height", "id")
+    more = [f.name for f in fields(d[0]) if f.name not in (*first, "facts")]
     table = pa.table(
-        {k: [getattr(x, k) for x in d] for k in ("image", "caption", "width", "height", "id")}
+        {k: [getattr(x, k) for x in d] for k in (*first, *more)}
         | {"facts": [json.dumps(x.facts, ensure_ascii=False) for x in d]}
     )
     pq.write_table(table, path, row_group_size=16, compression="none")

@@ -71,6 +71,7 @@ from ..planner.profile import weights_path
 from ..planner.work import work_of
 from ..strategies.engine import Engine
 from ..toys.charts import drawn
+from ..toys.edits import drawn_edits
 from .export import verify_base
 
 
@@ -135,17 +136,18 @@ class CachedSample:
 def data_path(
     recipe: Recipe,
     path: str | None = None,  # One of several; None = `recipe.data`
-) -> str:  # Folder, file or hub id; that of the drawn charts for 'figures'
+) -> str:  # Folder, file or hub id; that of the drawn pictures for 'figures' and 'edits'
     """The collection to train on.
 
     Args:
         path: One of several; None = `recipe.data`
 
     Returns:
-        Folder, file or hub id; that of the drawn charts for 'figures'
+        Folder, file or hub id; that of the drawn pictures for 'figures' and 'edits'
     """
     path = path or recipe.data
-    return str(drawn(recipe)) if path == "figures" else path
+    made = dict(figures=drawn, edits=drawn_edits).get(path)
+    return str(made(recipe)) if made else path
 
 
 # %% ../../nbs/7_training/07_encoding.ipynb #a31c6a77

@@ -1,5 +1,6 @@
 """Pretraining and fine-tuning of the nano models, end to end and as small as it goes."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,16 @@ def test_from_nothing_to_a_fine_tune(tmp_path):
         smoke=True,
         run_root=tmp_path / "style",
     )
+
+
+@pytest.mark.slow
+def test_an_editor(tmp_path):
+    "The notebook of the edit models at its smallest: editor, one edit more, their scores."
+    run_notebook("nano_edit", tmp_path / "edit.ipynb", seeds="0", run_root=tmp_path / "runs")
+    run = tmp_path / "runs" / "klein-edit-0"
+    rows = [json.loads(line) for line in (run / "evaluation.jsonl").read_text().splitlines()]
+    assert [row["series"] for row in rows] == ["base", "weights", "ema"]
+    assert all({"happened", "stayed", "edited"} <= set(row["scores"]) for row in rows)
 
 
 @pytest.mark.slow

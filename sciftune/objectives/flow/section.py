@@ -30,6 +30,7 @@ RECORDS = [
             "figures_style",
             "figures_kinds",
             "figures_seed",
+            "edits",
             "held_out",
             "validation_data",
             "held_out_sigmas",
