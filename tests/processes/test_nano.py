@@ -59,6 +59,13 @@ def test_from_nothing_to_a_fine_tune(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_reward_after_supervised_training(tmp_path):
+    "The notebook of Flow-GRPO at its smallest, with a second reader."
+    few = dict(smoke=True, seeds="0", judged=8, judge_steps=3)
+    run_notebook("nano_grpo", tmp_path / "out.ipynb", run_root=tmp_path / "runs", **few)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["qwenimage", "klein"])
 def test_adapter_and_average(tmp_path, model):
     "The notebook with both, at its smallest: strength 0 is the base, merged draws as beside."
