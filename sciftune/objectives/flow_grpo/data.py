@@ -159,7 +159,7 @@ def cache_prompts(
     )
 
 
-# %% ../../../nbs/8_objectives/flow_grpo/04_data.ipynb #1cd96f38
+# %% ../../../nbs/8_objectives/flow_grpo/04_data.ipynb #5318a6e7
 class GRPOBatches:
     """What a rollout is sampled from, as a function of the step.
 
@@ -199,27 +199,43 @@ class GRPOBatches:
         self,
         piece: list,  # (position in the global batch, (epoch, number of the sample, member))
     ) -> dict:
-        """Noise (T,B,C,h,w), trained (B,K), conditioning of sampling and of training, captions.
+        """Noise (T,B,C,h,w), conditioning, captions, positions, and what `learning` adds.
 
         Args:
             piece: (position in the global batch, (epoch, number of the sample, member))
         """
-        noise, trained, keys = [], [], []
+        pictures, keys = [], []
         for _, (epoch, number, member) in piece:
             sample = self.data.train[number]
-            of_picture = (sample.id, epoch, member)
-            noise.append(self.noise(*of_picture))
-            trained.append(self.trained(*of_picture))
+            pictures.append((sample.id, epoch, member))
             chosen = uniform(self.recipe.seed, "caption", sample.id, epoch)
             keys.append(sample.caption_keys[int(chosen * len(sample.caption_keys))])
         rows = [self.data.tensors[key] for key in keys]
         return dict(
-            noise=torch.stack(noise, 1),
-            trained=torch.stack(trained),
+            noise=torch.stack([self.noise(*picture) for picture in pictures], 1),
             conditioning=self.conditioning(rows),
-            trained_conditioning=self.conditioning(rows * self.recipe.trained_sampling_steps),
             captions=[self.data.texts[key] for key in keys],
             positions=[position for position, _ in piece],
+            **self.learning(pictures, rows),
+        )
+
+    def learning(
+        self,
+        pictures: list[tuple],  # (sample id, epoch, member) of each
+        rows: list[dict],  # Their encoded captions
+    ) -> dict:  # trained (B,K), trained_conditioning of K*B rows
+        """Which steps are trained on, and the captions of the rows that they become.
+
+        Args:
+            pictures: (sample id, epoch, member) of each
+            rows: Their encoded captions
+
+        Returns:
+            trained (B,K), trained_conditioning of K*B rows
+        """
+        return dict(
+            trained=torch.stack([self.trained(*picture) for picture in pictures]),
+            trained_conditioning=self.conditioning(rows * self.recipe.trained_sampling_steps),
         )
 
     def noise(self, sample: str, epoch: int, member: int) -> Tensor:  # (T,C,h,w)

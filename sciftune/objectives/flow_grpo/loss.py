@@ -196,7 +196,7 @@ def without_adapters(
             module._disable_adapters = False
 
 
-# %% ../../../nbs/8_objectives/flow_grpo/02_loss.ipynb #58344e28
+# %% ../../../nbs/8_objectives/flow_grpo/02_loss.ipynb #4f92c95a
 class FlowGRPO:
     """Raise the reward of one denoiser's pictures.
 
@@ -298,33 +298,39 @@ class FlowGRPO:
         return dict(latents=x, x=path[number, rows], after=path[number + 1, rows], number=number)
 
     @torch.no_grad()
-    def roll_out(
+    def rate_rollout(
         self,
         denoiser: nn.Module,  # Network
-        given: list[dict],  # Of each micro-batch of this rank, as `sample` and `learn` want it
-    ) -> list[dict]:
-        """Sample, rate and compare the pictures of a step. All ranks call it.
+        given: list[dict],  # Of each micro-batch of this rank
+    ) -> tuple[list[dict], Tensor]:  # What `sample` made of each; rewards of the step (N,R)
+        """Sample and rate the pictures of a step. All ranks call it.
 
         Args:
             denoiser: Network
-            given: Of each micro-batch of this rank, as `sample` and `learn` want it
+            given: Of each micro-batch of this rank
+
+        Returns:
+            What `sample` made of each; rewards of the step (N,R)
         """
         made = []
         rated = torch.zeros(self.recipe.global_batch, len(self.names))
         with evaluating(denoiser) as network:
             for micro in given:
-                sampled = self.sample(network, micro)
-                rewards = self.rate(sampled.pop("latents"), micro["captions"])
+                made.append(self.sample(network, micro) | micro)
+                rewards = self.rate(made[-1]["latents"], micro["captions"])
                 rated[micro["positions"]] = rewards.to(rated)
-                made.append(sampled | micro)
                 progress("pictures rated")
-        device = made[0]["x"].device
-        rated = self.over_ranks(rated.to(device))
+        return made, self.over_ranks(rated.to(made[0]["latents"].device))
+
+    def roll_out(self, denoiser: nn.Module, given: list[dict]) -> list[dict]:
+        """What the turns of a step learn from. All ranks call it."""
+        made, rated = self.rate_rollout(denoiser, given)
         rewards = self.total(rated).view(-1, self.recipe.group_size)
         advantages = group_advantages(rewards, self.recipe.advantage_clip).flatten()
         self.numbers = self.reported(rated, rewards)
         for micro in made:
-            mine = advantages[torch.tensor(micro["positions"], device=device)]
+            del micro["latents"]
+            mine = advantages[torch.tensor(micro["positions"], device=advantages.device)]
             micro["advantages"] = mine.repeat(micro["trained"].shape[1])
         return made
 

@@ -71,7 +71,7 @@ class Reward:
         raise NotImplementedError
 
 
-# %% ../../../nbs/8_objectives/flow_grpo/03_rewards.ipynb #7b508c88
+# %% ../../../nbs/8_objectives/flow_grpo/03_rewards.ipynb #392fc953
 class ChartReward(Reward):
     """Base of rewards that read charts. Raises RecipeError where no reader is installed."""
 

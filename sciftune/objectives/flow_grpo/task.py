@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ["frozen_start", "GRPOTask"]
 
-# %% ../../../nbs/8_objectives/flow_grpo/05_task.ipynb #a2602bf9
+# %% ../../../nbs/8_objectives/flow_grpo/05_task.ipynb #332ba756
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from ...core.recipe import Recipe
 from .data import GRPOBatches, cache_prompts
 from .loss import FlowGRPO
 from .rewards import RewardSum
-from .work import rollout_passes
+from ...planner.work import work_of
 from ...toys.reader import read_validation
 from ...training.encoding import open_recipe_data, open_with_held_out
 from sciftune.training.task import (
@@ -58,9 +58,12 @@ def frozen_start(
     return model.eval()
 
 
-# %% ../../../nbs/8_objectives/flow_grpo/05_task.ipynb #6d0fa6c2
+# %% ../../../nbs/8_objectives/flow_grpo/05_task.ipynb #68843ab1
 class GRPOTask(Task):
     """Raise the reward of a model's pictures."""
+
+    objective_class = FlowGRPO
+    batches_class = GRPOBatches
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -80,10 +83,10 @@ class GRPOTask(Task):
         self.networks = dict(denoiser=self.network(model, "denoiser", values))
         dtype = torch.float32 if engine.device.type == "cpu" else torch.bfloat16
         self.vae = family.load_vae(base, dtype, engine.device).requires_grad_(False)
-        copied = recipe.start_kl_weight and not recipe.lora_rank
+        copied = self.compares(recipe) and not recipe.lora_rank
         side = (recipe.resolution, recipe.resolution)
         schedule = family.sampling(base)["schedule"]
-        self.objective = FlowGRPO(
+        self.objective = self.objective_class(
             recipe,
             family,
             family.sigmas(*side, recipe.rollout_steps, schedule),
@@ -93,7 +96,12 @@ class GRPOTask(Task):
             tuple(self.reward.names),
             frozen_start(self, base) if copied else None,
         )
-        self.source = GRPOBatches(recipe, family, self.data, engine.rank, engine.world)
+        self.source = self.batches_class(recipe, family, self.data, engine.rank, engine.world)
+
+    @classmethod
+    def compares(cls, recipe: Recipe) -> bool:
+        """Whether the loss compares with the model at the start."""
+        return bool(recipe.start_kl_weight)
 
     @classmethod
     def data_fingerprint(cls, recipe: Recipe) -> str:
@@ -134,7 +142,7 @@ class GRPOTask(Task):
         recipe, side = self.recipe, self.recipe.resolution
         config = self.family.config(self.data.base)
         forward = self.family.flops(config, side, side, recipe.text_tokens)
-        return forward * rollout_passes(recipe) / 3
+        return forward * work_of(recipe).passes() / 3
 
     def held_out_reward(self) -> dict:  # held_out_reward, and of each term; {} without captions
         """The mean reward of held-out captions. All ranks call it.
