@@ -96,7 +96,9 @@ def preset_files() -> dict[str, Preset]:
 def _suits(preset: Preset, name: str, family: FamilyRecord) -> bool:
     """Whether a family has a preset."""
     named = not preset.models or family.name in preset.models or name in family.presets
-    return named and (preset.objective or family.objectives[0]) in family.objectives
+    objective = preset.objective or family.objectives[0]
+    able = objective in family.objectives
+    return named and (able or family.name in find_record("objectives", objective).models)
 
 
 def _values(preset: Preset, name: str, family: FamilyRecord) -> dict[str, Any]:

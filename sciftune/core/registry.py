@@ -162,6 +162,7 @@ class ObjectiveRecord(Record):
         trains_whole: Whether a network is trained whole although lora_rank is set
         presets: Recipe fields that it changes in a preset
         starting_loss: A first loss above it says that something is wrong; 0 = unknown
+        falling_loss: Whether the training loss falls where a run learns
     """
 
     summary: str  # One line for people
@@ -177,6 +178,7 @@ class ObjectiveRecord(Record):
     trains_whole: bool = False  # Whether a network is trained whole although lora_rank is set
     presets: dict[str, dict] = {}  # Recipe fields that it changes in a preset
     starting_loss: float = 0.0  # A first loss above it says that something is wrong; 0 = unknown
+    falling_loss: bool = True  # Whether the training loss falls where a run learns
 
 
 # %% ../../nbs/1_core/01_registry.ipynb #4dcba519

@@ -254,7 +254,8 @@ class RunDir:
             if "event" in row:
                 key = ("event", number)
             else:
-                key = ("held_out" if "held_out" in row else "train", row.get("step"))
+                validated = not row.keys().isdisjoint(("held_out", "validation_time"))
+                key = ("held_out" if validated else "train", row.get("step"))
             rows[key] = row
         return list(rows.values())
 

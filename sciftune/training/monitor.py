@@ -250,7 +250,8 @@ class Monitor:
 
     def _does_not_fall(self) -> Finding | None:
         window = self.window
-        several = not find_record("objectives", self.recipe.objective).one_network
+        record = find_record("objectives", self.recipe.objective)
+        several = not (record.one_network and record.falling_loss)
         full = self.count >= 2 * window and not self.count % window
         if several or self.held_out_losses or not full or len(self.first_losses) < window:
             return None

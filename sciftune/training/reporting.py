@@ -253,7 +253,7 @@ class UpdateChecks:
             step: Steps taken, this one included
         """
         for name, meter in self.meters.items():
-            if self.networks[name].steps > self.steps_before[name]:
+            if self.networks[name].steps == self.steps_before[name] + 1:  # of one update
                 numbers = meter.after(self.rate(name, step - 1))
                 if self.reporter.engine.main:
                     self._report(name, step, numbers)

@@ -33,6 +33,14 @@ CASES = dict(  # the objectives, with their switches on
         dict(model="sd15", gan=True, resolution=256, generator_every=1, validation_steps=0),
     ],
     dmd_decoupled=[dict(model="sd15", generator_every=1)],
+    flow_grpo=[
+        dict(model="qwenimage", group_size=2, lora_rank=4),
+        dict(model="qwenimage", group_size=2, ema_decay=0.5),
+    ],
+    diffusion_dpo=[
+        dict(model="qwenimage", group_size=2, lora_rank=4),
+        dict(model="qwenimage", group_size=2, ema_decay=0.5),
+    ],
     unified=[dict(model="bagel", lora_rank=4), dict(model="bagel", ema_decay=0.5)],
 )
 ELSEWHERE = dict(  # who reads it, where no run on this machine does

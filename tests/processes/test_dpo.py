@@ -1,0 +1,76 @@
+"""Diffusion-DPO under the engines: the same numbers on one process and on two, and resumed.
+
+In fresh forked processes, tiny models, fp32.
+"""
+
+import shutil
+
+import pytest
+from forked import ENGINES, deviation, losses, train
+
+from sciftune.core.rundir import RunDir
+
+BASE = dict(
+    model="qwenimage",
+    objective="diffusion_dpo",
+    reward=f"{__name__}:brightness",
+    figures=24,
+    held_out=2,
+    group_size=4,
+    global_batch=8,
+    micro_batch=2,  # a group lies in two micro-batches, of one process or of two
+    rollout_steps=3,
+    updates_per_rollout=2,
+    dpo_beta=20,
+    learning_rate=1e-3,
+    validation_steps=4,
+    validation_images=1,
+    validation_sample_steps=2,
+    checkpoint_steps=2,
+    checkpoints_kept=9,
+    steps=4,
+    warmup_steps=0,
+    lr_schedule="constant",
+    export=False,
+)
+NUMBERS = ("loss", "reward", "reward_std", "dpo_margin", "dpo_won", "error_chosen")
+
+
+def brightness(pictures, captions):
+    "What the stand-in is rewarded for: its pictures show nothing that a reader could tell apart."
+    return pictures.mean((1, 2, 3))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("dpo")
+
+
+@pytest.fixture(scope="module")
+def single(root):
+    return {rank: train(RunDir(root / f"single-{rank}"), lora_rank=rank, **BASE) for rank in (0, 4)}
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero2", "zero3"])
+def test_two_processes_equal_one(root, single, engine, rank):
+    run = RunDir(root / f"{engine}-{rank}")
+    made = train(run, num_processes=2, lora_rank=rank, **BASE, **ENGINES[engine])
+    assert set(losses(made)) == {1, 2, 3, 4}
+    assert deviation(made, single[rank], "grad_norm") <= 1e-4
+    for name in ("reward", "reward_std", "error_chosen"):
+        for step, value in losses(single[rank], name).items():
+            assert abs(losses(made, name)[step] - value) <= 1e-6, (name, step)
+    assert deviation(made, single[rank]) <= 1e-5
+
+
+def test_a_resumed_run_repeats_nothing(root, single):
+    run = RunDir(root / "resumed")
+    shutil.copytree(root / "single-4", run.path)
+    shutil.rmtree(run.checkpoints / "step_000004")
+    (run.path / "metrics.jsonl").unlink()
+    made = train(run, lora_rank=4, resume="latest", **BASE)
+    assert min(losses(made)) == 3
+    for name in NUMBERS:
+        whole = losses(single[4], name)
+        assert all(value == whole[step] for step, value in losses(made, name).items()), name

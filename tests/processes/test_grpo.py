@@ -1,0 +1,95 @@
+"""Flow-GRPO under the engines: the same numbers on one process and on two, and resumed.
+
+In fresh forked processes, tiny models, fp32.
+"""
+
+import shutil
+
+import pytest
+from forked import ENGINES, deviation, losses, train
+
+from sciftune.core.rundir import RunDir
+
+BASE = dict(
+    model="qwenimage",
+    objective="flow_grpo",
+    reward=f"5*{__name__}:brightness",
+    figures=24,
+    held_out=2,
+    group_size=4,
+    global_batch=8,
+    micro_batch=2,  # a group lies in two micro-batches, of one process or of two
+    rollout_steps=4,
+    trained_sampling_steps=2,
+    updates_per_rollout=2,
+    start_kl_weight=0.1,
+    learning_rate=1e-3,
+    validation_steps=4,
+    validation_images=1,
+    validation_sample_steps=2,
+    checkpoint_steps=2,
+    checkpoints_kept=9,
+    steps=4,
+    warmup_steps=0,
+    lr_schedule="constant",
+    export=False,
+)
+NUMBERS = ("loss", "grad_norm", "reward", "reward_std", "kl")
+
+
+def brightness(pictures, captions):
+    "What the stand-in is rewarded for: its pictures show nothing that a reader could tell apart."
+    return pictures.mean((1, 2, 3))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("grpo")
+
+
+@pytest.fixture(scope="module")
+def single(root):
+    return {rank: train(RunDir(root / f"single-{rank}"), lora_rank=rank, **BASE) for rank in (0, 4)}
+
+
+def held(metrics):
+    return losses(metrics, "held_out_reward")
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero2", "zero3"])
+def test_two_processes_equal_one(root, single, engine, rank):
+    run = RunDir(root / f"{engine}-{rank}")
+    made = train(run, num_processes=2, lora_rank=rank, **BASE, **ENGINES[engine])
+    assert set(losses(made)) == {1, 2, 3, 4}
+    assert losses(made, "kl")[4] > 1e-7 and losses(made, "reward_std")[1] > 0
+    assert deviation(made, single[rank], "reward") <= 1e-6
+    assert deviation(made, single[rank], "grad_norm") <= 1e-5
+    for name, most in (("reward_std", 1e-6), ("kl", 1e-6), ("loss", 1e-5)):
+        # the loss, near zero, is a sum of advantages: rewards over their deviation of 0.01
+        for step, value in losses(single[rank], name).items():
+            assert abs(losses(made, name)[step] - value) <= most, (name, step)
+    assert held(made)[4] == pytest.approx(held(single[rank])[4], abs=1e-6)
+
+
+def test_a_resumed_run_repeats_nothing(root, single):
+    run = RunDir(root / "resumed")
+    shutil.copytree(root / "single-4", run.path)
+    for step in ("000003", "000004"):
+        shutil.rmtree(run.checkpoints / f"step_{step}", ignore_errors=True)
+    (run.path / "metrics.jsonl").unlink()
+    made = train(run, lora_rank=4, resume="latest", **BASE)
+    assert min(losses(made)) == 3
+    for name in NUMBERS:
+        whole = losses(single[4], name)
+        assert all(value == whole[step] for step, value in losses(made, name).items()), name
+    assert made[-1] and held(made)[4] == held(single[4])[4]
+
+
+def test_the_reward_rises(root):
+    "Brighter pictures, after some steps of all weights and no divergence to hold them."
+    fields = dict(steps=16, learning_rate=3e-3, ppo_clip=0.1, start_kl_weight=0)
+    fields |= dict(validation_steps=16, checkpoint_steps=0, held_out=6)
+    made = train(RunDir(root / "rises"), **BASE | fields)
+    before, after = held(made)[0], held(made)[16]
+    assert after > before + 0.02, (before, after)
