@@ -730,7 +730,7 @@ def draw_figure_edit(
     raise RuntimeError(f"{name}: no figure of {', '.join(suited)} suits the edit {edit}")
 
 
-# %% ../../nbs/3_toys/07_edits.ipynb #b553e005
+# %% ../../nbs/3_toys/07_edits.ipynb #a8662cbd
 @dataclass(frozen=True)
 class Strokes:
     """What a pen draws otherwise.
@@ -792,12 +792,13 @@ class EditPen(Pen):
             made = _between(self.strokes.paper, self.style.ink, 0.2)
         self._shown(lambda: super(EditPen, self).line(points, made or colour, width), shown)
 
-    def area(self, points: object, colour: str, edge: str | None = None):
+    def area(self, points: object, colour: str, edge: str | None = None, width: float = 1.3):
         """See `Pen.area`."""
         self.areas += 1
         made, outline = self.colour(colour), edge and self.colour(edge)
         shown = bool(made) and self.areas <= self.strokes.most
-        self._shown(lambda: super(EditPen, self).area(points, made or colour, outline), shown)
+        inks = (made or colour, outline)
+        self._shown(lambda: super(EditPen, self).area(points, *inks, width), shown)
 
     def dot(self, x: float, y: float, colour: str, radius: float):
         """See `Pen.dot`."""

@@ -60,7 +60,6 @@ def test_from_nothing_to_a_fine_tune(tmp_path):
 
 
 @pytest.mark.slow
-<<<<<<< HEAD
 def test_an_editor(tmp_path):
     "The notebook of the edit models at its smallest: editor, one edit more, their scores."
     run_notebook("nano_edit", tmp_path / "edit.ipynb", seeds="0", run_root=tmp_path / "runs")
@@ -68,12 +67,13 @@ def test_an_editor(tmp_path):
     rows = [json.loads(line) for line in (run / "evaluation.jsonl").read_text().splitlines()]
     assert [row["series"] for row in rows] == ["base", "weights", "ema"]
     assert all({"happened", "stayed", "edited"} <= set(row["scores"]) for row in rows)
-=======
+
+
+@pytest.mark.slow
 def test_a_reward_after_supervised_training(tmp_path):
     "The notebook of Flow-GRPO at its smallest, with a second reader."
     few = dict(smoke=True, seeds="0", judged=8, judge_steps=3)
     run_notebook("nano_grpo", tmp_path / "out.ipynb", run_root=tmp_path / "runs", **few)
->>>>>>> rewards
 
 
 @pytest.mark.slow
