@@ -159,7 +159,11 @@ class GRPOTask(Task):
             return to_device(family.collate([tensors[key] for key in keys]), device)
 
         draw = pipeline_sampler(
-            recipe, family, denoiser, self.data.base, lambda n: given([self.data.negative_key] * n)
+            recipe,
+            family,
+            denoiser,
+            self.data.base,
+            lambda n: given([self.data.negative_key] * len(n)),
         )
 
         def measure(numbers: list[int], counted: int) -> Tensor:
