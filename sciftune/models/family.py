@@ -34,6 +34,7 @@ __all__ = [
     "TokenArguments",
     "Encoders",
     "Family",
+    "GuidanceInput",
     "get_family",
     "draw_pictures",
 ]
@@ -1633,6 +1634,55 @@ class Family(ABC):
             known = read_digests(component_folder)["crc32"]
             write_digests(aside, {f"{self.denoiser_component}/{n}": d for n, d in known.items()})
         return out
+
+
+# %% ../../nbs/4_models/02_family.ipynb #819361f6
+class GuidanceInput:
+    """For a `Family` whose denoiser is told the scale of guidance; a base before it."""
+
+    train_guidance = 1.0  # What the model is told while it trains
+
+    def guidance_input(
+        self,
+        conditioning: Mapping,  # May hold 'guidance' (B,), else that of training is told
+        sigma: Tensor,  # Noise levels (B,)
+    ) -> Tensor:  # (B,)
+        """The scale that the denoiser is told.
+
+        Args:
+            conditioning: May hold 'guidance' (B,), else that of training is told
+            sigma: Noise levels (B,)
+
+        Returns:
+            (B,)
+        """
+        told = conditioning.get("guidance")
+        return sigma.new_full(sigma.shape, self.train_guidance) if told is None else told
+
+    @torch.no_grad()
+    def sample(
+        self,
+        denoiser: nn.Module,
+        noise: Tensor,  # Standard normal (B,C,h,w)
+        scheduler: diffusers.SchedulerMixin,  # Of `scheduler`; left as it is
+        conditioning: dict,
+        unconditional: dict = None,  # Not used: guidance is an input of the model
+        guidance: float = None,  # None = the pipeline's
+    ) -> Tensor:  # Latents (B,C,h,w)
+        """The scheduler's steps with one prediction each.
+
+        Args:
+            noise: Standard normal (B,C,h,w)
+            scheduler: Of `scheduler`; left as it is
+            unconditional: Not used: guidance is an input of the model
+            guidance: None = the pipeline's
+
+        Returns:
+            Latents (B,C,h,w)
+        """
+        scale = self.default_guidance if guidance is None else guidance
+        told = dict(conditioning, guidance=torch.full((len(noise),), scale, device=noise.device))
+        return super().sample(denoiser, noise, scheduler, told, None, 1.0)
 
 
 # %% ../../nbs/4_models/02_family.ipynb #6cc3cd98

@@ -16,7 +16,7 @@ __all__ = [
     "Flux1",
 ]
 
-# %% ../../nbs/4_models/05_flux1.ipynb #0348e321
+# %% ../../nbs/4_models/05_flux1.ipynb #5c9319b6
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from ..core.registry import FamilyRecord
 from sciftune.models.family import (
     Encoders,
     Family,
+    GuidanceInput,
     TokenArguments,
     check_captions,
     compute_dtype,
@@ -166,8 +167,8 @@ TINY_FLUX1 = dict(
 SCHNELL_SCHEDULE = dict(tiny.FLUX_SCHEDULE, shift=1.0, use_dynamic_shifting=False)
 
 
-# %% ../../nbs/4_models/05_flux1.ipynb #7d1e2636
-class Flux1(Family):
+# %% ../../nbs/4_models/05_flux1.ipynb #1ae7bfa8
+class Flux1(GuidanceInput, Family):
     """FLUX.1-dev, and -schnell where the folder holds it."""
 
     record = RECORDS[0]
@@ -178,7 +179,6 @@ class Flux1(Family):
     schedule = tiny.FLUX_SCHEDULE
     default_guidance = 3.5
     default_sample_steps = 28
-    train_guidance = 1.0  # What dev is told while it trains
     tiny_variants = dict(schnell=False)
     token_arguments = TokenArguments(
         image=dict(hidden_states=1, img_ids=-2),
@@ -272,9 +272,6 @@ class Flux1(Family):
         self.check_inputs(x_t, sigma)
         h, w = x_t.shape[2:]
         dtype, device, text = compute_dtype(denoiser), x_t.device, conditioning["text"]
-        guidance = conditioning.get("guidance")
-        if guidance is None:
-            guidance = sigma.new_full(sigma.shape, self.train_guidance)
         everything = torch.ones(text.shape[:2], device=device)
         mask = mask_with_references(conditioning, x_t, 2, everything)
         pictures = [x_t, *references_of(conditioning)]
@@ -286,7 +283,7 @@ class Flux1(Family):
             hidden_states=torch.cat([pack(x) for x in pictures], 1).to(dtype),
             joint_attention_kwargs=None if mask is None else dict(attention_mask=mask),
             timestep=sigma,
-            guidance=guidance if takes_guidance(denoiser) else None,
+            guidance=self.guidance_input(conditioning, sigma) if takes_guidance(denoiser) else None,
             return_dict=False,
             encoder_hidden_states=text.to(dtype),
             pooled_projections=conditioning["pooled"].to(dtype),
@@ -294,30 +291,6 @@ class Flux1(Family):
             img_ids=torch.cat(ids),
         )[0]
         return unpack(out[:, : h // 2 * (w // 2)], h // 2, w // 2).to(x_t.dtype)
-
-    @torch.no_grad()
-    def sample(
-        self,
-        denoiser: nn.Module,
-        noise: Tensor,  # Standard normal (B,16,h,w)
-        scheduler: diffusers.SchedulerMixin,  # Of `scheduler`; left as it is
-        conditioning: dict,
-        unconditional: dict = None,  # Not used: guidance is an input of the model
-        guidance: float = None,
-    ) -> Tensor:  # Latents (B,16,h,w)
-        """The scheduler's steps with one prediction each.
-
-        Args:
-            noise: Standard normal (B,16,h,w)
-            scheduler: Of `scheduler`; left as it is
-            unconditional: Not used: guidance is an input of the model
-
-        Returns:
-            Latents (B,16,h,w)
-        """
-        scale = self.default_guidance if guidance is None else guidance
-        told = dict(conditioning, guidance=torch.full((len(noise),), scale, device=noise.device))
-        return super().sample(denoiser, noise, scheduler, told, None, 1.0)
 
     @torch.no_grad()
     def decode(

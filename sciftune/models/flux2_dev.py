@@ -23,7 +23,7 @@ __all__ = [
     "Flux2Dev",
 ]
 
-# %% ../../nbs/4_models/14_flux2_dev.ipynb #e8718385
+# %% ../../nbs/4_models/14_flux2_dev.ipynb #a410883d
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -35,7 +35,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from torch import Tensor, nn
 
 from ..core.registry import FamilyRecord
-from .family import Encoders, chat_text, check_captions
+from .family import Encoders, GuidanceInput, chat_text, check_captions
 from .flux2 import KLEIN_9B, TINY_KLEIN, Klein
 from .weights import load_text_encoder, read_object
 from ..toys import tiny
@@ -297,16 +297,15 @@ class PixtralProcessor(transformers.ProcessorMixin):
         self.image_end_token = image_end_token
 
 
-# %% ../../nbs/4_models/14_flux2_dev.ipynb #548007b1
+# %% ../../nbs/4_models/14_flux2_dev.ipynb #2c795560
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 
-class Flux2Dev(Klein):
+class Flux2Dev(GuidanceInput, Klein):
     """FLUX.2-dev."""
 
     record = RECORDS[0]
     real_config = FLUX2_DEV
-    train_guidance = 1.0  # What the model is told while it trains
     tiny_variants = {}
     lora_targets = (
         "to_k",
@@ -380,35 +379,6 @@ class Flux2Dev(Klein):
         tokens = dev_tokens(tokenizer, captions, limit, self.text_length())
         states = mistral_states(encoders.text["text_encoder"], tokens)
         return [dict(text=text.clone()) for text in states]
-
-    def guidance_input(self, conditioning: Mapping, sigma: Tensor) -> Tensor:
-        """'guidance' (B,) of the conditioning; where there is none, that of training."""
-        told = conditioning.get("guidance")
-        return sigma.new_full(sigma.shape, self.train_guidance) if told is None else told
-
-    @torch.no_grad()
-    def sample(
-        self,
-        denoiser: nn.Module,
-        noise: Tensor,  # Standard normal (B,128,h,w)
-        scheduler: diffusers.SchedulerMixin,  # Of `scheduler`; left as it is
-        conditioning: dict,
-        unconditional: dict = None,  # Not used: guidance is an input of the model
-        guidance: float = None,
-    ) -> Tensor:  # Latents (B,128,h,w)
-        """The scheduler's steps with one prediction each.
-
-        Args:
-            noise: Standard normal (B,128,h,w)
-            scheduler: Of `scheduler`; left as it is
-            unconditional: Not used: guidance is an input of the model
-
-        Returns:
-            Latents (B,128,h,w)
-        """
-        scale = self.default_guidance if guidance is None else guidance
-        told = dict(conditioning, guidance=torch.full((len(noise),), scale, device=noise.device))
-        return super().sample(denoiser, noise, scheduler, told, None, 1.0)
 
     def build_tiny(self) -> diffusers.Flux2Pipeline:
         """Random FLUX.2-dev pipeline of a megabyte; its folder names the usual processor."""

@@ -10,6 +10,7 @@ __all__ = [
     "NANO_QWEN_IMAGE",
     "qwen_image_template",
     "last_hidden_states",
+    "latent_stats",
     "pad_rows",
     "last_text_branch",
     "renormalised_guidance",
@@ -130,6 +131,25 @@ def last_hidden_states(
     return [states[mask][dropped:].clone() for states, mask in zip(hidden, masks, strict=True)]
 
 
+# %% ../../nbs/4_models/03_qwenimage.ipynb #f841a906
+def latent_stats(
+    vae: nn.Module,  # With latents_mean and latents_std, of C channels each
+) -> tuple[Tensor, Tensor]:  # Each (1,C,1,1) fp32
+    """Mean and standard deviation per channel.
+
+    Args:
+        vae: With latents_mean and latents_std, of C channels each
+
+    Returns:
+        Each (1,C,1,1) fp32
+    """
+    device = next(vae.parameters()).device
+    return tuple(
+        torch.tensor(values, dtype=torch.float32, device=device).view(1, -1, 1, 1)
+        for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
+
+
 # %% ../../nbs/4_models/03_qwenimage.ipynb #abed36cf
 def pad_rows(
     rows: list[Tensor],  # (T_i, width) tensors
@@ -230,7 +250,7 @@ NANO_QWEN_IMAGE = dict(
 )
 
 
-# %% ../../nbs/4_models/03_qwenimage.ipynb #1960d23e
+# %% ../../nbs/4_models/03_qwenimage.ipynb #5f6782c5
 class QwenImage(Family):
     """Qwen-Image and Qwen-Image-2512."""
 
@@ -270,14 +290,6 @@ class QwenImage(Family):
         whole.model.visual = None
         return whole.model
 
-    def latent_stats(self, vae: nn.Module) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation per channel, each (1,16,1,1) fp32."""
-        device = next(vae.parameters()).device
-        return tuple(
-            torch.tensor(values, dtype=torch.float32, device=device).view(1, -1, 1, 1)
-            for values in (vae.config.latents_mean, vae.config.latents_std)
-        )
-
     @torch.no_grad()
     def encode_images(
         self,
@@ -290,7 +302,7 @@ class QwenImage(Family):
             pixels: (B,3,H,W) in [-1,1]
         """
         self.check_pixels(pixels)
-        mean, std = self.latent_stats(encoders.vae)
+        mean, std = latent_stats(encoders.vae)
         video = pixels.to(mean.device, encoders.vae.dtype).unsqueeze(2)
         posterior = encoders.vae.encode(video).latent_dist
         return dict(
@@ -409,7 +421,7 @@ class QwenImage(Family):
         Returns:
             Pixels (B,3,H,W)
         """
-        mean, std = self.latent_stats(vae)
+        mean, std = latent_stats(vae)
         video = (x.float() * std + mean).to(vae.dtype).unsqueeze(2)
         return vae.decode(video, return_dict=False)[0][:, :, 0].float()
 

@@ -33,7 +33,7 @@ __all__ = [
     "leading_spans",
 ]
 
-# %% ../../nbs/4_models/15_qwenimage21.ipynb #a74d9bef
+# %% ../../nbs/4_models/15_qwenimage21.ipynb #68ce91ec
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -58,8 +58,8 @@ from sciftune.models.family import (
     compute_dtype,
     references_of,
 )
-from .qwenimage import pad_rows
-from .qwenimage_edit import LastState
+from .qwenimage import latent_stats, pad_rows
+from .qwenimage_edit import LastState, WithoutVideos
 from .weights import build_on_meta, pipeline_index, readable
 from ..toys import tiny
 
@@ -472,42 +472,9 @@ def told_layout(
     return net
 
 
-# %% ../../nbs/4_models/15_qwenimage21.ipynb #cb5b2a5d
-class PictureProcessor(transformers.Qwen3VLProcessor):
-    """`Qwen3VLProcessor` without videos.
-
-    Args:
-        image_processor: Of Qwen2-VL, with patches of 16
-        tokenizer: Of Qwen3-VL
-    """
-
-    def __init__(
-        self,
-        image_processor: object = None,  # Of Qwen2-VL, with patches of 16
-        tokenizer: transformers.PreTrainedTokenizerBase = None,  # Of Qwen3-VL
-        chat_template: str = None,
-        **kwargs: object,
-    ):
-        self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
-        self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
-        self.video_token_id = tokenizer.convert_tokens_to_ids(self.video_token)
-        transformers.ProcessorMixin.__init__(
-            self, image_processor, tokenizer, chat_template=chat_template, **kwargs
-        )
-
-    def save_pretrained(
-        self,
-        folder: str | Path,  # Component folder
-        **kwargs: object,  # Of diffusers, for weights; there are none
-    ):
-        """Write the files of the published folder: the parts one by one.
-
-        Args:
-            folder: Component folder
-            **kwargs: Of diffusers, for weights; there are none
-        """
-        self.image_processor.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
+# %% ../../nbs/4_models/15_qwenimage21.ipynb #43209389
+class PictureProcessor(WithoutVideos, transformers.Qwen3VLProcessor):
+    """`Qwen3VLProcessor` without videos; its image processor makes patches of 16."""
 
 
 def caption_pipeline(
@@ -642,7 +609,7 @@ def caption_template() -> str:
     return template.partition("<|im_end|>\n")[2]
 
 
-# %% ../../nbs/4_models/15_qwenimage21.ipynb #f8f865d4
+# %% ../../nbs/4_models/15_qwenimage21.ipynb #6d433a5a
 class QwenImage21(Family):
     """Qwen-Image-2.1."""
 
@@ -716,14 +683,6 @@ class QwenImage21(Family):
         """The caption in the pipeline's template, from where its states are kept."""
         return caption_template().format(caption or " ")
 
-    def latent_stats(self, vae: nn.Module) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation per channel, each (1,64,1,1) fp32."""
-        device = next(vae.parameters()).device
-        return tuple(
-            torch.tensor(values, dtype=torch.float32, device=device).view(1, -1, 1, 1)
-            for values in (vae.config.latents_mean, vae.config.latents_std)
-        )
-
     @torch.no_grad()
     def encode_images(
         self,
@@ -736,7 +695,7 @@ class QwenImage21(Family):
             pixels: (B,3,H,W) in [-1,1]
         """
         self.check_pixels(pixels)
-        mean, std = self.latent_stats(encoders.vae)
+        mean, std = latent_stats(encoders.vae)
         opaque = torch.cat([pixels, torch.ones_like(pixels[:, :1])], 1)
         video = opaque.to(mean.device, encoders.vae.dtype).unsqueeze(2)
         mode = encoders.vae.encode(video).latent_dist.mode()[:, :, 0].float()
@@ -852,7 +811,7 @@ class QwenImage21(Family):
         Returns:
             Pixels (B,3,H,W)
         """
-        mean, std = self.latent_stats(vae)
+        mean, std = latent_stats(vae)
         video = (x.float() * std + mean).to(vae.dtype).unsqueeze(2)
         made = vae.decode(video, return_dict=False)[0][:, :, 0].float()
         colour, opacity = made[:, :3], (made[:, 3:] + 1) / 2

@@ -7,6 +7,7 @@ __all__ = [
     "RECORDS",
     "QWEN_IMAGE_EDIT",
     "edit_template",
+    "WithoutVideos",
     "ImageTextProcessor",
     "LastState",
     "states_with_images",
@@ -84,20 +85,20 @@ def _pipeline(
     )
 
 
-# %% ../../nbs/4_models/13_qwenimage_edit.ipynb #81bab902
-class ImageTextProcessor(transformers.Qwen2VLProcessor):
-    """`Qwen2VLProcessor` without videos.
+# %% ../../nbs/4_models/13_qwenimage_edit.ipynb #4e8759fc
+class WithoutVideos:
+    """For a processor of transformers, put before it among the bases: no video processor.
 
     Args:
         image_processor: Of Qwen2-VL
-        tokenizer: Of Qwen2.5-VL
+        tokenizer: Of Qwen2.5-VL or Qwen3-VL
         chat_template: Not used by the pipeline
     """
 
     def __init__(
         self,
         image_processor: object = None,  # Of Qwen2-VL
-        tokenizer: transformers.PreTrainedTokenizerBase = None,  # Of Qwen2.5-VL
+        tokenizer: transformers.PreTrainedTokenizerBase = None,  # Of Qwen2.5-VL or Qwen3-VL
         chat_template: str = None,  # Not used by the pipeline
         **kwargs: object,
     ):
@@ -121,6 +122,10 @@ class ImageTextProcessor(transformers.Qwen2VLProcessor):
         """
         self.image_processor.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
+
+
+class ImageTextProcessor(WithoutVideos, transformers.Qwen2VLProcessor):
+    """`Qwen2VLProcessor` without videos."""
 
 
 # %% ../../nbs/4_models/13_qwenimage_edit.ipynb #801918ac
@@ -185,7 +190,7 @@ def states_with_images(
     return states[0, : seen + text_tokens].clone()
 
 
-# %% ../../nbs/4_models/13_qwenimage_edit.ipynb #6fc3d8f8
+# %% ../../nbs/4_models/13_qwenimage_edit.ipynb #63e04d9c
 class QwenImageEdit(QwenImage):
     """Qwen-Image-Edit-2511, and -2509."""
 
@@ -196,9 +201,8 @@ class QwenImageEdit(QwenImage):
     captions_see_references = True
     foreign_flags = ("guidance_embeds", "use_additional_t_cond", "use_layer3d_rope")
     tiny_variants = dict(zero_cond_t=True)
-    token_arguments = (
-        None  # the modulation's index is made inside of the denoiser, for whole sequences
-    )
+    # the modulation's index is made inside of the denoiser, for whole sequences
+    token_arguments = None
 
     def prompt_template(self) -> tuple[str, int]:
         """See `edit_template`."""

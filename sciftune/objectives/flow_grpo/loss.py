@@ -12,6 +12,7 @@ __all__ = [
     "group_advantages",
     "clipped_loss",
     "without_adapters",
+    "at_start",
     "FlowGRPO",
 ]
 
@@ -197,7 +198,32 @@ def without_adapters(
             module._disable_adapters = False
 
 
-# %% ../../../nbs/8_objectives/flow_grpo/02_loss.ipynb #4f92c95a
+# %% ../../../nbs/8_objectives/flow_grpo/02_loss.ipynb #54363ebb
+@torch.no_grad()
+def at_start(
+    denoiser: nn.Module,  # As the engine wraps it
+    start: nn.Module | None,  # A frozen copy; None = the base of the denoiser's adapters
+    predict: Callable,  # Network -> what it predicts
+) -> Tensor:  # Of `predict`
+    """What the model at the start predicts. All ranks call it.
+
+    Args:
+        denoiser: As the engine wraps it
+        start: A frozen copy; None = the base of the denoiser's adapters
+        predict: Network -> what it predicts
+
+    Returns:
+        Of `predict`
+    """
+    if start is not None:
+        return predict(start)
+    with without_adapters(denoiser.raw):
+        made = predict(denoiser)
+    denoiser.after_eval()
+    return made
+
+
+# %% ../../../nbs/8_objectives/flow_grpo/02_loss.ipynb #72168675
 class FlowGRPO:
     """Raise the reward of one denoiser's pictures.
 
@@ -364,16 +390,6 @@ class FlowGRPO:
         mean = step_mean(micro["x"], velocity, sigma, below, rate)
         return mean, step_noise(sigma, below, rate)
 
-    @torch.no_grad()
-    def mean_at_start(self, denoiser: nn.Module, micro: dict) -> Tensor:
-        """The means of the model at the start (n,C,h,w), computed once in a rollout."""
-        if self.start is not None:
-            return self.mean_of(self.start, micro)[0]
-        with without_adapters(denoiser.raw):
-            mean = self.mean_of(denoiser, micro)[0]
-        denoiser.after_eval()
-        return mean
-
     def loss(self, turn: Turn, networks: dict, batch: dict) -> tuple[Tensor, dict]:
         """Scalar fp32 loss of a micro-batch, and what else to log. All ranks call it."""
         denoiser, recipe = networks["denoiser"], self.recipe
@@ -381,7 +397,9 @@ class FlowGRPO:
             self.rollout = self.roll_out(denoiser, batch.pop("rollout"))
         micro = self.rollout[batch["number"]]
         if recipe.start_kl_weight and "start" not in micro:
-            micro["start"] = self.mean_at_start(denoiser, micro)
+            micro["start"] = at_start(
+                denoiser, self.start, lambda network: self.mean_of(network, micro)[0]
+            )
         mean, width = self.mean_of(denoiser, micro)
         log_prob = step_log_prob(micro["after"], mean, width)
         before = micro.setdefault("log_prob", log_prob.detach())

@@ -21,63 +21,40 @@ from ...planner.work import Work
 from ...strategies.strategy import Strategy
 
 # %% auto #0
-__all__ = ["GRPOWork"]
+__all__ = ["ComparedWork", "GRPOWork"]
 
 
-# %% ../../../nbs/8_objectives/flow_grpo/06_work.ipynb #48cd9a64
-class GRPOWork(Work):
-    """Rollouts and their updates."""
+# %% ../../../nbs/8_objectives/flow_grpo/06_work.ipynb #2b75e15b
+class ComparedWork(Work):
+    """Updates whose loss compares with the model at the start; nothing is sampled.
 
-    def rows(self) -> int:
-        """Rows of the trained forward pass per picture: its steps, twice with guidance."""
-        return self.recipe.trained_sampling_steps * self.guided
+    A subclass says its `rows`.
+    """
 
-    @property
-    def guided(self) -> int:
-        """Predictions for a step of the sampler."""
-        return 2 if self.recipe.rollout_guidance > 1 else 1
-
-    @property
-    def compares(self) -> bool:
-        """Whether the loss compares with the model at the start."""
-        return bool(self.recipe.start_kl_weight)
+    compares = True  # Whether the loss compares with the model at the start
+    updates = 1  # Of a step
 
     def forward_only(self) -> int:
-        """Passes without a graph per picture: sampling, and the model at the start."""
-        return self.guided * self.recipe.rollout_steps + self.rows() * self.compares
+        """Passes without a graph per picture or pair: of the model at the start."""
+        return self.rows() * self.compares
+
+    def gathered(self) -> int:
+        """Forward passes without a graph for which sharded weights are gathered once more."""
+        return int(bool(self.compares and self.recipe.lora_rank))  # a copy of the start is whole
 
     def passes(
         self,
         whole: float = 3.0,  # Forward and backward of an update, in forward passes
-    ) -> float:  # Forward passes per picture
+    ) -> float:  # Forward passes per picture or pair
         """The work of a step.
 
         Args:
             whole: Forward and backward of an update, in forward passes
 
         Returns:
-            Forward passes per picture
+            Forward passes per picture or pair
         """
-        return self.forward_only() + self.recipe.updates_per_rollout * self.rows() * whole
-
-    def measure(
-        self,
-        model: MetaModel,  # The denoiser on meta
-        blocks: tuple[Block, ...],  # Its blocks, measured
-    ) -> dict:
-        """The autoencoder, which stays, and its working set while a micro-batch is decoded.
-
-        Args:
-            model: The denoiser on meta
-            blocks: Its blocks, measured
-        """
-        recipe, family = self.recipe, model.family
-        vae = empty_vae(family, model.base, recipe, model.dtype)
-        shape = family.latent_shape(recipe.resolution, recipe.resolution)
-        latents = torch.empty(recipe.micro_batch, *shape, device="meta")
-        with torch.no_grad(), FlashAttention(), LiveBytes() as live:
-            family.decode(vae, latents)
-        return dict(resident=float(weight_bytes(vae)), before=float(live.peak))
+        return self.forward_only() + self.updates * self.rows() * whole
 
     def stored(
         self,
@@ -135,7 +112,7 @@ class GRPOWork(Work):
         strategy: Strategy,  # Recipe on so many processes
         checkpointed_share: float,  # Share of the blocks that run again in backward
     ) -> tuple[float, float]:  # Inside a machine, between machines; per rank and step
-        """Each update's, and what is gathered for sampling.
+        """Each update's, and what is gathered without a graph.
 
         Args:
             profile: The model
@@ -145,12 +122,61 @@ class GRPOWork(Work):
         Returns:
             Inside a machine, between machines; per rank and step
         """
-        costs, recipe = strategy.costs(profile), self.recipe
-        passes = recipe.rollout_steps + bool(self.compares and recipe.lora_rank)
-        share = (profile.backward_blocks, checkpointed_share)
-        one, first = costs.sent_bytes(*share), costs.sent_bytes(*share, passes * profile.numel)
-        others = recipe.updates_per_rollout - 1
+        costs, share = strategy.costs(profile), (profile.backward_blocks, checkpointed_share)
+        one = costs.sent_bytes(*share)
+        first = costs.sent_bytes(*share, self.gathered() * profile.numel)
+        others = self.updates - 1
         return first[0] + others * one[0], first[1] + others * one[1]
+
+
+class GRPOWork(ComparedWork):
+    """Rollouts and their updates."""
+
+    def rows(self) -> int:
+        """Rows of the trained forward pass per picture: its steps, twice with guidance."""
+        return self.recipe.trained_sampling_steps * self.guided
+
+    @property
+    def guided(self) -> int:
+        """Predictions for a step of the sampler."""
+        return 2 if self.recipe.rollout_guidance > 1 else 1
+
+    @property
+    def compares(self) -> bool:
+        """Whether the loss compares with the model at the start."""
+        return bool(self.recipe.start_kl_weight)
+
+    @property
+    def updates(self) -> int:
+        """Of a rollout."""
+        return self.recipe.updates_per_rollout
+
+    def forward_only(self) -> int:
+        """Passes without a graph per picture: sampling, and the model at the start."""
+        return self.guided * self.recipe.rollout_steps + super().forward_only()
+
+    def gathered(self) -> int:
+        """Of sampling and of the base of adapters."""
+        return self.recipe.rollout_steps + super().gathered()
+
+    def measure(
+        self,
+        model: MetaModel,  # The denoiser on meta
+        blocks: tuple[Block, ...],  # Its blocks, measured
+    ) -> dict:
+        """The autoencoder, which stays, and its working set while a micro-batch is decoded.
+
+        Args:
+            model: The denoiser on meta
+            blocks: Its blocks, measured
+        """
+        recipe, family = self.recipe, model.family
+        vae = empty_vae(family, model.base, recipe, model.dtype)
+        shape = family.latent_shape(recipe.resolution, recipe.resolution)
+        latents = torch.empty(recipe.micro_batch, *shape, device="meta")
+        with torch.no_grad(), FlashAttention(), LiveBytes() as live:
+            family.decode(vae, latents)
+        return dict(resident=float(weight_bytes(vae)), before=float(live.peak))
 
     def suits(
         self,

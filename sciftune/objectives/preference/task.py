@@ -6,21 +6,22 @@ preferred rightly."""
 # %% auto #0
 __all__ = ["PreferenceTask"]
 
-# %% ../../../nbs/8_objectives/preference/04_task.ipynb #2c8f3283
+# %% ../../../nbs/8_objectives/preference/04_task.ipynb #2a5d2a3b
 import torch
 from torch import Tensor
 
 from ...data.pairs import BothImages
+from ..diffusion_dpo.loss import won
 from ..flow.task import FlowTask
 from ..flow_grpo.task import frozen_start
-from .data import HeldOutPairs, PairBatches, PairJobs, check_pairs
-from .loss import PreferenceDPO, won
+from .data import HeldOutPairs, PairBatches, PairJobs
+from .loss import PreferenceDPO
 from ...planner.work import work_of
 from ...training.encoding import CachedData, cache_data
 from ...training.validation import held_out_sums, to_device
 
 
-# %% ../../../nbs/8_objectives/preference/04_task.ipynb #7e1b56dc
+# %% ../../../nbs/8_objectives/preference/04_task.ipynb #17164993
 class PreferenceTask(FlowTask):
     """Prefer the chosen images of a collection of pairs."""
 
@@ -33,8 +34,7 @@ class PreferenceTask(FlowTask):
             self.objective.start = frozen_start(self, self.data.base)
 
     def cached_data(self) -> CachedData:
-        """The pairs, encoded. Raises RecipeError like `check_pairs`."""
-        check_pairs(self.recipe)
+        """The pairs, encoded."""
         told = (self.run_dir, self.say, self.heartbeat)
         return cache_data(self.recipe, self.family, self.engine, *told, BothImages, PairJobs)
 

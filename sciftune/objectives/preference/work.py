@@ -5,81 +5,14 @@
 # %% auto #0
 __all__ = ["PreferenceWork"]
 
-# %% ../../../nbs/8_objectives/preference/05_work.ipynb #4c33a095
-from ..flow_grpo.work import GRPOWork
-from ...planner.profile import Block, MetaModel, Profile
-from ...planner.work import Work
-from ...strategies.strategy import Strategy
+# %% ../../../nbs/8_objectives/preference/05_work.ipynb #977b32a8
+from ..flow_grpo.work import ComparedWork
 
 
-# %% ../../../nbs/8_objectives/preference/05_work.ipynb #ee0c1cf8
-class PreferenceWork(GRPOWork):
-    """Two rows a pair, and the model at the start; nothing is sampled or decoded."""
-
-    compares = True
+# %% ../../../nbs/8_objectives/preference/05_work.ipynb #cfa268fe
+class PreferenceWork(ComparedWork):
+    """Two rows a pair, and the model at the start."""
 
     def rows(self) -> int:
         """The chosen and the rejected image."""
         return 2
-
-    def forward_only(self) -> int:
-        """The rows of the model at the start."""
-        return self.rows()
-
-    def passes(
-        self,
-        whole: float = 3.0,  # Forward and backward of an update, in forward passes
-    ) -> float:  # Forward passes per pair
-        """The work of a step.
-
-        Args:
-            whole: Forward and backward of an update, in forward passes
-
-        Returns:
-            Forward passes per pair
-        """
-        return self.forward_only() + self.rows() * whole
-
-    def measure(
-        self,
-        model: MetaModel,  # The denoiser on meta
-        blocks: tuple[Block, ...],  # Its blocks, measured
-    ) -> dict:
-        """No autoencoder stays.
-
-        Args:
-            model: The denoiser on meta
-            blocks: Its blocks, measured
-        """
-        return Work.measure(self, model, blocks)
-
-    def sent_bytes(
-        self,
-        profile: Profile,  # The model
-        strategy: Strategy,  # Recipe on so many processes
-        checkpointed_share: float,  # Share of the blocks that run again in backward
-    ) -> tuple[float, float]:  # Inside a machine, between machines; per rank and step
-        """What is gathered once more for the base of adapters; a copy of the start is whole.
-
-        Args:
-            profile: The model
-            strategy: Recipe on so many processes
-            checkpointed_share: Share of the blocks that run again in backward
-
-        Returns:
-            Inside a machine, between machines; per rank and step
-        """
-        again = bool(self.recipe.lora_rank) * profile.numel
-        costs = strategy.costs(profile)
-        return costs.sent_bytes(profile.backward_blocks, checkpointed_share, again)
-
-    def suits(
-        self,
-        strategy: Strategy,  # Recipe on so many processes
-    ) -> bool:
-        """As any objective with one backward pass a step.
-
-        Args:
-            strategy: Recipe on so many processes
-        """
-        return Work.suits(self, strategy)
