@@ -6,12 +6,14 @@ import time
 import psutil
 from shared_figures import share_figures
 
+from sciftune.core.checkpoint_folders import check_same_run, checkpoint_info
 from sciftune.core.plan import Plan
 from sciftune.core.recipe import Recipe, resolve
 from sciftune.core.rundir import RunDir
 from sciftune.lab import launch
 from sciftune.lab.launch import LaunchFile, job_command, job_process, start
 from sciftune.strategies.launch_files import write_configs
+from sciftune.training.task import get_task
 
 MARK = "SCIFTUNE_TEST_OF_OWNERSHIP"  # in the environment of every process of a run
 PATIENCE = 1800  # seconds: so long that only what hangs needs them
@@ -53,17 +55,23 @@ def begin(recipe):
 
 @contextlib.contextmanager
 def stand_ins():
-    "Plan nothing, and write the launch files in this process, which has imported torch already."
+    "Plan nothing; what else needs torch is done in this process, which has imported it already."
 
     def unplanned(recipe, plan, check=True, run=None):
         write_configs(Recipe.load(recipe), RunDir(plan.parent), run)
         return Plan()
 
-    kept, launch.plan_run = launch.plan_run, unplanned
+    def compared(recipe_path, checkpoint):
+        recipe = Recipe.load(recipe_path)
+        fingerprint = get_task(recipe.objective).data_fingerprint(recipe)
+        check_same_run(checkpoint_info(checkpoint), recipe, fingerprint)
+
+    kept = launch.plan_run, launch.check_data
+    launch.plan_run, launch.check_data = unplanned, compared
     try:
         yield
     finally:
-        launch.plan_run = kept
+        launch.plan_run, launch.check_data = kept
 
 
 def command_line(process):
