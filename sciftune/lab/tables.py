@@ -139,7 +139,7 @@ def field_groups() -> list[FieldGroup]:
     """All fields of a recipe by section."""
     common = [FieldGroup.of(section) for section in SECTIONS]
     own = [FieldGroup.of(section, names) for section, names in objective_sections().items()]
-    return common + own
+    return [group for group in common + own if group.fields]
 
 
 # %% ../../nbs/9_lab/23_tables.ipynb #4b1cc3bf

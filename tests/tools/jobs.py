@@ -6,14 +6,13 @@ import time
 import psutil
 from shared_figures import share_figures
 
-from sciftune.core.checkpoint_folders import check_same_run, checkpoint_info
 from sciftune.core.plan import Plan
 from sciftune.core.recipe import Recipe, resolve
 from sciftune.core.rundir import RunDir
 from sciftune.lab import launch
 from sciftune.lab.launch import LaunchFile, job_command, job_process, start
 from sciftune.strategies.launch_files import write_configs
-from sciftune.training.task import get_task
+from sciftune.training.resumption import check_checkpoint_data
 
 MARK = "SCIFTUNE_TEST_OF_OWNERSHIP"  # in the environment of every process of a run
 PATIENCE = 1800  # seconds: so long that only what hangs needs them
@@ -62,9 +61,7 @@ def stand_ins():
         return Plan()
 
     def compared(recipe_path, checkpoint):
-        recipe = Recipe.load(recipe_path)
-        fingerprint = get_task(recipe.objective).data_fingerprint(recipe)
-        check_same_run(checkpoint_info(checkpoint), recipe, fingerprint)
+        check_checkpoint_data(Recipe.load(recipe_path), checkpoint)
 
     kept = launch.plan_run, launch.check_data
     launch.plan_run, launch.check_data = unplanned, compared
