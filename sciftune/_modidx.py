@@ -4272,6 +4272,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                        'sciftune/strategies/compilation.py'),
                                                  'sciftune.strategies.compilation.real_rotary': ( '5_strategies/compilation.html#real_rotary',
                                                                                                   'sciftune/strategies/compilation.py'),
+                                                 'sciftune.strategies.compilation.recompute_used_far_apart': ( '5_strategies/compilation.html#recompute_used_far_apart',
+                                                                                                               'sciftune/strategies/compilation.py'),
                                                  'sciftune.strategies.compilation.rotate': ( '5_strategies/compilation.html#rotate',
                                                                                              'sciftune/strategies/compilation.py'),
                                                  'sciftune.strategies.compilation.tell_compilation': ( '5_strategies/compilation.html#tell_compilation',

@@ -16,6 +16,7 @@ __all__ = [
     "compiled_graphs",
     "tell_compilation",
     "no_mixed_order_reductions",
+    "recompute_used_far_apart",
     "compile_blocks",
     "gather_whole_blocks",
     "ContiguousGradient",
@@ -407,6 +408,14 @@ def no_mixed_order_reductions():
         config.triton.mix_order_reduction = False
 
 
+def recompute_used_far_apart():
+    """Let backward compute again what both sides of a matrix product use."""
+    import torch._functorch.config as config
+
+    if hasattr(config, "ban_recompute_used_far_apart"):
+        config.ban_recompute_used_far_apart = False
+
+
 # %% ../../nbs/5_strategies/08_compilation.ipynb #31fe62b2
 def compile_blocks(
     denoiser: nn.Module,
@@ -433,6 +442,7 @@ def compile_blocks(
     limit = max(64, torch._dynamo.config.recompile_limit)
     torch._dynamo.config.recompile_limit = limit
     no_mixed_order_reductions()
+    recompute_used_far_apart()
     tell_compilation()
     blocks = blocks_of(denoiser, names)
     for block in blocks:
