@@ -1168,7 +1168,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                 'sciftune/lab/baseline.py'),
                                        'sciftune.lab.baseline.loaded': ('9_lab/baseline.html#loaded', 'sciftune/lab/baseline.py'),
                                        'sciftune.lab.baseline.one_batch': ('9_lab/baseline.html#one_batch', 'sciftune/lab/baseline.py'),
-                                       'sciftune.lab.baseline.plain_step': ('9_lab/baseline.html#plain_step', 'sciftune/lab/baseline.py'),
                                        'sciftune.lab.baseline.random_weights': ( '9_lab/baseline.html#random_weights',
                                                                                  'sciftune/lab/baseline.py'),
                                        'sciftune.lab.baseline.run_loop': ('9_lab/baseline.html#run_loop', 'sciftune/lab/baseline.py'),

@@ -122,8 +122,8 @@ def bench_recipe(
         The recipe, and the values of `BENCH_FIELDS`
     """
     own = {name: given.pop(name, default) for name, default in BENCH_FIELDS.items()}
-    if own["loop"] not in ("trainer", "bare", "plain"):
-        raise RecipeError(f"loop: '{own['loop']}'; allowed: 'trainer', 'bare', 'plain'")
+    if own["loop"] not in ("trainer", "bare"):
+        raise RecipeError(f"loop: '{own['loop']}'; allowed: 'trainer', 'bare'")
     fields = SHORT_RUN | {"run_root": str(run_root)}
     if given.get("preset", "debug") != "debug":
         del fields["strategy"], fields["gradient_checkpointing"]
@@ -285,7 +285,12 @@ def tokens_per_second(
         return counted
     if not find_record("models", recipe.model).blocks:
         return {}
-    tokens = (recipe.resolution // 16) ** 2 + recipe.text_tokens
+    from sciftune.models.family import get_family  # torch, which the other functions do without
+    from sciftune.planner.work import work_of
+
+    family, work = get_family(recipe.model), work_of(recipe)
+    tokens = (recipe.resolution // 16) ** 2
+    tokens += work.text_tokens(family) + work.reference_tokens(family)
     return {"tokens_per_second": samples_per_second * tokens}
 
 
@@ -447,25 +452,22 @@ ROW_FIELDS = (
     "reshard",
     "reduce_type",
     "context_parallel",
+    "data",
+    "reference_images",
 )
 
 
 def described(
     recipe: Recipe,
     plan: Plan,  # As the trainer follows it
-    loop: str,  # 'trainer', 'bare' or 'plain'
 ) -> dict:
     """What a row says about its setting.
 
     Args:
         plan: As the trainer follows it
-        loop: 'trainer', 'bare' or 'plain'
     """
     row = {name: getattr(recipe, name) for name in ROW_FIELDS}
     row["reshard"] = plan.reshard if recipe.reshard == "auto" else recipe.reshard
-    if loop == "plain":
-        mixed = recipe.precision == "bf16-mixed"
-        row |= {"precision": "bf16-mixed" if mixed else "bf16", "compile": False}
     return row
 
 
@@ -574,7 +576,7 @@ def bench_row(
     numbers = summarise_steps(rows, recipe, recompute)
     record = json.loads(run.record.read_text()) if run.record.exists() else run_record()
     row = {"label": own["label"] or run.path.name, "date": time.strftime("%Y-%m-%d")}
-    row |= {"loop": own["loop"]} | described(recipe, followed, own["loop"])
+    row |= {"loop": own["loop"]} | described(recipe, followed)
     row |= {"recompute": recompute_words(recipe, recompute)} | numbers
     for event in rows:
         if event.get("event") == "launch":

@@ -104,6 +104,7 @@ class Predictor:
             recipe.text_tokens,
             recipe.lora_rank,
             recipe.lora_base,
+            recipe.reference_images,
         )
         if key not in self.profiles:
             self.profiles[key] = profile(recipe, get_family(recipe.model), vae=False)
@@ -177,7 +178,9 @@ def objective_words(
     gan = " + GAN" if recipe.gan else ""
     adapters = f", LoRA {recipe.lora_rank}" if recipe.lora_rank else ""
     narrow = f" on {recipe.lora_base}" if recipe.lora_base != "bf16" else ""
-    return recipe.objective + gan + adapters + narrow
+    count = recipe.reference_images
+    references = f", {count} reference{'s' * (count > 1)}" if count else ""
+    return recipe.objective + gan + adapters + narrow + references
 
 
 def strategy_words(
@@ -304,9 +307,6 @@ def other_way(
     row: dict,
 ) -> str:
     """What was done instead, in words."""
-    if row["loop"] == "plain":
-        script = "a script in the manner of the diffusers examples"
-        return f"{script}: accelerate, AdamW, bf16, everything recomputed"
     host = ", optimizer on the host" if row["offload"] == "optimizer" else ""
     strategy = row["strategy"].upper()
     rest = "not compiled, everything recomputed"
@@ -316,14 +316,14 @@ def other_way(
 def comparisons(
     rows: list[dict],
 ) -> Iterator[list[str]]:  # Cells
-    """What one would do otherwise, and the fastest run of the same model on as many cards.
+    """Presets with DeepSpeed, and the fastest run of the same model on as many cards.
 
     Returns:
         Cells
     """
     fast = [row for row in good_rows(rows) if is_fast_setting(row)]
     for row in rows:
-        if row["loop"] != "plain" and not row.get("preset", "").startswith("system"):
+        if not row.get("preset", "").startswith("system"):
             continue
         place = (row["model"], row["processes"])
         same = [other for other in fast if (other["model"], other["processes"]) == place]
@@ -332,8 +332,6 @@ def comparisons(
         if row.get("step_time"):
             said = rate_words(row)
             faster = f"{samples_per_second(best) / samples_per_second(row):.1f} times"
-        elif "out of memory" in said:
-            said = "out of memory: weights, gradients and both moments alone take 152 GiB"
         yield [*map(str, place), other_way(row), said, rate_words(best), faster]
 
 
@@ -505,9 +503,9 @@ WAYS = {
 BENCH_PAGE = """# Measured on GPUs
 
 Full fine-tuning (512 text tokens) and DMD2 distillation (three UNets, generator turn every 10th
-or 5th step), random weights of the published size, through the trainer (`loop` trainer), through
+or 5th step), random weights of the published size, through the trainer (`loop` trainer), or through
 a bare loop with the same
-model and optimizer (bare), or as a plain diffusers-style loop would do it (plain). Hardware:
+model and optimizer (bare). Hardware:
 {gpu}, 139.8 GiB each. Versions: {versions}.
 MFU counts 3 forward passes of useful work over 989 TFLOP/s; HFU counts recomputation, too. `peak`
 is allocated memory; `planned` is what `sciftune.planner.plan` predicts for it, and for the
@@ -523,9 +521,8 @@ handed cuDNN contiguous ones (`strategies.compilation`); `tests/gpu/blocks.py` n
 blocks
 of each kind within 1.1 % of fp32 (full and adapters, eager and compiled), klein's compiled
 adapters within 0.8 %, Qwen-Image's blocks within 2.5 % (eager and compiled) and its compiled
-adapters within 4.4 % (all gradients together). FLUX.1's rows, and that of the plain loop of
-klein, have the digits that were printed; what else they held was lost with the machine, and their
-versions are those that were installed.
+adapters within 4.4 % (all gradients together). FLUX.1's rows have the digits that were printed;
+what else they held was lost with the machine, and their versions are those that were installed.
 
 Command of a row: `scripts/gpu_bench OUT
 model=...,micro_batch=...,recompute=...,num_processes=...`; each row of
@@ -539,7 +536,7 @@ What the GPU does in a step, kernel by kernel: [profile.md](../profile.md).
 {table}
 
 
-## Beside what one would do otherwise
+## Beside the presets of the DeepSpeed systems
 Same cards, random weights; ours is the fastest row above with the precision `bf16-master24` on as
 many cards. Of system B's recipe one step was measured after the first two (steps 3 and 4 of 4
 took 23.9 and 24.7 s;

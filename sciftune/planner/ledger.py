@@ -324,7 +324,13 @@ _MEASURED = (
     "micro_batch",
     "global_batch",
 )
-_OPTIONAL = ("offload", "objective", "lora_rank")  # and what only its strategy reads
+_OPTIONAL = (
+    "offload",
+    "objective",
+    "lora_rank",
+    "data",
+    "reference_images",
+)  # and what only its strategy reads
 
 
 def measured_strategy(
