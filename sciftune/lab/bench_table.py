@@ -420,6 +420,7 @@ def setting_words(
     if row.get("lora_rank"):
         base = row.get("lora_base", "bf16")
         kind = "LoRA" if base == "bf16" else f"LoRA on {base}"
+    kind += ", references" if row.get("reference_images") else ""
     return f"{row['model']}, {kind}"
 
 
@@ -429,14 +430,15 @@ def draw_utilisation(
 ):
     """MFU of the best setting by batch."""
     kinds = sorted({setting_words(row) for row in rows})
-    for kind in kinds:
+    for number, kind in enumerate(kinds):
         best = {}
         for row in rows:
             if setting_words(row) == kind:
                 batch = row["micro_batch"]
                 best[batch] = max(best.get(batch, 0), row["mfu"])
         batches = sorted(best)
-        ax.plot(batches, [best[batch] for batch in batches], "o-", label=kind)
+        marks = "o-" if number < 10 else "s--"  # matplotlib has ten colours
+        ax.plot(batches, [best[batch] for batch in batches], marks, label=kind)
     ax.set_xlabel("batch per GPU")
     ax.set_ylabel("MFU, best setting")
     ax.set_xticks(sorted({row["micro_batch"] for row in rows}))

@@ -324,13 +324,13 @@ _MEASURED = (
     "micro_batch",
     "global_batch",
 )
-_OPTIONAL = (
+_OPTIONAL = (  # and what only its strategy reads
     "offload",
     "objective",
     "lora_rank",
     "data",
     "reference_images",
-)  # and what only its strategy reads
+)
 
 
 def measured_strategy(
