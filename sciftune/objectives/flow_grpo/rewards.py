@@ -8,6 +8,7 @@ __all__ = [
     "ChartReward",
     "KindReward",
     "NumberReward",
+    "CountingReward",
     "ReaderReward",
     "decoded_picture",
     "WordsReward",
@@ -74,7 +75,7 @@ class Reward:
         raise NotImplementedError
 
 
-# %% ../../../nbs/8_objectives/flow_grpo/03_rewards.ipynb #392fc953
+# %% ../../../nbs/8_objectives/flow_grpo/03_rewards.ipynb #94a69a81
 class ChartReward(Reward):
     """Base of rewards that read charts. Raises RecipeError where no reader is installed."""
 
@@ -94,12 +95,23 @@ class ChartReward(Reward):
         """Whether the caption claims a kind of chart and a number of marks."""
         return bool(claims(caption))
 
+    def worth(
+        self,
+        read: dict,  # kind and count, as the reader finds them
+        claimed: dict,  # The same, as the caption claims them
+    ) -> float:
+        """The share of the claim that the reader finds.
+
+        Args:
+            read: kind and count, as the reader finds them
+            claimed: The same, as the caption claims them
+        """
+        return sum(share for what, share in self.shares.items() if read[what] == claimed[what])
+
     def __call__(self, pictures: Tensor, captions: list[str]) -> list[float]:
-        """The share of the claim that the reader finds."""
-        return [
-            sum(share for what, share in self.shares.items() if read[what] == claimed[what])
-            for read, claimed in zip(self.reader.read(pictures), map(claims, captions), strict=True)
-        ]
+        """Read the pictures, and compare each with its caption."""
+        answers = zip(self.reader.read(pictures), map(claims, captions), strict=True)
+        return [self.worth(read, claimed) for read, claimed in answers]
 
 
 # %% ../../../nbs/8_objectives/flow_grpo/03_rewards.ipynb #c837468b
@@ -114,6 +126,16 @@ class NumberReward(ChartReward):
     """1 where the reader counts as many marks as the caption claims, else 0."""
 
     shares = dict(count=1.0)
+
+
+# %% ../../../nbs/8_objectives/flow_grpo/03_rewards.ipynb #e988fa1f
+class CountingReward(ChartReward):
+    """1 less the error of the number as a share of the claimed number, never below 0."""
+
+    def worth(self, read: dict, claimed: dict) -> float:
+        """By how far the number is off."""
+        asked = claimed["count"]
+        return max(0.0, 1 - abs(read["count"] - asked) / max(asked, 1))
 
 
 # %% ../../../nbs/8_objectives/flow_grpo/03_rewards.ipynb #4fb6fa18

@@ -69,6 +69,7 @@ RECORDS = [
 REWARDS = dict(
     kind="sciftune.objectives.flow_grpo.rewards:KindReward",
     number="sciftune.objectives.flow_grpo.rewards:NumberReward",
+    counting="sciftune.objectives.flow_grpo.rewards:CountingReward",
     reader="sciftune.objectives.flow_grpo.rewards:ReaderReward",
     words="sciftune.objectives.flow_grpo.rewards:WordsReward",
     colours="sciftune.objectives.flow_grpo.rewards:ColoursReward",
@@ -145,8 +146,8 @@ class GRPOSection(Section):
 
     reward: str = field(
         "reader",
-        "what pictures are rated by: kind, number, reader, words, colours, or a function of your "
-        "own as package.module:function; several as in 'kind+2*number'",
+        "what pictures are rated by: kind, number, counting, reader, words, colours, or a function "
+        "of your own as package.module:function; several as in 'kind+2*number'",
     )
     group_size: int = field(8, "pictures of a caption, whose rewards are compared", ge=2)
     rollout_steps: int = field(10, "steps of the sampler while training", ge=2)
