@@ -10,6 +10,7 @@ __all__ = [
     "BUS",
     "PAGE",
     "THREADS",
+    "worth_streaming",
     "evenly_spread",
     "streamed",
     "offloaded_bytes",
@@ -38,6 +39,17 @@ from ..core.recipe import RecipeError
 # %% ../../nbs/5_strategies/05_offload.ipynb #4212509d
 SMALLEST = 2**20  # elements of a streamed parameter
 SLOTS = 3  # parameters of the largest size that the window holds
+
+
+def worth_streaming(
+    numel: int,  # Elements of a parameter
+) -> bool:
+    """Whether it is large enough for its latency.
+
+    Args:
+        numel: Elements of a parameter
+    """
+    return numel >= SMALLEST
 
 
 def evenly_spread(
@@ -77,12 +89,12 @@ def streamed(
     Returns:
         Whether each parameter's states wait on the host
     """
-    wide = [n for n in numels if n >= SMALLEST]
+    wide = list(filter(worth_streaming, numels))
     large = each * sum(wide)
     small = each * sum(numels) - large
     share = max(0.0, min(1.0, (resident - small) / large)) if large else 1.0
     goes = iter(evenly_spread(wide, share))
-    return [n >= SMALLEST and next(goes) for n in numels]
+    return [worth_streaming(n) and next(goes) for n in numels]
 
 
 # %% ../../nbs/5_strategies/05_offload.ipynb #fc1a1309

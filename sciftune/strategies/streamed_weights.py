@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .offload import SLOTS, SMALLEST, evenly_spread, host_memory
+from .offload import SLOTS, evenly_spread, host_memory, worth_streaming
 
 
 # %% ../../nbs/5_strategies/21_streamed_weights.ipynb #b2be21d0
@@ -37,7 +37,7 @@ def large_parameters(
     owners = Counter(id(p) for m in module.modules() for p in m._parameters.values())
 
     def alone(parameter: nn.Parameter) -> bool:
-        return parameter.numel() >= SMALLEST and owners[id(parameter)] == 1
+        return worth_streaming(parameter.numel()) and owners[id(parameter)] == 1
 
     return [list(filter(alone, block.parameters())) for block in blocks]
 
