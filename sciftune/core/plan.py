@@ -31,7 +31,7 @@ class PlanRow(BaseModel):
         peak_at: Phase of the step with the most memory
         recompute_blocks: Checkpointed blocks
         seconds_per_step: None for a device without known rates
-        resident_bytes: Optimizer states that stay on the GPU when they are streamed
+        resident_bytes: States and weights that stay on the GPU when they are streamed
         seconds_parts: compute, host, context, exchange, update, offload
         why: How much is needed, and of how much
     """
@@ -51,7 +51,7 @@ class PlanRow(BaseModel):
     peak_at: str = ""  # Phase of the step with the most memory
     recompute_blocks: int = 0  # Checkpointed blocks
     seconds_per_step: float | None = None  # None for a device without known rates
-    resident_bytes: float = 0.0  # Optimizer states that stay on the GPU when they are streamed
+    resident_bytes: float = 0.0  # States and weights that stay on the GPU when they are streamed
     seconds_parts: dict[str, float] = {}  # compute, host, context, exchange, update, offload
     fits: bool = False
     why: str = ""  # How much is needed, and of how much

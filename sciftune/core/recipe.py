@@ -375,14 +375,20 @@ def check_offload(
         )
     if recipe.offload == "nvme" and not recipe.nvme_path:
         raise ValueError("offload: 'nvme' needs strategy 'zero3' and nvme_path")
-    streamed = recipe.offload == "optimizer" and strategy.processes == "one"
+    streamed = recipe.offload != "none" and strategy.processes == "one"
     several = not find_record("objectives", recipe.objective).one_network
     accumulates = recipe.global_batch != recipe.micro_batch
     if streamed and (accumulates or not recipe.gradient_release or several):
         raise ValueError(
-            f"offload: 'optimizer' with strategy '{recipe.strategy}' updates during backward: it "
-            f"needs "
+            f"offload: '{recipe.offload}' with strategy '{recipe.strategy}' updates during "
+            "backward: it needs "
             "global_batch = micro_batch, gradient_release, and an objective that is no distillation"
+        )
+    if streamed and recipe.offload == "params" and recipe.lora_base != "bf16":
+        raise ValueError(
+            f"lora_base: '{recipe.lora_base}' with offload 'params' and strategy "
+            f"'{recipe.strategy}', which streams weights as they are computed with; use lora_base "
+            "'bf16', or offload 'optimizer' or 'none'"
         )
 
 

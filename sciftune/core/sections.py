@@ -625,8 +625,8 @@ class EngineSection(Section):
     )
     offload: Literal["none", "optimizer", "params", "nvme"] = field(
         "none",
-        "what is kept on the CPU (zero, fsdp; 'optimizer' also on a single GPU, streamed) or on "
-        "NVMe (zero3)",
+        "what is kept on the CPU (zero, fsdp; streamed on a single GPU: 'optimizer' the states, "
+        "'params' the weights of the blocks, too) or on NVMe (zero3)",
         identity=False,
     )
     nvme_path: str = field(

@@ -472,15 +472,20 @@ def ranked(
         below: Only settings that take less seconds
     """
     rates = device_rates(machine.device) or DEVICES["H200"]
-    found = []
+    found, states_suffice = [], False
     for strategy in candidates(recipe, machine, worlds):
         unlike = strategy.context != profile.context  # its tokens were not measured
-        if unlike or strategy.recipe.offload not in offloads or not command(strategy, recipe):
+        if unlike or strategy.recipe.offload not in offloads:
             continue
         row = plan_row(profile, strategy, machine)
+        if not row.fits:
+            continue
+        states_suffice |= strategy.streams_states and not strategy.streams_weights
         seconds = step_seconds(profile, strategy, row.recompute_blocks, rates)
-        if row.fits and seconds < below:
+        if seconds < below and command(strategy, recipe):
             found.append((seconds, row.gpu_total_gib, row, strategy))
+    if states_suffice:
+        found = [entry for entry in found if not entry[-1].streams_weights]
     words = {}
     for _, _, row, strategy in sorted(found, key=lambda entry: entry[:2]):
         key = row.strategy, strategy.world

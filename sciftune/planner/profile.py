@@ -27,6 +27,7 @@ from .work import Work, work_of
 from ..strategies.context import check_heads
 from ..strategies.costs import BlockSize, ModelSize, OuterModule
 from ..strategies.lora import add_lora, narrow_layers
+from ..strategies.offload import worth_streaming
 from ..strategies.trained_layers import choose_trained
 
 if TYPE_CHECKING:
@@ -716,7 +717,8 @@ def measured_blocks(
             boundary = BatchLine(0, 0, 0)
         sizes = {f"{first.name}.{n}": p.numel() for n, p in first.module.named_parameters()}
         trained = sum(v for n, v in sizes.items() if n not in frozen)
-        size = dict(name=first.name, numel=sum(sizes.values()), trained=trained)
+        large = sum(filter(worth_streaming, sizes.values()))
+        size = dict(name=first.name, numel=sum(sizes.values()), trained=trained, large=large)
         blocks.append(Block(**size, boundary=boundary, **lines))
         operations += measured[0]["operations"]
     return tuple(blocks), int(operations)

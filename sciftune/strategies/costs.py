@@ -37,11 +37,13 @@ class BlockSize:
     Attributes:
         numel: Parameters
         trained: Those with a gradient
+        large: Those in tensors that are `offload.worth_streaming`
     """
 
     name: str
     numel: int  # Parameters
     trained: int  # Those with a gradient
+    large: int = 0  # Those in tensors that are `offload.worth_streaming`
 
 
 @dataclass(frozen=True)
@@ -297,7 +299,7 @@ class Costs:
         return max(self.model.tensors)
 
     def resident_bytes(self) -> float:
-        """Optimizer states that never leave the GPU although states are streamed."""
+        """What never leaves the GPU although states, or weights, are streamed."""
         return 0.0
 
     def with_room(

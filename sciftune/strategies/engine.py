@@ -139,7 +139,7 @@ class Engine:
     ):
         plan = plan or Plan()
         self.recipe = apply_plan(recipe, plan)
-        self.resident_bytes = plan.resident_bytes  # of offloaded states, on the device
+        self.resident_bytes = plan.resident_bytes  # of what is offloaded, on the device
         self.cuda = torch.cuda.is_available() and not recipe.cpu
         if recipe.device_memory_gib and self.cuda:
             limit_allocator(recipe.device_memory_gib)
@@ -195,6 +195,11 @@ class Engine:
         A node then never holds one copy of the weights per rank.
         """
         return self.strategy.builds_on_meta
+
+    @property
+    def loading_device(self) -> torch.device:
+        """Where modules are loaded: the device, or the host where their weights wait there."""
+        return torch.device("cpu") if self.strategy.streams_weights else self.device
 
     def policy_of(
         self,

@@ -10,6 +10,8 @@ __all__ = [
     "BUS",
     "PAGE",
     "THREADS",
+    "worth_streaming",
+    "evenly_spread",
     "streamed",
     "offloaded_bytes",
     "Ring",
@@ -34,9 +36,42 @@ from torch import Tensor, nn
 
 from ..core.recipe import RecipeError
 
-# %% ../../nbs/5_strategies/05_offload.ipynb #46d6d650
+# %% ../../nbs/5_strategies/05_offload.ipynb #4212509d
 SMALLEST = 2**20  # elements of a streamed parameter
 SLOTS = 3  # parameters of the largest size that the window holds
+
+
+def worth_streaming(
+    numel: int,  # Elements of a parameter
+) -> bool:
+    """Whether it is large enough for its latency.
+
+    Args:
+        numel: Elements of a parameter
+    """
+    return numel >= SMALLEST
+
+
+def evenly_spread(
+    sizes: list[float],  # Of things in order
+    share: float,  # Of their sum that stays, 0..1
+) -> list[bool]:  # Whether each one goes
+    """Which of some things go so that those that stay are evenly spread.
+
+    Args:
+        sizes: Of things in order
+        share: Of their sum that stays, 0..1
+
+    Returns:
+        Whether each one goes
+    """
+    credit, out = 0.0, []
+    for size in sizes:
+        credit += share * size
+        goes = credit < size * (1 - 1e-9)
+        credit -= 0 if goes else size
+        out.append(goes)
+    return out
 
 
 def streamed(
@@ -54,19 +89,12 @@ def streamed(
     Returns:
         Whether each parameter's states wait on the host
     """
-    large = each * sum(n for n in numels if n >= SMALLEST)
+    wide = list(filter(worth_streaming, numels))
+    large = each * sum(wide)
     small = each * sum(numels) - large
     share = max(0.0, min(1.0, (resident - small) / large)) if large else 1.0
-    credit, out = 0.0, []
-    for n in numels:
-        if n < SMALLEST:
-            out.append(False)
-            continue
-        credit += share * n
-        goes = credit < n * (1 - 1e-9)
-        credit -= 0 if goes else n
-        out.append(goes)
-    return out
+    goes = iter(evenly_spread(wide, share))
+    return [worth_streaming(n) and next(goes) for n in numels]
 
 
 # %% ../../nbs/5_strategies/05_offload.ipynb #fc1a1309

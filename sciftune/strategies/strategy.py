@@ -61,14 +61,14 @@ class Strategy:
         world: Processes over all machines
         policy: Data types
         cuda: On GPUs
-        room: Bytes of a GPU for optimizer states that wait on the host
+        room: Bytes of a GPU for states, and weights, that else wait on the host
     """
 
     recipe: Recipe
     world: int  # Processes over all machines
     policy: Policy  # Data types
     cuda: bool  # On GPUs
-    room: float = 0.0  # Bytes of a GPU for optimizer states that wait on the host
+    room: float = 0.0  # Bytes of a GPU for states, and weights, that else wait on the host
 
     network_class = Network
     costs_class = Costs
@@ -179,6 +179,11 @@ class Strategy:
     @property
     def streams_states(self) -> bool:
         """Whether optimizer states wait in host memory and pass through a window of the device."""
+        return False
+
+    @property
+    def streams_weights(self) -> bool:
+        """Whether weights of blocks wait in host memory, and models are loaded there."""
         return False
 
     @property

@@ -96,8 +96,8 @@ def unprepared_denoiser(
     if recipe.lora_rank and recipe.lora_base != "bf16":
         narrow = partial(quantise_base, kind=recipe.lora_base, names=family.block_classes)
     if base is None:
-        return family.random_denoiser(None, dtype, engine.device, recipe.seed, narrow)
-    return family.load_denoiser(base, dtype, engine.device, revision, narrow)
+        return family.random_denoiser(None, dtype, engine.loading_device, recipe.seed, narrow)
+    return family.load_denoiser(base, dtype, engine.loading_device, revision, narrow)
 
 
 # %% ../../nbs/7_training/09_task.ipynb #e8cf1eaf

@@ -134,9 +134,9 @@ def check_rollouts(
             f"lora_dropout: {recipe.lora_dropout:g} with objective '{recipe.objective}': "
             "what is compared on the same pictures would differ by chance; leave 0"
         )
-    if recipe.strategy == "single" and recipe.offload == "optimizer":
+    if recipe.strategy == "single" and recipe.offload != "none":
         raise ValueError(
-            "offload: 'optimizer' with strategy 'single' updates during one backward pass, "
+            f"offload: '{recipe.offload}' with strategy 'single' updates during one backward pass, "
             f"and objective '{recipe.objective}' samples in between; use strategy 'zero2'"
         )
 
