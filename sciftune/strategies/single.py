@@ -168,10 +168,11 @@ class StreamedWeightsNetwork(StreamedNetwork):
 class StreamedCosts(Costs):
     """A single GPU whose optimizer states wait on the host."""
 
+    def _states_within(self, room: float) -> dict[str, float]:
+        return offloaded_bytes(list(self.model.trained_tensors), self.policy.optimizer, room)
+
     def _states(self) -> dict[str, float]:
-        return offloaded_bytes(
-            list(self.model.trained_tensors), self.policy.optimizer, self.strategy.room
-        )
+        return self._states_within(self.strategy.room)
 
     def stored(self) -> dict[str, tuple[float, float]]:
         """Parameters and average as without it, states in two places."""
@@ -216,18 +217,12 @@ class StreamedWeightsCosts(StreamedCosts):
         """Of the weights of each block that can be streamed."""
         return [float(self.weights * block.large) for block in self.model.blocks]
 
-    def _least_states(self) -> float:
-        """Bytes of the GPU for states when none stays that can be streamed."""
-        numels = list(self.model.trained_tensors)
-        return offloaded_bytes(numels, self.policy.optimizer, 0.0)["gpu"]
-
     def _weights(self) -> dict[str, float]:
-        return placed_weights(self._block_bytes(), self.strategy.room - self._least_states())
+        window = self._states_within(0.0)["gpu"]  # and the states that cannot be streamed
+        return placed_weights(self._block_bytes(), self.strategy.room - window)
 
     def _states(self) -> dict[str, float]:
-        room = self.strategy.room - self._weights()["resident"]
-        numels = list(self.model.trained_tensors)
-        return offloaded_bytes(numels, self.policy.optimizer, room)
+        return self._states_within(self.strategy.room - self._weights()["resident"])
 
     def stored(self) -> dict[str, tuple[float, float]]:
         """Parameters and states in two places each."""
