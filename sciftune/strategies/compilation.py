@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = [
     "blocks_of",
-    "rotate",
+    "cos_and_sin",
     "RealTable",
     "RealAttention",
     "joint_mask",
@@ -41,6 +41,7 @@ from ..core.progress import progress
 from ..core.recipe import Recipe, RecipeError
 from ..core.registry import find_record
 from ..core.rundir import cache_root
+from .block_kernels import norm_rope, use_block_kernels
 
 
 # %% ../../nbs/5_strategies/08_compilation.ipynb #ca556d22
@@ -60,22 +61,18 @@ def blocks_of(
 
 
 # %% ../../nbs/5_strategies/08_compilation.ipynb #08f82ba1
-def rotate(
-    x: Tensor,  # Queries or keys (B,S,heads,D)
+def cos_and_sin(
     table: Tensor,  # (S,D) or (B,S,D) int32, the bits of fp32 [cos | sin]
-) -> Tensor:  # Same shape and type as x
-    """Turn each pair of channels by its position's angle, computed in fp32.
+) -> tuple[Tensor, Tensor]:  # fp32, half as wide
+    """The two halves of a table.
 
     Args:
-        x: Queries or keys (B,S,heads,D)
         table: (S,D) or (B,S,D) int32, the bits of fp32 [cos | sin]
 
     Returns:
-        Same shape and type as x
+        fp32, half as wide
     """
-    cos, sin = table.view(torch.float32).unsqueeze(-2).chunk(2, -1)
-    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2).to(x.dtype)
+    return table.view(torch.float32).chunk(2, -1)
 
 
 # %% ../../nbs/5_strategies/08_compilation.ipynb #57448e32
@@ -226,17 +223,29 @@ class RealAttention(qwen.QwenDoubleStreamAttnProcessor2_0):
         Returns:
             Queries, keys, values (B,T+S,heads,D)
         """
-        image_table, text_table = tables
 
         def heads(layer: nn.Module, x: Tensor) -> Tensor:  # (B,S,C) -> (B,S,heads,D)
             return layer(x).unflatten(-1, (-1, attn.inner_dim // attn.heads))
 
-        text_q = rotate(attn.norm_added_q(heads(attn.add_q_proj, text)), text_table)
-        image_q = rotate(attn.norm_q(heads(attn.to_q, image)), image_table)
-        text_k = rotate(attn.norm_added_k(heads(attn.add_k_proj, text)), text_table)
-        image_k = rotate(attn.norm_k(heads(attn.to_k, image)), image_table)
+        own_tables, text_tables = (cos_and_sin(table) for table in tables)
+        q = norm_rope(
+            heads(attn.add_q_proj, text),
+            attn.norm_added_q,
+            text_tables,
+            heads(attn.to_q, image),
+            attn.norm_q,
+            own_tables,
+        )
+        k = norm_rope(
+            heads(attn.add_k_proj, text),
+            attn.norm_added_k,
+            text_tables,
+            heads(attn.to_k, image),
+            attn.norm_k,
+            own_tables,
+        )
         values = torch.cat((heads(attn.add_v_proj, text), heads(attn.to_v, image)), 1)
-        return torch.cat((text_q, image_q), 1), torch.cat((text_k, image_k), 1), values
+        return q, k, values
 
 
 def joint_mask(
@@ -568,5 +577,6 @@ def prepare_denoiser(
         gather_whole_blocks(denoiser, names)
     checkpoint_blocks(denoiser, names, count)
     if recipe.compile:
+        use_block_kernels(denoiser, blocks_of(denoiser, names))
         compile_blocks(denoiser, names, cache_root(recipe.run_root) / "compiled")
     return denoiser

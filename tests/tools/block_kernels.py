@@ -1,0 +1,98 @@
+"""Blocks with the kernels of `strategies.block_kernels` against the model's own, on the CPU.
+
+    TRITON_INTERPRET=1 python tests/tools/block_kernels.py
+
+Prediction and all gradients of small models whose samples have two parts, of unequal tables and
+strides, within 1e-5; the last line says `fine`.
+"""
+
+import copy
+
+import torch
+
+from sciftune.core.registry import find_record
+from sciftune.models.family import get_family, stack_sizes
+from sciftune.models.flux1 import TINY_FLUX1
+from sciftune.models.flux2 import TINY_KLEIN
+from sciftune.models.qwenimage import TINY_QWEN_IMAGE
+from sciftune.strategies import block_kernels, triton_kernels
+from sciftune.strategies.compilation import blocks_of, compiled_graphs, real_rotary
+
+assert block_kernels.IN_INTERPRETER, "set TRITON_INTERPRET=1"
+TINY = dict(
+    klein=TINY_KLEIN | dict(num_attention_heads=3), flux1=TINY_FLUX1, qwenimage=TINY_QWEN_IMAGE
+)
+counted = []
+LAUNCH = triton_kernels.launch_norm_rope
+
+
+def launch(*args):
+    "Count the calls: a test in which no kernel ran would pass, too."
+    counted.append("norm_rope")
+    LAUNCH(*args)
+
+
+triton_kernels.launch_norm_rope = launch
+
+
+def gradients(name, denoiser, sides, text):
+    "Prediction and gradients of samples of these sizes, with padding where they differ."
+    family, draw = get_family(name), torch.Generator().manual_seed(0)
+    x, sizes = stack_sizes(
+        [torch.randn(*family.latent_shape(*side), generator=draw) for side in sides]
+    )
+    shapes = family.caption_shapes(dict(denoiser.config), text)
+    rows = [
+        {
+            k: torch.randn(*((text, s[1]) if len(s) == 2 else s), generator=draw)
+            for k, s in shapes.items()
+        }
+        for _ in sides
+    ]
+    given = family.collate(rows) | (dict(sizes=sizes) if sizes else {})
+    sigma = torch.linspace(0.2, 0.8, len(sides))
+    denoiser.zero_grad()
+    out = family.predict(denoiser, x, sigma, given)
+    out.square().mean().backward()
+    found = {n: p.grad.clone() for n, p in denoiser.named_parameters() if p.grad is not None}
+    return out.detach(), found
+
+
+def distance(a, b):
+    return ((a - b).norm() / b.norm().clamp_min(1e-6)).item()
+
+
+for name, config in TINY.items():
+    plain = get_family(name).random_denoiser(config, torch.float32)
+    dead = get_family(name).frozen_parameters(plain)
+    for own, parameter in plain.named_parameters():
+        parameter.requires_grad_(own not in dead)
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter, 1, 0.3)
+    real_rotary(plain)
+    fast = copy.deepcopy(plain)
+    blocks = blocks_of(fast, find_record("models", name).block_classes)
+    block_kernels.use_block_kernels(fast, blocks)
+    for sides in ([(64, 64)], [(64, 96), (96, 32)]):
+        counted.clear()
+        torch.compiler.reset()
+        graphs = compiled_graphs()
+        block_kernels.IN_INTERPRETER = False
+        right, exact = gradients(name, plain, sides, 5)
+        assert not counted
+        block_kernels.IN_INTERPRETER = True
+        for (
+            block
+        ) in blocks:  # one graph for blocks of a kind, and one where inputs need no gradient
+            block.forward = torch.compile(
+                type(block).forward.__get__(block), backend="aot_eager", fullgraph=True
+            )
+        made, found = gradients(name, fast, sides, 5)
+        worst = max((distance(found[n], exact[n]), n) for n in exact if exact[n].any())
+        print(f"{name} {len(sides)}: prediction {distance(made, right):.1e}, gradients {worst}")
+        assert list(found) == list(exact)
+        assert distance(made, right) < 1e-5 and worst[0] < 1e-4, worst
+        assert counted
+        kinds = len({type(block) for block in blocks})
+        assert compiled_graphs() - graphs <= 2 * kinds, (compiled_graphs(), graphs)
+print("fine")
