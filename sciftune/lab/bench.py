@@ -101,7 +101,6 @@ SHORT_RUN = {
     "checkpoint_steps": 0,
     "export": False,
     "held_out": 0,
-    "caption_dropout": 0.0,
     "gradient_checkpointing": "full",
     "plan_check": False,
     "stall_seconds": 240,
@@ -134,7 +133,11 @@ def bench_recipe(
     fields |= given
     groups = max(1, fields["num_processes"] // fields.get("context_parallel", 1))
     fields.setdefault("global_batch", fields["micro_batch"] * groups)
-    return resolve(**fields), own
+    recipe = resolve(**fields)
+    reads = find_record("objectives", recipe.objective).reads
+    if "caption_dropout" in reads and "caption_dropout" not in given:
+        recipe = recipe.model_copy(update=dict(caption_dropout=0.0))
+    return recipe, own
 
 
 # %% ../../nbs/9_lab/06_bench.ipynb #76d0a6f5

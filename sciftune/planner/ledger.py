@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..core.recipe import resolve
 from ..core.registry import find_record
@@ -22,6 +22,7 @@ __all__ = [
     "ForwardPass",
     "Ledger",
     "measured_strategy",
+    "measured_room",
     "checkpointed_count",
     "planned_peak",
     "checkpointed_blocks",
@@ -173,7 +174,8 @@ class Ledger:
             peak = block.adding_peak if self.costs.adds_gradients else block.backward_peak
             return peak(batch) + again
         gradients = self.policy.compute.itemsize * block.trained  # all at once
-        return getattr(block, self.kind)(batch) + block.out(batch) + gradients + again
+        late, early = block.out(batch) + gradients, block.widest(batch)
+        return getattr(block, self.kind)(batch) + max(late, early) + again
 
     # backward
     def gathered(
@@ -362,10 +364,25 @@ def measured_strategy(
         **more,
         **{k: row[k] for k in _MEASURED},
     )
-    strategy = Strategy.of(recipe, row["processes"], True)
-    if row.get("resident_gib") is not None:
-        strategy = replace(strategy, room=row["resident_gib"] * 2**30)
-    return strategy
+    return Strategy.of(recipe, row["processes"], True)
+
+
+def measured_room(
+    profile: Profile,  # The model
+    strategy: Strategy,  # Of `measured_strategy`
+    row: dict,  # Of docs/bench.jsonl; `resident_gib` is without the window
+) -> Strategy:
+    """The strategy with as many resident bytes as the row had.
+
+    Args:
+        profile: The model
+        strategy: Of `measured_strategy`
+        row: Of docs/bench.jsonl; `resident_gib` is without the window
+    """
+    resident = row.get("resident_gib")
+    if resident is None:
+        return strategy
+    return strategy.costs(profile).with_resident(resident * 2**30)
 
 
 def checkpointed_count(

@@ -18,6 +18,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils.flop_counter import flop_registry
 
 from ..core.presets import nano_folder
 from ..core.recipe import Recipe
@@ -152,15 +153,25 @@ CONTRACTIONS = {
 
 
 class OperationRecorder(TorchDispatchMode):
-    """Which storages each storage was computed from, and which ones contractions read and wrote."""
+    """Which storages each storage was computed from, and which ones contractions read and wrote.
 
-    def __init__(self):
+    Args:
+        weights: Ids of storages of weights
+    """
+
+    def __init__(
+        self,
+        weights: Iterable[int] = (),  # Ids of storages of weights
+    ):
         super().__init__()
+        self.weights = set(weights)
         self.parents = {}  # id -> ids of what it was computed from
         self.size = {}  # id -> bytes
         self.read, self.written, self.made = set(), set(), set()  # ids
         self.alive = []  # keeps ids from being used again
         self.operations = 0
+        self.traffic = 0  # Bytes that contractions read and write, weights aside
+        self.flops = dict(products=0, attention=0)
 
     def __torch_dispatch__(
         self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None
@@ -175,9 +186,17 @@ class OperationRecorder(TorchDispatchMode):
             self.parents.setdefault(key, set()).update(inputs.keys() - {key})
         name = func.overloadpacket.__name__
         if name in CONTRACTIONS:
+            self._count(func, args, kwargs or {}, out)
             self.written |= outputs.keys() | (inputs.keys() if "attention" in name else set())
             self.read |= inputs.keys()
         return out
+
+    def _count(self, func: Callable, args: tuple, kwargs: dict, out: object):
+        tensors = tensors_in((args, kwargs, out))
+        moved = (t.nbytes for t in tensors if t.untyped_storage()._cdata not in self.weights)
+        self.traffic += sum(moved)
+        kind = "attention" if "attention" in func.overloadpacket.__name__ else "products"
+        self.flops[kind] += flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
 
     def smallest(
         self,
@@ -277,8 +296,8 @@ def kept_bytes(
     module: nn.Module,  # On meta
     args: tuple,  # Its inputs, on meta
     kwargs: dict,  # Its named inputs, on meta
-) -> dict[str, float]:  # eager, compiled, fp8: bytes; out: bytes of the output; operations
-    """What a block keeps for backward, inputs included, weights not.
+) -> dict[str, float]:  # Bytes: eager, compiled, fp8, out, widest, traffic; others: numbers
+    """What a block keeps for backward, inputs included, weights not; and what it computes.
 
     Args:
         module: On meta
@@ -286,7 +305,7 @@ def kept_bytes(
         kwargs: Its named inputs, on meta
 
     Returns:
-        eager, compiled, fp8: bytes; out: bytes of the output; operations
+        Bytes: eager, compiled, fp8, out, widest, traffic; others: numbers
     """
     inputs, weights = storages((args, kwargs)), storages(list(module.parameters()))
     packed = {}
@@ -296,7 +315,7 @@ def kept_bytes(
         return tensor
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
-    with FlashAttention(), OperationRecorder() as recorder, hooks:
+    with FlashAttention(), OperationRecorder(weights) as recorder, hooks:
         out = module(*args, **kwargs)
     own = recorder.made | inputs.keys()  # tables that all blocks share are not a block's
     kept = {k: s for k, s in packed.items() if k in own}
@@ -310,6 +329,9 @@ def kept_bytes(
         compiled=total,
         fp8=total - sum(sizes[k] for k in products) / 2,
         out=sum(s.nbytes() for s in storages(out).values()),
+        widest=max((sizes[k] for k in recorder.written), default=0),
+        traffic=recorder.traffic,
+        **recorder.flops,
         operations=recorder.operations,
     )
 
@@ -384,6 +406,10 @@ class Block(BlockSize):
         adding_peak: The same where gradients are added to those of earlier passes
         forward_peak: Alive while it runs without gradients
         out: Its output
+        widest: The largest tensor that a contraction makes
+        traffic: What contractions read and write in a forward pass, weights aside
+        products: FLOPs of matrix products and convolutions in a forward pass
+        attention: FLOPs of attention in a forward pass
     """
 
     boundary: BatchLine  # Inputs that this block adds, kept when it is checkpointed
@@ -394,6 +420,10 @@ class Block(BlockSize):
     adding_peak: BatchLine  # The same where gradients are added to those of earlier passes
     forward_peak: BatchLine  # Alive while it runs without gradients
     out: BatchLine  # Its output
+    widest: BatchLine  # The largest tensor that a contraction makes
+    traffic: BatchLine  # What contractions read and write in a forward pass, weights aside
+    products: BatchLine  # FLOPs of matrix products and convolutions in a forward pass
+    attention: BatchLine  # FLOPs of attention in a forward pass
 
 
 @dataclass(frozen=True)
@@ -447,6 +477,12 @@ class Profile(ModelSize):
     extra: object = None  # What the objective's `Work` has measured for itself
     times: BlockTimes = None  # Blocks as measured on this machine's GPU
     context: int = 1  # Ranks that share a sample; bytes are of the tokens of one of them
+
+    @property
+    def attention_share(self) -> float:
+        """Share of attention in the FLOPs of a forward pass, over all tokens of a sample."""
+        attention = self.context * sum(b.attention.one for b in self.blocks)
+        return attention / max(1.0, attention + sum(b.products.one for b in self.blocks))
 
     @property
     def backward_blocks(self) -> float:

@@ -28,17 +28,21 @@ if TYPE_CHECKING:
 # %% auto #0
 __all__ = [
     "DEVICES",
-    "EFFICIENCY",
+    "PRODUCTS",
+    "ATTENTION",
     "FLOAT8",
     "FLOAT32",
+    "EAGER_TRAFFIC",
     "OPERATION",
     "CAST_OPERATION",
+    "COMPILED_OPERATION",
     "NETWORK",
     "SEEN",
     "MEASURED_ON",
     "DeviceRates",
     "device_rates",
     "named_device",
+    "forward_seconds",
     "step_parts",
     "step_seconds",
     "step_interval",
@@ -117,27 +121,67 @@ def named_device(
 
 
 # %% ../../nbs/6_planner/04_speed.ipynb #571bb909
-EFFICIENCY = {True: 0.55, False: 0.41}  # of the peak: compiled, eager
-FLOAT8, FLOAT32 = 1.4, 0.5  # rates against bf16
+PRODUCTS, ATTENTION = 0.64, 0.425  # of the peak
+FLOAT8, FLOAT32 = 1.5, 0.5  # rates against bf16
+EAGER_TRAFFIC = 7  # of compiled blocks' traffic
 OPERATION, CAST_OPERATION = 20e-6, 32e-6  # seconds of the host: an operation, one under autocast
+COMPILED_OPERATION = 1.5e-6  # seconds that a compiled block loses for each eager operation
 NETWORK = 25e9  # bytes/s of a GPU between machines
 
 
-def _compute_rate(strategy: Strategy, rates: DeviceRates) -> float:
-    policy = strategy.policy
-    speed = FLOAT32 if policy.compute == torch.float32 else FLOAT8 if policy.fp8 else 1
-    return rates.flops * EFFICIENCY[strategy.recipe.compile] * speed
+def forward_seconds(
+    profile: Profile,  # The model
+    strategy: Strategy,  # Recipe on so many processes
+    rates: DeviceRates,  # Of the GPU
+) -> dict[str, float]:  # products, attention, traffic: seconds
+    """What the GPU computes in a forward pass of a micro-batch.
+
+    Args:
+        profile: The model
+        strategy: Recipe on so many processes
+        rates: Of the GPU
+
+    Returns:
+        products, attention, traffic: seconds
+    """
+    batch, policy = strategy.recipe.micro_batch, strategy.policy
+    peak = rates.flops * (FLOAT32 if policy.compute == torch.float32 else 1)
+    flops = batch / strategy.context * profile.flops
+    attention = flops * profile.attention_share
+    traffic = sum(block.traffic(batch) for block in profile.blocks)
+    traffic *= profile.context / strategy.context  # blocks are measured at a rank's tokens
+    traffic *= 1 if strategy.recipe.compile else EAGER_TRAFFIC
+    return dict(
+        products=(flops - attention) / (PRODUCTS * peak * (FLOAT8 if policy.fp8 else 1)),
+        attention=attention / (ATTENTION * peak),
+        traffic=traffic / rates.memory,
+    )
+
+
+def _once_seconds(profile: Profile, strategy: Strategy, rates: DeviceRates) -> float:
+    """What every pass takes, backward too: gaps of compiled blocks, and widening their weights."""
+    gaps = COMPILED_OPERATION * profile.operations if strategy.recipe.compile else 0.0
+    return gaps + strategy.costs(profile).widening_bytes() / rates.memory
 
 
 def _compute_seconds(
     profile: Profile, strategy: Strategy, share: float, rates: DeviceRates, every_turn: bool
 ) -> float:
     recipe, times = strategy.recipe, strategy.accumulation
-    samples = times * recipe.micro_batch / strategy.context
     if profile.times:
-        return samples * profile.times.step(share)
-    passes = work_of(recipe).forward_passes(profile, share, 2, every_turn)
-    return samples * profile.flops * passes / _compute_rate(strategy, rates)
+        return times * recipe.micro_batch / strategy.context * profile.times.step(share)
+    work, parts = work_of(recipe), forward_seconds(profile, strategy, rates)
+    once, twice = (work.forward_passes(profile, share, n, every_turn) for n in (1, 2))
+    seconds = parts["products"] * (once if recipe.lora_rank else twice)  # a base stays as it is
+    seconds += (parts["attention"] + parts["traffic"]) * twice
+    return times * (seconds + once * _once_seconds(profile, strategy, rates))
+
+
+def _updated_bytes(profile: Profile, strategy: Strategy, checkpointed: int) -> float:
+    """What is stored and changes with an update."""
+    stored = Ledger(profile, strategy, checkpointed).stored_on_gpu()
+    still = stored["parameters"] * (1 - profile.trained / profile.numel) + stored.get("frozen", 0)
+    return sum(stored.values()) - still
 
 
 def _context_seconds(
@@ -185,13 +229,12 @@ def step_parts(
     compute = _compute_seconds(profile, strategy, share, rates, every_turn)
     host = _launch_seconds(profile, strategy, share, every_turn)
     near, far = work_of(strategy.recipe).sent_bytes(profile, strategy, share)
-    stored = sum(Ledger(profile, strategy, checkpointed).stored_on_gpu().values())
     return dict(
         compute=compute,
         host=host,
         context=_context_seconds(profile, strategy, share, rates),
         exchange=near / rates.link + far / NETWORK,
-        update=2 * stored / (0.6 * rates.memory),
+        update=2 * _updated_bytes(profile, strategy, checkpointed) / (0.6 * rates.memory),
         offload=strategy.costs(profile).offload_seconds(max(compute, host), share),
     )
 
@@ -219,7 +262,7 @@ def step_seconds(
 
 
 # %% ../../nbs/6_planner/04_speed.ipynb #1d7e23cd
-SEEN = (0.8, 1.43)  # measured over planned seconds on H200s, the least and the most
+SEEN = (0.85, 1.5)  # measured over planned seconds on H200s, the least and the most
 MEASURED_ON = "H200"
 
 

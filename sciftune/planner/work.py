@@ -250,7 +250,7 @@ class Work:
         self,
         profile: Profile,  # The model
         checkpointed_share: float,  # Share of the blocks that run again in backward
-        backward: float = 2.0,  # Backward in forward passes: 2 in arithmetic, 1 for the host
+        backward: float = 2.0,  # Backward in forward passes: 2, or 1 for what it does once
         every_turn: bool = True,  # False: without turns that are taken only every k-th step
     ) -> float:
         """The mean work of a micro-batch, in forward passes.
@@ -258,14 +258,11 @@ class Work:
         Args:
             profile: The model
             checkpointed_share: Share of the blocks that run again in backward
-            backward: Backward in forward passes: 2 in arithmetic, 1 for the host
+            backward: Backward in forward passes: 2, or 1 for what it does once
             every_turn: False: without turns that are taken only every k-th step
         """
         again = checkpointed_share * profile.backward_blocks
-        backward = backward * profile.backward_share
-        if self.recipe.lora_rank and backward >= 2:
-            return 1 + again + 1.2  # the frozen base has no weight gradients
-        return 1 + again + backward
+        return 1 + again + backward * profile.backward_share
 
     def sent_bytes(
         self,

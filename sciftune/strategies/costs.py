@@ -229,6 +229,12 @@ class Costs:
         """The layer of a narrow base that is wide at the moment."""
         return float(self.compute * self.model.widest)
 
+    def widening_bytes(self) -> float:
+        """What a pass reads and writes to widen all layers of a narrow base."""
+        kind = self.recipe.lora_base
+        each = 0.0 if kind == "bf16" else NARROW_BYTES[kind] + self.compute
+        return each * self.model.narrow
+
     def forward_only_bytes(self) -> float:
         """Weights that a pass without gradients casts, or gathers, as it goes."""
         return self.cast_bytes(len(self.model.blocks), set())
@@ -310,6 +316,17 @@ class Costs:
 
         Args:
             room: Bytes of the GPU that nothing else needs
+        """
+        return self.strategy
+
+    def with_resident(
+        self,
+        resident: float,  # Bytes of what is streamed that stay on the GPU
+    ) -> Strategy:
+        """The strategy whose `resident_bytes` are these, where it streams something.
+
+        Args:
+            resident: Bytes of what is streamed that stay on the GPU
         """
         return self.strategy
 

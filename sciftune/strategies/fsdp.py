@@ -250,7 +250,8 @@ class FSDPCosts(Costs):
         gathered = self.compute * (model.outer_numel + blocks)
         if not self.strategy.cuda:
             return gathered + self.reduction_excess(position)
-        return gathered + self.reduce * model.block_numel(position + 1)
+        behind = model.blocks[position + 1 : position + 2]
+        return gathered + self.reduce * sum(b.trained for b in behind)
 
     def reduction_excess(
         self,

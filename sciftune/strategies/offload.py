@@ -13,6 +13,7 @@ __all__ = [
     "worth_streaming",
     "evenly_spread",
     "streamed",
+    "window_bytes",
     "offloaded_bytes",
     "Ring",
     "tensors_of",
@@ -101,7 +102,20 @@ def streamed(
 STATE_BYTES = dict(
     flashadamw=3 + 4 / 32, adamw=8.0
 )  # correction and two 8-bit moments with fp16 scales per 32; two fp32 moments
-BUS = 45e9  # bytes/s each way
+BUS = 40e9  # bytes/s each way
+
+
+def window_bytes(
+    numels: list[int],  # Elements of the trained parameters
+    kind: str,  # 'flashadamw' or 'adamw', from the precision policy
+) -> float:
+    """The window on the device, beside what is resident.
+
+    Args:
+        numels: Elements of the trained parameters
+        kind: 'flashadamw' or 'adamw', from the precision policy
+    """
+    return SLOTS * STATE_BYTES[kind] * max(numels)
 
 
 def offloaded_bytes(
@@ -123,7 +137,7 @@ def offloaded_bytes(
     total = each * sum(numels)
     if total <= room:
         return dict(gpu=total, host=0.0, resident=total, share=1.0, seconds=0.0)
-    window = SLOTS * each * max(numels)
+    window = window_bytes(numels, kind)
     goes = streamed(numels, each, room - window)
     host = each * sum(n for n, away in zip(numels, goes, strict=True) if away)
     return dict(

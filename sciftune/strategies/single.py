@@ -25,7 +25,7 @@ from .compilation import blocks_of
 from .costs import Costs
 from .gradient_release import GradientRelease
 from .network import Network, Range
-from .offload import BUS, HostStates, offloaded_bytes
+from .offload import BUS, HostStates, offloaded_bytes, window_bytes
 from .optimizers import build_optimizer, new_state
 from .strategy import Strategy
 from .streamed_weights import HostWeights, placed_weights
@@ -194,6 +194,18 @@ class StreamedCosts(Costs):
             room: Bytes of the GPU that nothing else needs
         """
         return replace(self.strategy, room=room)
+
+    def with_resident(
+        self,
+        resident: float,  # Bytes of what is streamed that stay on the GPU
+    ) -> Strategy:
+        """The same with room for these and for the window.
+
+        Args:
+            resident: Bytes of what is streamed that stay on the GPU
+        """
+        numels, kind = list(self.model.trained_tensors), self.policy.optimizer
+        return replace(self.strategy, room=resident + window_bytes(numels, kind))
 
     def offload_seconds(
         self,

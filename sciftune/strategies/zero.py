@@ -90,13 +90,13 @@ class ZeroNetwork(Network):
     def adam(self) -> torch.optim.Optimizer:
         """AdamW as this device does it best.
 
-        On the host DeepSpeed's kernel, on a GPU the fused one.
+        On the host DeepSpeed's kernel, on a GPU the fused one, which makes no temporary tensors.
         """
-        plain = build_optimizer(list(self.params.values()), self.recipe, "adamw", False)
-        if self.engine.device.type != "cuda":
+        cuda, stays = self.engine.device.type == "cuda", self.recipe.offload == "none"
+        params = list(self.params.values())
+        plain = build_optimizer(params, self.recipe, "adamw", cuda and stays)
+        if stays or not cuda:
             return plain
-        if self.recipe.offload == "none":
-            return torch.optim.AdamW(plain.param_groups, fused=True)
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         return DeepSpeedCPUAdam(
@@ -204,7 +204,7 @@ class ZeroNetwork(Network):
         for flat in self.partitions():
             state = self.optimizer.state[flat]
             if "exp_avg" not in state:
-                state["step"] = torch.tensor(0.0)
+                state["step"] = torch.tensor(0.0, device=flat.device)
                 state["exp_avg"] = torch.zeros_like(flat.data)
                 state["exp_avg_sq"] = torch.zeros_like(flat.data)
 
@@ -678,10 +678,23 @@ class Zero3Costs(Zero2Costs):
         """
         if self.recipe.offload != "none":
             return 0.0
-        part = min(self.model.trained / self.strategy.shards, SUB_GROUP)
+        part = self.largest_sub_group()
         if not self.strategy.cuda:
             return 3 * 4 * part + self.touched_bucket
         return (4 + self.compute) * part + BUCKET * self.compute
+
+    def largest_sub_group(self) -> int:  # Elements
+        """Of this rank's part; parameters join a sub-group until it has `SUB_GROUP`.
+
+        Returns:
+            Elements
+        """
+        largest = size = 0
+        for numel in self.model.trained_tensors:
+            size += math.ceil(numel / self.strategy.shards)
+            largest = max(largest, size)
+            size = 0 if size >= SUB_GROUP else size
+        return largest
 
     def partitions(self) -> list[float]:  # Elements
         """Sub-groups of this rank's part.
