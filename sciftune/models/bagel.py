@@ -1670,7 +1670,7 @@ class BagelModel(nn.Module):
         self,
         compiler: Callable,  # Function -> compiled function
     ):
-        """Compile the parts of the layers; those of the stack are used in training, not sampling.
+        """Compile the parts of the layers; those of the stack serve training, not sampling.
 
         Args:
             compiler: Function -> compiled function
