@@ -32,14 +32,19 @@ __all__ = [
     "block_mask",
     "compiled_flex",
     "FlexAttention",
+    "Reordered",
+    "packed_rows",
     "StreamLayout",
+    "padded_streams",
     "no_grad_if",
     "MoTAttention",
     "Qwen2MoTDecoderLayer",
+    "any_rows",
     "maybe_checkpoint",
     "MoTModel",
     "MoTLanguageModel",
     "attend_per_image",
+    "VisionLayer",
     "VisionTower",
     "BagelOutput",
     "pack_latents",
@@ -86,6 +91,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
+from types import MethodType
 from typing import NamedTuple
 
 import diffusers
@@ -97,7 +103,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, SiglipVisionConfig
+from transformers import SiglipVisionConfig
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP, Qwen2RMSNorm, apply_rotary_pos_emb
 from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer
 
@@ -129,7 +135,7 @@ RECORDS = [
         hub="ByteDance-Seed/BAGEL-7B-MoT",
         license="apache-2.0",
         pipeline_class="Bagel",
-        block_classes=("Qwen2MoTDecoderLayer", "SiglipEncoderLayer"),
+        block_classes=("Qwen2MoTDecoderLayer", "VisionLayer"),
         blocks=28,
         objectives=("unified",),
         parts=("llm_path", "vit_path", "vae_path"),
@@ -168,14 +174,12 @@ RECORDS = [
                 "validation_sample_steps": 8,
             },
             "local": {
-                "compile": False,
                 "timestep_shift": "none",
                 "adam_beta2": 0.95,
                 "weight_decay": 0.0,
                 "text_loss_weight": 0.25,
             },
             "cluster": {
-                "compile": False,
                 "adam_beta2": 0.95,
                 "weight_decay": 0.0,
                 "text_loss_weight": 0.25,
@@ -532,19 +536,20 @@ class DenseAttention:
         masks: list[Tensor],  # One per sample, (L,L): bool (True = sees) or additive
     ):
         self.masks = masks
+        self.padded = sum(map(len, masks)) + 1
 
     def __call__(
         self,
         layer: int,  # Number of the layer, unused
-        q: Tensor,  # Queries (L, heads, head_dim), all samples
+        q: Tensor,  # Queries (L, heads, head_dim), all samples, maybe padding behind them
         k: Tensor,  # Keys (L, kv_heads, head_dim)
         v: Tensor,  # Values (L, kv_heads, head_dim)
     ) -> Tensor:  # (L, heads, head_dim)
-        """Attention of a packed sequence.
+        """Attention of a packed sequence; zeros where no sample stands.
 
         Args:
             layer: Number of the layer, unused
-            q: Queries (L, heads, head_dim), all samples
+            q: Queries (L, heads, head_dim), all samples, maybe padding behind them
             k: Keys (L, kv_heads, head_dim)
             v: Values (L, kv_heads, head_dim)
 
@@ -552,8 +557,10 @@ class DenseAttention:
             (L, heads, head_dim)
         """
         lens = [len(mask) for mask in self.masks]
-        parts = (x.split(lens) for x in (q, k, v))
-        return torch.cat([sdpa(*x, m) for *x, m in zip(*parts, self.masks, strict=True)])
+        rest = q[sum(lens) :]
+        parts = (x[: sum(lens)].split(lens) for x in (q, k, v))
+        outs = [sdpa(*x, m) for *x, m in zip(*parts, self.masks, strict=True)]
+        return torch.cat([*outs, torch.zeros_like(rest)])
 
 
 def sample_masks(
@@ -637,7 +644,7 @@ class FlexAttention:
         split_lens: Of each split, over all samples
         attn_modes: Of each split
         device: Of the model
-        pad_to: Tokens; 0 = the next multiple of 128
+        pad_to: Tokens; 0 = the next larger multiple of 128
     """
 
     def __init__(
@@ -646,13 +653,14 @@ class FlexAttention:
         split_lens: list[int],  # Of each split, over all samples
         attn_modes: list[str],  # Of each split
         device: torch.device | str,  # Of the model
-        pad_to: int = 0,  # Tokens; 0 = the next multiple of 128
+        pad_to: int = 0,  # Tokens; 0 = the next larger multiple of 128
     ):
         length = sum(sample_lens)
-        self.padded = max(pad_to, length + (-length) % 128)
-        if pad := self.padded - length:
-            sample_lens, split_lens = [*sample_lens, pad], [*split_lens, pad]
-            attn_modes = [*attn_modes, "causal"]
+        self.padded = max(pad_to, 128 * (length // 128 + 1))
+        whole, part = divmod(self.padded - length, 128)
+        padding = [part] * (part > 0) + [128] * whole
+        sample_lens, split_lens = [*sample_lens, *padding], [*split_lens, *padding]
+        attn_modes = [*attn_modes, *("causal" for _ in padding)]
         rule = visibility(sample_lens, split_lens, attn_modes, device)
         self.mask = block_mask(rule, self.padded, device)
         self.flex = compiled_flex() if torch.device(device).type == "cuda" else flex_attention
@@ -664,7 +672,7 @@ class FlexAttention:
         k: Tensor,  # Keys (L, kv_heads, head_dim)
         v: Tensor,  # Values (L, kv_heads, head_dim)
     ) -> Tensor:  # (L, heads, head_dim)
-        """Attention of a packed sequence.
+        """Attention of a packed sequence, which may hold the padding already.
 
         Args:
             layer: Number of the layer, unused
@@ -675,13 +683,77 @@ class FlexAttention:
         Returns:
             (L, heads, head_dim)
         """
-        pad = (0, 0, 0, 0, 0, self.padded - len(q))
-        q_all, k_all, v_all = (F.pad(x, pad).transpose(0, 1)[None] for x in (q, k, v))
+        rest = self.padded - len(q)
+        if rest:
+            q, k, v = (F.pad(x, (0, 0, 0, 0, 0, rest)) for x in (q, k, v))
+        q_all, k_all, v_all = (x.transpose(0, 1)[None] for x in (q, k, v))
         out = self.flex(q_all, k_all, v_all, block_mask=self.mask, enable_gqa=True)
-        return out[0].transpose(0, 1)[: len(q)]
+        return out[0].transpose(0, 1)[: self.padded - rest]
 
 
 # %% ../../nbs/4_models/08_bagel.ipynb #f60f7ad6
+class Reordered(torch.autograd.Function):
+    """Rows in another order; the gradient is taken back row by row."""
+
+    @staticmethod
+    def forward(
+        ctx: object,  # Keeps `back`
+        x: Tensor,  # (N, ...)
+        to: Tensor,  # For each row of the result, the row of x (M,)
+        back: Tensor,  # For each row of x, the row of the result (N,)
+    ) -> Tensor:  # (M, ...)
+        """The rows `to` of x.
+
+        Args:
+            ctx: Keeps `back`
+            x: (N, ...)
+            to: For each row of the result, the row of x (M,)
+            back: For each row of x, the row of the result (N,)
+
+        Returns:
+            (M, ...)
+        """
+        ctx.save_for_backward(back)
+        return x[to]
+
+    @staticmethod
+    def backward(
+        ctx: object,  # With `back`
+        grad: Tensor,  # (M, ...)
+    ) -> tuple[Tensor, None, None]:  # (N, ...)
+        """The gradient of each row of x from the one row that it became.
+
+        Args:
+            ctx: With `back`
+            grad: (M, ...)
+
+        Returns:
+            (N, ...)
+        """
+        (back,) = ctx.saved_tensors
+        return grad[back], None, None
+
+
+def packed_rows(
+    und: Tensor,  # Understanding stream (U, ...)
+    gen: Tensor,  # Generation stream (G, ...)
+    rows: Tensor,  # Of `StreamLayout` (U+G,)
+    order: Tensor,  # Of `StreamLayout` (L,)
+) -> Tensor:  # (L, ...)
+    """Both streams in packed order.
+
+    Args:
+        und: Understanding stream (U, ...)
+        gen: Generation stream (G, ...)
+        rows: Of `StreamLayout` (U+G,)
+        order: Of `StreamLayout` (L,)
+
+    Returns:
+        (L, ...)
+    """
+    return Reordered.apply(torch.cat([und, gen]), order, rows)
+
+
 @dataclass
 class StreamLayout:
     """How two streams interleave, and what attention runs over them.
@@ -692,6 +764,7 @@ class StreamLayout:
         cos: (L, head_dim), of `rotary_tables`
         sin: (L, head_dim)
         attend: (layer, q, k, v) -> out, in packed order
+        padded: Packed positions L with padding, see `padded_streams`; 0 = one for each token
     """
 
     und: Tensor  # Packed positions of the understanding stream, in stream order
@@ -699,15 +772,20 @@ class StreamLayout:
     cos: Tensor  # (L, head_dim), of `rotary_tables`
     sin: Tensor  # (L, head_dim)
     attend: Callable  # (layer, q, k, v) -> out, in packed order
+    padded: int = 0  # Packed positions L with padding, see `padded_streams`; 0 = one for each token
 
     def __post_init__(self):
-        self.order = torch.cat([self.und, self.gen]).argsort()
+        self.rows = torch.cat([self.und, self.gen])  # packed position of each row of both streams
+        count = len(self.rows)
+        last = self.rows.new_full((self.padded or count,), count - 1)  # for padding
+        numbers = torch.arange(count, device=self.rows.device)
+        self.order = last.scatter(0, self.rows, numbers)  # row of both streams of each position
 
     def packed(
         self,
         und: Tensor,  # Understanding stream (U, ...)
         gen: Tensor,  # Generation stream (G, ...)
-    ) -> Tensor:  # (U+G, ...)
+    ) -> Tensor:  # (L, ...)
         """Both streams in packed order.
 
         Args:
@@ -715,23 +793,32 @@ class StreamLayout:
             gen: Generation stream (G, ...)
 
         Returns:
-            (U+G, ...)
+            (L, ...)
         """
-        return torch.cat([und, gen])[self.order]
+        return packed_rows(und, gen, self.rows, self.order)
 
-    def streams(
-        self,
-        packed: Tensor,  # (U+G, ...) in packed order
-    ) -> tuple[Tensor, Tensor]:  # Understanding (U, ...), generation (G, ...)
-        """The inverse of `packed`.
 
-        Args:
-            packed: (U+G, ...) in packed order
+# %% ../../nbs/4_models/08_bagel.ipynb #3348b700
+def padded_streams(
+    inputs: tuple[Tensor, ...],  # und (U, hidden), gen (G, hidden), packed positions of each
+    padded: int,  # Packed positions; the last ones are padding
+) -> tuple[Tensor, ...]:  # The same of more rows
+    """Both streams with spare rows, which stand at the last packed position.
 
-        Returns:
-            Understanding (U, ...), generation (G, ...)
-        """
-        return packed[self.und], packed[self.gen]
+    Args:
+        inputs: und (U, hidden), gen (G, hidden), packed positions of each
+        padded: Packed positions; the last ones are padding
+
+    Returns:
+        The same of more rows
+    """
+    und, gen, und_at, gen_at = inputs
+    spare = (16 - len(und) % 16, 16 - len(gen) % 16)
+    streams = (F.pad(x, (0, 0, 0, n)) for x, n in zip((und, gen), spare, strict=True))
+    places = (
+        F.pad(at, (0, n), value=padded - 1) for at, n in zip((und_at, gen_at), spare, strict=True)
+    )
+    return *streams, *places
 
 
 # %% ../../nbs/4_models/08_bagel.ipynb #198c2ac8
@@ -750,20 +837,17 @@ def no_grad_if(
 
 
 class MoTAttention(nn.Module):
-    """Shared attention, projections by token type.
+    """Projections by token type, before and after the attention that all tokens share.
 
     Args:
         c: Of the model
-        index: Number of the layer, for a key-value cache
     """
 
     def __init__(
         self,
         c: BagelConfig,  # Of the model
-        index: int,  # Number of the layer, for a key-value cache
     ):
         super().__init__()
-        self.index = index
         self.head_dim = c.head_dim
         self.freeze_und = c.freeze_und
         width, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
@@ -797,29 +881,54 @@ class MoTAttention(nn.Module):
         k = getattr(self, "k_norm" + expert)(heads("k_proj")).to(v.dtype)
         return q, k, v
 
-    def forward(
+    def queries(
         self,
         und: Tensor,  # Understanding stream (U, hidden)
         gen: Tensor,  # Generation stream (G, hidden)
-        layout: StreamLayout,  # How they interleave
-    ) -> tuple[Tensor, Tensor]:  # As the inputs
-        """Each stream through its own projections, all tokens through one attention.
+        rows: Tensor,  # Of `StreamLayout` (U+G,)
+        order: Tensor,  # (L,)
+        cos: Tensor,  # (L, head_dim)
+        sin: Tensor,  # (L, head_dim)
+    ) -> tuple[Tensor, Tensor, Tensor]:  # (L, heads or kv_heads, head_dim)
+        """Rotated queries and keys, and values, in packed order.
 
         Args:
             und: Understanding stream (U, hidden)
             gen: Generation stream (G, hidden)
-            layout: How they interleave
+            rows: Of `StreamLayout` (U+G,)
+            order: (L,)
+            cos: (L, head_dim)
+            sin: (L, head_dim)
 
         Returns:
-            As the inputs
+            (L, heads or kv_heads, head_dim)
         """
         with no_grad_if(self.freeze_und):
             of_und = self.project(und, "")
-        of_gen = self.project(gen, GEN)
-        q, k, v = (layout.packed(a, b) for a, b in zip(of_und, of_gen, strict=True))
-        q, k = apply_rotary_pos_emb(q, k, layout.cos, layout.sin, unsqueeze_dim=1)
-        out = layout.attend(self.index, q.to(v.dtype), k.to(v.dtype), v).flatten(1)
-        und, gen = layout.streams(out)
+        both = zip(of_und, self.project(gen, GEN), strict=True)
+        q, k, v = (packed_rows(a, b, rows, order) for a, b in both)
+        q, k = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1)
+        return q.to(v.dtype), k.to(v.dtype), v
+
+    def outputs(
+        self,
+        out: Tensor,  # Of attention (L, heads, head_dim)
+        sizes: tuple[int, int],  # Rows U and G
+        rows: Tensor,  # Of `StreamLayout` (U+G,)
+        order: Tensor,  # (L,)
+    ) -> tuple[Tensor, Tensor]:  # (U, hidden), (G, hidden)
+        """What attention adds to each stream.
+
+        Args:
+            out: Of attention (L, heads, head_dim)
+            sizes: Rows U and G
+            rows: Of `StreamLayout` (U+G,)
+            order: (L,)
+
+        Returns:
+            (U, hidden), (G, hidden)
+        """
+        und, gen = Reordered.apply(out.flatten(1), rows, order).split(sizes)
         with no_grad_if(self.freeze_und):
             und = self.o_proj(und)
         return und, getattr(self, "o_proj" + GEN)(gen)
@@ -827,21 +936,22 @@ class MoTAttention(nn.Module):
 
 # %% ../../nbs/4_models/08_bagel.ipynb #665f46b6
 class Qwen2MoTDecoderLayer(nn.Module):
-    """Norm, attention, norm, MLP, each twice: unit of sharding, checkpointing and compilation.
+    """Norm, attention, norm, MLP, each twice: unit of sharding and of checkpointing.
 
     Args:
         c: Of the model
-        index: Number of the layer
+        index: Number of the layer, for a key-value cache
     """
 
     def __init__(
         self,
         c: BagelConfig,  # Of the model
-        index: int,  # Number of the layer
+        index: int,  # Number of the layer, for a key-value cache
     ):
         super().__init__()
         self.freeze_und = c.freeze_und
-        self.self_attn = MoTAttention(c, index)
+        self.index = index
+        self.self_attn = MoTAttention(c)
         for expert in ("", GEN):
             self.add_module("mlp" + expert, Qwen2MLP(c))
             for name in ("input_layernorm", "post_attention_layernorm"):
@@ -864,6 +974,58 @@ class Qwen2MoTDecoderLayer(nn.Module):
         normed = getattr(self, "post_attention_layernorm" + expert)(x)
         return x + getattr(self, "mlp" + expert)(normed)
 
+    def enter(
+        self,
+        und: Tensor,  # Understanding stream (U, hidden)
+        gen: Tensor,  # Generation stream (G, hidden)
+        rows: Tensor,  # Of `StreamLayout` (U+G,)
+        order: Tensor,  # (L,)
+        cos: Tensor,  # (L, head_dim)
+        sin: Tensor,  # (L, head_dim)
+    ) -> tuple[Tensor, Tensor, Tensor]:  # Queries, keys, values (L, heads or kv_heads, head_dim)
+        """What comes before attention.
+
+        Args:
+            und: Understanding stream (U, hidden)
+            gen: Generation stream (G, hidden)
+            rows: Of `StreamLayout` (U+G,)
+            order: (L,)
+            cos: (L, head_dim)
+            sin: (L, head_dim)
+
+        Returns:
+            Queries, keys, values (L, heads or kv_heads, head_dim)
+        """
+        with no_grad_if(self.freeze_und):
+            normed = self.input_layernorm(und)
+        of_gen = getattr(self, "input_layernorm" + GEN)(gen)
+        return self.self_attn.queries(normed, of_gen, rows, order, cos, sin)
+
+    def leave(
+        self,
+        und: Tensor,  # Understanding stream (U, hidden)
+        gen: Tensor,  # Generation stream (G, hidden)
+        out: Tensor,  # Of attention (L, heads, head_dim)
+        rows: Tensor,  # Of `StreamLayout` (U+G,)
+        order: Tensor,  # (L,)
+    ) -> tuple[Tensor, Tensor]:  # As the streams
+        """What comes after attention.
+
+        Args:
+            und: Understanding stream (U, hidden)
+            gen: Generation stream (G, hidden)
+            out: Of attention (L, heads, head_dim)
+            rows: Of `StreamLayout` (U+G,)
+            order: (L,)
+
+        Returns:
+            As the streams
+        """
+        a, b = self.self_attn.outputs(out, (len(und), len(gen)), rows, order)
+        with no_grad_if(self.freeze_und):
+            und = self.feed_forward(und + a, "")
+        return und, self.feed_forward(gen + b, GEN)
+
     def forward(
         self,
         und: Tensor,  # Understanding stream (U, hidden)
@@ -880,12 +1042,31 @@ class Qwen2MoTDecoderLayer(nn.Module):
         Returns:
             As the inputs
         """
-        with no_grad_if(self.freeze_und):
-            normed = self.input_layernorm(und)
-        a, b = self.self_attn(normed, getattr(self, "input_layernorm" + GEN)(gen), layout)
-        with no_grad_if(self.freeze_und):
-            und = self.feed_forward(und + a, "")
-        return und, self.feed_forward(gen + b, GEN)
+        enter, leave = self.enter, self.leave
+        if not layout.padded:  # streams of any length, also 0 and 1: as it is written
+            enter, leave = MethodType(type(self).enter, self), MethodType(type(self).leave, self)
+        at = layout
+        q, k, v = enter(und, gen, at.rows, at.order, at.cos, at.sin)
+        out = at.attend(self.index, q, k, v)
+        return leave(und, gen, out, at.rows, at.order)
+
+
+# %% ../../nbs/4_models/08_bagel.ipynb #37581af3
+def any_rows(
+    compiled: Callable,  # Compiled function of tensors
+) -> Callable:
+    """The function, compiled for any number of rows of each tensor but 0 and 1.
+
+    Args:
+        compiled: Compiled function of tensors
+    """
+
+    def call(*tensors: Tensor) -> object:
+        for x in tensors:
+            torch._dynamo.mark_dynamic(x, 0)
+        return compiled(*tensors)
+
+    return call
 
 
 # %% ../../nbs/4_models/08_bagel.ipynb #dc9d9f9e
@@ -974,36 +1155,77 @@ class MoTLanguageModel(nn.Module):
 
 # %% ../../nbs/4_models/08_bagel.ipynb #5c90d3c5
 def attend_per_image(
-    module: nn.Module,  # Layer that asks, unused
-    q: Tensor,  # Queries (1, heads, N, d) of all images
-    k: Tensor,  # Keys (1, heads, N, d)
-    v: Tensor,  # Values (1, heads, N, d)
+    q: Tensor,  # Queries (N, heads, d) of all images
+    k: Tensor,  # Keys (N, heads, d)
+    v: Tensor,  # Values (N, heads, d)
     lens: list[int],  # Patches of each image
-    scaling: float | None = None,  # Of the scores
-    **_,  # What transformers says besides
-) -> tuple[Tensor, None]:  # (1, N, heads, d), no weights
-    """Transformers attention function: full attention inside each image.
+) -> Tensor:  # (N, heads, d)
+    """Full attention inside each image.
 
     Args:
-        module: Layer that asks, unused
-        q: Queries (1, heads, N, d) of all images
-        k: Keys (1, heads, N, d)
-        v: Values (1, heads, N, d)
+        q: Queries (N, heads, d) of all images
+        k: Keys (N, heads, d)
+        v: Values (N, heads, d)
         lens: Patches of each image
-        scaling: Of the scores
-        **_: What transformers says besides
 
     Returns:
-        (1, N, heads, d), no weights
+        (N, heads, d)
     """
-    parts = (x.split(lens, 2) for x in (q, k, v))
-    out = [
-        F.scaled_dot_product_attention(*image, scale=scaling) for image in zip(*parts, strict=True)
-    ]
-    return torch.cat(out, 2).transpose(1, 2), None
+    parts = (x.split(lens) for x in (q, k, v))
+    return torch.cat([sdpa(*image) for image in zip(*parts, strict=True)])
 
 
-AttentionInterface.register("per_image", attend_per_image)
+class VisionLayer(SiglipEncoderLayer):
+    """Transformers' layer in two parts around attention."""
+
+    def enter(
+        self,
+        x: Tensor,  # Patches of all images (N, vit_hidden)
+    ) -> tuple[Tensor, Tensor, Tensor]:  # Queries, keys, values (N, heads, d)
+        """What comes before attention.
+
+        Args:
+            x: Patches of all images (N, vit_hidden)
+
+        Returns:
+            Queries, keys, values (N, heads, d)
+        """
+        attn, x = self.self_attn, self.layer_norm1(x)
+        layers = (attn.q_proj, attn.k_proj, attn.v_proj)
+        return tuple(layer(x).unflatten(-1, (-1, attn.head_dim)) for layer in layers)
+
+    def leave(
+        self,
+        x: Tensor,  # Patches of all images (N, vit_hidden)
+        out: Tensor,  # Of attention (N, heads, d)
+    ) -> Tensor:  # (N, vit_hidden)
+        """What comes after attention.
+
+        Args:
+            x: Patches of all images (N, vit_hidden)
+            out: Of attention (N, heads, d)
+
+        Returns:
+            (N, vit_hidden)
+        """
+        x = x + self.self_attn.out_proj(out.flatten(1))
+        return x + self.mlp(self.layer_norm2(x))
+
+    def forward(
+        self,
+        x: Tensor,  # Patches of all images (N, vit_hidden)
+        lens: list[int],  # Patches of each image
+    ) -> Tensor:  # (N, vit_hidden)
+        """One block.
+
+        Args:
+            x: Patches of all images (N, vit_hidden)
+            lens: Patches of each image
+
+        Returns:
+            (N, vit_hidden)
+        """
+        return self.leave(x, attend_per_image(*self.enter(x), lens))
 
 
 # %% ../../nbs/4_models/08_bagel.ipynb #c69b7d5c
@@ -1027,12 +1249,11 @@ class VisionTower(nn.Module):
             layer_norm_eps=c.vit_eps,
             attention_dropout=0.0,
         )
-        config._attn_implementation = "per_image"
         self.gradient_checkpointing = False
         patch = nn.Linear(3 * c.vit_patch**2, c.vit_hidden)
         position = nn.Embedding(c.vit_side**2, c.vit_hidden)
         embeddings = dict(patch_embedding=patch, position_embedding=position)
-        layers = nn.ModuleList(SiglipEncoderLayer(config) for _ in range(c.vit_layers))
+        layers = nn.ModuleList(VisionLayer(config) for _ in range(c.vit_layers))
         self.vision_model = nn.Module()
         self.vision_model.embeddings = nn.ModuleDict(embeddings)
         self.vision_model.encoder = nn.ModuleDict(dict(layers=layers))
@@ -1044,7 +1265,7 @@ class VisionTower(nn.Module):
         positions: Tensor,  # Cells, row*side+column (N,)
         lens: list[int],  # Patches of each image
     ) -> Tensor:  # (N, vit_hidden)
-        """What the tower sees; without images it sees a black patch and returns nothing of it.
+        """What the tower sees; without images it sees black patches and returns nothing of them.
 
         Args:
             patches: Values of all patches (N, 588)
@@ -1055,16 +1276,15 @@ class VisionTower(nn.Module):
             (N, vit_hidden)
         """
         count = len(patches)
-        if not count:  # zero gradients, not none
-            patches, positions = patches.new_zeros(1, patches.shape[1]), positions.new_zeros(1)
-            lens = [1]
+        if count < 2:  # zero gradients, not none; two for the sake of compiled layers
+            patches, positions = F.pad(patches, (0, 0, 0, 2)), F.pad(positions, (0, 2))
+            lens = [*lens, 2]
         model = self.vision_model
         embed = model.embeddings.patch_embedding
         x = embed(patches.to(embed.weight.dtype)) + model.embeddings.position_embedding(positions)
-        x = x[None]
         for layer in model.encoder.layers:
             x = maybe_checkpoint(layer, self.gradient_checkpointing, x, lens)
-        return model.post_layernorm(x)[0][:count]
+        return model.post_layernorm(x)[:count]
 
 
 # %% ../../nbs/4_models/08_bagel.ipynb #60a95037
@@ -1285,6 +1505,7 @@ def hidden_states(
     inputs: tuple,  # Of `input_streams`
     positions: Tensor,  # Position ids (L,)
     attend: Callable,  # (layer, q, k, v) -> out
+    compiled: bool = False,  # The layers' compiled parts are used
 ) -> Tensor:  # (L, hidden) in packed order
     """The stack, after the final norms.
 
@@ -1292,17 +1513,22 @@ def hidden_states(
         inputs: Of `input_streams`
         positions: Position ids (L,)
         attend: (layer, q, k, v) -> out
+        compiled: The layers' compiled parts are used
 
     Returns:
         (L, hidden) in packed order
     """
+    c, length, padded = model.config, len(positions), 0
+    if compiled:
+        padded = attend.padded
+        inputs = padded_streams(inputs, padded)
+        positions = F.pad(positions, (0, padded - length))
     und, gen, und_at, gen_at = inputs
-    c = model.config
     low = und.dtype == torch.bfloat16 or torch.is_autocast_enabled(und.device.type)
     rounded = dict(float32=False, bfloat16=True, auto=low)[c.rotary]
     tables = rotary_tables(positions, c.head_dim, c.rope_theta, rounded)
-    layout = StreamLayout(und_at, gen_at, *tables, attend)
-    return layout.packed(*model.language_model.model(und, gen, layout))
+    layout = StreamLayout(und_at, gen_at, *tables, attend, padded)
+    return layout.packed(*model.language_model.model(und, gen, layout))[:length]
 
 
 def noisy_latents(
@@ -1355,9 +1581,10 @@ def token_errors(
     x_t, velocity, t = noisy_latents(model, batch, latents, noise)
     inputs = input_streams(model, batch, x_t, t)
     attend = batch_attention(batch, model.attention, none.device)
-    hidden = hidden_states(model, inputs, batch["packed_position_ids"], attend)
+    positions = batch["packed_position_ids"]
+    hidden = hidden_states(model, inputs, positions, attend, model.compiled)
     ce = token_cross_entropy(
-        hidden[batch.get("ce_loss_indexes", none)],
+        hidden.index_select(0, batch.get("ce_loss_indexes", none)),
         batch.get("packed_label_ids", none),
         model.language_model.lm_head,
         batch.get("ce_pieces", 1),
@@ -1367,7 +1594,7 @@ def token_errors(
     learnt = batch.get("mse_loss_indexes", none)
     # the tokens with t > 0, without waiting for the device
     rows = torch.searchsorted(batch.get("packed_vae_token_indexes", none), learnt)
-    error = model.llm2vae(hidden[learnt]).float() - velocity[rows]
+    error = model.llm2vae(hidden.index_select(0, learnt)).float() - velocity[rows]
     return BagelOutput(ce, error.square(), hidden)
 
 
@@ -1414,6 +1641,7 @@ class BagelModel(nn.Module):
         super().__init__()
         self.config = c
         self.attention = attention
+        self.compiled = False
         self.language_model = MoTLanguageModel(c)
         if c.visual_gen:
             self.time_embedder = TimeEmbedder(c.hidden_size)
@@ -1437,6 +1665,21 @@ class BagelModel(nn.Module):
         for module in self.modules():
             if isinstance(module, (MoTModel, VisionTower)):
                 module.gradient_checkpointing = on
+
+    def compile_blocks(
+        self,
+        compiler: Callable,  # Function -> compiled function
+    ):
+        """Compile the parts of the layers; those of the stack serve training, not sampling.
+
+        Args:
+            compiler: Function -> compiled function
+        """
+        self.compiled = True
+        for module in self.modules():
+            if isinstance(module, (Qwen2MoTDecoderLayer, VisionLayer)):
+                module.enter = any_rows(compiler(module.enter))
+                module.leave = any_rows(compiler(module.leave))
 
     def forward(
         self,

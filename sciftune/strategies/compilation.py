@@ -453,9 +453,12 @@ def compile_blocks(
     no_mixed_order_reductions()
     recompute_used_far_apart()
     tell_compilation()
-    blocks = blocks_of(denoiser, names)
+    blocks, compiler = blocks_of(denoiser, names), functools.partial(torch.compile, **kwargs)
+    if hasattr(denoiser, "compile_blocks"):  # which compiles parts of them
+        denoiser.compile_blocks(compiler)
+        return len(blocks)
     for block in blocks:
-        block.forward = torch.compile(block.forward, **kwargs)
+        block.forward = compiler(block.forward)
     return len(blocks)
 
 

@@ -3,12 +3,13 @@
 Fresh forked processes, tiny model, fp32.
 """
 
+import functools
 import json
 import shutil
 
 import pytest
 import torch
-from forked import ENGINES, deviation, log, losses, train
+from forked import ENGINES, deviation, log, losses, recipe_of, start, train, wait
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -113,6 +114,33 @@ def test_20_steps_equal_single(root, references, engine, n):
     counts = {(r["total_ce_tokens"], r["total_mse_tokens"]) for r in reference if "ce" in r}
     assert len(counts) > 10, "the mixtures are uneven"
     assert same_weights(weights(run, 20, "ema"), weights(one, 20, "ema"), 2e-4)
+
+
+def without_kernels(rank, run):
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")
+
+
+@pytest.mark.parametrize(
+    "engine,n",
+    [
+        ("fsdp", 2),
+        *(
+            pytest.param(e, n, marks=pytest.mark.slow)
+            for e, n in (("single", 1), ("ddp", 2), ("zero2", 2), ("zero3", 2), ("fsdp-offload", 2))
+        ),
+    ],
+)
+def test_compiled_layers_equal_single(root, reference, engine, n):
+    run = RunDir(root / f"compiled-{engine}-{n}")
+    fields = BASE | dict(compile=True, gradient_checkpointing="full", num_processes=n)
+    recipe = recipe_of(run, **fields, **ENGINES[engine], ema_decay=0.9)
+    codes = wait(start(run, recipe, without_kernels))
+    assert not any(codes), log(run)[-3000:]
+    m = run.read_metrics()
+    assert set(losses(m)) == set(range(1, 21)) and deviation(m, reference) <= 1e-5
+    assert deviation(m, reference, "grad_norm") <= 1e-4
+    graphs = losses(m, "compiled_graphs")
+    assert graphs[20] == graphs[2] and graphs[20] >= 4
 
 
 @pytest.mark.parametrize(
