@@ -1199,7 +1199,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'sciftune.lab.bench.recomputed_share': ('9_lab/bench.html#recomputed_share', 'sciftune/lab/bench.py'),
                                     'sciftune.lab.bench.run_command': ('9_lab/bench.html#run_command', 'sciftune/lab/bench.py'),
                                     'sciftune.lab.bench.settled_plan': ('9_lab/bench.html#settled_plan', 'sciftune/lab/bench.py'),
-                                    'sciftune.lab.bench.short_run': ('9_lab/bench.html#short_run', 'sciftune/lab/bench.py'),
                                     'sciftune.lab.bench.shown_command': ('9_lab/bench.html#shown_command', 'sciftune/lab/bench.py'),
                                     'sciftune.lab.bench.shown_value': ('9_lab/bench.html#shown_value', 'sciftune/lab/bench.py'),
                                     'sciftune.lab.bench.summarise_steps': ('9_lab/bench.html#summarise_steps', 'sciftune/lab/bench.py'),

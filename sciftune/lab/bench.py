@@ -10,7 +10,6 @@ __all__ = [
     "ROW_FIELDS",
     "BENCH_COLUMNS",
     "parse_setting",
-    "short_run",
     "bench_recipe",
     "end_family",
     "run_command",
@@ -54,9 +53,8 @@ import psutil
 import yaml
 
 from ..core.plan import Plan
-from ..core.presets import PresetError, preset_values
 from ..core.recipe import Recipe, RecipeError, resolve
-from ..core.registry import RegistryError, find_record
+from ..core.registry import find_record
 from ..core.rundir import RunDir, gpus, new_run, run_record
 from .launch import LaunchFile, job_command, write_launch_files
 
@@ -109,23 +107,6 @@ SHORT_RUN = {
 }
 
 
-def short_run(
-    given: dict,  # Recipe fields
-) -> dict:
-    """`SHORT_RUN` without what the objective does not read.
-
-    Args:
-        given: Recipe fields
-    """
-    fields = dict(SHORT_RUN)
-    names = (given.get("model", "qwenimage"), given.get("preset", "debug"), given.get("objective"))
-    with contextlib.suppress(PresetError, RegistryError):  # `resolve` says what is wrong
-        objective = preset_values(*names)["objective"]
-        if "caption_dropout" not in find_record("objectives", objective).reads:
-            del fields["caption_dropout"]
-    return fields
-
-
 def bench_recipe(
     run_root: str | Path,  # Where the run folder goes
     **given,  # Recipe fields and those of `BENCH_FIELDS`
@@ -142,7 +123,7 @@ def bench_recipe(
     own = {name: given.pop(name, default) for name, default in BENCH_FIELDS.items()}
     if own["loop"] not in ("trainer", "bare"):
         raise RecipeError(f"loop: '{own['loop']}'; allowed: 'trainer', 'bare'")
-    fields = short_run(given) | {"run_root": str(run_root)}
+    fields = SHORT_RUN | {"run_root": str(run_root)}
     if given.get("preset", "debug") != "debug":
         del fields["strategy"], fields["gradient_checkpointing"]
     if own["recompute"] is not None:

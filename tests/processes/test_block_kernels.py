@@ -1,4 +1,4 @@
-"The kernels of blocks, in Triton's interpreter on the CPU, which is chosen when Triton is imported."
+"The kernels of blocks, in the interpreter of Triton, which is chosen when it is imported."
 
 import os
 
