@@ -18,6 +18,7 @@ __all__ = [
     "fused_parts",
     "fused_projection_backward",
     "FusedProjection",
+    "SideBySide",
     "OneRow",
     "ModulationLinear",
     "JointAttention",
@@ -473,6 +474,43 @@ class FusedProjection(torch.autograd.Function):
         return dx, dwq, dwk, None, None, None, None
 
 
+# %% ../../nbs/5_strategies/23_block_kernels.ipynb #bkjoin02
+class SideBySide(torch.autograd.Function):
+    """Two tensors joined along the channels; the gradient of the first is contiguous."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        first: Tensor,  # (B,S,C)
+        second: Tensor,  # (B,S,M)
+    ) -> Tensor:  # (B,S,C+M)
+        """`torch.cat`.
+
+        Args:
+            first: (B,S,C)
+            second: (B,S,M)
+
+        Returns:
+            (B,S,C+M)
+        """
+        ctx.width = first.shape[-1]
+        return torch.cat((first, second), -1)
+
+    @staticmethod
+    def backward(
+        ctx: Any,
+        grad: Tensor,  # (B,S,C+M)
+    ) -> tuple[Tensor, Tensor]:
+        """Both parts.
+
+        Args:
+            grad: (B,S,C+M)
+        """
+        return grad[..., : ctx.width].clone(memory_format=torch.contiguous_format), grad[
+            ..., ctx.width :
+        ]
+
+
 # %% ../../nbs/5_strategies/23_block_kernels.ipynb #23k0020
 class OneRow(torch.autograd.Function):
     """A linear layer of one row."""
@@ -647,7 +685,7 @@ class FusedAttention(flux2.Flux2ParallelSelfAttnProcessor):
             backend=self._attention_backend,
             parallel_config=self._parallel_config,
         )
-        return attn.to_out(torch.cat((out.flatten(2, 3).to(q.dtype), hidden), -1))
+        return attn.to_out(SideBySide.apply(out.flatten(2, 3).to(q.dtype), hidden))
 
 
 # %% ../../nbs/5_strategies/23_block_kernels.ipynb #23k0025
