@@ -24,7 +24,7 @@ from sciftune.strategies.optimizers import (
     set_master,
     set_state,
     set_step,
-    values_of,
+    stored_values,
 )
 
 if TYPE_CHECKING:
@@ -289,7 +289,7 @@ class Network:
         state = self.optimizer.state.get(self.params[r.name], {})
         first = r.start - self.starts[r.name]
         device = self.local(r.name).device
-        return values_of(self.kept_weight(r.name), state, key, first, r.count, device)
+        return stored_values(self.kept_weight(r.name), state, key, first, r.count, device)
 
     def write(
         self,

@@ -436,7 +436,7 @@ class HostStates:
         self.seen = []  # parameters of this step so far
 
     def _layout(self, i: int, prepare: Callable, filled: list) -> list:
-        """(name, dtype, shape, start, end) of each tensor; adds whether it is not zero; frees it."""
+        """(name, dtype, shape, start, end) of each tensor; adds whether it is filled; frees it."""
         state = self.states[i] = prepare(self.goes[i])
         out, end = [], 0
         for k, t in tensors_of(state).items():

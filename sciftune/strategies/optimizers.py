@@ -15,7 +15,7 @@ __all__ = [
     "set_master",
     "state_of",
     "set_state",
-    "values_of",
+    "stored_values",
     "set_step",
 ]
 
@@ -274,19 +274,15 @@ def _cut(
     if not hasattr(stored, "materialize"):
         return local_part(stored.detach()).reshape(-1)[begin:end].to(device)
     part = copy.copy(stored)
-    groups = slice(begin // GROUP, -(-end // GROUP))
-    for name, within in (
-        ("_data", slice(begin, end)),
-        ("_quantized", slice(begin, end)),
-        ("_scales", groups),
-    ):
+    numbers, groups = slice(begin, end), slice(begin // GROUP, -(-end // GROUP))
+    for name, within in dict(_data=numbers, _quantized=numbers, _scales=groups).items():
         tensor = getattr(stored, name)
         if tensor is not None:
             setattr(part, name, tensor.reshape(-1)[within].to(device))
     return part
 
 
-def values_of(
+def stored_values(
     local: Tensor,  # A parameter's part on this rank, contiguous, any shape (...)
     state: dict,  # The optimizer's, of the parameter; may be empty
     key: str,  # 'weight', 'exp_avg' or 'exp_avg_sq'
@@ -294,7 +290,7 @@ def values_of(
     count: int,  # Elements
     device: torch.device,  # Of the result
 ) -> Tensor:  # (count,) fp32
-    """Some numbers of a parameter: its master weight or a state; zeros for a state that is not there.
+    """Some numbers of a master weight or of a state; zeros for a state that is not there.
 
     Args:
         local: A parameter's part on this rank, contiguous, any shape (...)

@@ -243,7 +243,7 @@ class HostWeights:
             block.arrived = self.into.record_event()
 
     def _locked(self):
-        """Wait, once, until all host memory is page-locked. Raises RecipeError when it cannot be."""
+        """Wait until all host memory is page-locked. Raises RecipeError when it cannot be."""
         while self.locks:
             self.locks.pop().result()
 
