@@ -303,12 +303,13 @@ def stored_values(
     Returns:
         (count,) fp32
     """
-    if not count or (key != "weight" and key not in state):
+    if not count or (key != "weight" and state.get(key) is None):
         return torch.zeros(count, device=device)
     begin = first // GROUP * GROUP
     end = first + count
     if key == "weight":
-        bits = {k: _cut(state[k], begin, end, device) for k in ("error_bits",) if k in state}
+        stored = state.get("error_bits")
+        bits = {} if stored is None else dict(error_bits=_cut(stored, begin, end, device))
         values = master_of(_cut(local, begin, end, device), bits)
     else:
         values = state_of({key: _cut(state[key], begin, end, device)}, key)
