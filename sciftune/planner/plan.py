@@ -246,14 +246,26 @@ def _verdict(machine: Machine, total: float, usable: float, phase: Phase) -> str
     return f"{text}, most at {phase.name}"
 
 
-def _fitted_ledger(profile: Profile, strategy: Strategy, limit: float) -> Ledger:
-    """The ledger with as many checkpointed blocks as fit, and free memory put to use."""
-    count = checkpointed_blocks(profile, strategy, limit)
+def _with_room(profile: Profile, strategy: Strategy, limit: float, count: int) -> Ledger:
+    """The ledger with `count` checkpointed blocks, and free memory put to use."""
     ledger = Ledger(profile, strategy, count)
     phase = ledger.peak()
     room = max(0.0, limit - phase.total + phase.parts["optimizer"])
     roomier = ledger.costs.with_room(room)
     return ledger if roomier is strategy else Ledger(profile, roomier, count)
+
+
+def _fitted_ledger(
+    profile: Profile, strategy: Strategy, limit: float, rates: DeviceRates | None
+) -> Ledger:
+    """The ledger with as few checkpointed blocks as fit; with more where that is faster."""
+    count = checkpointed_blocks(profile, strategy, limit)
+    fewest = _with_room(profile, strategy, limit, count)
+    if fewest.strategy is strategy or strategy.recipe.gradient_checkpointing != "auto" or not rates:
+        return fewest
+    counts = range(count + 1, len(profile.blocks) + 1)
+    others = [_with_room(profile, strategy, limit, more) for more in counts]
+    return min([fewest, *others], key=lambda ledger: _seconds(ledger, rates)[0])
 
 
 def _seconds(ledger: Ledger, rates: DeviceRates) -> tuple[float, dict[str, float]]:
@@ -277,7 +289,8 @@ def plan_row(
     per = max(1, strategy.world // strategy.recipe.num_machines)
     usable = machine.usable(strategy.world if machine.cuda else per)
     limit = (usable - (0 if machine.cuda else PROCESS)) * 2**30 / (1 + GAPS + MARGIN)
-    ledger = _fitted_ledger(profile, strategy, limit)
+    rates = device_rates(machine.device) if machine.cuda else None
+    ledger = _fitted_ledger(profile, strategy, limit, rates)
     phase = ledger.peak()
     parts = {k: v / 2**30 for k, v in phase.parts.items() if v}
     allocated = sum(parts.values())
@@ -289,7 +302,6 @@ def plan_row(
     why = _verdict(machine, total, usable, phase)
     if host_total > machine.host:
         why += _host_verdict(machine, host_total, host)
-    rates = device_rates(machine.device) if machine.cuda else None
     seconds, seconds_parts = _seconds(ledger, rates) if rates else (None, {})
     return PlanRow(
         strategy=strategy.label,

@@ -26,7 +26,11 @@ import torch
 import triton
 import triton.language as tl
 from flashoptim import FlashAdamW
-from flashoptim.optimizers import _MaybeQuantizedTensor
+from flashoptim.optimizers import (
+    _MaybeQuantizedTensor,
+    _triton_dequantize_kernel,
+    _triton_quantize_kernel,
+)
 from torch import Tensor
 
 
@@ -212,6 +216,10 @@ def programs(
 
 
 # %% ../../nbs/5_strategies/04_adam.ipynb #da429626
+for _kernel in (_triton_quantize_kernel, _triton_dequantize_kernel):
+    del _kernel.configs[:-1]
+
+
 class Moment(_MaybeQuantizedTensor):
     """A moment whose scales are in 1/UNIT."""
 

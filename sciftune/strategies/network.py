@@ -20,12 +20,11 @@ from .gradient_release import GradientRelease
 from sciftune.strategies.optimizers import (
     build_optimizer,
     clip,
-    master_of,
     new_state,
     set_master,
     set_state,
     set_step,
-    state_of,
+    stored_values,
 )
 
 if TYPE_CHECKING:
@@ -259,6 +258,20 @@ class Network:
         """
         return self.params[name].detach()
 
+    def kept_weight(
+        self,
+        name: str,  # Of a trained parameter
+    ) -> Tensor:  # As `local`
+        """Between steps: where this rank's part of a parameter is kept.
+
+        Args:
+            name: Of a trained parameter
+
+        Returns:
+            As `local`
+        """
+        return self.local(name)
+
     def read(
         self,
         r: Range,  # Within what is held
@@ -274,12 +287,9 @@ class Network:
             (count,) fp32, on the device
         """
         state = self.optimizer.state.get(self.params[r.name], {})
-        local = self.local(r.name)
-        values = master_of(local, state) if key == "weight" else state_of(state, key)
-        if values is None:
-            return torch.zeros(r.count, device=local.device)
         first = r.start - self.starts[r.name]
-        return values.detach().reshape(-1)[first : first + r.count].float()
+        device = self.local(r.name).device
+        return stored_values(self.kept_weight(r.name), state, key, first, r.count, device)
 
     def write(
         self,

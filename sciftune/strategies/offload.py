@@ -6,6 +6,7 @@
 __all__ = [
     "SMALLEST",
     "SLOTS",
+    "BLOCKS",
     "STATE_BYTES",
     "BUS",
     "PAGE",
@@ -13,24 +14,34 @@ __all__ = [
     "worth_streaming",
     "evenly_spread",
     "streamed",
+    "window_size",
     "window_bytes",
     "offloaded_bytes",
+    "waiting_seconds",
     "Ring",
     "tensors_of",
     "put_tensors",
-    "lock_pages",
+    "lockers",
+    "page_lock",
+    "page_unlock",
+    "map_memory",
     "host_memory",
+    "CopyOut",
     "HostStates",
 ]
 
 # %% ../../nbs/5_strategies/05_offload.ipynb #27f2d576
 import contextlib
 import mmap
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +50,8 @@ from ..core.recipe import RecipeError
 
 # %% ../../nbs/5_strategies/05_offload.ipynb #4212509d
 SMALLEST = 2**20  # elements of a streamed parameter
-SLOTS = 3  # parameters of the largest size that the window holds
+SLOTS = 3  # parameters of the largest size that the window holds at least
+BLOCKS = 2  # blocks of the largest size that it holds at least
 
 
 def worth_streaming(
@@ -98,6 +110,23 @@ def streamed(
     return [worth_streaming(n) and next(goes) for n in numels]
 
 
+def window_size(
+    sizes: list[float],  # Of the states of each parameter
+    blocks: list[float],  # Of the states of each block
+) -> float:  # In the same unit; never more than all of them
+    """Room for states on the device while they pass through.
+
+    Args:
+        sizes: Of the states of each parameter
+        blocks: Of the states of each block
+
+    Returns:
+        In the same unit; never more than all of them
+    """
+    wanted = max(SLOTS * max(sizes, default=0), BLOCKS * max(blocks, default=0))
+    return min(wanted, sum(sizes))
+
+
 # %% ../../nbs/5_strategies/05_offload.ipynb #fc1a1309
 STATE_BYTES = dict(
     flashadamw=3 + 4 / 32, adamw=8.0
@@ -108,45 +137,66 @@ BUS = 40e9  # bytes/s each way
 def window_bytes(
     numels: list[int],  # Elements of the trained parameters
     kind: str,  # 'flashadamw' or 'adamw', from the precision policy
+    blocks: list[int] = (),  # Elements of each block that are trained
 ) -> float:
     """The window on the device, beside what is resident.
 
     Args:
         numels: Elements of the trained parameters
         kind: 'flashadamw' or 'adamw', from the precision policy
+        blocks: Elements of each block that are trained
     """
-    return SLOTS * STATE_BYTES[kind] * max(numels)
+    return STATE_BYTES[kind] * window_size(numels, blocks)
 
 
 def offloaded_bytes(
     numels: list[int],  # Elements of the trained parameters, in order
     kind: str,  # 'flashadamw' or 'adamw', from the precision policy
     room: float,  # Bytes of a GPU for optimizer states, the window included; inf = all
-) -> dict:  # gpu, host, resident: bytes; share: of residents, 0..1; seconds: on the bus per step
+    blocks: list[int] = (),  # Elements of each block that are trained
+) -> dict:  # gpu, host, resident, window: bytes; share: of residents, 0..1
     """Where the states of a single GPU are when as many as fit in `room` stay there.
 
     Args:
         numels: Elements of the trained parameters, in order
         kind: 'flashadamw' or 'adamw', from the precision policy
         room: Bytes of a GPU for optimizer states, the window included; inf = all
+        blocks: Elements of each block that are trained
 
     Returns:
-        gpu, host, resident: bytes; share: of residents, 0..1; seconds: on the bus per step
+        gpu, host, resident, window: bytes; share: of residents, 0..1
     """
     each = STATE_BYTES[kind]
     total = each * sum(numels)
     if total <= room:
-        return dict(gpu=total, host=0.0, resident=total, share=1.0, seconds=0.0)
-    window = window_bytes(numels, kind)
+        return dict(gpu=total, host=0.0, resident=total, window=0.0, share=1.0)
+    window = window_bytes(numels, kind, blocks)
     goes = streamed(numels, each, room - window)
     host = each * sum(n for n, away in zip(numels, goes, strict=True) if away)
     return dict(
         gpu=total - host + window,
         host=host,
         resident=max(0.0, room - window),
+        window=window,
         share=1 - host / total,
-        seconds=host / BUS,
     )
+
+
+def waiting_seconds(
+    host: float,  # Bytes that are streamed in a step, S
+    window: float,  # Bytes, V
+    forward: float,  # Seconds of computing
+    backward: float,
+) -> float:
+    """What the bus adds to a step.
+
+    Args:
+        host: Bytes that are streamed in a step, S
+        window: Bytes, V
+        forward: Seconds of computing
+    """
+    ahead = min(forward, window / BUS)
+    return max(0.0, host / BUS - ahead - backward)
 
 
 # %% ../../nbs/5_strategies/05_offload.ipynb #74e8be8f
@@ -175,7 +225,7 @@ class Ring:
             n: Bytes
         """
         if not self.used:
-            start = 0 if n <= self.size else None
+            start = self.end if self.end + n <= self.size else 0 if n <= self.size else None
         else:
             first = self.used[0][0]
             if self.end > first:
@@ -242,67 +292,111 @@ def put_tensors(
 
 # %% ../../nbs/5_strategies/05_offload.ipynb #8c4e866c
 PAGE = 4096  # bytes
-THREADS = 8  # that lock memory
+THREADS = min(32, os.cpu_count() or 1)  # that lock memory
 
 
-def lock_pages(
-    parts: list[Tensor],  # uint8 (bytes,), each on pages of its own
-    owner: mmap.mmap,  # Whose end unlocks them
+@cache
+def lockers() -> ThreadPoolExecutor:
+    """The threads."""
+    return ThreadPoolExecutor(THREADS, "page-lock")
+
+
+def page_lock(
+    address: int,  # Of a page
+    size: int,  # Bytes
 ):
-    """Page-lock host memory. Raises RecipeError when it cannot be locked.
+    """Lock host memory. Raises RecipeError when it cannot be locked.
 
     Args:
-        parts: uint8 (bytes,), each on pages of its own
-        owner: Whose end unlocks them
+        address: Of a page
+        size: Bytes
     """
-    runtime = torch.cuda.cudart()
-
-    def lock(part: Tensor) -> int:  # (bytes,) -> CUDA's error code
-        return int(runtime.cudaHostRegister(part.data_ptr(), part.numel(), 0))
-
-    with ThreadPoolExecutor(THREADS) as pool:
-        codes = list(pool.map(lock, parts))
-    if any(codes):
-        size = sum(part.numel() for part in parts) / 2**30
+    code = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
+    if code:
         raise RecipeError(
-            f"offload: {size:.1f} GiB of host memory could not be page-locked "
-            f"(CUDA error {max(codes)}); see ulimit -l and the free memory"
+            f"offload: {size / 2**30:.2f} GiB of host memory could not be page-locked "
+            f"(CUDA error {code}); see ulimit -l and the free memory"
         )
-    addresses = [part.data_ptr() for part in parts]
 
-    def unlock():
-        for address in addresses:
-            runtime.cudaHostUnregister(address)
 
-    weakref.finalize(owner, unlock)  # it lives as long as any part
+def page_unlock(
+    locks: list[Future],  # Of `page_lock`
+    addresses: list[int],  # Theirs
+):
+    """Unlock what was locked; what has not begun is left.
+
+    Args:
+        locks: Of `page_lock`
+        addresses: Theirs
+    """
+    for lock, address in zip(locks, addresses, strict=True):
+        if not lock.cancel() and not lock.exception():
+            torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def map_memory(
+    size: int,  # Bytes
+) -> mmap.mmap:
+    """Memory of this process alone, in huge pages where the system has them.
+
+    Args:
+        size: Bytes
+    """
+    mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
+        with contextlib.suppress(OSError):  # a kernel without them
+            mapped.madvise(advice)
+    return mapped
 
 
 def host_memory(
     sizes: list[int],  # Bytes
-    lock: bool,  # Page-locked, for copies that nobody waits for
-) -> list[Tensor]:  # One uint8 tensor each, on a page of its own
-    """Zeros in host memory. Raises RecipeError when they cannot be locked.
+    lock: bool,  # Page-lock it, for copies that nobody waits for
+) -> tuple[list[Tensor], list[Future]]:  # uint8 (bytes,), each on a page of its own; their locks
+    """Zeros in host memory, and what ends when they are locked; the last one is locked first.
 
     Args:
         sizes: Bytes
-        lock: Page-locked, for copies that nobody waits for
+        lock: Page-lock it, for copies that nobody waits for
 
     Returns:
-        One uint8 tensor each, on a page of its own
+        uint8 (bytes,), each on a page of its own; their locks
     """
     if not sizes:
-        return []
+        return [], []
     whole = [-(-n // PAGE) * PAGE for n in sizes]
     ends = list(accumulate(whole))
-    mapped = mmap.mmap(-1, ends[-1])
+    mapped = map_memory(ends[-1])
     area = torch.frombuffer(mapped, dtype=torch.uint8)
-    parts = [area[end - n : end] for n, end in zip(whole, ends, strict=True)]
+    parts = [
+        area[end - n : end - n + size] for n, end, size in zip(whole, ends, sizes, strict=True)
+    ]
+    locks = []
     if lock:
-        lock_pages(parts, mapped)
-    return [part[:n] for part, n in zip(parts, sizes, strict=True)]
+        addresses = [part.data_ptr() for part in parts]
+        pairs = list(zip(addresses, whole, strict=True))
+        locks = [lockers().submit(page_lock, *pair) for pair in reversed(pairs)][::-1]
+        weakref.finalize(mapped, page_unlock, locks, addresses)  # it lives as long as any part
+    return parts, locks
 
 
 # %% ../../nbs/5_strategies/05_offload.ipynb #5db66fe3
+@dataclass
+class CopyOut:
+    """States on their way to the host.
+
+    Attributes:
+        number: Of the parameter
+        start: In the window
+        done: torch.cuda.Event behind the copy
+    """
+
+    number: int  # Of the parameter
+    start: int  # In the window
+    end: int
+    done: Any  # torch.cuda.Event behind the copy
+
+
 class HostStates:
     """An optimizer whose large states wait in host memory; updates one parameter at a time.
 
@@ -311,6 +405,7 @@ class HostStates:
         params: Those that are trained, in the module's order
         prepare: (parameter) -> its state, made on the device, all zeros
         resident: Bytes of state that may stay on the device
+        blocks: The parameters of each block
     """
 
     def __init__(
@@ -319,6 +414,7 @@ class HostStates:
         params: list,  # Those that are trained, in the module's order
         prepare: Callable,  # (parameter) -> its state, made on the device, all zeros
         resident: float = 0.0,  # Bytes of state that may stay on the device
+        blocks: list[list] = (),  # The parameters of each block
     ):
         self.optimizer = optimizer
         self.device = params[0].device
@@ -331,31 +427,36 @@ class HostStates:
         self.goes = [p for p, away in zip(params, goes, strict=True) if away]
         self.states = [None] * len(self.goes)
         self.number = {id(p): i for i, p in enumerate(self.goes)}
-        self.layouts = [self._layout(i, prepare) for i in range(len(self.goes))]
+        filled = []  # scalars
+        self.layouts = [self._layout(i, prepare, filled) for i in range(len(self.goes))]
+        if filled and torch.stack(filled).any():
+            raise ValueError("a new optimizer state is not zero")
         sizes = [-(-layout[-1][-1] // 256) * 256 for layout in self.layouts]
-        self.host = host_memory(sizes, cuda)
-        for i, state in enumerate(self.states):
-            put_tensors(state, self._views(i, self.host[i]))
-        self._make_window()
+        self.host, self.locks = host_memory(sizes, cuda)
+        self.kept = [self._views(i, raw) for i, raw in enumerate(self.host)]
+        for state, kept in zip(self.states, self.kept, strict=True):
+            put_tensors(state, kept)
+        self._make_window(sizes, blocks)
 
-    def _make_window(self):
-        """Room on the device, and the first guess of the order: the last parameter first."""
-        size = SLOTS * max((h.numel() for h in self.host), default=0)
+    def _make_window(self, sizes: list[int], blocks: list[list]):
+        """Room on the device; the order is unknown."""
+        numbers = [[self.number.get(id(p)) for p in block] for block in blocks]
+        together = [sum(sizes[i] for i in block if i is not None) for block in numbers]
+        size = window_size(sizes, together)
         self.ring = Ring(size)
         self.window = torch.empty(size, dtype=torch.uint8, device=self.device)
-        self.last = None  # the last copy out that was asked for
-        self.order = list(reversed(range(len(self.goes))))
-        self.coming = deque(self.order)
+        self.leaving = deque()  # `CopyOut`s that no copy in has waited for, oldest first
+        self.order = []
+        self.coming = deque()
         self.ready = {}  # number of a parameter -> place in the window, event of its arrival
         self.seen = []  # parameters of this step so far
 
-    def _layout(self, i: int, prepare: Callable) -> list:  # (name, dtype, shape, start, end)
-        """Place of each tensor in the bytes of a parameter; its memory is freed."""
+    def _layout(self, i: int, prepare: Callable, filled: list) -> list:
+        """(name, dtype, shape, start, end) of each tensor; adds whether it is filled; frees it."""
         state = self.states[i] = prepare(self.goes[i])
         out, end = [], 0
         for k, t in tensors_of(state).items():
-            if t.any():
-                raise ValueError(f"a new optimizer state is not zero: {k}")
+            filled.append(t.any())
             start = -(-end // 256) * 256
             end = start + t.nbytes
             out.append((k, t.dtype, t.shape, start, end))
@@ -387,7 +488,7 @@ class HostStates:
         start = self._fetch(i)
         put_tensors(self.states[i], self._views(i, self.window[start:]))
         self.optimizer.step_param(p, group)
-        put_tensors(self.states[i], self._views(i, self.host[i]))
+        put_tensors(self.states[i], self.kept[i])
         self._store(i, start)
         self.seen.append(i)
         self._ahead()
@@ -396,9 +497,11 @@ class HostStates:
         if i not in self.ready:
             if i in self.coming:
                 self.coming.remove(i)
-            if self.ready:
+            start = self.ring.take(self.host[i].numel())
+            if start is None:
                 self._forget()
-            self._load(i, self.ring.take(self.host[i].numel()))
+                start = self.ring.take(self.host[i].numel())
+            self._load(i, start)
         start, arrived = self.ready.pop(i)
         if arrived:
             torch.cuda.current_stream(self.device).wait_event(arrived)
@@ -418,11 +521,25 @@ class HostStates:
             room.copy_(host)
             self.ready[i] = start, None
             return
-        if self.last:
-            self.into.wait_event(self.last)
+        self._come_after(i, start, start + host.numel())
+        self._locked(i)
         with torch.cuda.stream(self.into):
             room.copy_(host, non_blocking=True)
             self.ready[i] = start, self.into.record_event()
+
+    def _come_after(self, i: int, start: int, end: int):
+        """Copies in come after the last copy out of these bytes of the window, or to `host[i]`."""
+        same = [o.number == i or (o.start < end and start < o.end) for o in self.leaving]
+        count = max((n for n, one in enumerate(same, 1) if one), default=0)
+        for _ in range(count):
+            last = self.leaving.popleft()
+        if count:
+            self.into.wait_event(last.done)
+
+    def _locked(self, i: int):
+        """Wait until `host[i]` is page-locked. Raises RecipeError when it cannot be."""
+        if self.locks:
+            self.locks[i].result()
 
     def _store(self, i: int, start: int):
         host = self.host[i]
@@ -434,7 +551,8 @@ class HostStates:
         self.out.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.out):
             host.copy_(room, non_blocking=True)
-            self.last = self.out.record_event()
+            done = self.out.record_event()
+        self.leaving.append(CopyOut(i, start, start + host.numel(), done))
 
     def _ahead(self):
         while (
@@ -454,6 +572,11 @@ class HostStates:
         self.coming, self.seen = deque(self.order), []
         self._ahead()
 
+    def settle(self):
+        """Between steps: wait until the states on the host are those of the last step."""
+        if self.out:
+            self.out.synchronize()
+
     @contextlib.contextmanager
     def at_hand(
         self,
@@ -469,17 +592,19 @@ class HostStates:
         if i is None:
             yield
             return
-        if self.out:
+        self.settle()
+        if self.into:
             self.into.synchronize()
-            self.out.synchronize()
         self._forget()
+        self._locked(i)
         room = self.window[: self.host[i].numel()]
         room.copy_(self.host[i])
         put_tensors(self.states[i], self._views(i, room))
         yield
         now = tensors_of(self.states[i])
-        kept = self._views(i, self.host[i])
-        put_tensors(self.states[i], kept)
+        put_tensors(self.states[i], self.kept[i])
         if write:
-            for k in kept:
-                kept[k].copy_(now[k])
+            for k, kept in self.kept[i].items():
+                kept.copy_(now[k])
+        if self.into:
+            self.into.wait_stream(torch.cuda.current_stream(self.device))

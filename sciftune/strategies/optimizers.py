@@ -4,6 +4,7 @@
 
 # %% auto #0
 __all__ = [
+    "GROUP",
     "adam_state",
     "ReleasedAdamW",
     "build_optimizer",
@@ -14,10 +15,13 @@ __all__ = [
     "set_master",
     "state_of",
     "set_state",
+    "stored_values",
     "set_step",
 ]
 
 # %% ../../nbs/5_strategies/02_optimizers.ipynb #f574fc92
+import copy
+
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
@@ -254,6 +258,62 @@ def set_state(
         stored.set_data(values.to(local.device).reshape(local.shape))
     else:
         local_part(stored).reshape(-1).copy_(values)
+
+
+# %% ../../nbs/5_strategies/02_optimizers.ipynb #fa5ba5c0
+GROUP = 32  # elements that share a scale
+
+
+def _cut(
+    stored: Tensor,  # Plain, sharded or quantised, any shape (...)
+    begin: int,  # Of the flattened part of this rank, a multiple of `GROUP`
+    end: int,
+    device: torch.device,  # Of the result
+) -> Tensor:  # (end - begin,)
+    """A part of what is stored."""
+    if not hasattr(stored, "materialize"):
+        return local_part(stored.detach()).reshape(-1)[begin:end].to(device)
+    part = copy.copy(stored)
+    numbers, groups = slice(begin, end), slice(begin // GROUP, -(-end // GROUP))
+    for name, within in dict(_data=numbers, _quantized=numbers, _scales=groups).items():
+        tensor = getattr(stored, name)
+        if tensor is not None:
+            setattr(part, name, tensor.reshape(-1)[within].to(device))
+    return part
+
+
+def stored_values(
+    local: Tensor,  # A parameter's part on this rank, contiguous, any shape (...)
+    state: dict,  # The optimizer's, of the parameter; may be empty
+    key: str,  # 'weight', 'exp_avg' or 'exp_avg_sq'
+    first: int,  # Element of the flattened part
+    count: int,  # Elements
+    device: torch.device,  # Of the result
+) -> Tensor:  # (count,) fp32
+    """Some numbers of a master weight or of a state; zeros for a state that is not there.
+
+    Args:
+        local: A parameter's part on this rank, contiguous, any shape (...)
+        state: The optimizer's, of the parameter; may be empty
+        key: 'weight', 'exp_avg' or 'exp_avg_sq'
+        first: Element of the flattened part
+        count: Elements
+        device: Of the result
+
+    Returns:
+        (count,) fp32
+    """
+    if not count or (key != "weight" and state.get(key) is None):
+        return torch.zeros(count, device=device)
+    begin = first // GROUP * GROUP
+    end = first + count
+    if key == "weight":
+        stored = state.get("error_bits")
+        bits = {} if stored is None else dict(error_bits=_cut(stored, begin, end, device))
+        values = master_of(_cut(local, begin, end, device), bits)
+    else:
+        values = state_of({key: _cut(state[key], begin, end, device)}, key)
+    return values[first - begin :].float()
 
 
 # %% ../../nbs/5_strategies/02_optimizers.ipynb #7666d5cf

@@ -16,6 +16,7 @@ __all__ = [
 # %% ../../nbs/5_strategies/12_single.ipynb #78313f2a
 import contextlib
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -25,7 +26,13 @@ from .compilation import blocks_of
 from .costs import Costs
 from .gradient_release import GradientRelease
 from .network import Network, Range
-from .offload import BUS, HostStates, offloaded_bytes, window_bytes
+from sciftune.strategies.offload import (
+    BUS,
+    HostStates,
+    offloaded_bytes,
+    waiting_seconds,
+    window_bytes,
+)
 from .optimizers import build_optimizer, new_state
 from .strategy import Strategy
 from .streamed_weights import HostWeights, placed_weights
@@ -60,12 +67,9 @@ class StreamedNetwork(Network):
         cuda = self.engine.device.type == "cuda"
         kind = self.policy.optimizer
         self.optimizer = build_optimizer(params, self.recipe, kind, cuda, release=True)
-
-        def prepare(parameter: nn.Parameter) -> dict:
-            with self.weight_at_hand(parameter):
-                return new_state(self.optimizer, parameter)
-
-        self.away = HostStates(self.optimizer, params, prepare, self.resident_states())
+        prepare = partial(new_state, self.optimizer)
+        blocks = [list(b.parameters()) for b in blocks_of(self.raw, self.strategy.block_classes)]
+        self.away = HostStates(self.optimizer, params, prepare, self.resident_states(), blocks)
         self.release = GradientRelease(module, self.away, self.recipe.max_grad_norm)
 
     def resident_states(self) -> float:
@@ -98,7 +102,7 @@ class StreamedNetwork(Network):
         r: Range,  # Within what is held
         key: str,  # One of `STATES`
     ) -> Tensor:  # (count,) fp32, on the device
-        """The values of `key` in `r`.
+        """The values of `key` in `r`, copied from the host as far as they are asked for.
 
         Args:
             r: Within what is held
@@ -107,9 +111,8 @@ class StreamedNetwork(Network):
         Returns:
             (count,) fp32, on the device
         """
-        parameter = self.params[r.name]
-        with self.weight_at_hand(parameter), self.away.at_hand(parameter):
-            return super().read(r, key).clone()
+        self.away.settle()
+        return super().read(r, key).clone()
 
     def write(
         self,
@@ -163,13 +166,29 @@ class StreamedWeightsNetwork(StreamedNetwork):
         """
         return self.weights.at_hand(parameter, write)
 
+    def kept_weight(
+        self,
+        name: str,  # Of a trained parameter
+    ) -> Tensor:  # As `local`
+        """Between steps: the weights on the host, where they are streamed.
+
+        Args:
+            name: Of a trained parameter
+
+        Returns:
+            As `local`
+        """
+        return self.weights.kept(self.params[name])
+
 
 # %% ../../nbs/5_strategies/12_single.ipynb #cd40a29f
 class StreamedCosts(Costs):
     """A single GPU whose optimizer states wait on the host."""
 
     def _states_within(self, room: float) -> dict[str, float]:
-        return offloaded_bytes(list(self.model.trained_tensors), self.policy.optimizer, room)
+        blocks = [block.trained for block in self.model.blocks]
+        tensors = list(self.model.trained_tensors)
+        return offloaded_bytes(tensors, self.policy.optimizer, room, blocks)
 
     def _states(self) -> dict[str, float]:
         return self._states_within(self.strategy.room)
@@ -205,7 +224,9 @@ class StreamedCosts(Costs):
             resident: Bytes of what is streamed that stay on the GPU
         """
         numels, kind = list(self.model.trained_tensors), self.policy.optimizer
-        return replace(self.strategy, room=resident + window_bytes(numels, kind))
+        blocks = [block.trained for block in self.model.blocks]
+        window = window_bytes(numels, kind, blocks)
+        return replace(self.strategy, room=resident + window)
 
     def offload_seconds(
         self,
@@ -217,8 +238,9 @@ class StreamedCosts(Costs):
         Args:
             busy: Seconds of computing per step
         """
-        hidden = busy * (2 + checkpointed_share) / (3 + checkpointed_share)
-        return max(0.0, self._states()["seconds"] - hidden)
+        forward = busy / (3 + checkpointed_share)
+        states = self._states()
+        return waiting_seconds(states["host"], states["window"], forward, busy - forward)
 
 
 # %% ../../nbs/5_strategies/12_single.ipynb #3d3011bf
@@ -262,7 +284,7 @@ class StreamedWeightsCosts(StreamedCosts):
         """
         forward = busy / (3 + checkpointed_share)
         weights = self._weights()["host"] / BUS
-        states = self._states()["seconds"]
+        states = self._states()["host"] / BUS
         late = max(0.0, weights + states - (busy - forward))
         return max(0.0, weights - forward) + late
 

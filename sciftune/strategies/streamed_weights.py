@@ -138,6 +138,7 @@ class HostWeights:
         sizes = [sum(p.nbytes for p in params) for params in large]
         self.resident = placed_weights(sizes, resident)["resident"]
         self.blocks: list[StreamedBlock] = []
+        self.locks = []  # of host memory that may not be page-locked yet
         self.place = {}  # id of a parameter -> its block, its copy on the host
         self.follows = {}  # (phase, number of a block) -> what was used after it
         self.now = None  # (phase, number) of the last use
@@ -149,9 +150,9 @@ class HostWeights:
         """Take the weights of a block to the host and set its hooks."""
         number, cuda = len(self.blocks), self.device.type == "cuda"
         block = StreamedBlock(params, [])
-        for parameter, raw in zip(
-            params, host_memory([p.nbytes for p in params], cuda), strict=True
-        ):
+        host, locks = host_memory([p.nbytes for p in params], cuda)
+        self.locks += locks
+        for parameter, raw in zip(params, host, strict=True):
             kept = raw.view(parameter.dtype).view(parameter.shape).copy_(parameter.data)
             block.host.append(kept)
             self.place[id(parameter)] = block, kept
@@ -236,9 +237,15 @@ class HostWeights:
         self.into.wait_stream(torch.cuda.current_stream(self.device))
         if block.stored:
             self.into.wait_event(block.stored)
+        self._locked()
         with torch.cuda.stream(self.into):
             block.fill(non_blocking=True)
             block.arrived = self.into.record_event()
+
+    def _locked(self):
+        """Wait until all host memory is page-locked. Raises RecipeError when it cannot be."""
+        while self.locks:
+            self.locks.pop().result()
 
     def _wait(self, block: StreamedBlock):
         """What is computed from now on comes after the copy to the device."""
@@ -251,6 +258,21 @@ class HostWeights:
         block.free()
 
     # between steps
+    def kept(
+        self,
+        parameter: nn.Parameter,
+    ) -> Tensor:  # Of its shape and type
+        """The weights of `parameter` where they are kept: on the host, when they are streamed.
+
+        Returns:
+            Of its shape and type
+        """
+        if id(parameter) not in self.place:
+            return parameter.detach()
+        if self.out is not None:
+            self.out.synchronize()
+        return self.place[id(parameter)][1]
+
     @contextlib.contextmanager
     def at_hand(
         self,
@@ -269,6 +291,7 @@ class HostWeights:
         if self.into is not None:
             self.into.synchronize()
             self.out.synchronize()
+            self._locked()
         alone = StreamedBlock([parameter], [kept], block.there)
         if not block.there:
             alone.allocate()

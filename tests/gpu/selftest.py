@@ -504,7 +504,9 @@ def the_bus():
 
     n = 2**30
     began = time.time()
-    a, b = host_memory([n, n], True)
+    (a, b), locks = host_memory([n, n], True)
+    for lock in locks:
+        lock.result()
     locked = time.time() - began
     x, y = (torch.empty(n, dtype=torch.uint8, device="cuda") for _ in range(2))
     s, t = torch.cuda.Stream(), torch.cuda.Stream()
