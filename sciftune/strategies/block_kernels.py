@@ -256,23 +256,26 @@ def norm_rope(
 # %% ../../nbs/5_strategies/23_block_kernels.ipynb #23k0012
 @torch.library.custom_op("sciftune::swiglu_backward", mutates_args=())
 def swiglu_backward(
-    grad: Tensor,  # (B,S,M)
-    x: Tensor,  # (B,S,2M)
-) -> Tensor:  # (B,S,2M)
+    grad: Tensor,  # (...,M)
+    x: Tensor,  # (...,2M)
+) -> Tensor:  # (...,2M)
     """The gradient of `silu(gate) * up`.
 
     Args:
-        grad: (B,S,M)
-        x: (B,S,2M)
+        grad: (...,M)
+        x: (...,2M)
 
     Returns:
-        (B,S,2M)
+        (...,2M)
     """
     from sciftune.strategies.triton_kernels import launch_swiglu_backward
 
     x = x.contiguous()
     out = torch.empty_like(x)
-    launch_swiglu_backward(grad, x, out)
+    if x.ndim != 3:  # rows of samples that stand one behind another
+        launch_swiglu_backward(*(t.reshape(1, -1, t.shape[-1]) for t in (grad, x, out)))
+    else:
+        launch_swiglu_backward(grad, x, out)
     return out
 
 

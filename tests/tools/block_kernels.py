@@ -95,4 +95,10 @@ for name, config in TINY.items():
         assert counted
         kinds = len({type(block) for block in blocks})
         assert compiled_graphs() - graphs <= 2 * kinds, (compiled_graphs(), graphs)
+for shape in ((2, 3, 40), (6, 40)):
+    x = torch.randn(shape, requires_grad=True)
+    grad = torch.randn(*shape[:-1], 70)[..., :20]
+    made = torch.autograd.grad(block_kernels.SwiGLU.apply(x), x, grad)[0]
+    right = torch.autograd.grad(block_kernels.swiglu(x), x, grad)[0]
+    assert distance(made, right) < 1e-6
 print("fine")
