@@ -407,6 +407,14 @@ class DataSection(Section):
         instead="distillation and the autoencoder see centre-cropped squares, BAGEL whole images "
         "in sizes of its own",
     )
+    packing: bool = field(
+        False,
+        "micro-batches hold samples of any sizes, their tokens one behind another without padding, "
+        "in the place of one size each",
+        optional=True,
+        needs="fit=bucket|fit=pad|random_hw_adapt",
+        instead="BAGEL packs as it is; the other objectives train one size at a time",
+    )
     random_hw_adapt: bool = field(
         False,
         "draw the size of a sample: its side between bucket_min and resolution, with fit='crop' "
@@ -524,6 +532,11 @@ class DataSection(Section):
     def varied(self) -> bool:
         """Whether samples differ in size."""
         return self.fit != "crop" or self.random_hw_adapt
+
+    @property
+    def bucketed(self) -> bool:
+        """Whether a micro-batch holds samples of one bucket alone."""
+        return self.varied and not self.packing
 
     def sides(self) -> tuple[int, int, int]:
         """Smallest side, largest side and step of varied sizes, with what 0 stands for put in."""

@@ -13,11 +13,12 @@ __all__ = [
     "t5_and_clip_states",
     "flux1_position_ids",
     "takes_guidance",
+    "join_streams",
     "Flux1",
 ]
 
 # %% ../../nbs/4_models/05_flux1.ipynb #5c9319b6
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import diffusers
@@ -38,7 +39,16 @@ from sciftune.models.family import (
     pack,
     references_of,
     stack_rows,
+    stack_sizes,
     unpack,
+)
+from sciftune.models.packing import (
+    PackedForward,
+    Packing,
+    caption_rows,
+    join_rows,
+    own_images,
+    separate_rows,
 )
 from ..toys import tiny
 
@@ -57,6 +67,7 @@ RECORDS = [
         usual_learning_rates=(5e-6, 5e-5),
         float32_inputs=True,
         context_parallel=True,
+        packing=True,
     )
 ]
 
@@ -151,6 +162,30 @@ def takes_guidance(
     for wrap in ("raw", "module"):
         denoiser = getattr(denoiser, wrap, denoiser)
     return hasattr(denoiser.time_text_embed, "guidance_embedder")
+
+
+# %% ../../nbs/4_models/05_flux1.ipynb #1ab2d9dc
+def join_streams(
+    usual: Callable,  # Forward of a single block
+    packing: Packing,
+    hidden_states: Tensor,  # Of images (N,1,C)
+    encoder_hidden_states: Tensor,  # Of captions (T,1,C)
+    *rest: object,
+    **named: object,
+) -> tuple[Tensor, Tensor]:  # Of captions, of images
+    """A single block whose tokens are rows.
+
+    Args:
+        usual: Forward of a single block
+        hidden_states: Of images (N,1,C)
+        encoder_hidden_states: Of captions (T,1,C)
+
+    Returns:
+        Of captions, of images
+    """
+    joint = torch.cat((encoder_hidden_states, hidden_states))
+    _, joint = usual(joint, joint[:, :0], *rest, **named)
+    return tuple(joint.split([len(encoder_hidden_states), len(hidden_states)]))
 
 
 # %% ../../nbs/4_models/05_flux1.ipynb #f5a7bbc0
@@ -270,6 +305,8 @@ class Flux1(GuidanceInput, Family):
             (B,16,h,w)
         """
         self.check_inputs(x_t, sigma)
+        if "packed" in conditioning:
+            return self.predict_packed(denoiser, x_t, sigma, conditioning)
         h, w = x_t.shape[2:]
         dtype, device, text = compute_dtype(denoiser), x_t.device, conditioning["text"]
         everything = torch.ones(text.shape[:2], device=device)
@@ -291,6 +328,63 @@ class Flux1(GuidanceInput, Family):
             img_ids=torch.cat(ids),
         )[0]
         return unpack(out[:, : h // 2 * (w // 2)], h // 2, w // 2).to(x_t.dtype)
+
+    def predict_packed(
+        self,
+        denoiser: nn.Module,  # After `prepare_packing`
+        x_t: Tensor,  # Noisy latents (B,16,H,W), those of each image in the top left corner
+        sigma: Tensor,  # Noise levels (B,) in [0,1]
+        conditioning: dict,  # With 'packed', and 'sizes' where they differ
+    ) -> Tensor:  # (B,16,H,W)
+        """`predict` without padding: tokens of all samples one behind another, and back.
+
+        Args:
+            denoiser: After `prepare_packing`
+            x_t: Noisy latents (B,16,H,W), those of each image in the top left corner
+            sigma: Noise levels (B,) in [0,1]
+            conditioning: With 'packed', and 'sizes' where they differ
+
+        Returns:
+            (B,16,H,W)
+        """
+        dtype, device = compute_dtype(denoiser), x_t.device
+        images = own_images(x_t, conditioning.get("sizes"))
+        sides = [(x.shape[1] // 2, x.shape[2] // 2) for x in images]
+        lengths = [rows * cols for rows, cols in sides]
+        text = join_rows(caption_rows(conditioning))[:, None]
+        out = denoiser(
+            hidden_states=join_rows([pack(x[None])[0] for x in images])[:, None].to(dtype),
+            timestep=sigma,
+            guidance=self.guidance_input(conditioning, sigma) if takes_guidance(denoiser) else None,
+            return_dict=False,
+            encoder_hidden_states=text.to(dtype),
+            pooled_projections=conditioning["pooled"].to(dtype),
+            txt_ids=torch.zeros(len(text), 3, dtype=torch.int64, device=device),
+            img_ids=join_rows([flux1_position_ids(*side, device) for side in sides]),
+            packing=Packing.of(conditioning["packed"], lengths, device),
+        )[0]
+        made = zip(separate_rows(out[:, 0], lengths), sides, strict=True)
+        return stack_sizes([unpack(row[None], *side)[0] for row, side in made])[0].to(x_t.dtype)
+
+    def prepare_packing(
+        self,
+        denoiser: nn.Module,  # Not yet compiled nor under an engine
+    ):
+        """Modulations with a row for each token, attention within each sample.
+
+        Args:
+            denoiser: Not yet compiled nor under an engine
+        """
+        forward = PackedForward(denoiser)
+        for block in denoiser.transformer_blocks:
+            forward.spread(block.norm1.linear, "image")
+            forward.spread(block.norm1_context.linear, "text")
+            forward.attend(block.attn)
+        for block in denoiser.single_transformer_blocks:
+            forward.replace(block, join_streams)
+            forward.spread(block.norm.linear, "joint")
+            forward.attend(block.attn)
+        forward.spread(denoiser.norm_out.linear, "image")
 
     @torch.no_grad()
     def decode(

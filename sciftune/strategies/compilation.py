@@ -41,6 +41,7 @@ from ..core.progress import progress
 from ..core.recipe import Recipe, RecipeError
 from ..core.registry import find_record
 from ..core.rundir import cache_root
+from ..models.family import get_family
 
 
 # %% ../../nbs/5_strategies/08_compilation.ipynb #ca556d22
@@ -563,6 +564,8 @@ def prepare_denoiser(
     contiguous_gradients(real_rotary(denoiser))
     if fp8:
         float8_linears(denoiser, names)
+    if recipe.packing:
+        get_family(recipe.model).prepare_packing(denoiser)
     count = blocks_to_checkpoint(recipe, recompute_blocks)
     if recipe.compile and find_record("strategies", recipe.strategy).hooks_layers:
         gather_whole_blocks(denoiser, names)
