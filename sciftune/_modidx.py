@@ -5720,6 +5720,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'sciftune/training/encoding.py'),
                                             'sciftune.training.encoding.random_data': ( '7_training/encoding.html#random_data',
                                                                                         'sciftune/training/encoding.py'),
+                                            'sciftune.training.encoding.random_sizes': ( '7_training/encoding.html#random_sizes',
+                                                                                         'sciftune/training/encoding.py'),
                                             'sciftune.training.encoding.reference_latents': ( '7_training/encoding.html#reference_latents',
                                                                                               'sciftune/training/encoding.py'),
                                             'sciftune.training.encoding.reference_pixels': ( '7_training/encoding.html#reference_pixels',

@@ -453,6 +453,8 @@ ROW_FIELDS = (
     "reduce_type",
     "context_parallel",
     "data",
+    "fit",
+    "packing",
     "reference_images",
 )
 
