@@ -318,7 +318,7 @@ def check_context(
 def check_packing(
     recipe: Fields,  # Each field is valid by itself
 ):
-    """The model can take samples one behind another, and nothing else divides or widens them.
+    """The model can take samples one behind another, and no processes divide their tokens.
 
     Args:
         recipe: Each field is valid by itself
@@ -335,11 +335,6 @@ def check_packing(
         raise ValueError(
             f"packing: not with context_parallel {recipe.context_parallel}, which divides the "
             "tokens of one size; use packing=False, or context_parallel=1"
-        )
-    if recipe.reference_images:
-        raise ValueError(
-            f"packing: not with reference_images {recipe.reference_images}; use packing=False, "
-            "which puts reference images of any size beside each other with a mask"
         )
 
 

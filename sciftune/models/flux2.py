@@ -16,6 +16,7 @@ __all__ = [
     "qwen3_config",
     "qwen3_states",
     "flux2_position_ids",
+    "picture_ids",
     "spread_double",
     "spread_single",
     "attend_fused",
@@ -60,7 +61,7 @@ from sciftune.models.packing import (
     attend_turned,
     caption_rows,
     join_rows,
-    own_images,
+    own_pictures,
     separate_rows,
     spread,
 )
@@ -261,6 +262,24 @@ def flux2_position_ids(
     axes[0] = axes[0] + time
     ids = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1)
     return ids.reshape(1, -1, 4).expand(batch, -1, -1)
+
+
+def picture_ids(
+    pictures: list[Tensor],  # (C,h,w), the image and its references
+) -> Tensor:  # (tokens,4) int64
+    """Position ids of a sample's image and of the references behind it.
+
+    Args:
+        pictures: (C,h,w), the image and its references
+
+    Returns:
+        (tokens,4) int64
+    """
+    ids = [
+        flux2_position_ids(1, *x.shape[1:], 1, x.device, time=REFERENCE_TIME * k)[0]
+        for k, x in enumerate(pictures)
+    ]
+    return torch.cat(ids)
 
 
 # %% ../../nbs/4_models/04_flux2.ipynb #aefbd19d
@@ -587,23 +606,23 @@ class Klein(Family):
             (B,128,H,W)
         """
         dtype, device = compute_dtype(denoiser), x_t.device
-        texts, images = caption_rows(conditioning), own_images(x_t, conditioning.get("sizes"))
-        rows = [x.flatten(1).T for x in images]
+        texts, pictures = caption_rows(conditioning), own_pictures(x_t, conditioning)
+        rows = [torch.cat([x.flatten(1).T for x in own]) for own in pictures]
         lengths = [len(row) for row in rows]
         text_ids = [flux2_position_ids(1, 1, 1, len(text), device)[0] for text in texts]
-        ids = [flux2_position_ids(1, *x.shape[1:], 1, device)[0] for x in images]
         out = denoiser(
             hidden_states=join_rows(rows)[None].to(dtype),
             timestep=sigma,
             encoder_hidden_states=join_rows(texts)[None].to(dtype),
             guidance=self.guidance_input(conditioning, sigma),
             txt_ids=join_rows(text_ids),
-            img_ids=join_rows(ids),
+            img_ids=join_rows([picture_ids(own) for own in pictures]),
             packing=Packing.of(conditioning["packed"], lengths, device),
             return_dict=False,
         )[0]
-        made = zip(separate_rows(out[0], lengths), images, strict=True)
-        return stack_sizes([row.T.unflatten(1, x.shape[1:]) for row, x in made])[0].to(x_t.dtype)
+        made = zip(separate_rows(out[0], lengths), pictures, strict=True)
+        images = [row[: x[0].numel()].T.unflatten(1, x.shape[1:]) for row, (x, *_) in made]
+        return stack_sizes(images)[0].to(x_t.dtype)
 
     def prepare_packing(
         self,

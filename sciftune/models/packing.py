@@ -6,6 +6,7 @@
 __all__ = [
     "ROUNDING",
     "own_images",
+    "own_pictures",
     "join_rows",
     "separate_rows",
     "caption_rows",
@@ -52,6 +53,28 @@ def own_images(
     """
     sizes = sizes or [x.shape[2:]] * len(x)
     return [image[:, :h, :w] for image, (h, w) in zip(x, sizes, strict=True)]
+
+
+def own_pictures(
+    x: Tensor,  # Latents (B,C,H,W)
+    conditioning: dict,  # With 'sizes' where they differ, and what `stack_references` gave
+) -> list[list[Tensor]]:  # (C,h,w) each, of each sample
+    """The image of each sample, and behind it those of its reference images that are there.
+
+    Args:
+        x: Latents (B,C,H,W)
+        conditioning: With 'sizes' where they differ, and what `stack_references` gave
+
+    Returns:
+        (C,h,w) each, of each sample
+    """
+    own = [[image] for image in own_images(x, conditioning.get("sizes"))]
+    places = conditioning.get("references", [])
+    sizes = conditioning.get("reference_sizes", [None] * len(places))
+    for references, place in zip(places, sizes, strict=True):
+        for pictures, reference in zip(own, own_images(references, place), strict=True):
+            pictures += [reference] if reference.numel() else []
+    return own
 
 
 def join_rows(

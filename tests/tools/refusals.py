@@ -458,14 +458,6 @@ CASES = [
     ),
     asked(
         "Recipe",
-        "packing: not with reference_images 1; use packing=False",
-        model="klein",
-        fit="bucket",
-        reference_images=1,
-        packing=True,
-    ),
-    asked(
-        "Recipe",
         "packing: needs objective 'flow'; 'autoencoder' does not read it",
         model="klein",
         objective="autoencoder",
