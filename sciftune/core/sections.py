@@ -409,10 +409,9 @@ class DataSection(Section):
     )
     packing: bool = field(
         False,
-        "micro-batches hold samples of any sizes, their tokens one behind another without padding, "
-        "in the place of one size each",
+        "micro-batches hold samples of any sizes and captions of any length, their tokens one "
+        "behind another without padding or mask, in the place of one size each",
         optional=True,
-        needs="fit=bucket|fit=pad|random_hw_adapt",
         instead="BAGEL packs as it is; the other objectives train one size at a time",
     )
     random_hw_adapt: bool = field(

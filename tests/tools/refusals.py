@@ -436,7 +436,6 @@ CASES = [
         global_batch=1,
         context_parallel=2,
     ),
-    asked("Recipe", "packing: needs fit='bucket' or fit='pad' or random_hw_adapt", packing=True),
     asked(
         "Recipe",
         "packing: not with model 'zimage', whose samples cannot stand one behind another; use",
