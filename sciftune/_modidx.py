@@ -2550,6 +2550,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'sciftune/models/flux1.py'),
                                        'sciftune.models.flux1.join_streams': ( '4_models/flux1.html#join_streams',
                                                                                'sciftune/models/flux1.py'),
+                                       'sciftune.models.flux1.picture_places': ( '4_models/flux1.html#picture_places',
+                                                                                 'sciftune/models/flux1.py'),
                                        'sciftune.models.flux1.t5_and_clip_states': ( '4_models/flux1.html#t5_and_clip_states',
                                                                                      'sciftune/models/flux1.py'),
                                        'sciftune.models.flux1.takes_guidance': ( '4_models/flux1.html#takes_guidance',

@@ -12,6 +12,7 @@ __all__ = [
     "SCHNELL_SCHEDULE",
     "t5_and_clip_states",
     "flux1_position_ids",
+    "picture_places",
     "takes_guidance",
     "join_streams",
     "Flux1",
@@ -47,7 +48,7 @@ from sciftune.models.packing import (
     Packing,
     caption_rows,
     join_rows,
-    own_images,
+    own_pictures,
     separate_rows,
 )
 from ..toys import tiny
@@ -145,6 +146,24 @@ def flux1_position_ids(
     axes = torch.arange(rows, device=device), torch.arange(cols, device=device)
     row, col = torch.meshgrid(*axes, indexing="ij")
     return torch.stack([torch.full_like(row, first), row, col], dim=-1).reshape(-1, 3)
+
+
+def picture_places(
+    pictures: list[Tensor],  # (C,h,w), the image and its reference
+) -> Tensor:  # (tokens,3) int64
+    """Position ids of a sample's image and of the reference behind it.
+
+    Args:
+        pictures: (C,h,w), the image and its reference
+
+    Returns:
+        (tokens,3) int64
+    """
+    ids = [
+        flux1_position_ids(x.shape[1] // 2, x.shape[2] // 2, x.device, first=k)
+        for k, x in enumerate(pictures)
+    ]
+    return torch.cat(ids)
 
 
 # %% ../../nbs/4_models/05_flux1.ipynb #ddae1f60
@@ -348,23 +367,26 @@ class Flux1(GuidanceInput, Family):
             (B,16,H,W)
         """
         dtype, device = compute_dtype(denoiser), x_t.device
-        images = own_images(x_t, conditioning.get("sizes"))
-        sides = [(x.shape[1] // 2, x.shape[2] // 2) for x in images]
-        lengths = [rows * cols for rows, cols in sides]
+        pictures = own_pictures(x_t, conditioning)
+        rows = [torch.cat([pack(x[None])[0] for x in own]) for own in pictures]
+        lengths = [len(row) for row in rows]
         text = join_rows(caption_rows(conditioning))[:, None]
         out = denoiser(
-            hidden_states=join_rows([pack(x[None])[0] for x in images])[:, None].to(dtype),
+            hidden_states=join_rows(rows)[:, None].to(dtype),
             timestep=sigma,
             guidance=self.guidance_input(conditioning, sigma) if takes_guidance(denoiser) else None,
             return_dict=False,
             encoder_hidden_states=text.to(dtype),
             pooled_projections=conditioning["pooled"].to(dtype),
             txt_ids=torch.zeros(len(text), 3, dtype=torch.int64, device=device),
-            img_ids=join_rows([flux1_position_ids(*side, device) for side in sides]),
+            img_ids=join_rows([picture_places(own) for own in pictures]),
             packing=Packing.of(conditioning["packed"], lengths, device),
         )[0]
-        made = zip(separate_rows(out[:, 0], lengths), sides, strict=True)
-        return stack_sizes([unpack(row[None], *side)[0] for row, side in made])[0].to(x_t.dtype)
+        images = []
+        for row, (x, *_) in zip(separate_rows(out[:, 0], lengths), pictures, strict=True):
+            h, w = x.shape[1] // 2, x.shape[2] // 2
+            images.append(unpack(row[None, : h * w], h, w)[0])
+        return stack_sizes(images)[0].to(x_t.dtype)
 
     def prepare_packing(
         self,

@@ -506,6 +506,8 @@ class QwenImage(Family):
         Args:
             denoiser: Not yet compiled nor under an engine
         """
+        if not self.record.packing:
+            super().prepare_packing(denoiser)
         forward, positions = PackedForward(denoiser), denoiser.pos_embed
         for block in denoiser.transformer_blocks:
             forward.spread(block.img_mod[1], "image")
