@@ -115,7 +115,7 @@ class FlowTask(Task):
             engine.groups,
             scheduled,
         )
-        self.order = self.training_order(recipe) if recipe.packing else None  # Of this thread
+        self.order = sample_order(recipe, self.data.train)  # For this thread; see `packed_flops`
 
     def cached_data(self) -> CachedData:
         """What is trained on, encoded."""
