@@ -17,6 +17,7 @@ __all__ = [
     "micro_batches",
     "check_batches",
     "check_context",
+    "check_packing",
     "check_length",
     "check_strategy",
     "check_offload",
@@ -314,6 +315,29 @@ def check_context(
         )
 
 
+def check_packing(
+    recipe: Fields,  # Each field is valid by itself
+):
+    """The model can take samples one behind another, and no processes divide their tokens.
+
+    Args:
+        recipe: Each field is valid by itself
+    """
+    if not recipe.packing:
+        return
+    able = [record.name for record in records("models").values() if record.packing]
+    if recipe.model not in able:
+        raise ValueError(
+            f"packing: not with model '{recipe.model}', whose samples cannot stand one behind "
+            f"another; use {_listed(able)}, or packing=False"
+        )
+    if recipe.context_parallel > 1:
+        raise ValueError(
+            f"packing: not with context_parallel {recipe.context_parallel}, which divides the "
+            "tokens of one size; use packing=False, or context_parallel=1"
+        )
+
+
 def check_length(
     recipe: Fields,  # Each field is valid by itself
 ):
@@ -473,6 +497,7 @@ CHECKS = (
     check_strategy,
     check_batches,
     check_context,
+    check_packing,
     check_length,
     check_offload,
     check_sizes,
@@ -807,7 +832,7 @@ def identity(
     names = [name for name in Fields.model_fields if facts(Fields, name)["identity"]]
     if recipe.lr_schedule != "constant":
         names.append("steps")
-    if recipe.varied:
+    if recipe.bucketed:
         names.append("micro_batch")
     return names
 

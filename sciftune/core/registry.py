@@ -92,6 +92,7 @@ class FamilyRecord(Record):
         references: Most reference images of a sample; 0 = it takes none
         float32_inputs: Blocks get float32 tables (rotary) that must not be cast
         context_parallel: The tokens of a sample can be divided over ranks
+        packing: Samples of several sizes can stand one behind another
         nano: A small trained model of it is in the package
         values: Recipe fields that it changes in every preset
         presets: Recipe fields that it changes in one; may add it to a preset
@@ -115,6 +116,7 @@ class FamilyRecord(Record):
     references: int = 0  # Most reference images of a sample; 0 = it takes none
     float32_inputs: bool = False  # Blocks get float32 tables (rotary) that must not be cast
     context_parallel: bool = False  # The tokens of a sample can be divided over ranks
+    packing: bool = False  # Samples of several sizes can stand one behind another
     nano: bool = False  # A small trained model of it is in the package
     values: dict = {}  # Recipe fields that it changes in every preset
     presets: dict[str, dict] = {}  # Recipe fields that it changes in one; may add it to a preset

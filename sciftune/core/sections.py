@@ -407,6 +407,13 @@ class DataSection(Section):
         instead="distillation and the autoencoder see centre-cropped squares, BAGEL whole images "
         "in sizes of its own",
     )
+    packing: bool = field(
+        False,
+        "micro-batches hold samples of any sizes and captions of any length, their tokens one "
+        "behind another without padding or mask, in the place of one size each",
+        optional=True,
+        instead="BAGEL packs as it is; the other objectives train one size at a time",
+    )
     random_hw_adapt: bool = field(
         False,
         "draw the size of a sample: its side between bucket_min and resolution, with fit='crop' "
@@ -524,6 +531,11 @@ class DataSection(Section):
     def varied(self) -> bool:
         """Whether samples differ in size."""
         return self.fit != "crop" or self.random_hw_adapt
+
+    @property
+    def bucketed(self) -> bool:
+        """Whether a micro-batch holds samples of one bucket alone."""
+        return self.varied and not self.packing
 
     def sides(self) -> tuple[int, int, int]:
         """Smallest side, largest side and step of varied sizes, with what 0 stands for put in."""

@@ -240,7 +240,7 @@ def collection_order(
     """
     shards = [s.place[1] for s in samples]
     counts = list(Counter(shards).values())
-    if not recipe.varied:
+    if not recipe.bucketed:
         return ShardOrder(counts, recipe.seed, recipe.shuffle_window, key, offset)
     windows = None
     if recipe.shuffle_window:
@@ -273,7 +273,7 @@ def sample_order(
     """
     if not samples:
         raise ValueError("the collection holds no sample to train on")
-    if len(recipe.sources) == 1 and not (recipe.shuffle_window or recipe.varied):
+    if len(recipe.sources) == 1 and not (recipe.shuffle_window or recipe.bucketed):
         return GlobalOrder(len(samples), recipe.global_batch, recipe.seed)
     parts = {k: list(g) for k, g in itertools.groupby(samples, lambda s: s.place[0])}
     if lost := [p for k, (p, _) in enumerate(recipe.sources) if k not in parts]:
@@ -282,11 +282,11 @@ def sample_order(
     for k, part in parts.items():
         orders.append(collection_order(recipe, part, n, f"{k}" if len(parts) > 1 else ""))
         n += len(part)
-    if len(parts) == 1 and recipe.varied:
+    if len(parts) == 1 and recipe.bucketed:
         return orders[0]
     return Mixture(
         orders,
         [w for _, w in recipe.sources],
-        recipe.global_batch // (recipe.micro_batch if recipe.varied else 1),
+        recipe.global_batch // (recipe.micro_batch if recipe.bucketed else 1),
         recipe.seed,
     )

@@ -456,6 +456,8 @@ ROW_FIELDS = (
     "reduce_type",
     "context_parallel",
     "data",
+    "fit",
+    "packing",
     "reference_images",
 )
 

@@ -1374,6 +1374,9 @@ class Family(ABC):
     ) -> Tensor:  # In the shape and type of x_t
         """What the denoiser predicts: the velocity epsilon - x0 in a flow model.
 
+        With 'packed' in the conditioning, the tokens of each caption, samples stand one behind
+        another; `prepare_packing` comes first.
+
         Args:
             x_t: Noisy latents (B,C,h,w)
             sigma: Noise levels (B,) in [0,1]
@@ -1382,6 +1385,17 @@ class Family(ABC):
         Returns:
             In the shape and type of x_t
         """
+
+    def prepare_packing(
+        self,
+        denoiser: nn.Module,  # Not yet compiled nor under an engine
+    ):
+        """Let `denoiser` take packed calls. Raises ValueError where the family has none.
+
+        Args:
+            denoiser: Not yet compiled nor under an engine
+        """
+        raise ValueError(f"packing: not with model '{self.name}', which takes one size at a time")
 
     @abstractmethod
     def decode(

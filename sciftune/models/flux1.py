@@ -12,12 +12,14 @@ __all__ = [
     "SCHNELL_SCHEDULE",
     "t5_and_clip_states",
     "flux1_position_ids",
+    "picture_places",
     "takes_guidance",
+    "join_streams",
     "Flux1",
 ]
 
 # %% ../../nbs/4_models/05_flux1.ipynb #5c9319b6
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import diffusers
@@ -38,7 +40,16 @@ from sciftune.models.family import (
     pack,
     references_of,
     stack_rows,
+    stack_sizes,
     unpack,
+)
+from sciftune.models.packing import (
+    PackedForward,
+    Packing,
+    caption_rows,
+    join_rows,
+    own_pictures,
+    separate_rows,
 )
 from ..toys import tiny
 
@@ -57,6 +68,7 @@ RECORDS = [
         usual_learning_rates=(5e-6, 5e-5),
         float32_inputs=True,
         context_parallel=True,
+        packing=True,
     )
 ]
 
@@ -136,6 +148,24 @@ def flux1_position_ids(
     return torch.stack([torch.full_like(row, first), row, col], dim=-1).reshape(-1, 3)
 
 
+def picture_places(
+    pictures: list[Tensor],  # (C,h,w), the image and its reference
+) -> Tensor:  # (tokens,3) int64
+    """Position ids of a sample's image and of the reference behind it.
+
+    Args:
+        pictures: (C,h,w), the image and its reference
+
+    Returns:
+        (tokens,3) int64
+    """
+    ids = [
+        flux1_position_ids(x.shape[1] // 2, x.shape[2] // 2, x.device, first=k)
+        for k, x in enumerate(pictures)
+    ]
+    return torch.cat(ids)
+
+
 # %% ../../nbs/4_models/05_flux1.ipynb #ddae1f60
 def takes_guidance(
     denoiser: nn.Module,  # FLUX.1 transformer, bare or wrapped (.raw, or .module by DDP)
@@ -151,6 +181,30 @@ def takes_guidance(
     for wrap in ("raw", "module"):
         denoiser = getattr(denoiser, wrap, denoiser)
     return hasattr(denoiser.time_text_embed, "guidance_embedder")
+
+
+# %% ../../nbs/4_models/05_flux1.ipynb #1ab2d9dc
+def join_streams(
+    usual: Callable,  # Forward of a single block
+    packing: Packing,
+    hidden_states: Tensor,  # Of images (N,1,C)
+    encoder_hidden_states: Tensor,  # Of captions (T,1,C)
+    *rest: object,
+    **named: object,
+) -> tuple[Tensor, Tensor]:  # Of captions, of images
+    """A single block whose tokens are rows.
+
+    Args:
+        usual: Forward of a single block
+        hidden_states: Of images (N,1,C)
+        encoder_hidden_states: Of captions (T,1,C)
+
+    Returns:
+        Of captions, of images
+    """
+    joint = torch.cat((encoder_hidden_states, hidden_states))
+    _, joint = usual(joint, joint[:, :0], *rest, **named)
+    return tuple(joint.split([len(encoder_hidden_states), len(hidden_states)]))
 
 
 # %% ../../nbs/4_models/05_flux1.ipynb #f5a7bbc0
@@ -270,6 +324,8 @@ class Flux1(GuidanceInput, Family):
             (B,16,h,w)
         """
         self.check_inputs(x_t, sigma)
+        if "packed" in conditioning:
+            return self.predict_packed(denoiser, x_t, sigma, conditioning)
         h, w = x_t.shape[2:]
         dtype, device, text = compute_dtype(denoiser), x_t.device, conditioning["text"]
         everything = torch.ones(text.shape[:2], device=device)
@@ -291,6 +347,66 @@ class Flux1(GuidanceInput, Family):
             img_ids=torch.cat(ids),
         )[0]
         return unpack(out[:, : h // 2 * (w // 2)], h // 2, w // 2).to(x_t.dtype)
+
+    def predict_packed(
+        self,
+        denoiser: nn.Module,  # After `prepare_packing`
+        x_t: Tensor,  # Noisy latents (B,16,H,W), those of each image in the top left corner
+        sigma: Tensor,  # Noise levels (B,) in [0,1]
+        conditioning: dict,  # With 'packed', and 'sizes' where they differ
+    ) -> Tensor:  # (B,16,H,W)
+        """`predict` without padding: tokens of all samples one behind another, and back.
+
+        Args:
+            denoiser: After `prepare_packing`
+            x_t: Noisy latents (B,16,H,W), those of each image in the top left corner
+            sigma: Noise levels (B,) in [0,1]
+            conditioning: With 'packed', and 'sizes' where they differ
+
+        Returns:
+            (B,16,H,W)
+        """
+        dtype, device = compute_dtype(denoiser), x_t.device
+        pictures = own_pictures(x_t, conditioning)
+        rows = [torch.cat([pack(x[None])[0] for x in own]) for own in pictures]
+        lengths = [len(row) for row in rows]
+        text = join_rows(caption_rows(conditioning))[:, None]
+        out = denoiser(
+            hidden_states=join_rows(rows)[:, None].to(dtype),
+            timestep=sigma,
+            guidance=self.guidance_input(conditioning, sigma) if takes_guidance(denoiser) else None,
+            return_dict=False,
+            encoder_hidden_states=text.to(dtype),
+            pooled_projections=conditioning["pooled"].to(dtype),
+            txt_ids=torch.zeros(len(text), 3, dtype=torch.int64, device=device),
+            img_ids=join_rows([picture_places(own) for own in pictures]),
+            packing=Packing.of(conditioning["packed"], lengths, device),
+        )[0]
+        images = []
+        for row, (x, *_) in zip(separate_rows(out[:, 0], lengths), pictures, strict=True):
+            h, w = x.shape[1] // 2, x.shape[2] // 2
+            images.append(unpack(row[None, : h * w], h, w)[0])
+        return stack_sizes(images)[0].to(x_t.dtype)
+
+    def prepare_packing(
+        self,
+        denoiser: nn.Module,  # Not yet compiled nor under an engine
+    ):
+        """Modulations with a row for each token, attention within each sample.
+
+        Args:
+            denoiser: Not yet compiled nor under an engine
+        """
+        forward = PackedForward(denoiser)
+        for block in denoiser.transformer_blocks:
+            forward.spread(block.norm1.linear, "image")
+            forward.spread(block.norm1_context.linear, "text")
+            forward.attend(block.attn)
+        for block in denoiser.single_transformer_blocks:
+            forward.replace(block, join_streams)
+            forward.spread(block.norm.linear, "joint")
+            forward.attend(block.attn)
+        forward.spread(denoiser.norm_out.linear, "image")
 
     @torch.no_grad()
     def decode(

@@ -16,13 +16,19 @@ __all__ = [
     "qwen3_config",
     "qwen3_states",
     "flux2_position_ids",
+    "picture_ids",
+    "spread_double",
+    "spread_single",
+    "attend_fused",
+    "norm_rows",
     "Klein",
     "Klein4B",
 ]
 
 # %% ../../nbs/4_models/04_flux2.ipynb #ab13ba7d
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import diffusers
@@ -45,8 +51,19 @@ from sciftune.models.family import (
     patchify,
     references_of,
     stack_rows,
+    stack_sizes,
     unpatchify,
     user_turn,
+)
+from sciftune.models.packing import (
+    PackedForward,
+    Packing,
+    attend_turned,
+    caption_rows,
+    join_rows,
+    own_pictures,
+    separate_rows,
+    spread,
 )
 from .weights import pipeline_index
 from ..toys import nano, tiny
@@ -67,6 +84,7 @@ RECORDS = [
         references=10,
         float32_inputs=True,
         context_parallel=True,
+        packing=True,
         nano=True,
         presets={
             "nano_style": {  # a picture takes twice as long as with qwenimage
@@ -90,6 +108,7 @@ RECORDS = [
         references=10,
         float32_inputs=True,
         context_parallel=True,
+        packing=True,
     ),
 ]
 
@@ -243,6 +262,120 @@ def flux2_position_ids(
     axes[0] = axes[0] + time
     ids = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1)
     return ids.reshape(1, -1, 4).expand(batch, -1, -1)
+
+
+def picture_ids(
+    pictures: list[Tensor],  # (C,h,w), the image and its references
+) -> Tensor:  # (tokens,4) int64
+    """Position ids of a sample's image and of the references behind it.
+
+    Args:
+        pictures: (C,h,w), the image and its references
+
+    Returns:
+        (tokens,4) int64
+    """
+    ids = [
+        flux2_position_ids(1, *x.shape[1:], 1, x.device, time=REFERENCE_TIME * k)[0]
+        for k, x in enumerate(pictures)
+    ]
+    return torch.cat(ids)
+
+
+# %% ../../nbs/4_models/04_flux2.ipynb #aefbd19d
+def spread_double(
+    usual: Callable,  # Forward of a double block
+    packing: Packing,
+    hidden_states: Tensor,  # Of images (1,N,C)
+    encoder_hidden_states: Tensor,  # Of captions (1,T,C)
+    temb_mod_img: Tensor,  # Of samples (n,6C)
+    temb_mod_txt: Tensor,  # (n,6C)
+    *rest: object,
+    **named: object,
+) -> tuple[Tensor, Tensor]:  # Of captions, of images
+    """A double block with the modulation of each token's sample.
+
+    Args:
+        usual: Forward of a double block
+        hidden_states: Of images (1,N,C)
+        encoder_hidden_states: Of captions (1,T,C)
+        temb_mod_img: Of samples (n,6C)
+        temb_mod_txt: (n,6C)
+
+    Returns:
+        Of captions, of images
+    """
+    image, text = spread(temb_mod_img, packing.image), spread(temb_mod_txt, packing.text)
+    return usual(hidden_states, encoder_hidden_states, image[None], text[None], *rest, **named)
+
+
+def spread_single(
+    usual: Callable,  # Forward of a single block
+    packing: Packing,
+    hidden_states: Tensor,  # Of captions and images (1,T+N,C)
+    encoder_hidden_states: None,
+    temb_mod: Tensor,  # Of samples (n,3C)
+    *rest: object,
+    **named: object,
+) -> Tensor:  # (1,T+N,C)
+    """A single block with the modulation of each token's sample.
+
+    Args:
+        usual: Forward of a single block
+        hidden_states: Of captions and images (1,T+N,C)
+        temb_mod: Of samples (n,3C)
+
+    Returns:
+        (1,T+N,C)
+    """
+    modulation = spread(temb_mod, packing.joint)[None]
+    return usual(hidden_states, encoder_hidden_states, modulation, *rest, **named)
+
+
+def attend_fused(
+    attention: nn.Module,  # `Flux2ParallelSelfAttention`
+    usual: Callable,  # Its own forward, which is not called
+    packing: Packing,
+    hidden_states: Tensor,  # (1,T+N,C)
+    image_rotary_emb: tuple[Tensor, Tensor],  # cos and sin (T+N,D)
+) -> Tensor:  # (1,T+N,C)
+    """Attention and MLP of a single block, within each sample.
+
+    Args:
+        attention: `Flux2ParallelSelfAttention`
+        usual: Its own forward, which is not called
+        hidden_states: (1,T+N,C)
+        image_rotary_emb: cos and sin (T+N,D)
+
+    Returns:
+        (1,T+N,C)
+    """
+    width = attention.inner_dim
+    fused = attention.to_qkv_mlp_proj(hidden_states[0])
+    *qkv, mlp = fused.split([width, width, width, fused.shape[-1] - 3 * width], -1)
+    q, k, v = (x.unflatten(-1, (-1, attention.head_dim)) for x in qkv)
+    q, k = attention.norm_q(q), attention.norm_k(k)
+    out = attend_turned(q, k, v, image_rotary_emb, packing).flatten(1)
+    return attention.to_out(torch.cat((out, attention.mlp_act_fn(mlp)), -1))[None]
+
+
+def norm_rows(
+    usual: Callable,  # Forward of the last norm
+    packing: Packing,
+    x: Tensor,  # (1,N,C)
+    conditioning: Tensor,  # Embedded noise levels (n,C)
+) -> Tensor:  # (1,N,C)
+    """The last norm, whose scale and shift have a row for each token.
+
+    Args:
+        usual: Forward of the last norm
+        x: (1,N,C)
+        conditioning: Embedded noise levels (n,C)
+
+    Returns:
+        (1,N,C)
+    """
+    return usual(x.transpose(0, 1), conditioning).transpose(0, 1)
 
 
 # %% ../../nbs/4_models/04_flux2.ipynb #ad7549da
@@ -430,6 +563,8 @@ class Klein(Family):
             (B,128,h,w)
         """
         self.check_inputs(x_t, sigma)
+        if "packed" in conditioning:
+            return self.predict_packed(denoiser, x_t, sigma, conditioning)
         b, _, h, w = x_t.shape
         dtype, device, text = compute_dtype(denoiser), x_t.device, conditioning["text"]
         everything = torch.ones(text.shape[:2], device=device)
@@ -451,6 +586,62 @@ class Klein(Family):
             return_dict=False,
         )[0]
         return out[:, : h * w].transpose(1, 2).unflatten(2, (h, w)).to(x_t.dtype)
+
+    def predict_packed(
+        self,
+        denoiser: nn.Module,  # After `prepare_packing`
+        x_t: Tensor,  # Noisy latents (B,128,H,W), those of each image in the top left corner
+        sigma: Tensor,  # Noise levels (B,) in [0,1]
+        conditioning: dict,  # With 'packed', and 'sizes' where they differ
+    ) -> Tensor:  # (B,128,H,W)
+        """`predict` without padding: tokens of all samples one behind another, and back.
+
+        Args:
+            denoiser: After `prepare_packing`
+            x_t: Noisy latents (B,128,H,W), those of each image in the top left corner
+            sigma: Noise levels (B,) in [0,1]
+            conditioning: With 'packed', and 'sizes' where they differ
+
+        Returns:
+            (B,128,H,W)
+        """
+        dtype, device = compute_dtype(denoiser), x_t.device
+        texts, pictures = caption_rows(conditioning), own_pictures(x_t, conditioning)
+        rows = [torch.cat([x.flatten(1).T for x in own]) for own in pictures]
+        lengths = [len(row) for row in rows]
+        text_ids = [flux2_position_ids(1, 1, 1, len(text), device)[0] for text in texts]
+        out = denoiser(
+            hidden_states=join_rows(rows)[None].to(dtype),
+            timestep=sigma,
+            encoder_hidden_states=join_rows(texts)[None].to(dtype),
+            guidance=self.guidance_input(conditioning, sigma),
+            txt_ids=join_rows(text_ids),
+            img_ids=join_rows([picture_ids(own) for own in pictures]),
+            packing=Packing.of(conditioning["packed"], lengths, device),
+            return_dict=False,
+        )[0]
+        made = zip(separate_rows(out[0], lengths), pictures, strict=True)
+        images = [row[: x[0].numel()].T.unflatten(1, x.shape[1:]) for row, (x, *_) in made]
+        return stack_sizes(images)[0].to(x_t.dtype)
+
+    def prepare_packing(
+        self,
+        denoiser: nn.Module,  # Not yet compiled nor under an engine
+    ):
+        """Modulations spread inside the blocks, attention within each sample.
+
+        Args:
+            denoiser: Not yet compiled nor under an engine
+        """
+        forward = PackedForward(denoiser)
+        for block in denoiser.transformer_blocks:
+            forward.replace(block, spread_double)
+            forward.attend(block.attn)
+        for block in denoiser.single_transformer_blocks:
+            forward.replace(block, spread_single)
+            forward.replace(block.attn, functools.partial(attend_fused, block.attn))
+        forward.replace(denoiser.norm_out, norm_rows)
+        forward.spread(denoiser.norm_out.linear, "image")
 
     def reference_fault(self, width: int, height: int) -> str:
         """`Flux2ImageProcessor.check_image_input`, from the size alone."""

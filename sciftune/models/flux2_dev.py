@@ -55,6 +55,7 @@ RECORDS = [
         usual_learning_rates=(5e-6, 5e-5),
         references=10,
         float32_inputs=True,
+        packing=True,
     )
 ]
 

@@ -34,6 +34,7 @@ RECORDS = [
         references=1,
         float32_inputs=True,
         context_parallel=True,
+        packing=True,
     )
 ]
 

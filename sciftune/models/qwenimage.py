@@ -14,13 +14,16 @@ __all__ = [
     "pad_rows",
     "last_text_branch",
     "renormalised_guidance",
+    "qwen_positions",
+    "real_tables",
+    "place_tokens",
     "QwenImage",
 ]
 
 # %% ../../nbs/4_models/03_qwenimage.ipynb #829dda82
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import diffusers
@@ -39,7 +42,16 @@ from sciftune.models.family import (
     mmdit_flops,
     pack,
     references_of,
+    stack_sizes,
     unpack,
+)
+from sciftune.models.packing import (
+    PackedForward,
+    Packing,
+    caption_rows,
+    join_rows,
+    own_images,
+    separate_rows,
 )
 from ..toys import nano, tiny
 
@@ -59,6 +71,7 @@ RECORDS = [
         usual_learning_rates=(1e-6, 1e-5),
         timestep_shifts=("none", "linear"),
         context_parallel=True,
+        packing=True,
         nano=True,
     )
 ]
@@ -223,6 +236,71 @@ def renormalised_guidance(
     return unpack(guided * ratio, rows, cols)
 
 
+# %% ../../nbs/4_models/03_qwenimage.ipynb #c62ae7f0
+def qwen_positions(
+    rows: int,  # Of tokens
+    cols: int,
+    text: int,  # Tokens of the caption
+) -> tuple[Tensor, Tensor]:  # Of the caption (text,3), of the image (rows*cols,3), int64
+    """The places of a sample's tokens: frame, row, column.
+
+    Args:
+        rows: Of tokens
+        text: Tokens of the caption
+
+    Returns:
+        Of the caption (text,3), of the image (rows*cols,3), int64
+    """
+    row, col = (torch.arange(n) - (n - n // 2) for n in (rows, cols))
+    image = torch.cartesian_prod(torch.zeros(1, dtype=torch.int64), row, col)
+    first = max(rows // 2, cols // 2)
+    return torch.arange(first, first + text)[:, None].expand(-1, 3), image
+
+
+def real_tables(
+    positions: Tensor,  # (L,axes) int64
+    widths: tuple[int, ...],  # Channels of each axis
+    theta: float,  # Largest wavelength
+) -> tuple[Tensor, Tensor]:  # cos and sin (L,D), bits of fp32 as int32
+    """Rotary tables of any places.
+
+    Args:
+        positions: (L,axes) int64
+        widths: Channels of each axis
+        theta: Largest wavelength
+
+    Returns:
+        cos and sin (L,D), bits of fp32 as int32
+    """
+    angles = []
+    for position, width in zip(positions.float().unbind(1), widths, strict=True):
+        exponents = torch.arange(0, width, 2, device=position.device).float() / width
+        angles.append(position[:, None] * (1.0 / torch.pow(theta, exponents)))
+    angles = torch.cat(angles, 1).repeat_interleave(2, 1)
+    return angles.cos().view(torch.int32), angles.sin().view(torch.int32)
+
+
+def place_tokens(
+    pos_embed: nn.Module,  # `QwenEmbedRope`
+    usual: Callable,  # Its own forward, which is not called
+    packing: Packing,  # With positions
+    *shapes: object,  # What the model gives, for one size
+    **named: object,
+) -> tuple[Tensor, Tensor]:  # See `real_tables`
+    """The tables of a packed call.
+
+    Args:
+        pos_embed: `QwenEmbedRope`
+        usual: Its own forward, which is not called
+        packing: With positions
+        *shapes: What the model gives, for one size
+
+    Returns:
+        See `real_tables`
+    """
+    return real_tables(packing.positions, tuple(pos_embed.axes_dim), pos_embed.theta)
+
+
 # %% ../../nbs/4_models/03_qwenimage.ipynb #3362d44c
 TINY_QWEN_IMAGE = dict(
     QWEN_IMAGE,
@@ -366,6 +444,8 @@ class QwenImage(Family):
                 f"{text.shape[1]} text tokens at latent size {h}x{w} "
                 "exceed the 4096 rotary positions"
             )
+        if "packed" in conditioning:
+            return self.predict_packed(denoiser, x_t, sigma, conditioning)
         shapes, attention = self.padding(pictures, conditioning)
         out = denoiser(
             hidden_states=torch.cat([pack(x).to(dtype) for x in pictures], 1),
@@ -378,6 +458,64 @@ class QwenImage(Family):
             return_dict=False,
         )[0]
         return unpack(out[:, : h // 2 * (w // 2)], h // 2, w // 2).to(x_t.dtype)
+
+    def predict_packed(
+        self,
+        denoiser: nn.Module,  # After `prepare_packing`
+        x_t: Tensor,  # Noisy latents (B,16,H,W), those of each image in the top left corner
+        sigma: Tensor,  # Noise levels (B,) in [0,1]
+        conditioning: dict,  # With 'packed', and 'sizes' where they differ
+    ) -> Tensor:  # (B,16,H,W)
+        """`predict` without padding: tokens of all samples one behind another, and back.
+
+        Args:
+            denoiser: After `prepare_packing`
+            x_t: Noisy latents (B,16,H,W), those of each image in the top left corner
+            sigma: Noise levels (B,) in [0,1]
+            conditioning: With 'packed', and 'sizes' where they differ
+
+        Returns:
+            (B,16,H,W)
+        """
+        dtype, texts = compute_dtype(denoiser), conditioning["packed"]
+        images = own_images(x_t, conditioning.get("sizes"))
+        sides = [(x.shape[1] // 2, x.shape[2] // 2) for x in images]
+        lengths = [rows * cols for rows, cols in sides]
+        packing = Packing.of(texts, lengths, x_t.device)
+        places = [qwen_positions(*side, n) for side, n in zip(sides, texts, strict=True)]
+        positions = torch.cat([join_rows(list(rows)) for rows in zip(*places, strict=True)])
+        packing.positions = positions.to(x_t.device, non_blocking=True)
+        out = denoiser(
+            hidden_states=join_rows([pack(x[None])[0] for x in images])[:, None].to(dtype),
+            timestep=sigma,
+            encoder_hidden_states=join_rows(caption_rows(conditioning))[:, None].to(dtype),
+            img_shapes=[[(1, *sides[0])]],
+            guidance=None,
+            packing=packing,
+            return_dict=False,
+        )[0]
+        made = zip(separate_rows(out[:, 0], lengths), sides, strict=True)
+        return stack_sizes([unpack(row[None], *side)[0] for row, side in made])[0].to(x_t.dtype)
+
+    def prepare_packing(
+        self,
+        denoiser: nn.Module,  # Not yet compiled nor under an engine
+    ):
+        """Modulations and positions with a row for each token, attention within each sample.
+
+        Args:
+            denoiser: Not yet compiled nor under an engine
+        """
+        if not self.record.packing:
+            super().prepare_packing(denoiser)
+        forward, positions = PackedForward(denoiser), denoiser.pos_embed
+        for block in denoiser.transformer_blocks:
+            forward.spread(block.img_mod[1], "image")
+            forward.spread(block.txt_mod[1], "text")
+            forward.attend(block.attn)
+        forward.spread(denoiser.norm_out.linear, "image")
+        rope = getattr(positions, "inner", (positions,))[0]  # in a `RealTable`
+        forward.replace(positions, functools.partial(place_tokens, rope))
 
     def padding(
         self,

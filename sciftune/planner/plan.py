@@ -617,6 +617,7 @@ def _shared_words(
 ) -> list[str]:
     """The first strategy that fits with one sample per group of ranks."""
     change = dict(micro_batch=1, gradient_checkpointing="auto", context_parallel=ranks)
+    change |= dict(packing=False)
     for record in records("strategies").values():
         if "context_parallel" not in record.reads or not record.sharded:
             continue

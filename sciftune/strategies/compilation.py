@@ -41,6 +41,7 @@ from ..core.progress import progress
 from ..core.recipe import Recipe, RecipeError
 from ..core.registry import find_record
 from ..core.rundir import cache_root
+from ..models.family import get_family
 from .block_kernels import norm_rope, use_block_kernels
 
 
@@ -575,11 +576,14 @@ def prepare_denoiser(
     contiguous_gradients(real_rotary(denoiser))
     if fp8:
         float8_linears(denoiser, names)
+    if recipe.compile:
+        use_block_kernels(denoiser, blocks_of(denoiser, names))
+    if recipe.packing:
+        get_family(recipe.model).prepare_packing(denoiser)
     count = blocks_to_checkpoint(recipe, recompute_blocks)
     if recipe.compile and find_record("strategies", recipe.strategy).hooks_layers:
         gather_whole_blocks(denoiser, names)
     checkpoint_blocks(denoiser, names, count)
     if recipe.compile:
-        use_block_kernels(denoiser, blocks_of(denoiser, names))
         compile_blocks(denoiser, names, cache_root(recipe.run_root) / "compiled")
     return denoiser

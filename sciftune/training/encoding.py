@@ -22,6 +22,7 @@ __all__ = [
     "fill_cache",
     "encode_missing",
     "CachedData",
+    "random_sizes",
     "RandomTensors",
     "random_data",
     "check_references",
@@ -706,6 +707,25 @@ class CachedData:
 
 
 # %% ../../nbs/7_training/07_encoding.ipynb #eb3b2175
+def random_sizes(
+    recipe: Recipe,
+    variety: int,  # Different ones
+) -> list[tuple[int, int]]:  # (height, width), pixels
+    """Sizes of random latents: squares, with fit='pad' buckets from flat to tall.
+
+    Args:
+        variety: Different ones
+
+    Returns:
+        (height, width), pixels
+    """
+    if recipe.fit != "pad":
+        return [(recipe.resolution, recipe.resolution)] * variety
+    buckets = Sizing(recipe).buckets(recipe.resolution)
+    last = len(buckets) - 1
+    return [buckets[round(i * last / (variety - 1))] for i in range(variety)]
+
+
 class RandomTensors:
     """Random latents and caption embeddings by key; a few different ones serve all keys.
 
@@ -722,13 +742,14 @@ class RandomTensors:
         def draw(what: str, i: int, shape: tuple) -> torch.Tensor:
             return torch.randn(shape, generator=stream(recipe.seed, "random", what, i))
 
-        shape = family.latent_shape(recipe.resolution, recipe.resolution)
+        self.sizes = random_sizes(recipe, variety)
+        shapes = [family.latent_shape(*size) for size in self.sizes]
         length = recipe.text_tokens + work_of(recipe).vision_tokens(family)
         texts = family.caption_shapes(family.config(None), length)
-        self.latents = [dict(mean=draw("latents", i, shape)) for i in range(variety)]
+        self.latents = [dict(mean=draw("latents", i, shape)) for i, shape in enumerate(shapes)]
         if family.posterior == "sample":
             for latent in self.latents:
-                latent["scale"] = torch.zeros(shape)
+                latent["scale"] = torch.zeros_like(latent["mean"])
         self.references = []
         if recipe.reference_images:
             shape = family.latent_shape(*work_of(recipe).largest_reference(family))
@@ -747,7 +768,7 @@ class RandomTensors:
 
 # %% ../../nbs/7_training/07_encoding.ipynb #3cbfcf51
 def random_data(recipe: Recipe, family: Family) -> CachedData:
-    """What `cache_data` gives for random weights: squares, which every `fit` leaves as they are.
+    """What `cache_data` gives for random weights: images of the sizes of `random_sizes`.
 
     There are no prompts, since there is no VAE. Raises RecipeError for validation_data and for
     drawn sizes.
@@ -763,22 +784,22 @@ def random_data(recipe: Recipe, family: Family) -> CachedData:
             "out with model_path='random'"
         )
     count, parts = recipe.figures, len(recipe.sources)
-    square = ((recipe.resolution, recipe.resolution),) if recipe.varied else ()
-    places = recipe.reference_images
-    shape = dict(sizes=square, buckets=square)
+    places, tensors, shape = recipe.reference_images, RandomTensors(recipe, family), {}
     if places:
         shape["reference_sizes"] = (work_of(recipe).largest_reference(family),) * places
     samples = []
     for i in range(count):
         own = dict(place=(i * parts // count, 0))
         own["references"] = tuple(f"reference-{i * places + k}" for k in range(places))
+        if recipe.varied:
+            own["sizes"] = own["buckets"] = (tensors.sizes[i % len(tensors.sizes)],)
         samples.append(CachedSample(f"{i}", f"image-{i}", (f"text-{i}",), **own, **shape))
     train, held = hold_out([s.id for s in samples], recipe.held_out, recipe.seed)
     _, _, folder = recipe.model_path.partition(":")
     return CachedData(
         train=[samples[i] for i in train],
         held=[samples[i] for i in held],
-        tensors=RandomTensors(recipe, family),
+        tensors=tensors,
         negative_key="text-0",
         prompts=[],
         fingerprint="random",

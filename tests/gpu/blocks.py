@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sciftune.core.recipe import resolve
 from sciftune.lab.baseline import one_batch
 from sciftune.models.family import get_family, stack_references
+from sciftune.models.packing import Packing, join_rows, packed_attention
 from sciftune.objectives.flow.loss import FlowMatching
 from sciftune.strategies.compilation import prepare_denoiser
 from sciftune.strategies.lora import add_lora
@@ -149,6 +150,35 @@ def attention():
     return "; ".join(said)
 
 
+def packed():
+    """Attention within each of four unequal samples, ten times, by each kernel that there is."""
+    texts, images = (
+        ([3, 7, 5, 1], [24, 9, 40, 2]) if args.tiny else ([512] * 4, [4096, 4032, 3952, 96])
+    )
+    spans = Packing.of(texts, images).spans
+    rows = len(join_rows([torch.empty(n) for n in texts])) + len(
+        join_rows([torch.empty(n) for n in images])
+    )
+    inputs = [draw(rows, HEADS, 128) for _ in range(3)]
+    wide = [t.detach().float().requires_grad_() for t in inputs]
+
+    def joint(q, k, v):
+        return packed_attention(q, k, v, spans)[0]
+
+    def alone(q, k, v):
+        made = torch.zeros_like(q)
+        for a, b, c, d in spans.tolist():
+            own = torch.cat((torch.arange(a, b), torch.arange(c, d))).to(DEVICE)
+            out = scaled_dot_products(*(x[own][None] for x in (q, k, v)))[0]
+            made = made.index_put((own,), out)
+        return made
+
+    exact = gradients(alone, *wide)
+    for _ in range(10):
+        said = judge(numbered("tensor", gradients(joint, *inputs), exact))
+    return f"{said}; in fp32 {judge(numbered('tensor', gradients(joint, *wide), exact))}"
+
+
 def reference_rows(family, size, count):
     "Latents of two samples: `count` reference images, and one of half the height."
     height, wide = size
@@ -158,12 +188,39 @@ def reference_rows(family, size, count):
     return [[torch.randn(s, device=DEVICE, generator=g) for s in row] for row in rows]
 
 
+def each_alone(batch, sizes):
+    "The samples of a packed batch, each as a batch of its own."
+    given = batch["conditioning"]
+    for i, ((h, w), text) in enumerate(zip(sizes, given["packed"], strict=True)):
+        own = {k: v[i : i + 1] for k, v in given.items() if torch.is_tensor(v)}
+        own |= dict(text=own["text"][:, :text], mask=None)
+        latents = {k: batch[k][i : i + 1, :, :h, :w] for k in ("x0", "noise")}
+        yield latents | dict(sigma=batch["sigma"][i : i + 1], conditioning=own)
+
+
+def batch_text(batch):
+    "Tokens of each caption."
+    return batch["conditioning"]["text"].shape[1]
+
+
+def block_loss(objective, net, batch, kind):
+    "The mean loss of a batch; in fp32 packed samples are alone."
+    sizes = batch["conditioning"].get("sizes")
+    if sizes and kind is not TYPE:
+        parts = [objective.per_sample(net, one) for one in each_alone(batch, sizes)]
+        return torch.cat(parts).mean()
+    return objective.per_sample(net, batch).mean()
+
+
 def block_gradients(model, lora, compiled, width, size, references, kind):
     """Loss and gradients of a network of a few blocks, computed in `kind`.
 
     From the same weights and batch for any `kind`. With `references`, of two samples which have
-    unlike reference images, so that there is a mask.
+    unlike reference images, so that there is a mask. Where `size` is a list, of that many packed
+    samples, with captions of unlike length where the model has such.
     """
+    sizes = size if isinstance(size, list) else []
+    size = tuple(map(max, zip(*sizes, strict=True))) if sizes else size
     low = kind is TYPE
     narrow = "bf16-mixed" if lora else "bf16"
     family = get_family(model)
@@ -178,8 +235,9 @@ def block_gradients(model, lora, compiled, width, size, references, kind):
         compile=compiled and low,
         gradient_checkpointing="none",
         reference_images=references,
-        micro_batch=2 if references else 1,
-        global_batch=2 if references else 1,
+        micro_batch=len(sizes) or (2 if references else 1),
+        global_batch=len(sizes) or (2 if references else 1),
+        packing=bool(sizes),
         plan_check=False,
         cpu=args.tiny,
         run_root="/tmp/gpu_blocks",
@@ -196,9 +254,14 @@ def block_gradients(model, lora, compiled, width, size, references, kind):
     if references:
         rows = stack_references(reference_rows(family, size, references))
         batch["conditioning"] |= to_device(rows, torch.device(DEVICE))
+    if sizes:
+        latents = [family.latent_shape(*s)[1:] for s in sizes]
+        texts = [TEXT, TEXT // 2 + 1, 7] if model == "qwenimage" else [batch_text(batch)] * 3
+        batch["conditioning"] |= dict(sizes=latents, packed=texts)
+        batch["sigma"] = torch.tensor([0.125, 0.25, 0.5], device=DEVICE)  # exact in 16 bits
     for _ in range(5 if low else 1):
         net.zero_grad()
-        loss = FlowMatching(r, family).per_sample(net, batch).mean()
+        loss = block_loss(FlowMatching(r, family), net, batch, kind)
         loss.backward()
     assert loss.isfinite(), f"the loss is {loss.item()}"
     return loss.item(), {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
@@ -242,12 +305,21 @@ SQUARE = (SIDE, SIDE)
 REFERENCES = dict(
     klein=2, flux2_dev=2, kontext=1, qwenimage21=2
 )  # as many as a sample of a case has
+PACKED = dict(
+    klein=[(SIDE, SIDE), (SIDE // 2, 2 * SIDE), (SIDE // 4 * 5, SIDE // 4 * 3)],
+    flux1=[(SIDE // 2, SIDE), (SIDE, SIDE // 4), (SIDE // 2, SIDE // 2)],
+    qwenimage=[(SIDE, SIDE), (SIDE // 2, 2 * SIDE), (SIDE // 4 * 5, SIDE // 4 * 3)],
+)  # height and width of figures that are packed
 LARGE = [(1536, 1536), (2048, 2048), (1024, 3072)]  # height and width of figures, in pixels
 
 
 def cases():
     """Name -> check."""
-    found = dict(norms=norms, attention=attention, matrices=matrices)
+    found = dict(norms=norms, attention=attention, packed=packed, matrices=matrices)
+    for model, sizes in PACKED.items():
+        for compiled in (False, True)[: 2 - args.tiny]:
+            name = f"{model}-packed" + "-compiled" * compiled
+            found[name] = partial(blocks, model, False, compiled, TWO[model], sizes, 0)
     for model, width in TWO.items():
         if model in REFERENCES:
             for compiled in (False, True)[: 2 - args.tiny]:

@@ -155,6 +155,33 @@ def test_padded_images_on_any_engine_and_across_a_resume(figures, model):
     assert min(losses(rest)) == 4 and deviation(rest, one) <= 1e-5
 
 
+def test_packed_samples_on_any_engine_and_across_a_resume(figures):
+    "Whatever sizes come next, one behind another: the losses are those of one process."
+    runs = figures / "runs"
+    conf = WHOLE | dict(model="qwenimage", data=str(figures / "images"), fit="pad", packing=True)
+    conf |= dict(micro_batch=4, validation_images=1)
+    one = train(RunDir(runs / "packed-one"), **conf)
+    assert [row["step"] for row in one if row.get("held_out", 0) > 0] == [0, 6]
+    two = train(RunDir(runs / "packed-two"), num_processes=2, **conf | ENGINES["ddp"])
+    assert deviation(two, one) <= 1e-6
+    half = str(runs / "packed-one" / "checkpoints" / "step_000003")
+    conf |= dict(micro_batch=2)  # what is packed together is of no account
+    rest = train(
+        RunDir(runs / "packed-rest"), num_processes=2, resume=half, **conf | ENGINES["fsdp"]
+    )
+    assert min(losses(rest)) == 4 and deviation(rest, one) <= 1e-5
+
+
+def test_packed_samples_train_adapters_as_padded_ones_do(figures):
+    "Every step has all samples, so their order is of no account."
+    conf = WHOLE | dict(model="klein", data=str(figures / "images"), fit="pad", lora_rank=4)
+    conf |= dict(global_batch=18, micro_batch=6, stratified=False, bucket_min=96, bucket_max=96)
+    conf |= dict(steps=3, validation_steps=0, checkpoint_steps=0)
+    padded = train(RunDir(figures / "runs" / "adapters-padded"), **conf)
+    packed = train(RunDir(figures / "runs" / "adapters-packed"), packing=True, **conf)
+    assert set(losses(packed)) == {1, 2, 3} and deviation(packed, padded) <= 1e-5
+
+
 def test_pictures_are_validated_in_the_shapes_of_their_images(data):
     m = go(
         data,

@@ -80,7 +80,7 @@ class FlowBatches:
 
     def __call__(self, step: int) -> list[dict]:
         """This rank's micro-batches of global batch `step`; their fields are those of `micro`."""
-        if self.recipe.varied:
+        if self.recipe.bucketed:
             return self.by_size(step)
         pieces = share(self.order.batch(step), self.rank, self.world, self.recipe.micro_batch)
         return [self.micro(self.items(step, piece)) for piece in pieces]
@@ -138,6 +138,8 @@ class FlowBatches:
         conditioning |= stack_references(kept)
         if sizes:
             conditioning["sizes"] = sizes
+        if self.recipe.packing:
+            conditioning["packed"] = [len(text["text"]) for text in texts]
         return dict(
             x0=x0,
             noise=stack_sizes([noise for _, noise in latents])[0],

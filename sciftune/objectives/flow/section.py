@@ -43,6 +43,7 @@ RECORDS = [
             "caption_template",
             "text_tokens",
             "fit",
+            "packing",
             "random_hw_adapt",
             "cache_batch",
             "data_workers",

@@ -8,7 +8,7 @@ __all__ = ["held_out_loss", "FlowTask"]
 # %% ../../../nbs/8_objectives/flow/04_task.ipynb #08e22ba9
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -115,6 +115,7 @@ class FlowTask(Task):
             engine.groups,
             scheduled,
         )
+        self.order = sample_order(recipe, self.data.train)  # For this thread; see `packed_flops`
 
     def cached_data(self) -> CachedData:
         """What is trained on, encoded."""
@@ -147,30 +148,62 @@ class FlowTask(Task):
 
         Less for adapters, and where some layers alone are trained.
         """
-        recipe, base = self.recipe, self.data.base
-        config = self.family.config(base)
-
-        def forward(height: int, width: int, references: int = 0, seen: int = 0) -> float:
-            plain = self.family.flops(config, height, width, recipe.text_tokens)
-            if not references:
-                return plain
-            text = recipe.text_tokens + seen
-            more = self.family.flops_with(config, height, width, text, references)
-            return plain + (1 - recipe.reference_dropout) * (more - plain)
-
-        side = (recipe.resolution, recipe.resolution)
-        square = forward(*side)
-        sizes = Counter(
-            (*size, *self.reference_tokens(sample))
-            for sample in self.data.train
-            for size in sample.sizes or (side,)
-        )
-        share = sum(n * forward(*s) for s, n in sizes.items()) / sizes.total() / square
-        unit = lora_flops(self.family, config, recipe) if recipe.lora_rank else square
+        recipe, family, base = self.recipe, self.family, self.data.base
+        config = family.config(base)
+        square = family.flops(config, recipe.resolution, recipe.resolution, recipe.text_tokens)
+        unit = lora_flops(family, config, recipe) if recipe.lora_rank else square
         self.forward_share = square / (3 * unit)  # of a forward pass in a step's FLOPs
         if recipe.trained_layers:
-            unit *= trained_share(recipe, self.family, base)
-        return share * unit
+            unit *= trained_share(recipe, family, base)
+        sizes = Counter(size for sample in self.data.train for size in self.token_sizes(sample))
+        self.work = {
+            size: self.forward_flops(config, *size) * unit / square for size in sizes
+        }  # FLOPs of a sample of this size
+        return sum(n * self.work[size] for size, n in sizes.items()) / sizes.total()
+
+    def token_sizes(self, sample: CachedSample) -> list[tuple]:
+        """What the FLOPs of a sample depend on, for each of its sizes; see `forward_flops`."""
+        side = (self.recipe.resolution, self.recipe.resolution)
+        seen = self.reference_tokens(sample)
+        return [(*size, *seen) for size in sample.sizes or (side,)]
+
+    def forward_flops(
+        self,
+        config: Mapping,  # Of the denoiser
+        height: int,  # Of an image, pixels
+        width: int,
+        references: int,  # Tokens of reference images
+        seen: int,  # What they add to the caption
+    ) -> float:
+        """FLOPs of a sample's forward pass, where all is trained.
+
+        Args:
+            config: Of the denoiser
+            height: Of an image, pixels
+            references: Tokens of reference images
+            seen: What they add to the caption
+        """
+        recipe, family = self.recipe, self.family
+        plain = family.flops(config, height, width, recipe.text_tokens)
+        if not references:
+            return plain
+        more = family.flops_with(config, height, width, recipe.text_tokens + seen, references)
+        return plain + (1 - recipe.reference_dropout) * (more - plain)
+
+    def packed_flops(
+        self,
+        step: int,  # Steps taken before
+    ) -> float:
+        """Forward FLOPs of the samples of one step, on all ranks.
+
+        Args:
+            step: Steps taken before
+        """
+        total = 0.0
+        for epoch, number in self.order.batch(step):
+            sizes = self.token_sizes(self.data.train[number])
+            total += self.work[sizes[epoch % len(sizes)]]
+        return total
 
     def reference_tokens(self, sample: CachedSample) -> tuple[int, int]:
         """Tokens of the reference images of a sample, and what they add to its caption."""
@@ -179,8 +212,14 @@ class FlowTask(Task):
         return tuple(map(sum, zip((0, 0), *tokens, strict=True)))
 
     def row(self, row: dict) -> dict:
-        """With adapters: what recomputing all blocks adds to a step's FLOPs (else 1/3)."""
-        return dict(forward_share=self.forward_share) if self.recipe.lora_rank else {}
+        """With adapters: what recomputing all blocks adds to a step's FLOPs (else 1/3).
+
+        Packed: the FLOPs of the step, whose samples differ in size.
+        """
+        numbers = dict(forward_share=self.forward_share) if self.recipe.lora_rank else {}
+        if self.recipe.packing:
+            numbers["flops"] = self.packed_flops(row["step"] - 1)
+        return numbers
 
     def validate(self, step: int) -> dict:
         """Held-out loss, and images of the validation prompts. All ranks call it."""
