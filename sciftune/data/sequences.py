@@ -8,6 +8,7 @@ __all__ = [
     "ONLY_SEEN",
     "VIT_SIZE_BEFORE_TARGET",
     "VIT_SIZE",
+    "sent",
     "visibility",
     "dense_mask",
     "SpecialTokens",
@@ -91,6 +92,24 @@ from .sources import set_aside, verify_once
 
 
 # %% ../../nbs/2_data/10_sequences.ipynb #929af203
+def sent(
+    values: Tensor,  # On the CPU (...)
+    device: torch.device | str,  # Where they go
+) -> Tensor:  # (...)
+    """The same on a device, which the host does not wait for.
+
+    Args:
+        values: On the CPU (...)
+        device: Where they go
+
+    Returns:
+        (...)
+    """
+    if torch.device(device).type != "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
+
+
 def visibility(
     sample_lens: list[int],  # Tokens of each sample; their sum is the packed length
     split_lens: list[int],  # Tokens of each split, over all samples
@@ -117,15 +136,20 @@ def visibility(
     if bad := set(attn_modes) - {"causal", "full", "noise"}:
         raise ValueError(f"attention mode {bad.pop()!r}: causal, full or noise")
 
-    def spread(values: Iterable, lens: list[int]) -> Tensor:
+    def spread(values: Sequence, lens: list[int]) -> np.ndarray:
         """One value per token."""
-        lens = torch.tensor(lens, device=device)
-        return torch.tensor(values, device=device).repeat_interleave(lens)
+        return np.repeat(values, lens)
 
-    sample = spread(range(len(sample_lens)), sample_lens)
-    split = spread(range(len(split_lens)), split_lens)
-    block = spread([m != "causal" for m in attn_modes], split_lens)
-    noise = spread([m == "noise" for m in attn_modes], split_lens)
+    stops = np.cumsum(split_lens)
+    causal = spread([mode == "causal" for mode in attn_modes], split_lens)
+    tables = (
+        spread(np.cumsum(sample_lens) - sample_lens, sample_lens),
+        spread(stops - split_lens, split_lens),
+        np.where(causal, np.arange(len(causal)), spread(stops - 1, split_lens)),
+    )
+    sample, split, last = (sent(torch.from_numpy(t).int(), device) for t in tables)
+    noisy = spread([mode == "noise" for mode in attn_modes], split_lens)
+    noise = sent(torch.from_numpy(noisy), device)
 
     def rule(
         b: Tensor,  # Number in the batch (), unused: there is one packed sequence
@@ -133,8 +157,7 @@ def visibility(
         q: Tensor,  # Positions of queries, of any shape (...)
         k: Tensor,  # Positions of keys (...)
     ) -> Tensor:
-        same = split[q] == split[k]
-        return (sample[q] == sample[k]) & ((k <= q) | (same & block[k])) & (~noise[k] | same)
+        return (k >= sample[q]) & (k <= last[q]) & (~noise[k] | (k >= split[q]))
 
     return rule
 

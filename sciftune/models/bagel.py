@@ -9,6 +9,7 @@ __all__ = [
     "VIT_KEYS",
     "TOP_KEYS",
     "VAE_KEYS",
+    "ROWS_ARE_SAFE",
     "GEN",
     "LORA_TARGETS",
     "LORA_LAYERS",
@@ -29,6 +30,7 @@ __all__ = [
     "sdpa",
     "DenseAttention",
     "sample_masks",
+    "block_counts",
     "block_mask",
     "compiled_flex",
     "FlexAttention",
@@ -96,6 +98,7 @@ from typing import NamedTuple
 
 import diffusers
 import huggingface_hub
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 import transformers
@@ -110,7 +113,7 @@ from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer
 from ..core.digests import DIGESTS_FILE, read_digests, write_digests
 from ..core.registry import FamilyRecord
 from ..core.rundir import replaced_folder
-from ..data.sequences import PackedBatch, SpecialTokens, image_patches, visibility
+from ..data.sequences import PackedBatch, SpecialTokens, image_patches, sent, visibility
 from .family import Encoders, Family, check_tokenizer_files
 from sciftune.models.weights import (
     HUB_ID,
@@ -520,7 +523,8 @@ def sdpa(
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=grouped)
-    return out[0].transpose(0, 1)
+    # not out[0]: its gradient would be zeros and a copy
+    return out.squeeze(0).transpose(0, 1)
 
 
 # %% ../../nbs/4_models/08_bagel.ipynb #76d1157d
@@ -588,45 +592,71 @@ def sample_masks(
 
 
 # %% ../../nbs/4_models/08_bagel.ipynb #99f6229c
-def block_mask(
-    rule: Callable,  # See `visibility`
-    length: int,  # Tokens, a multiple of 128
-    device: torch.device | str,  # Of the mask
-    rows: int = 2048,  # Of a band, a multiple of 128
-) -> BlockMask:
-    """Which blocks of 128 x 128 a rule lets through in part, and which entirely.
+def block_counts(
+    sample_lens: list[int],  # Tokens of each sample
+    split_lens: list[int],  # Of each split, over all samples; their sum is a multiple of 128
+    attn_modes: list[str],  # Of each split
+) -> np.ndarray:  # (rows, columns) fp64
+    """How many pairs of each block of 128 x 128 see each other, see `visibility`.
 
     Args:
-        rule: See `visibility`
-        length: Tokens, a multiple of 128
-        device: Of the mask
-        rows: Of a band, a multiple of 128
+        sample_lens: Tokens of each sample
+        split_lens: Of each split, over all samples; their sum is a multiple of 128
+        attn_modes: Of each split
+
+    Returns:
+        (rows, columns) fp64
     """
-    k = torch.arange(length, device=device)
+    stops = np.cumsum(split_lens)
+    starts = stops - split_lens
+    modes, number = np.array(attn_modes), np.arange(len(stops))
+    sample = np.searchsorted(np.cumsum(sample_lens), starts, side="right")
+    causal, noise = modes == "causal", modes == "noise"
+    earlier = (number[:, None] > number) & (sample[:, None] == sample) & ~noise
+    whole = earlier | np.diag(~causal)  # splits (of q, of k) of which all pairs see each other
+    edges = np.arange(0, stops[-1], 128)[:, None]
+    inside = np.minimum(stops, edges + 128) - np.maximum(starts, edges)
+    inside = inside.clip(0).astype(np.float64)  # tokens of each split in each block
+    own = inside[:, causal]
+    own_pairs = np.tril(own @ own.T, -1) + np.diag((own * (own + 1) / 2).sum(1))
+    return inside @ whole @ inside.T + own_pairs
 
-    def counts(
-        q: Tensor,  # Positions of queries (rows,)
-    ) -> Tensor:  # (rows/128, length/128) int32; the band of pairs is gone before the next one
-        pairs = rule(0, 0, q[:, None], k[None]).view(-1, 128, length // 128, 128)
-        return pairs.sum((1, 3), dtype=torch.int32)
 
-    bands = [counts(q) for q in k.split(rows)]
-    seen = torch.cat(bands)[None, None]  # pairs in each block
-    partly, fully = (seen > 0) & (seen < 128**2), seen == 128**2
+def block_mask(
+    sample_lens: list[int],  # Tokens of each sample
+    split_lens: list[int],  # Of each split, over all samples; their sum is a multiple of 128
+    attn_modes: list[str],  # Of each split
+    device: torch.device | str,  # Of the mask
+) -> BlockMask:
+    """Which blocks of 128 x 128 a pack's rule lets through in part, and which entirely.
+
+    Args:
+        sample_lens: Tokens of each sample
+        split_lens: Of each split, over all samples; their sum is a multiple of 128
+        attn_modes: Of each split
+        device: Of the mask
+    """
+    rule = visibility(sample_lens, split_lens, attn_modes, device)
+    seen = block_counts(sample_lens, split_lens, attn_modes)[None, None]
 
     def listed(
-        blocks: Tensor,  # (1, 1, rows, columns) bool
+        blocks: np.ndarray,  # (1, 1, rows, columns) bool
     ) -> tuple[Tensor, Tensor]:  # How many in each row, and the columns with these first
-        order = blocks.int().argsort(dim=-1, descending=True, stable=True)
-        return blocks.sum(-1, dtype=torch.int32), order.int()
+        order = np.argsort(~blocks, axis=-1, kind="stable")
+        return torch.from_numpy(blocks.sum(-1)).int(), torch.from_numpy(order).int()
 
-    return BlockMask.from_kv_blocks(
-        *listed(partly),
-        *listed(fully),
+    size = len(seen[0, 0]) * 128
+    mask = BlockMask.from_kv_blocks(
+        *listed((seen > 0) & (seen < 128**2)),
+        *listed(seen == 128**2),
         BLOCK_SIZE=128,
         mask_mod=rule,
-        seq_lengths=(length, length),
+        seq_lengths=(size, size),
     )
+    for kind in ("kv", "full_kv", "q", "full_q"):
+        for name in (f"{kind}_num_blocks", f"{kind}_indices"):
+            setattr(mask, name, sent(getattr(mask, name), device))
+    return mask
 
 
 # %% ../../nbs/4_models/08_bagel.ipynb #7db0d97e
@@ -634,6 +664,9 @@ def block_mask(
 def compiled_flex() -> Callable:
     """Flex attention, compiled once per process."""
     return torch.compile(flex_attention, dynamic=False)
+
+
+ROWS_ARE_SAFE = dict(ROWS_GUARANTEED_SAFE=True)  # every token sees itself, padding too
 
 
 class FlexAttention:
@@ -661,8 +694,7 @@ class FlexAttention:
         padding = [part] * (part > 0) + [128] * whole
         sample_lens, split_lens = [*sample_lens, *padding], [*split_lens, *padding]
         attn_modes = [*attn_modes, *("causal" for _ in padding)]
-        rule = visibility(sample_lens, split_lens, attn_modes, device)
-        self.mask = block_mask(rule, self.padded, device)
+        self.mask = block_mask(sample_lens, split_lens, attn_modes, device)
         self.flex = compiled_flex() if torch.device(device).type == "cuda" else flex_attention
 
     def __call__(
@@ -687,8 +719,10 @@ class FlexAttention:
         if rest:
             q, k, v = (F.pad(x, (0, 0, 0, 0, 0, rest)) for x in (q, k, v))
         q_all, k_all, v_all = (x.transpose(0, 1)[None] for x in (q, k, v))
-        out = self.flex(q_all, k_all, v_all, block_mask=self.mask, enable_gqa=True)
-        return out[0].transpose(0, 1)[: self.padded - rest]
+        how = dict(enable_gqa=True, kernel_options=ROWS_ARE_SAFE)
+        out = self.flex(q_all, k_all, v_all, block_mask=self.mask, **how)
+        out = out.squeeze(0).transpose(0, 1)
+        return out[: self.padded - rest] if rest else out
 
 
 # %% ../../nbs/4_models/08_bagel.ipynb #f60f7ad6

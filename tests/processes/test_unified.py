@@ -12,10 +12,12 @@ import torch
 from forked import ENGINES, deviation, log, losses, recipe_of, start, train, wait
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from torch.nn.attention.flex_attention import flex_attention
 
 from sciftune.core.recipe import resolve
 from sciftune.core.rundir import RunDir
-from sciftune.models.bagel import Bagel
+from sciftune.models.bagel import Bagel, DenseAttention, FlexAttention, sample_masks
+from sciftune.strategies.compilation import compiled_graphs
 from sciftune.training.checkpoints import CheckpointTensors
 from sciftune.training.encoding import weights_path
 
@@ -121,26 +123,57 @@ def without_kernels(rank, run):
 
 
 @pytest.mark.parametrize(
-    "engine,n",
+    "engine,n,recomputed",
     [
-        ("fsdp", 2),
+        ("fsdp", 2, "full"),
+        ("single", 1, "none"),
         *(
-            pytest.param(e, n, marks=pytest.mark.slow)
+            pytest.param(e, n, "full", marks=pytest.mark.slow)
             for e, n in (("single", 1), ("ddp", 2), ("zero2", 2), ("zero3", 2), ("fsdp-offload", 2))
         ),
     ],
 )
-def test_compiled_layers_equal_single(root, reference, engine, n):
-    run = RunDir(root / f"compiled-{engine}-{n}")
-    fields = BASE | dict(compile=True, gradient_checkpointing="full", num_processes=n)
+def test_compiled_layers_equal_single(root, reference, engine, n, recomputed):
+    run = RunDir(root / f"compiled-{engine}-{n}-{recomputed}")
+    fields = BASE | dict(compile=True, gradient_checkpointing=recomputed, num_processes=n)
     recipe = recipe_of(run, **fields, **ENGINES[engine], ema_decay=0.9)
     codes = wait(start(run, recipe, without_kernels))
     assert not any(codes), log(run)[-3000:]
     m = run.read_metrics()
     assert set(losses(m)) == set(range(1, 21)) and deviation(m, reference) <= 1e-5
     assert deviation(m, reference, "grad_norm") <= 1e-4
+    assert graphs_after_second(m) == 0
+    kinds = [losses(m, f"{kind}_tokens") for kind in ("text", "vit", "vae")]
+    assert all(len(set(counts.values())) > 3 for counts in kinds), "the packs differ"
+    drawn = losses(m, "vae_tokens")
+    assert min(drawn[step] for step in range(3, 21)) == 0, "a step without drawn images"
+
+
+def graphs_after_second(m):
     graphs = losses(m, "compiled_graphs")
-    assert graphs[20] == graphs[2] and graphs[20] >= 4
+    assert graphs[20] >= 4
+    return graphs[20] - graphs[2]
+
+
+def test_flex_attention_is_compiled_once_for_all_packs():
+    "Forward, which is what a CPU has of it: packs of other samples, splits and modes."
+    flex = torch.compile(flex_attention, dynamic=False, backend="aot_eager")
+    packs = (
+        ([100, 60], [30, 70, 60], ["causal", "noise", "full"]),
+        ([200], [100, 100], ["full", "causal"]),
+        ([50, 50, 90], [50, 50, 40, 50], ["causal", "causal", "full", "noise"]),
+        ([255], [255], ["causal"]),
+    )
+    graphs = []
+    for lens, splits, modes in packs:
+        attend = FlexAttention(lens, splits, modes, "cpu", pad_to=256)
+        attend.flex = flex
+        q, k, v = (torch.randn(sum(lens), heads, 16) for heads in (4, 2, 2))
+        dense = DenseAttention(sample_masks(lens, splits, modes))(0, q, k, v)
+        for layer in range(2):
+            assert (attend(layer, q, k, v) - dense).abs().max() < 1e-5
+        graphs.append(compiled_graphs())
+    assert graphs[-1] == graphs[0] > 0
 
 
 @pytest.mark.parametrize(

@@ -376,7 +376,7 @@ class UnifiedTask(Task):
         sequences = pack_stream(recipe, groups, encode, self.rules)
         cuda = engine.device.type == "cuda"
         flex = recipe.attention == "flex" or (recipe.attention == "auto" and cuda)
-        pad_to = recipe.max_tokens + (-recipe.max_tokens) % 128 if flex else 0
+        pad_to = 128 * (recipe.max_tokens // 128 + 1) if flex else 0  # at least one is padding
         self.source = UnifiedBatches(
             sequences, recipe.global_batch, engine.rank, engine.world, pad_to
         )

@@ -27,7 +27,6 @@ from ...planner.work import Work
 
 # %% auto #0
 __all__ = [
-    "PAIR_BYTES",
     "pack_lengths",
     "reference_pack",
     "PieceLoss",
@@ -167,13 +166,10 @@ def text_loss_bytes(
 
 
 # %% ../../../nbs/8_objectives/unified/05_work.ipynb #8ae1fb35
-PAIR_BYTES = 5  # per pair of tokens while the rule is evaluated: five truth values
-
-
 def mask_bytes(
     recipe: Recipe,  # Its attention
     pack: dict,  # Of `reference_pack`
-) -> tuple[float, float]:  # Bytes that stay, bytes in passing
+) -> float:  # Bytes
     """Masks of a pack on a GPU.
 
     Args:
@@ -181,13 +177,12 @@ def mask_bytes(
         pack: Of `reference_pack`
 
     Returns:
-        Bytes that stay, bytes in passing
+        Bytes
     """
     if recipe.attention == "dense":
-        return 3.0 * sum(n * n for n in pack["sample_lens"]), 0.0
-    tokens = sum(pack["sample_lens"])
-    tokens += -tokens % 128
-    return 8.0 * 4 * (tokens // 128) ** 2, PAIR_BYTES * float(tokens * min(tokens, 2048))
+        return 3.0 * sum(n * n for n in pack["sample_lens"])
+    blocks = -(-sum(pack["sample_lens"]) // 128)
+    return 4.0 * 4 * blocks**2 + 13.0 * 128 * blocks
 
 
 # %% ../../../nbs/8_objectives/unified/05_work.ipynb #9fe0868b
@@ -287,7 +282,6 @@ class UnifiedWork(Work):
         """
         recipe, config = model.recipe, model.config
         pack = reference_pack(recipe, config)
-        kept, passing = mask_bytes(recipe, pack)
         weights = encoding = 0
         if config.visual_gen:
             few = min(4, len(pack["sample_lens"]))
@@ -295,6 +289,6 @@ class UnifiedWork(Work):
         head, tokens = model.denoiser.language_model.lm_head, len(pack["ce_loss_indexes"])
         return dict(
             loss=text_loss_bytes(head, tokens, model.dtype),
-            resident=weights + kept,
-            before=max(encoding, passing),
+            resident=weights + mask_bytes(recipe, pack),
+            before=encoding,
         )
