@@ -35,8 +35,8 @@ def launch(*args):
 triton_kernels.launch_norm_rope = launch
 
 
-def gradients(name, denoiser, sides, text):
-    "Prediction and gradients of samples of these sizes, with padding where they differ."
+def inputs(name, denoiser, sides, text):
+    "Samples of these sizes, with padding where they differ."
     family, draw = get_family(name), torch.Generator().manual_seed(0)
     x, sizes = stack_sizes(
         [torch.randn(*family.latent_shape(*side), generator=draw) for side in sides]
@@ -50,9 +50,13 @@ def gradients(name, denoiser, sides, text):
         for _ in sides
     ]
     given = family.collate(rows) | (dict(sizes=sizes) if sizes else {})
-    sigma = torch.linspace(0.2, 0.8, len(sides))
+    return x, torch.linspace(0.2, 0.8, len(sides)), given
+
+
+def gradients(name, denoiser, *case):
+    "Prediction and gradients."
     denoiser.zero_grad()
-    out = family.predict(denoiser, x, sigma, given)
+    out = get_family(name).predict(denoiser, *inputs(name, denoiser, *case))
     out.square().mean().backward()
     found = {n: p.grad.clone() for n, p in denoiser.named_parameters() if p.grad is not None}
     return out.detach(), found
@@ -89,6 +93,9 @@ for name, config in TINY.items():
             for block in blocks:
                 del block.forward
         made, found = gradients(name, fast, sides, 5)
+        with torch.no_grad():
+            sampled = get_family(name).predict(fast, *inputs(name, fast, sides, 5))
+        assert distance(sampled, right) < 1e-5
         worst = max((distance(found[n], exact[n]), n) for n in exact if exact[n].any())
         print(f"{name} {len(sides)}: prediction {distance(made, right):.1e}, gradients {worst}")
         assert list(found) == list(exact)
