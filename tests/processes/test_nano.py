@@ -72,7 +72,7 @@ def test_an_editor(tmp_path):
 @pytest.mark.slow
 def test_a_reward_after_supervised_training(tmp_path):
     "The notebook of Flow-GRPO at its smallest, with a second reader."
-    few = dict(smoke=True, seeds="0", judged=8, judge_steps=3)
+    few = dict(smoke=True, seeds="0", judged=8, judged_all=8, judge_steps=3)
     run_notebook("nano_grpo", tmp_path / "out.ipynb", run_root=tmp_path / "runs", **few)
 
 
