@@ -6319,6 +6319,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                           'sciftune/training/trainer.py'),
                                            'sciftune.training.trainer._over_ranks': ( '7_training/trainer.html#_over_ranks',
                                                                                       'sciftune/training/trainer.py'),
+                                           'sciftune.training.trainer._tell_lost_rank': ( '7_training/trainer.html#_tell_lost_rank',
+                                                                                          'sciftune/training/trainer.py'),
                                            'sciftune.training.trainer._timed_step': ( '7_training/trainer.html#_timed_step',
                                                                                       'sciftune/training/trainer.py'),
                                            'sciftune.training.trainer._train': ( '7_training/trainer.html#_train',

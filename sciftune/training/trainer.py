@@ -602,6 +602,11 @@ def lost_rank(
     )
 
 
+def _tell_lost_rank(rank: str, error: BaseException) -> None:
+    if said := lost_rank(error):
+        print(f"rank {rank}: {said}", file=sys.stderr)
+
+
 # %% ../../nbs/7_training/14_trainer.ipynb #19d2186e
 def run_rank(
     arguments: list[str],  # Of the command line: recipe.yaml
@@ -628,7 +633,7 @@ def _exit_code(recipe_file: str) -> int:
     """Train; 0 when all went well, and otherwise what is wrong on standard error."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    rank = os.environ.get("RANK", 0)
+    rank = os.environ.get("RANK", "0")
     try:
         recipe = Recipe.load(recipe_file)
         record(train)(recipe, RunDir(os.path.dirname(os.path.abspath(recipe_file))))
@@ -638,6 +643,7 @@ def _exit_code(recipe_file: str) -> int:
         if not explained and type(error).__name__ != "DataError":
             traceback.print_exc()
         print(f"rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)
+        _tell_lost_rank(rank, error)  # a rank may end while a checkpoint is written
         return 2
     except BaseException as error:
         print(f"rank {rank} failed:", file=sys.stderr)
