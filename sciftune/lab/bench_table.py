@@ -554,7 +554,7 @@ sub-group, 5.7 GiB of klein's; with them they are met within 0.3 %
 ([how](../../nbs/6_planner/02_ledger.ipynb)). The kernel is fused now, as it is planned.
 Offloaded rows have the optimizer's states in host memory, but for as many as fit the given
 budget, and were held to it by the allocator; their window held three of the largest parameters,
-where the plan counts the two blocks that it holds now, 1.2 to 1.9 GiB more. With the window that
+where the plan counts the two blocks that it holds now, 1.2 to 1.5 GiB more. With the window that
 they had they are planned within 0.6 %. Rows of 2026-11-21 were measured before the
 optimizer's moments got their present units and before the weights of a block were updated in one
 launch (`strategies.adam`).
