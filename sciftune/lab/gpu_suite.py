@@ -236,7 +236,7 @@ def suite_command(
     Args:
         words: Of the command line
     """
-    given = suite_parser().parse_args(words)
+    given = suite_parser().parse_intermixed_args(words)  # cases behind options, too
     try:
         cases = choose_cases(read_cases(), given.cases, given.gpus)
     except ValueError as error:

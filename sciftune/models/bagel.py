@@ -9,7 +9,6 @@ __all__ = [
     "VIT_KEYS",
     "TOP_KEYS",
     "VAE_KEYS",
-    "ROWS_ARE_SAFE",
     "GEN",
     "LORA_TARGETS",
     "LORA_LAYERS",
@@ -668,9 +667,6 @@ def compiled_flex() -> Callable:
     return torch.compile(flex_attention, dynamic=False)
 
 
-ROWS_ARE_SAFE = dict(ROWS_GUARANTEED_SAFE=True)  # every token sees itself, padding too
-
-
 class FlexAttention:
     """Flex attention with a block mask built once per batch.
 
@@ -721,8 +717,7 @@ class FlexAttention:
         if rest:
             q, k, v = (F.pad(x, (0, 0, 0, 0, 0, rest)) for x in (q, k, v))
         q_all, k_all, v_all = (x.transpose(0, 1)[None] for x in (q, k, v))
-        how = dict(enable_gqa=True, kernel_options=ROWS_ARE_SAFE)
-        out = self.flex(q_all, k_all, v_all, block_mask=self.mask, **how)
+        out = self.flex(q_all, k_all, v_all, block_mask=self.mask, enable_gqa=True)
         out = out.squeeze(0).transpose(0, 1)
         return out[: self.padded - rest] if rest else out
 

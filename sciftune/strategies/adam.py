@@ -4,6 +4,7 @@
 
 # %% auto #0
 __all__ = [
+    "MAGIC",
     "COLUMNS",
     "INTERPRETED",
     "UNIT",
@@ -33,23 +34,131 @@ from flashoptim.optimizers import (
 )
 from torch import Tensor
 
-
 # %% ../../nbs/5_strategies/04_adam.ipynb #4bf0396c
+MAGIC = tl.constexpr(
+    12582912.0
+)  # 1.5 * 2**23: the low byte of a small integer added to it is that integer's
+
+
 @triton.jit
 def _as_float(bits):
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _code(x):
-    """The integer nearest to a float between -128 and 255, as the low byte of an int32."""
-    return (x + 12582912.0).to(tl.int32, bitcast=True)
+def _as_bits(x):
+    return x.to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def _number(code):
-    """A small integer as a float."""
-    return _as_float(code.to(tl.int32) + 0x4B400000) - 12582912.0
+def _signed(code, fast: tl.constexpr):
+    """Signed bytes as floats; four at once."""
+    if fast:
+        return tl.inline_asm_elementwise(
+            """
+            {
+                .reg .b32 t;
+                xor.b32 t, $4, 0x80808080;
+                prmt.b32 $0, t, 0x4B000000, 0x7440;
+                prmt.b32 $1, t, 0x4B000000, 0x7441;
+                prmt.b32 $2, t, 0x4B000000, 0x7442;
+                prmt.b32 $3, t, 0x4B000000, 0x7443;
+                add.f32 $0, $0, 0fCB000080;
+                add.f32 $1, $1, 0fCB000080;
+                add.f32 $2, $2, 0fCB000080;
+                add.f32 $3, $3, 0fCB000080;
+            }
+            """,
+            "=&f,=&f,=&f,=&f,r",
+            [code],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        return code.to(tl.float32)
+
+
+@triton.jit
+def _unsigned(code, fast: tl.constexpr):
+    """Unsigned bytes as floats; four at once."""
+    if fast:
+        return tl.inline_asm_elementwise(
+            """
+            prmt.b32 $0, $4, 0x4B000000, 0x7440;
+            prmt.b32 $1, $4, 0x4B000000, 0x7441;
+            prmt.b32 $2, $4, 0x4B000000, 0x7442;
+            prmt.b32 $3, $4, 0x4B000000, 0x7443;
+            add.f32 $0, $0, 0fCB000000;
+            add.f32 $1, $1, 0fCB000000;
+            add.f32 $2, $2, 0fCB000000;
+            add.f32 $3, $3, 0fCB000000;
+            """,
+            "=&f,=&f,=&f,=&f,r",
+            [code],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        return code.to(tl.float32)
+
+
+@triton.jit
+def _wide(x, fast: tl.constexpr):
+    """bf16 numbers as fp32; two at once."""
+    if fast:
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
+            "=&r,=r,r",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def _rounded(x, fast: tl.constexpr):
+    """The nearest bf16 numbers, ties to even; two at once."""
+    if fast:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;",
+            "=r,f,f",
+            [x],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    else:  # Triton's interpreter cuts digits off
+        bits = _as_bits(x)
+        bits = tl.where(x == x, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
+        return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _low_bytes(x, fast: tl.constexpr):
+    """The integers that were added to `MAGIC`, as bytes; four at once."""
+    if fast:
+        return tl.inline_asm_elementwise(
+            """
+            {
+                .reg .b32 t, u;
+                prmt.b32 t, $1, $2, 0x0040;
+                prmt.b32 u, $3, $4, 0x0040;
+                prmt.b32 $0, t, u, 0x5410;
+            }
+            """,
+            "=r,r,r,r,r",
+            [_as_bits(x)],
+            dtype=tl.int8,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        return _as_bits(x).to(tl.int8)
 
 
 @triton.jit
@@ -73,21 +182,21 @@ def _root(x, fast: tl.constexpr):
 
 
 @triton.jit
-def _exponent(bits):
-    """Exponent field, at least 9, of a bf16 number given as its 16 bits in an int32."""
-    return tl.maximum((bits >> 7) & 255, 9)
+def _power(x):
+    """The power of two at or below the absolute value of a float, at least 2**-118."""
+    return tl.maximum(_as_float(_as_bits(x) & 0x7F800000), 3.009265538105056e-36)
 
 
 @triton.jit
-def _top(x, unit: tl.constexpr):
-    """Largest of each group that fp16 can hold in units of 1/unit."""
-    return tl.minimum(tl.maximum(tl.max(x, 1), 1e-12), 65504.0 / unit)
+def _scale(top, unit: tl.constexpr):
+    """As fp16 holds it, in units of 1/unit."""
+    return (tl.minimum(top, 65504.0 / unit) * unit).to(tl.float16)
 
 
 # %% ../../nbs/5_strategies/04_adam.ipynb #21ed6541
 @triton.jit
 def _adam_span(
-    w_ptr, c_ptr, m_ptr, ms_ptr, v_ptr, vs_ptr, g_ptr, n, first, stride, b1, a1, b2, a2,
+    w_ptr, c_ptr, m_ptr, ms_ptr, v_ptr, vs_ptr, g_ptr, n, first, stride, b1, a1, root_b2, a2,
     rate, root, eps, keep, unit: tl.constexpr, block: tl.constexpr, fast: tl.constexpr,
 ):  # fmt: skip
     """Update every `stride`-th block of a tensor from block `first`.
@@ -101,52 +210,47 @@ def _adam_span(
         inside = at < n
         group = start // 32 + tl.arange(0, groups)
         full = group * 32 < n
-        g = tl.load(g_ptr + at, inside, 0.0).to(tl.float32)
-        total += g * g
-        w = tl.load(w_ptr + at, inside, 0.0).to(tl.int16, bitcast=True).to(tl.int32)
-        x = _as_float(w << 16) + _number(tl.load(c_ptr + at, inside, 0)) * (
-            _as_float((_exponent(w) - 8) << 23) * (1.0 / 127)
-        )
-        q = _number(tl.load(m_ptr + at, inside, 0))
-        m = (
-            q
-            * _inverse(254.0 - tl.abs(q), fast)
-            * (tl.load(ms_ptr + group, full, 0.0).to(tl.float32) * (b1 / unit))[:, None]
-            + a1 * g
-        )
-        r = (
-            _number(tl.load(v_ptr + at, inside, 0))
-            * (tl.load(vs_ptr + group, full, 0.0).to(tl.float32) * (1.0 / (255 * unit)))[:, None]
-        )
-        r = _root(r * r * b2 + a2 * g * g, fast)
+        g = _wide(tl.load(g_ptr + at, inside, 0.0), fast)
+        square = g * g
+        total += square
+        w = _wide(tl.load(w_ptr + at, inside, 0.0), fast)
+        c = _signed(tl.load(c_ptr + at, inside, 0), fast)
+        x = w + (c * _power(w)) * (1.0 / (127 * 256))
+        q = _signed(tl.load(m_ptr + at, inside, 0), fast)
+        scale = tl.load(ms_ptr + group, full, 0.0).to(tl.float32) * (b1 / unit)
+        m = q * _inverse(254.0 - tl.abs(q), fast) * scale[:, None] + a1 * g
+        q = _unsigned(tl.load(v_ptr + at, inside, 0), fast)
+        scale = tl.load(vs_ptr + group, full, 0.0).to(tl.float32) * (root_b2 / (255 * unit))
+        r = q * scale[:, None]
+        r = _root(r * r + a2 * square, fast)
         x = x * keep - rate * m * _inverse(r * root + eps, fast)
-        w = x.to(tl.int32, bitcast=True)
-        w = tl.where(
-            x == x, (w + 0x7FFF + ((w >> 16) & 1)) >> 16, 0x7FC0
-        )  # to the nearest, ties to even; NaN stays NaN
-        tl.store(w_ptr + at, w.to(tl.int16).to(tl.bfloat16, bitcast=True), inside)
-        lost = (x - _as_float(w << 16)) * (_as_float((262 - _exponent(w)) << 23) * 127.0)
-        tl.store(c_ptr + at, _code(tl.minimum(tl.maximum(lost, -127.0), 127.0)).to(tl.int8), inside)
-        top = _top(tl.abs(m), unit)
-        y = tl.minimum(tl.maximum(m * (1.0 / top)[:, None], -1.0), 1.0)
-        tl.store(m_ptr + at, _code(254.0 * y * _inverse(1.0 + tl.abs(y), fast)).to(tl.int8), inside)
-        tl.store(ms_ptr + group, (top * unit).to(tl.float16), full)
-        top = _top(r, unit)
-        q = tl.minimum(tl.maximum(r * (255.0 / top)[:, None], tl.where(r > 0, 1.0, 0.0)), 255.0)
-        tl.store(v_ptr + at, _code(q).to(tl.uint8), inside)
-        tl.store(vs_ptr + group, (top * unit).to(tl.float16), full)
+        low = _rounded(x, fast)
+        tl.store(w_ptr + at, low, inside)
+        w = _wide(low, fast)
+        part = (x - w) * _as_float(0x7F000000 - _as_bits(_power(w)))
+        tl.store(c_ptr + at, _low_bytes(part * (127 * 256) + MAGIC, fast), inside)
+        top = tl.maximum(tl.max(tl.abs(m), 1), 1e-12)
+        tl.store(ms_ptr + group, _scale(top, unit), full)
+        y = m * (254.0 * _inverse(top, fast))[:, None]
+        y = y * _inverse(1.0 + tl.abs(y) * (1.0 / 254), fast)
+        tl.store(m_ptr + at, _low_bytes(y + MAGIC, fast), inside)
+        top = tl.maximum(tl.max(r, 1), 1e-12)
+        tl.store(vs_ptr + group, _scale(top, unit), full)
+        y = tl.maximum(r * (255.0 * _inverse(top, fast))[:, None], tl.where(r > 0, 1.0, 0.0))
+        code = _low_bytes(y + MAGIC, fast).to(tl.uint8, bitcast=True)
+        tl.store(v_ptr + at, code, inside)
     return tl.sum(total)
 
 
 @triton.jit
 def _adam_kernel(
     w_ptr, c_ptr, m_ptr, ms_ptr, v_ptr, vs_ptr, g_ptr, squares_ptr, n,
-    b1, a1, b2, a2, rate, root, eps, keep,
+    b1, a1, root_b2, a2, rate, root, eps, keep,
     unit: tl.constexpr, block: tl.constexpr, fast: tl.constexpr,
 ):  # fmt: skip
     total = _adam_span(
         w_ptr, c_ptr, m_ptr, ms_ptr, v_ptr, vs_ptr, g_ptr, n, tl.program_id(0), tl.num_programs(0),
-        b1, a1, b2, a2, rate, root, eps, keep,
+        b1, a1, root_b2, a2, rate, root, eps, keep,
         unit, block, fast,
     )  # fmt: skip
     tl.store(squares_ptr + tl.program_id(0), total)
@@ -159,7 +263,7 @@ COLUMNS = 11  # of the table
 @triton.jit
 def _adam_block_kernel(
     table_ptr, rows_ptr, partial_ptr,
-    b1, a1, b2, a2, rate, root, eps, keep,
+    b1, a1, root_b2, a2, rate, root, eps, keep,
     unit: tl.constexpr, block: tl.constexpr, fast: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
     at = table_ptr + tl.load(rows_ptr + tl.program_id(0)) * columns
@@ -182,7 +286,7 @@ def _adam_block_kernel(
     first, stride = tl.program_id(0) - tl.load(at + 8).to(tl.int32), tl.load(at + 9).to(tl.int32)
     total = _adam_span(
         w_ptr, c_ptr, m_ptr, ms_ptr, v_ptr, vs_ptr, g_ptr, n, first, stride,
-        b1, a1, b2, a2, rate, root, eps, keep,
+        b1, a1, root_b2, a2, rate, root, eps, keep,
         unit, block, fast,
     )  # fmt: skip
     tl.store(partial_ptr + tl.load(at + 10) + first, total)
@@ -196,7 +300,7 @@ INTERPRETED = not isinstance(
 UNIT = 4096.0  # scales are counted in 1/UNIT
 BLOCK = 1024  # elements of a program's turn
 PER_PROCESSOR = 8  # programs of a multiprocessor
-WARPS = 4  # of a program
+WARPS = 2  # of a program
 
 
 def programs(
@@ -254,12 +358,12 @@ class Moment(_MaybeQuantizedTensor):
 
 # %% ../../nbs/5_strategies/04_adam.ipynb #2e2d850a
 def _numbers(step, lr, betas, eps, weight_decay):
-    """The kernels' b1, a1, b2, a2, rate, root, eps, keep."""
+    """The kernels' b1, a1, root_b2, a2, rate, root, eps, keep."""
     b1, b2 = betas
     return (
         b1,
         1 - b1,
-        b2,
+        math.sqrt(b2),
         1 - b2,
         lr / (1 - b1**step),
         1 / math.sqrt(1 - b2**step),
