@@ -176,14 +176,12 @@ RECORDS = [
                 "validation_sample_steps": 8,
             },
             "local": {
-                "compile": False,
                 "timestep_shift": "none",
                 "adam_beta2": 0.95,
                 "weight_decay": 0.0,
                 "text_loss_weight": 0.25,
             },
             "cluster": {
-                "compile": False,
                 "adam_beta2": 0.95,
                 "weight_decay": 0.0,
                 "text_loss_weight": 0.25,
