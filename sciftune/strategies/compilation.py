@@ -4,6 +4,8 @@
 
 # %% auto #0
 __all__ = [
+    "CAPTION_PARTS",
+    "CAPTION_ROWS",
     "blocks_of",
     "cos_and_sin",
     "RealTable",
@@ -42,7 +44,7 @@ from ..core.recipe import Recipe, RecipeError
 from ..core.registry import find_record
 from ..core.rundir import cache_root
 from ..models.family import get_family
-from .block_kernels import norm_rope, use_block_kernels
+from .block_kernels import is_modulation, norm_rope, use_block_kernels
 
 
 # %% ../../nbs/5_strategies/08_compilation.ipynb #ca556d22
@@ -287,27 +289,37 @@ def real_rotary(
 
 
 # %% ../../nbs/5_strategies/08_compilation.ipynb #28457666
+CAPTION_PARTS = frozenset(  # What diffusers calls layers of joint blocks that see captions alone
+    ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "ff_context", "txt_mlp")
+)
+CAPTION_ROWS = 2048  # Caption tokens of a micro-batch from which float8 pays
+
+
 def float8_layers(
     denoiser: nn.Module,
     names: tuple,  # Block classes
     smallest: int = 1024,  # Smaller sides are left alone
+    captions: bool = True,  # Those that see captions alone, too
 ) -> list[str]:  # Names of the linears
     """The linears that are worth float8.
 
     Args:
         names: Block classes
         smallest: Smaller sides are left alone
+        captions: Those that see captions alone, too
 
     Returns:
         Names of the linears
     """
 
     def fits(n: str, m: nn.Module) -> bool:
+        parts = n.split(".")
         return (
             isinstance(m, nn.Linear)
             and min(m.in_features, m.out_features) >= smallest
             and not (m.in_features % 16 or m.out_features % 16)
-            and not any("mod" in part for part in n.split("."))
+            and not is_modulation(n)
+            and (captions or CAPTION_PARTS.isdisjoint(parts))
         )
 
     inside = {id(m): n for b in blocks_of(denoiser, names) for n, m in b.named_modules()}
@@ -319,7 +331,8 @@ def float8_linears(
     denoiser: nn.Module,
     names: tuple,  # Block classes
     recipe: str = "tensorwise",  # 'tensorwise', 'rowwise' or 'rowwise_with_gw_hp'
-    smallest: int = 1024,
+    smallest: int = 1024,  # Smaller sides are left alone
+    captions: bool = True,  # Layers that see captions alone, too
 ) -> int:  # Layers swapped
     """Let the large linears multiply in float8.
 
@@ -328,6 +341,8 @@ def float8_linears(
     Args:
         names: Block classes
         recipe: 'tensorwise', 'rowwise' or 'rowwise_with_gw_hp'
+        smallest: Smaller sides are left alone
+        captions: Layers that see captions alone, too
 
     Returns:
         Layers swapped
@@ -344,7 +359,7 @@ def float8_linears(
         raise RecipeError(
             f"precision: 'fp8' needs the package torchao (pip install torchao): {e}"
         ) from None
-    chosen = set(float8_layers(denoiser, names, smallest))
+    chosen = set(float8_layers(denoiser, names, smallest, captions))
     if not chosen:
         raise RecipeError(
             f"precision: 'fp8' found no linear layer with both sides at least {smallest} and "
@@ -575,7 +590,8 @@ def prepare_denoiser(
     names = find_record("models", recipe.model).block_classes
     contiguous_gradients(real_rotary(denoiser))
     if fp8:
-        float8_linears(denoiser, names)
+        rows = recipe.micro_batch * recipe.text_tokens
+        float8_linears(denoiser, names, captions=rows >= CAPTION_ROWS)
     if recipe.compile:
         use_block_kernels(denoiser, blocks_of(denoiser, names))
     if recipe.packing:
