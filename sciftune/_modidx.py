@@ -4683,6 +4683,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'sciftune/strategies/fsdp.py'),
                                           'sciftune.strategies.fsdp.FSDP.policy_of': ( '5_strategies/fsdp.html#fsdp.policy_of',
                                                                                        'sciftune/strategies/fsdp.py'),
+                                          'sciftune.strategies.fsdp.FSDP.reduce_type': ( '5_strategies/fsdp.html#fsdp.reduce_type',
+                                                                                         'sciftune/strategies/fsdp.py'),
                                           'sciftune.strategies.fsdp.FSDP.reshards': ( '5_strategies/fsdp.html#fsdp.reshards',
                                                                                       'sciftune/strategies/fsdp.py'),
                                           'sciftune.strategies.fsdp.FSDP.shards': ( '5_strategies/fsdp.html#fsdp.shards',

@@ -112,10 +112,9 @@ class ShardedNetwork(Network):
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
         policy = self.policy
-        short = self.recipe.reduce_type == "bf16"
         mixed = MixedPrecisionPolicy(
             param_dtype=policy.compute if policy.compute != policy.weights else None,
-            reduce_dtype=torch.bfloat16 if short else policy.reduce,
+            reduce_dtype=self.strategy.reduce_type,
         )
         pinned = self.engine.device.type == "cuda"
         place = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
@@ -257,7 +256,7 @@ class FSDPCosts(Costs):
     @property
     def reduce(self) -> int:
         """Bytes of a number while gradients are reduced."""
-        return self.policy.reduce.itemsize
+        return self.strategy.reduce_type.itemsize
 
     def gathered_bytes(
         self,
@@ -463,6 +462,19 @@ class FSDP(Strategy):
     def shards(self) -> int:
         """Processes that share one replica."""
         return self.recipe.hybrid_shard or self.world
+
+    @property
+    def reduce_type(self) -> torch.dtype:
+        """The type in which gradients are summed over ranks.
+
+        bf16 also where two ranks have bf16 weights and one micro-batch each: it gives the same.
+        """
+        policy, recipe = self.policy, self.recipe
+        terms = self.world * self.accumulation
+        same = terms == 2 == self.shards and policy.weights == torch.bfloat16
+        if recipe.reduce_type == "bf16" or (same and not recipe.lora_rank):
+            return torch.bfloat16
+        return policy.reduce
 
     @property
     def autocasts(self) -> bool:
