@@ -397,12 +397,13 @@ class Flux1(GuidanceInput, Family):
         Args:
             denoiser: Not yet compiled nor under an engine
         """
-        forward = PackedForward(denoiser)
-        for block in denoiser.transformer_blocks:
+        doubles, singles = denoiser.transformer_blocks, denoiser.single_transformer_blocks
+        forward = PackedForward(denoiser, [*doubles, *singles])
+        for block in doubles:
             forward.spread(block.norm1.linear, "image")
             forward.spread(block.norm1_context.linear, "text")
             forward.attend(block.attn)
-        for block in denoiser.single_transformer_blocks:
+        for block in singles:
             forward.replace(block, join_streams)
             forward.spread(block.norm.linear, "joint")
             forward.attend(block.attn)

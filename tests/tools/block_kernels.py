@@ -1,4 +1,4 @@
-"""Blocks with the kernels of `strategies.block_kernels` against the model's own, on the CPU.
+"""Blocks with the kernels of `models.block_kernels` against the model's own, on the CPU.
 
     TRITON_INTERPRET=1 python tests/tools/block_kernels.py
 
@@ -11,11 +11,11 @@ import copy
 import torch
 
 from sciftune.core.registry import find_record
+from sciftune.models import block_kernels, triton_kernels
 from sciftune.models.family import get_family, stack_sizes
 from sciftune.models.flux1 import TINY_FLUX1
 from sciftune.models.flux2 import TINY_KLEIN
 from sciftune.models.qwenimage import TINY_QWEN_IMAGE
-from sciftune.strategies import block_kernels, triton_kernels
 from sciftune.strategies.compilation import blocks_of, compiled_graphs, real_rotary
 
 assert block_kernels.IN_INTERPRETER, "set TRITON_INTERPRET=1"
