@@ -397,14 +397,14 @@ class Flux1(GuidanceInput, Family):
         Args:
             denoiser: Not yet compiled nor under an engine
         """
-        doubles, singles = denoiser.transformer_blocks, denoiser.single_transformer_blocks
-        forward = PackedForward(denoiser, [*doubles, *singles])
-        for block in doubles:
+        forward = PackedForward(denoiser)
+        for block in denoiser.transformer_blocks:
+            forward.prepare_block(block)
             forward.spread(block.norm1.linear, "image")
             forward.spread(block.norm1_context.linear, "text")
             forward.attend(block.attn)
-        for block in singles:
-            forward.replace(block, join_streams)
+        for block in denoiser.single_transformer_blocks:
+            forward.prepare_block(block, join_streams)
             forward.spread(block.norm.linear, "joint")
             forward.attend(block.attn)
         forward.spread(denoiser.norm_out.linear, "image")

@@ -630,13 +630,12 @@ class Klein(Family):
         Args:
             denoiser: Not yet compiled nor under an engine
         """
-        doubles, singles = denoiser.transformer_blocks, denoiser.single_transformer_blocks
-        forward = PackedForward(denoiser, [*doubles, *singles])
-        for block in doubles:
-            forward.replace(block, spread_double)
+        forward = PackedForward(denoiser)
+        for block in denoiser.transformer_blocks:
+            forward.prepare_block(block, spread_double)
             forward.attend(block.attn)
-        for block in singles:
-            forward.replace(block, spread_single)
+        for block in denoiser.single_transformer_blocks:
+            forward.prepare_block(block, spread_single)
             forward.replace(block.attn, functools.partial(attend_fused, block.attn))
         forward.replace(denoiser.norm_out, norm_rows)
         forward.spread(denoiser.norm_out.linear, "image")

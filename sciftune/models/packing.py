@@ -27,7 +27,7 @@ __all__ = [
 
 # %% ../../nbs/4_models/16_packing.ipynb #47cb3b6d
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -495,18 +495,14 @@ class PackedForward:
 
     Args:
         denoiser: Not yet compiled nor under an engine
-        blocks: Its repeated blocks, which may be compiled
     """
 
     def __init__(
         self,
         denoiser: nn.Module,  # Not yet compiled nor under an engine
-        blocks: Iterable[nn.Module] = (),  # Its repeated blocks, which may be compiled
     ):
         self.packing: Packing | None = None  # Of the last call
         denoiser.register_forward_pre_hook(self._begin, with_kwargs=True)
-        for block in blocks:
-            block.register_forward_pre_hook(self._mark, with_kwargs=True)
 
     def _begin(self, module: nn.Module, args: tuple, call: dict) -> tuple[tuple, dict]:
         """Take `packing` out of a call."""
@@ -539,6 +535,20 @@ class PackedForward:
 
         module.forward = chosen
 
+    def prepare_block(
+        self,
+        block: nn.Module,  # One of the repeated blocks, each of which may be compiled by itself
+        forward: Callable | None = None,  # See `replace`; None = its own
+    ):
+        """Let a compiled block be one graph for packed calls of all lengths.
+
+        Args:
+            block: One of the repeated blocks, each of which may be compiled by itself
+            forward: See `replace`; None = its own
+        """
+        block.register_forward_pre_hook(self._mark, with_kwargs=True)
+        self.replace(block, forward or _as_usual)
+
     def spread(
         self,
         layer: nn.Module,  # From (n,C) of samples to (n,C')
@@ -562,6 +572,11 @@ class PackedForward:
             attention: With to_q, to_k, to_v, and add_q_proj and so on for captions
         """
         self.replace(attention, functools.partial(attend_jointly, attention))
+
+
+def _as_usual(usual: Callable, packing: Packing, *args: object, **named: object) -> object:
+    """A module's own forward."""
+    return usual(*args, **named)
 
 
 def _spread_output(stream: str, usual: Callable, packing: Packing, x: Tensor) -> Tensor:

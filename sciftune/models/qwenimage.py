@@ -508,9 +508,9 @@ class QwenImage(Family):
         """
         if not self.record.packing:
             super().prepare_packing(denoiser)
-        blocks, positions = denoiser.transformer_blocks, denoiser.pos_embed
-        forward = PackedForward(denoiser, blocks)
-        for block in blocks:
+        forward, positions = PackedForward(denoiser), denoiser.pos_embed
+        for block in denoiser.transformer_blocks:
+            forward.prepare_block(block)
             forward.spread(block.img_mod[1], "image")
             forward.spread(block.txt_mod[1], "text")
             forward.attend(block.attn)
