@@ -399,11 +399,12 @@ class Flux1(GuidanceInput, Family):
         """
         forward = PackedForward(denoiser)
         for block in denoiser.transformer_blocks:
+            forward.prepare_block(block)
             forward.spread(block.norm1.linear, "image")
             forward.spread(block.norm1_context.linear, "text")
             forward.attend(block.attn)
         for block in denoiser.single_transformer_blocks:
-            forward.replace(block, join_streams)
+            forward.prepare_block(block, join_streams)
             forward.spread(block.norm.linear, "joint")
             forward.attend(block.attn)
         forward.spread(denoiser.norm_out.linear, "image")

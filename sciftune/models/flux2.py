@@ -40,6 +40,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ..core.registry import FamilyRecord
+from .block_kernels import fused_heads, part_tables
 from sciftune.models.family import (
     Encoders,
     Family,
@@ -58,7 +59,7 @@ from sciftune.models.family import (
 from sciftune.models.packing import (
     PackedForward,
     Packing,
-    attend_turned,
+    attend_packed,
     caption_rows,
     join_rows,
     own_pictures,
@@ -350,13 +351,9 @@ def attend_fused(
     Returns:
         (1,T+N,C)
     """
-    width = attention.inner_dim
-    fused = attention.to_qkv_mlp_proj(hidden_states[0])
-    *qkv, mlp = fused.split([width, width, width, fused.shape[-1] - 3 * width], -1)
-    q, k, v = (x.unflatten(-1, (-1, attention.head_dim)) for x in qkv)
-    q, k = attention.norm_q(q), attention.norm_k(k)
-    out = attend_turned(q, k, v, image_rotary_emb, packing).flatten(1)
-    return attention.to_out(torch.cat((out, attention.mlp_act_fn(mlp)), -1))[None]
+    _, table = part_tables(image_rotary_emb)
+    q, k, v, hidden = fused_heads(attention, hidden_states, table)
+    return attention.to_out(torch.cat((attend_packed(q, k, v, packing), hidden), -1))
 
 
 def norm_rows(
@@ -635,10 +632,10 @@ class Klein(Family):
         """
         forward = PackedForward(denoiser)
         for block in denoiser.transformer_blocks:
-            forward.replace(block, spread_double)
+            forward.prepare_block(block, spread_double)
             forward.attend(block.attn)
         for block in denoiser.single_transformer_blocks:
-            forward.replace(block, spread_single)
+            forward.prepare_block(block, spread_single)
             forward.replace(block.attn, functools.partial(attend_fused, block.attn))
         forward.replace(denoiser.norm_out, norm_rows)
         forward.spread(denoiser.norm_out.linear, "image")

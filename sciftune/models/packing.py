@@ -19,8 +19,9 @@ __all__ = [
     "written_backward",
     "packed_attention",
     "packed_attention_backward",
+    "mark_lengths",
     "PackedForward",
-    "attend_turned",
+    "attend_packed",
     "attend_jointly",
 ]
 
@@ -31,8 +32,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from diffusers.models.embeddings import apply_rotary_emb
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from .block_kernels import joint_heads, part_tables
 
 # %% ../../nbs/4_models/16_packing.ipynb #c3286358
 ROUNDING = 256  # Lengths of packed rows are multiples of it
@@ -354,18 +357,39 @@ def written_backward(
 
 
 # %% ../../nbs/4_models/16_packing.ipynb #b5b68df9
-def _taken(x: Tensor, span: list[int]) -> Tensor:
-    """(1,heads,S,D) the rows of one sample, caption before image."""
-    text, text_end, image, image_end = span
-    return torch.cat((x[text:text_end], x[image:image_end]))[None].transpose(1, 2)
+def _filled(rows: list[Tensor], length: int) -> list[Tensor]:
+    """Rows, and zeros behind them up to a length."""
+    dead = length - sum(map(len, rows))
+    return [*rows, rows[0].new_zeros(dead, *rows[0].shape[1:])]
 
 
-def _put(into: Tensor, span: list[int], made: Tensor):
-    """Write (1,heads,S,D) of one sample to its rows of (L,heads,D)."""
-    text, text_end, image, image_end = span
-    rows = made[0].transpose(0, 1)
-    into[text:text_end] = rows[: text_end - text]
-    into[image:image_end] = rows[text_end - text :]
+def _by_sample(x: Tensor, spans: list[list[int]]) -> Tensor:
+    """(L,heads,D) the rows of one sample behind those of another, caption before image."""
+    rows = []
+    for text, text_end, image, image_end in spans:
+        rows += [x[text:text_end], x[image:image_end]]
+    return torch.cat(_filled(rows, len(x)))
+
+
+def _by_part(samples: list[Tensor], spans: list[list[int]], length: int) -> Tensor:
+    """(L,heads,D) captions of all samples before images again, of (1,heads,S,D) each."""
+    texts, images = [], []
+    for x, (text, text_end, *_) in zip(samples, spans, strict=True):
+        rows = x[0].transpose(0, 1)
+        texts.append(rows[: text_end - text])
+        images.append(rows[text_end - text :])
+    first = spans[0][2]
+    return torch.cat([*_filled(texts, first), *_filled(images, length - first)])
+
+
+def _lengths(spans: list[list[int]]) -> list[int]:
+    """Tokens of each sample."""
+    return [text_end - text + image_end - image for text, text_end, image, image_end in spans]
+
+
+def _separated(x: Tensor, spans: list[list[int]]) -> list[Tensor]:
+    """(1,heads,S,D) each sample of what `_by_sample` gave."""
+    return [rows[None].transpose(1, 2) for rows in separate_rows(x, _lengths(spans))]
 
 
 @torch.library.custom_op("sciftune::packed_attention", mutates_args=())
@@ -374,82 +398,77 @@ def packed_attention(
     k: Tensor,  # Keys (L,heads,D)
     v: Tensor,  # Values (L,heads,D)
     spans: Tensor,  # (n,4) of `Packing`, on the CPU
-) -> tuple[Tensor, Tensor]:  # Result (L,heads,D); logs of sums (heads*L,) fp32, sample by sample
-    """Attention of each sample's tokens to each other.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Attention of each sample's tokens to each other: the result (L,heads,D).
+
+    And for backward, sample by sample, the logs of sums (heads*L,) in fp32, queries, keys and
+    values (L,heads,D).
 
     Args:
         q: Queries (L,heads,D), captions of all samples before the images of all
         k: Keys (L,heads,D)
         v: Values (L,heads,D)
         spans: (n,4) of `Packing`, on the CPU
-
-    Returns:
-        Result (L,heads,D); logs of sums (heads*L,) fp32, sample by sample
     """
-    out = q.new_zeros(q.shape)
-    totals = q.new_zeros(q.shape[0] * q.shape[1], dtype=torch.float32)
-    first = 0
-    for span in spans.tolist():
-        made, total = attend_forward(*(_taken(x, span) for x in (q, k, v)))
-        _put(out, span, made)
-        totals[first : first + total.numel()] = total.reshape(-1)
-        first += total.numel()
-    return out, totals
+    bounds = spans.tolist()
+    own = [_by_sample(x, bounds) for x in (q, k, v)]
+    samples = zip(*(_separated(x, bounds) for x in own), strict=True)
+    made, totals = zip(*(attend_forward(*sample) for sample in samples), strict=True)
+    totals = torch.cat(_filled([total.flatten() for total in totals], q.shape[0] * q.shape[1]))
+    return _by_part(made, bounds, len(q)), totals, *own
 
 
 @torch.library.custom_op("sciftune::packed_attention_backward", mutates_args=())
 def packed_attention_backward(
     grad: Tensor,  # Of the result (L,heads,D)
+    out: Tensor,  # The result (L,heads,D)
+    totals: Tensor,  # (heads*L,) sample by sample, as what follows
     q: Tensor,  # (L,heads,D)
     k: Tensor,  # (L,heads,D)
     v: Tensor,  # (L,heads,D)
-    out: Tensor,  # (L,heads,D)
-    totals: Tensor,  # (heads*L,)
     spans: Tensor,  # (n,4)
 ) -> tuple[Tensor, Tensor, Tensor]:  # Of queries, keys and values (L,heads,D)
     """The gradients of `packed_attention`.
 
     Args:
         grad: Of the result (L,heads,D)
+        out: The result (L,heads,D)
+        totals: (heads*L,) sample by sample, as what follows
         q: (L,heads,D)
         k: (L,heads,D)
         v: (L,heads,D)
-        out: (L,heads,D)
-        totals: (heads*L,)
         spans: (n,4)
 
     Returns:
         Of queries, keys and values (L,heads,D)
     """
-    found = [x.new_zeros(x.shape) for x in (q, k, v)]
-    first = 0
-    for span in spans.tolist():
-        inputs = [_taken(x, span) for x in (grad, q, k, v, out)]
-        shape = inputs[0].shape[:3]
-        total = totals[first : first + shape.numel()].view(shape)
-        first += shape.numel()
-        for into, made in zip(found, attend_backward(*inputs, total), strict=True):
-            _put(into, span, made)
-    return tuple(found)
+    bounds, heads = spans.tolist(), q.shape[1]
+    grad, out = (_by_sample(x, bounds) for x in (grad, out))
+    samples = [_separated(x, bounds) for x in (grad, q, k, v, out)]
+    parts = separate_rows(totals, [heads * length for length in _lengths(bounds)])
+    totals = [part.view(1, heads, -1) for part in parts]
+    made = [attend_backward(*sample) for sample in zip(*samples, totals, strict=True)]
+    return tuple(_by_part(x, bounds, len(q)) for x in zip(*made, strict=True))
 
 
 @packed_attention.register_fake
 def _(q, k, v, spans):
-    shape = q.shape[0] * q.shape[1]
-    return q.new_empty(q.shape), q.new_empty(shape, dtype=torch.float32)
+    totals = q.new_empty(q.shape[0] * q.shape[1], dtype=torch.float32)
+    return q.new_empty(q.shape), totals, *(x.new_empty(x.shape) for x in (q, k, v))
 
 
 @packed_attention_backward.register_fake
-def _(grad, q, k, v, out, totals, spans):
+def _(grad, out, totals, q, k, v, spans):
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
 def _keep(ctx, inputs, output):
     """Keep what backward reads."""
-    ctx.save_for_backward(*inputs[:3], *output, inputs[3])
+    ctx.save_for_backward(*output, inputs[3])
+    ctx.set_materialize_grads(False)  # nothing else than the result is used
 
 
-def _gradients(ctx, grad, _):
+def _gradients(ctx, grad, *_):
     """Of queries, keys and values."""
     return *packed_attention_backward(grad, *ctx.saved_tensors), None
 
@@ -458,6 +477,19 @@ packed_attention.register_autograd(_gradients, setup_context=_keep)
 
 
 # %% ../../nbs/4_models/16_packing.ipynb #2916ff7f
+def mark_lengths(
+    inputs: object,  # Tensors of rows (...,C) or numbers (L,), in any containers
+):
+    """Let compiled code take the tensors for such of any length, and any number of samples.
+
+    Args:
+        inputs: Tensors of rows (...,C) or numbers (L,), in any containers
+    """
+    for x in tree_leaves(inputs):
+        if isinstance(x, Tensor):
+            torch._dynamo.maybe_mark_dynamic(x, list(range(max(1, x.ndim - 1))))
+
+
 class PackedForward:
     """What modules of a denoiser do in a packed call in the place of their own `forward`.
 
@@ -478,6 +510,11 @@ class PackedForward:
         self.packing = call.pop("packing", None)
         return args, call
 
+    def _mark(self, module: nn.Module, args: tuple, call: dict):
+        """Mark what goes into a block in a packed call."""
+        if self.packing is not None:
+            mark_lengths((args, call, vars(self.packing)))
+
     def replace(
         self,
         module: nn.Module,
@@ -497,6 +534,20 @@ class PackedForward:
             return forward(usual, self.packing, *args, **kwargs)
 
         module.forward = chosen
+
+    def prepare_block(
+        self,
+        block: nn.Module,  # One of the repeated blocks, each of which may be compiled by itself
+        forward: Callable | None = None,  # See `replace`; None = its own
+    ):
+        """Let a compiled block be one graph for packed calls of all lengths.
+
+        Args:
+            block: One of the repeated blocks, each of which may be compiled by itself
+            forward: See `replace`; None = its own
+        """
+        block.register_forward_pre_hook(self._mark, with_kwargs=True)
+        self.replace(block, forward or _as_usual)
 
     def spread(
         self,
@@ -523,33 +574,35 @@ class PackedForward:
         self.replace(attention, functools.partial(attend_jointly, attention))
 
 
+def _as_usual(usual: Callable, packing: Packing, *args: object, **named: object) -> object:
+    """A module's own forward."""
+    return usual(*args, **named)
+
+
 def _spread_output(stream: str, usual: Callable, packing: Packing, x: Tensor) -> Tensor:
     """A layer's output with a row for each token."""
     return spread(usual(x), getattr(packing, stream))
 
 
 # %% ../../nbs/4_models/16_packing.ipynb #7b0b31b5
-def attend_turned(
-    q: Tensor,  # Queries (L,heads,D), normalised
-    k: Tensor,  # Keys (L,heads,D), normalised
-    v: Tensor,  # Values (L,heads,D)
-    tables: tuple[Tensor, Tensor],  # cos and sin (L,D), fp32 or the bits of it as int32
+def attend_packed(
+    q: Tensor,  # Queries (1,L,heads,D)
+    k: Tensor,  # Keys (1,L,heads,D)
+    v: Tensor,  # Values (1,L,heads,D)
     packing: Packing,
-) -> Tensor:  # (L,heads,D)
-    """Attention within each sample, after queries and keys are turned to their positions.
+) -> Tensor:  # (1,L,heads*D)
+    """Attention within each sample.
 
     Args:
-        q: Queries (L,heads,D), normalised
-        k: Keys (L,heads,D), normalised
-        v: Values (L,heads,D)
-        tables: cos and sin (L,D), fp32 or the bits of it as int32
+        q: Queries (1,L,heads,D)
+        k: Keys (1,L,heads,D)
+        v: Values (1,L,heads,D)
 
     Returns:
-        (L,heads,D)
+        (1,L,heads*D)
     """
-    tables = tuple(table.view(torch.float32) for table in tables)
-    q, k = (apply_rotary_emb(x[None], tables, sequence_dim=1)[0].to(v.dtype) for x in (q, k))
-    return packed_attention(q, k, v, packing.spans)[0]
+    out, *_ = packed_attention(q[0], k[0], v[0], packing.spans)
+    return out.flatten(1)[None]
 
 
 def attend_jointly(
@@ -558,7 +611,7 @@ def attend_jointly(
     packing: Packing,
     hidden_states: Tensor,  # Of images, or of both, (N,1,C) or (1,N,C)
     encoder_hidden_states: Tensor | None = None,  # Of captions (T,1,C) or (1,T,C)
-    image_rotary_emb: tuple[Tensor, Tensor] | None = None,  # See `attend_turned`
+    image_rotary_emb: tuple[Tensor, Tensor] | None = None,  # cos and sin, see `part_tables`
     **unused: object,  # Masks, which are None
 ) -> Tensor | tuple[Tensor, Tensor]:  # As they came: of images, and of captions
     """The forward of an attention layer over captions and images within each sample.
@@ -568,27 +621,20 @@ def attend_jointly(
         usual: Its own forward, which is not called
         hidden_states: Of images, or of both, (N,1,C) or (1,N,C)
         encoder_hidden_states: Of captions (T,1,C) or (1,T,C)
-        image_rotary_emb: See `attend_turned`
+        image_rotary_emb: cos and sin, see `part_tables`
         **unused: Masks, which are None
 
     Returns:
         As they came: of images, and of captions
     """
-    size = attention.inner_dim // attention.heads
-
-    def heads(x: Tensor, names: str, norms: str) -> list[Tensor]:  # Three of (L,heads,D)
-        layers = (getattr(attention, name) for name in names.split())
-        q, k, v = (layer(x).unflatten(-1, (-1, size)) for layer in layers)
-        return [*(getattr(attention, n)(y) for n, y in zip(norms.split(), (q, k), strict=True)), v]
-
-    own = heads(hidden_states.flatten(0, 1), "to_q to_k to_v", "norm_q norm_k")
+    image = hidden_states.flatten(0, 1)[None]
     if encoder_hidden_states is None:
-        out = attend_turned(*own, image_rotary_emb, packing)
-        return out.flatten(1).view_as(hidden_states)
-    names = "add_q_proj add_k_proj add_v_proj", "norm_added_q norm_added_k"
-    text = heads(encoder_hidden_states.flatten(0, 1), *names)
-    joint = [torch.cat(pair) for pair in zip(text, own, strict=True)]
-    out = attend_turned(*joint, image_rotary_emb, packing).flatten(1)
-    text, image = out.split([len(text[0]), len(own[0])])
+        _, table = part_tables(image_rotary_emb)
+        out = attend_packed(*joint_heads(attention, image, table), packing)
+        return out.view_as(hidden_states)
+    text = encoder_hidden_states.flatten(0, 1)[None]
+    text_table, table = part_tables(image_rotary_emb, text.shape[1])
+    out = attend_packed(*joint_heads(attention, image, table, text, text_table), packing)
+    text, image = out.split([text.shape[1], image.shape[1]], 1)
     image = attention.to_out[1](attention.to_out[0](image))
     return image.view_as(hidden_states), attention.to_add_out(text).view_as(encoder_hidden_states)

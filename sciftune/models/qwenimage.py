@@ -510,6 +510,7 @@ class QwenImage(Family):
             super().prepare_packing(denoiser)
         forward, positions = PackedForward(denoiser), denoiser.pos_embed
         for block in denoiser.transformer_blocks:
+            forward.prepare_block(block)
             forward.spread(block.img_mod[1], "image")
             forward.spread(block.txt_mod[1], "text")
             forward.attend(block.attn)

@@ -43,8 +43,8 @@ from ..core.progress import progress
 from ..core.recipe import Recipe, RecipeError
 from ..core.registry import find_record
 from ..core.rundir import cache_root
+from ..models.block_kernels import is_modulation, joint_heads, use_block_kernels
 from ..models.family import get_family
-from .block_kernels import is_modulation, norm_rope, use_block_kernels
 
 
 # %% ../../nbs/5_strategies/08_compilation.ipynb #ca556d22
@@ -195,7 +195,8 @@ class RealAttention(qwen.QwenDoubleStreamAttnProcessor2_0):
         image, text, n = hidden_states, encoder_hidden_states, encoder_hidden_states.shape[1]
         if attention_mask is None:
             attention_mask = joint_mask(encoder_hidden_states_mask, image)
-        q, k, v = self.joint_heads(attn, image, text, image_rotary_emb)
+        table, text_table = (cos_and_sin(part) for part in image_rotary_emb)
+        q, k, v = joint_heads(attn, image, table, text, text_table)
         out = dispatch_attention_fn(
             q,
             k,
@@ -207,48 +208,6 @@ class RealAttention(qwen.QwenDoubleStreamAttnProcessor2_0):
         out = out.flatten(2, 3).to(q.dtype)
         image_out = attn.to_out[1](attn.to_out[0](out[:, n:].contiguous()))
         return image_out, attn.to_add_out(out[:, :n].contiguous())
-
-    def joint_heads(
-        self,
-        attn: nn.Module,  # The block's attention
-        image: Tensor,  # (B,S,C)
-        text: Tensor,  # (B,T,C)
-        tables: tuple,  # Of image and text
-    ) -> tuple[Tensor, Tensor, Tensor]:  # Queries, keys, values (B,T+S,heads,D)
-        """Queries and keys normalised and turned, text before image.
-
-        Args:
-            attn: The block's attention
-            image: (B,S,C)
-            text: (B,T,C)
-            tables: Of image and text
-
-        Returns:
-            Queries, keys, values (B,T+S,heads,D)
-        """
-
-        def heads(layer: nn.Module, x: Tensor) -> Tensor:  # (B,S,C) -> (B,S,heads,D)
-            return layer(x).unflatten(-1, (-1, attn.inner_dim // attn.heads))
-
-        own_tables, text_tables = (cos_and_sin(table) for table in tables)
-        q = norm_rope(
-            heads(attn.add_q_proj, text),
-            attn.norm_added_q,
-            text_tables,
-            heads(attn.to_q, image),
-            attn.norm_q,
-            own_tables,
-        )
-        k = norm_rope(
-            heads(attn.add_k_proj, text),
-            attn.norm_added_k,
-            text_tables,
-            heads(attn.to_k, image),
-            attn.norm_k,
-            own_tables,
-        )
-        values = torch.cat((heads(attn.add_v_proj, text), heads(attn.to_v, image)), 1)
-        return q, k, values
 
 
 def joint_mask(

@@ -1,38 +1,51 @@
-"""Blocks with the kernels of `strategies.block_kernels` against the model's own, on the CPU.
+"""Blocks with the kernels of `models.block_kernels` against the model's own, on the CPU.
 
     TRITON_INTERPRET=1 python tests/tools/block_kernels.py
 
 Prediction and all gradients of small models whose samples have two parts, of unequal tables and
-strides, within 1e-5; the last line says `fine`.
+strides, and of packed samples, within 1e-5; the last line says `fine`.
 """
 
 import copy
+from collections import Counter
 
 import torch
 
 from sciftune.core.registry import find_record
+from sciftune.models import block_kernels, packing, triton_kernels
 from sciftune.models.family import get_family, stack_sizes
 from sciftune.models.flux1 import TINY_FLUX1
 from sciftune.models.flux2 import TINY_KLEIN
 from sciftune.models.qwenimage import TINY_QWEN_IMAGE
-from sciftune.strategies import block_kernels, triton_kernels
-from sciftune.strategies.compilation import blocks_of, compiled_graphs, real_rotary
+from sciftune.strategies.compilation import (
+    blocks_of,
+    compile_blocks,
+    compiled_graphs,
+    real_rotary,
+)
 
 assert block_kernels.IN_INTERPRETER, "set TRITON_INTERPRET=1"
 TINY = dict(
     klein=TINY_KLEIN | dict(num_attention_heads=3), flux1=TINY_FLUX1, qwenimage=TINY_QWEN_IMAGE
 )
+packing.ROUNDING = 8  # the interpreter is slow
+COMPILER = dict(backend="aot_eager", fullgraph=True)
 counted = []
-LAUNCH = triton_kernels.launch_norm_rope
 
 
-def launch(*args):
+def count(name):
     "Count the calls: a test in which no kernel ran would pass, too."
-    counted.append("norm_rope")
-    LAUNCH(*args)
+    launch = getattr(triton_kernels, name)
+
+    def counting(*args):
+        counted.append(name)
+        return launch(*args)
+
+    setattr(triton_kernels, name, counting)
 
 
-triton_kernels.launch_norm_rope = launch
+for kernel in ("launch_norm_rope", "launch_norm_rope_backward", "launch_copy"):
+    count(kernel)
 
 
 def inputs(name, denoiser, sides, text):
@@ -53,10 +66,11 @@ def inputs(name, denoiser, sides, text):
     return x, torch.linspace(0.2, 0.8, len(sides)), given
 
 
-def gradients(name, denoiser, *case):
+def gradients(denoiser, name, sides, text, **more):
     "Prediction and gradients."
     denoiser.zero_grad()
-    out = get_family(name).predict(denoiser, *inputs(name, denoiser, *case))
+    x, sigma, given = inputs(name, denoiser, sides, text)
+    out = get_family(name).predict(denoiser, x, sigma, given | more)
     out.square().mean().backward()
     found = {n: p.grad.clone() for n, p in denoiser.named_parameters() if p.grad is not None}
     return out.detach(), found
@@ -64,6 +78,31 @@ def gradients(name, denoiser, *case):
 
 def distance(a, b):
     return ((a - b).norm() / b.norm().clamp_min(1e-6)).item()
+
+
+def judge(label, made, right):
+    "Raises where prediction or gradients are not near."
+    (out, found), (exact_out, exact) = made, right
+    worst = max((distance(found[n], exact[n]), n) for n in exact if exact[n].any())
+    print(f"{label}: prediction {distance(out, exact_out):.1e}, gradients {worst}")
+    assert list(found) == list(exact)
+    assert distance(out, exact_out) < 1e-5 and worst[0] < 1e-4, worst
+
+
+def judge_packed(name, plain, fast):
+    "Packed samples in compiled blocks, with as many launches as their layers have parts."
+    case = name, [(64, 32), (32, 32)], 5
+    for denoiser in (plain, fast):
+        get_family(name).prepare_packing(denoiser)
+    compile_blocks(fast, find_record("models", name).block_classes, **COMPILER)
+    counted.clear()
+    block_kernels.IN_INTERPRETER = False
+    right = gradients(plain, *case, packed=[5, 3])
+    assert not counted
+    block_kernels.IN_INTERPRETER = True
+    judge(f"{name} packed", gradients(fast, *case, packed=[5, 3]), right)
+    parts = dict(launch_norm_rope=8, launch_norm_rope_backward=8)  # queries and keys, both streams
+    assert Counter(counted) == parts | (dict(launch_copy=2) if name == "klein" else {}), counted
 
 
 for name, config in TINY.items():
@@ -82,27 +121,25 @@ for name, config in TINY.items():
         torch.compiler.reset()
         graphs = compiled_graphs()
         block_kernels.IN_INTERPRETER = False
-        right, exact = gradients(name, plain, sides, 5)
+        right = gradients(plain, name, sides, 5)
         assert not counted
         block_kernels.IN_INTERPRETER = True
         if len(sides) == 1:  # a graph for blocks of a kind, and where inputs need no gradient
             for block in blocks:
                 own = type(block).forward.__get__(block)
-                block.forward = torch.compile(own, backend="aot_eager", fullgraph=True)
+                block.forward = torch.compile(own, **COMPILER)
         else:
             for block in blocks:
                 del block.forward
-        made, found = gradients(name, fast, sides, 5)
+        made = gradients(fast, name, sides, 5)
         kinds = len({type(block) for block in blocks})
         assert compiled_graphs() - graphs <= 2 * kinds, (compiled_graphs(), graphs)
         with torch.no_grad():
             sampled = get_family(name).predict(fast, *inputs(name, fast, sides, 5))
-        assert distance(sampled, right) < 1e-5
-        worst = max((distance(found[n], exact[n]), n) for n in exact if exact[n].any())
-        print(f"{name} {len(sides)}: prediction {distance(made, right):.1e}, gradients {worst}")
-        assert list(found) == list(exact)
-        assert distance(made, right) < 1e-5 and worst[0] < 1e-4, worst
+        assert distance(sampled, right[0]) < 1e-5
+        judge(f"{name} {len(sides)}", made, right)
         assert counted
+    judge_packed(name, plain, fast)
 for shape in ((2, 3, 40), (6, 40)):
     x = torch.randn(shape, requires_grad=True)
     grad = torch.randn(*shape[:-1], 70)[..., :20]
