@@ -27,6 +27,7 @@ from ..core.registry import find_record
 from ..core.rundir import cache_root
 from .work import Work, work_of
 from ..strategies.block_kernels import use_block_kernels
+from ..strategies.compilation import float8_layers
 from ..strategies.context import check_heads
 from ..strategies.costs import BlockSize, ModelSize, OuterModule
 from ..strategies.lora import add_lora, narrow_layers
@@ -491,6 +492,7 @@ class Profile(ModelSize):
         outside: Kept for backward outside of blocks
         flops: Of a forward pass, one sample
         operations: Of a forward pass
+        float8_layers: Linear layers of blocks that are large enough for float8
         decode: Bytes of the VAE's weights and its working set for one picture
         loss: Peak of the loss on top of what forward keeps, last layer's gradient aside
         resident: Bytes of frozen helpers that stay on the GPU
@@ -505,6 +507,7 @@ class Profile(ModelSize):
     outside: BatchLine  # Kept for backward outside of blocks
     flops: float  # Of a forward pass, one sample
     operations: int = 0  # Of a forward pass
+    float8_layers: int = 0  # Linear layers of blocks that are large enough for float8
     decode: float = 0.0  # Bytes of the VAE's weights and its working set for one picture
     loss: float = 0.0  # Peak of the loss on top of what forward keeps, last layer's gradient aside
     resident: float = 0.0  # Bytes of frozen helpers that stay on the GPU
@@ -1064,6 +1067,7 @@ def profile(
             model.work.reference_tokens(family),
         ),
         operations=operations,
+        float8_layers=len(float8_layers(model.denoiser, model.block_classes)),
         decode=decode_bytes(family, base, recipe, dtype) if vae else 0.0,
         backward_share=share,
         context=recipe.context_parallel,
