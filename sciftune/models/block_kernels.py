@@ -196,15 +196,16 @@ IN_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"  # Kernels run on the
 def has_kernels(
     x: Tensor,  # (...)
 ) -> bool:
-    """Whether the kernels compute: on a GPU, in compiled code.
+    """Whether the kernels compute: on a GPU, in compiled code; and on meta, where nothing does.
 
     There a block's parameters are whole. Without compilation ZeRO-3 gathers those of a norm when
-    the norm is called.
+    the norm is called. On meta the planner looks at what is kept.
 
     Args:
         x: (...)
     """
-    return IN_INTERPRETER or (x.is_cuda and torch.compiler.is_compiling())
+    compiled = x.is_cuda and torch.compiler.is_compiling()
+    return IN_INTERPRETER or x.is_meta or compiled
 
 
 def turn_pairs(

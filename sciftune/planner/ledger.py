@@ -82,7 +82,7 @@ class ForwardPass:
 
 
 # %% ../../nbs/6_planner/02_ledger.ipynb #e3deab23
-EXCHANGE_COPIES = 6  # where ranks share tokens: of queries, keys, values, sent and arrived
+EXCHANGE_COPIES = 6  # where ranks share tokens, eager: of queries, keys, values, sent and arrived
 
 
 class Ledger:
@@ -167,15 +167,14 @@ class Ledger:
         return [self._working(i, block, batch) for i, block in enumerate(self.profile.blocks)]
 
     def _working(self, position: int, block: Block, batch: int) -> float:
-        again = block.boundary(batch) if position in self.positions else 0.0
-        if self.strategy.context > 1:
-            again += EXCHANGE_COPIES * block.out(batch)
-        if not self.recipe.compile:
-            peak = block.adding_peak if self.costs.adds_gradients else block.backward_peak
-            return peak(batch) + again
-        gradients = self.policy.compute.itemsize * block.trained  # all at once
-        late, early = block.out(batch) + gradients, block.widest(batch)
-        return getattr(block, self.kind)(batch) + max(late, early) + again
+        if self.recipe.compile:
+            gradients = self.policy.compute.itemsize * block.trained  # all at once
+            late, early = block.out(batch) + gradients, block.widest(batch)
+            return getattr(block, self.kind)(batch) + max(late, early)
+        peak = block.adding_peak if self.costs.adds_gradients else block.backward_peak
+        inputs = block.boundary(batch) if position in self.positions else 0.0
+        copies = EXCHANGE_COPIES * block.out(batch) if self.strategy.context > 1 else 0.0
+        return peak(batch) + inputs + copies
 
     # backward
     def gathered(

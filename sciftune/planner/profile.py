@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from ..core.recipe import Recipe
 from ..core.registry import find_record
 from ..core.rundir import cache_root
 from .work import Work, work_of
+from ..strategies.block_kernels import use_block_kernels
+from ..strategies.compilation import float8_layers
 from ..strategies.context import check_heads
 from ..strategies.costs import BlockSize, ModelSize, OuterModule
 from ..strategies.lora import add_lora, narrow_layers
@@ -45,6 +48,7 @@ __all__ = [
     "OperationRecorder",
     "BatchLine",
     "kept_bytes",
+    "compiled_bytes",
     "peak_bytes",
     "block_bytes",
     "Block",
@@ -167,7 +171,7 @@ class OperationRecorder(TorchDispatchMode):
         self.weights = set(weights)
         self.parents = {}  # id -> ids of what it was computed from
         self.size = {}  # id -> bytes
-        self.read, self.written, self.made = set(), set(), set()  # ids
+        self.read, self.written, self.made, self.joined = set(), set(), set(), set()  # ids
         self.alive = []  # keeps ids from being used again
         self.operations = 0
         self.traffic = 0  # Bytes that contractions read and write, weights aside
@@ -179,16 +183,20 @@ class OperationRecorder(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         inputs, outputs = storages((args, kwargs)), storages(out)
         self.operations += 1
+        name = func.overloadpacket.__name__
         self.made |= outputs.keys() - inputs.keys()
+        if name == "cat":
+            self.joined |= outputs.keys()
         self.alive += [*inputs.values(), *outputs.values()]
         self.size |= {k: s.nbytes() for k, s in (inputs | outputs).items()}
         for key in outputs:
             self.parents.setdefault(key, set()).update(inputs.keys() - {key})
-        name = func.overloadpacket.__name__
         if name in CONTRACTIONS:
             self._count(func, args, kwargs or {}, out)
             self.written |= outputs.keys() | (inputs.keys() if "attention" in name else set())
             self.read |= inputs.keys()
+        if func.namespace == "sciftune":
+            self.written |= inputs.keys() | outputs.keys()
         return out
 
     def _count(self, func: Callable, args: tuple, kwargs: dict, out: object):
@@ -307,6 +315,48 @@ def kept_bytes(
     Returns:
         Bytes: eager, compiled, fp8, out, widest, traffic; others: numbers
     """
+    recorder, kept, out = _recorded(module, args, kwargs)
+    own = copy.deepcopy(module)
+    return dict(
+        **compiled_bytes(use_block_kernels(own, [own]), args, kwargs),
+        eager=sum(recorder.size[k] for k in kept - recorder.weights),
+        out=sum(s.nbytes() for s in storages(out).values()),
+        widest=max((recorder.size[k] for k in recorder.written), default=0),
+        traffic=recorder.traffic,
+        **recorder.flops,
+        operations=recorder.operations,
+    )
+
+
+def compiled_bytes(
+    module: nn.Module,  # On meta, as it is compiled
+    args: tuple,  # Its inputs, on meta
+    kwargs: dict,  # Its named inputs, on meta
+) -> dict[str, float]:  # compiled, fp8
+    """What a compiled block keeps for backward, inputs included, weights not.
+
+    Args:
+        module: On meta, as it is compiled
+        args: Its inputs, on meta
+        kwargs: Its named inputs, on meta
+
+    Returns:
+        compiled, fp8
+    """
+    recorder, kept, _ = _recorded(module, args, kwargs)
+    inputs, sizes = storages((args, kwargs)).keys(), recorder.size
+    fixed = recorder.read | recorder.written | inputs
+    compiled = recorder.smallest(kept, fixed, recorder.weights)
+    products = recorder.read - recorder.written - inputs  # read by these alone
+    recorder.size = sizes | {k: sizes[k] / 2 for k in products}
+    narrow = recorder.smallest(kept, fixed - (products - recorder.joined), recorder.weights)
+    return dict(compiled=sum(sizes[k] for k in compiled), fp8=sum(recorder.size[k] for k in narrow))
+
+
+def _recorded(
+    module: nn.Module, args: tuple, kwargs: dict
+) -> tuple[OperationRecorder, set[int], object]:
+    """A run forward: the operations, ids of what autograd packs, and what comes out."""
     inputs, weights = storages((args, kwargs)), storages(list(module.parameters()))
     packed = {}
 
@@ -319,21 +369,8 @@ def kept_bytes(
         out = module(*args, **kwargs)
     own = recorder.made | inputs.keys()  # tables that all blocks share are not a block's
     kept = {k: s for k, s in packed.items() if k in own}
-    sizes = recorder.size = recorder.size | {k: s.nbytes() for k, s in (kept | inputs).items()}
-    fixed = recorder.read | recorder.written | inputs.keys()
-    compiled = recorder.smallest(set(kept), fixed, set(weights))
-    products = (compiled & recorder.read) - recorder.written - inputs.keys()  # read by these alone
-    total = sum(sizes[k] for k in compiled)
-    return dict(
-        eager=sum(sizes[k] for k in kept.keys() - weights.keys()),
-        compiled=total,
-        fp8=total - sum(sizes[k] for k in products) / 2,
-        out=sum(s.nbytes() for s in storages(out).values()),
-        widest=max((sizes[k] for k in recorder.written), default=0),
-        traffic=recorder.traffic,
-        **recorder.flops,
-        operations=recorder.operations,
-    )
+    recorder.size |= {k: s.nbytes() for k, s in (kept | inputs).items()}
+    return recorder, set(kept), out
 
 
 def peak_bytes(
@@ -455,6 +492,7 @@ class Profile(ModelSize):
         outside: Kept for backward outside of blocks
         flops: Of a forward pass, one sample
         operations: Of a forward pass
+        float8_layers: Linear layers of blocks that are large enough for float8
         decode: Bytes of the VAE's weights and its working set for one picture
         loss: Peak of the loss on top of what forward keeps, last layer's gradient aside
         resident: Bytes of frozen helpers that stay on the GPU
@@ -469,6 +507,7 @@ class Profile(ModelSize):
     outside: BatchLine  # Kept for backward outside of blocks
     flops: float  # Of a forward pass, one sample
     operations: int = 0  # Of a forward pass
+    float8_layers: int = 0  # Linear layers of blocks that are large enough for float8
     decode: float = 0.0  # Bytes of the VAE's weights and its working set for one picture
     loss: float = 0.0  # Peak of the loss on top of what forward keeps, last layer's gradient aside
     resident: float = 0.0  # Bytes of frozen helpers that stay on the GPU
@@ -1028,6 +1067,7 @@ def profile(
             model.work.reference_tokens(family),
         ),
         operations=operations,
+        float8_layers=len(float8_layers(model.denoiser, model.block_classes)),
         decode=decode_bytes(family, base, recipe, dtype) if vae else 0.0,
         backward_share=share,
         context=recipe.context_parallel,

@@ -32,10 +32,13 @@ __all__ = [
     "ATTENTION",
     "FLOAT8",
     "FLOAT32",
+    "COMPILED_TRAFFIC",
     "EAGER_TRAFFIC",
     "OPERATION",
     "CAST_OPERATION",
     "COMPILED_OPERATION",
+    "COMPILED_BLOCK",
+    "FLOAT8_LAYER",
     "NETWORK",
     "SEEN",
     "MEASURED_ON",
@@ -121,11 +124,12 @@ def named_device(
 
 
 # %% ../../nbs/6_planner/04_speed.ipynb #571bb909
-PRODUCTS, ATTENTION = 0.64, 0.425  # of the peak
+PRODUCTS, ATTENTION = 0.64, 0.49  # of the peak
 FLOAT8, FLOAT32 = 1.5, 0.5  # rates against bf16
-EAGER_TRAFFIC = 7  # of compiled blocks' traffic
+COMPILED_TRAFFIC, EAGER_TRAFFIC = 1.6, 7  # of what contractions read and write
 OPERATION, CAST_OPERATION = 20e-6, 32e-6  # seconds of the host: an operation, one under autocast
-COMPILED_OPERATION = 1.5e-6  # seconds that a compiled block loses for each eager operation
+COMPILED_OPERATION = 1.6e-6  # seconds that a compiled block loses for each eager operation
+COMPILED_BLOCK, FLOAT8_LAYER = 1.17e-3, 0.21e-3  # seconds of the host in compiled code, per pass
 NETWORK = 25e9  # bytes/s of a GPU between machines
 
 
@@ -150,7 +154,7 @@ def forward_seconds(
     attention = flops * profile.attention_share
     traffic = sum(block.traffic(batch) for block in profile.blocks)
     traffic *= profile.context / strategy.context  # blocks are measured at a rank's tokens
-    traffic *= 1 if strategy.recipe.compile else EAGER_TRAFFIC
+    traffic *= COMPILED_TRAFFIC if strategy.recipe.compile else EAGER_TRAFFIC
     return dict(
         products=(flops - attention) / (PRODUCTS * peak * (FLOAT8 if policy.fp8 else 1)),
         attention=attention / (ATTENTION * peak),
@@ -197,10 +201,12 @@ def _context_seconds(
 
 
 def _launch_seconds(profile: Profile, strategy: Strategy, share: float, every_turn: bool) -> float:
-    recipe, work = strategy.recipe, work_of(strategy.recipe)
-    if recipe.compile:
-        return 0.0
+    work = work_of(strategy.recipe)
     passes = work.forward_passes(profile, share, 1, every_turn)
+    if strategy.recipe.compile:
+        layers = profile.float8_layers if strategy.policy.fp8 else 0
+        once = len(profile.blocks) * COMPILED_BLOCK + layers * FLOAT8_LAYER
+        return strategy.accumulation * passes * once
     each = CAST_OPERATION if work.autocasts(profile, strategy) else OPERATION
     own = strategy.costs(profile).host_seconds(passes)
     return strategy.accumulation * passes * profile.operations * each + own
@@ -262,7 +268,7 @@ def step_seconds(
 
 
 # %% ../../nbs/6_planner/04_speed.ipynb #1d7e23cd
-SEEN = (0.85, 1.5)  # measured over planned seconds on H200s, the least and the most
+SEEN = (0.8, 1.55)  # measured over planned seconds on H200s, the least and the most
 MEASURED_ON = "H200"
 
 
