@@ -4255,6 +4255,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                 'sciftune/planner/profile.py'),
                                           'sciftune.planner.profile.MetaModel.build': ( '6_planner/profile.html#metamodel.build',
                                                                                         'sciftune/planner/profile.py'),
+                                          'sciftune.planner.profile.MetaModel.float8_layers': ( '6_planner/profile.html#metamodel.float8_layers',
+                                                                                                'sciftune/planner/profile.py'),
                                           'sciftune.planner.profile.MetaModel.forward': ( '6_planner/profile.html#metamodel.forward',
                                                                                           'sciftune/planner/profile.py'),
                                           'sciftune.planner.profile.MetaModel.frozen': ( '6_planner/profile.html#metamodel.frozen',

@@ -26,8 +26,8 @@ from ..core.recipe import Recipe
 from ..core.registry import find_record
 from ..core.rundir import cache_root
 from .work import Work, work_of
-from ..strategies.block_kernels import use_block_kernels
-from ..strategies.compilation import float8_layers
+from ..models.block_kernels import use_block_kernels
+from ..strategies.compilation import CAPTION_ROWS, float8_layers
 from ..strategies.context import check_heads
 from ..strategies.costs import BlockSize, ModelSize, OuterModule
 from ..strategies.lora import add_lora, narrow_layers
@@ -906,6 +906,11 @@ class MetaModel:
             return []
         return [x.weight.numel() for x in narrow_layers(self.denoiser, self.block_classes)]
 
+    def float8_layers(self) -> list[str]:
+        """Names of the layers that multiply in float8 where the precision says so."""
+        rows = self.recipe.micro_batch * self.recipe.text_tokens
+        return float8_layers(self.denoiser, self.block_classes, captions=rows >= CAPTION_ROWS)
+
 
 # %% ../../nbs/6_planner/01_profile.ipynb #a7c36d88
 FOUR_LEVELS = dict(
@@ -1067,7 +1072,7 @@ def profile(
             model.work.reference_tokens(family),
         ),
         operations=operations,
-        float8_layers=len(float8_layers(model.denoiser, model.block_classes)),
+        float8_layers=len(model.float8_layers()),
         decode=decode_bytes(family, base, recipe, dtype) if vae else 0.0,
         backward_share=share,
         context=recipe.context_parallel,
