@@ -612,10 +612,10 @@ class EngineSection(Section):
         ge=0,
         le=8,
     )
-    reduce_type: Literal["fp32", "bf16"] = field(
-        "fp32",
+    reduce_type: Literal["auto", "fp32", "bf16"] = field(
+        "auto",
         "fsdp: type in which gradients are summed over processes; bf16 halves the traffic and "
-        "rounds each sum",
+        "rounds each sum; auto = bf16 where it gives the sums of fp32, else fp32",
         identity=False,
         optional=True,
     )

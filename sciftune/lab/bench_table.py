@@ -297,7 +297,7 @@ def is_fast_setting(
         row["loop"] == "trainer"
         and (row.get("preset") or "debug") == "debug"
         and not row.get("lora_rank")
-        and row.get("reduce_type", "fp32") == "fp32"
+        and row.get("reduce_type") != "bf16"
         and row["precision"] == "bf16-master24"
     )
 

@@ -25,8 +25,8 @@ from ..core.presets import nano_folder
 from ..core.recipe import Recipe
 from ..core.registry import find_record
 from ..core.rundir import cache_root
-from .work import Work, work_of
 from ..models.block_kernels import use_block_kernels
+from .work import Work, work_of
 from ..strategies.compilation import CAPTION_ROWS, float8_layers
 from ..strategies.context import check_heads
 from ..strategies.costs import BlockSize, ModelSize, OuterModule

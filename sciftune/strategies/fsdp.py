@@ -467,14 +467,13 @@ class FSDP(Strategy):
     def reduce_type(self) -> torch.dtype:
         """The type in which gradients are summed over ranks.
 
-        bf16 also where two ranks have bf16 weights and one micro-batch each: it gives the same.
+        'auto' is bf16 where two ranks have bf16 weights and one micro-batch each.
         """
         policy, recipe = self.policy, self.recipe
         terms = self.world * self.accumulation
         same = terms == 2 == self.shards and policy.weights == torch.bfloat16
-        if recipe.reduce_type == "bf16" or (same and not recipe.lora_rank):
-            return torch.bfloat16
-        return policy.reduce
+        exact = recipe.reduce_type == "auto" and same and not recipe.lora_rank
+        return torch.bfloat16 if exact or recipe.reduce_type == "bf16" else policy.reduce
 
     @property
     def autocasts(self) -> bool:
