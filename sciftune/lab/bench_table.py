@@ -202,7 +202,11 @@ def strategy_words(
     if row.get("reduce_type") == "bf16":
         words += ", bf16 sums"
     if row.get("offload", "none") != "none":
-        words += f", {row['offload']} offloaded, {row['device_memory_gib']:g} GiB"
+        words += f", {row['offload']} offloaded"
+    if row.get("device_memory_gib"):
+        words += f", held to {row['device_memory_gib']:g} GiB"
+    if row.get("packing"):
+        words += ", mixed sizes packed"
     return words
 
 
@@ -473,6 +477,7 @@ def setting_words(
         base = row.get("lora_base", "bf16")
         kind = "LoRA" if base == "bf16" else f"LoRA on {base}"
     kind += ", references" if row.get("reference_images") else ""
+    kind += ", packed" if row.get("packing") else ""
     return f"{row['model']}, {kind}"
 
 
@@ -520,7 +525,7 @@ def draw_parts(
     ax.invert_yaxis()
     ax.set_xlim(0, 1)
     released = "(updates run inside backward where gradients are released)"
-    ax.set_xlabel(f"share of a step {released}", fontsize=8)
+    ax.set_xlabel(f"share of a step\n{released}", fontsize=8)
     ax.legend(ncol=4, fontsize=7, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1))
 
 
