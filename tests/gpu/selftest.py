@@ -593,6 +593,42 @@ def a_resumed_run_is_the_uninterrupted_one():
     return f"losses {shown_losses}, {exported} exported files"
 
 
+@check
+def every_engine_trains_as_one_process():
+    "On two GPUs where there are, else by one process; in bf16, so losses agree to its places."
+    processes = min(2, torch.cuda.device_count())
+    losses = {}
+    for engine in ("single", "ddp", "fsdp", "zero2", "zero3"):
+        count = 1 if engine == "single" else processes
+        recipe = resolve(
+            model="klein",
+            run_root=str(WORK),
+            name=engine,
+            strategy=engine,
+            num_processes=count,
+            steps=4,
+            micro_batch=2 // count,
+            global_batch=2,
+            precision="bf16-mixed" if engine.startswith("zero") else "bf16-master24",
+            compile=False,
+            plan_check=False,
+            validation_steps=0,
+            checkpoint_steps=0,
+            export=False,
+            held_out=0,
+            figures=16,
+            cache_batch=16,
+        )
+        rows = trained(new_run(recipe), recipe)
+        losses[engine] = [loss for loss, _ in rows.values()]
+    apart = {
+        engine: max(abs(a - b) for a, b in zip(got, losses["single"], strict=True))
+        for engine, got in losses.items()
+    }
+    assert max(apart.values()) < 0.02, losses
+    return f"{processes} processes, furthest {max(apart.values()):.4f}"
+
+
 failed = f"{len(FAILED)} of the checks failed {FAILED or ''}"
 print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}: {failed}", flush=True)
 sys.exit(bool(FAILED))
