@@ -480,7 +480,7 @@ packed_attention.register_autograd(_gradients, setup_context=_keep)
 def mark_lengths(
     inputs: object,  # Tensors of rows (...,C) or numbers (L,), in any containers
 ):
-    """Let compiled code take the tensors for such of any length, and any number of samples.
+    """Tell the compiler that all but the last size of these tensors vary.
 
     Args:
         inputs: Tensors of rows (...,C) or numbers (L,), in any containers

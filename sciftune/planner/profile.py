@@ -27,7 +27,7 @@ from ..core.registry import find_record
 from ..core.rundir import cache_root
 from ..models.block_kernels import use_block_kernels
 from .work import Work, work_of
-from ..strategies.compilation import CAPTION_ROWS, float8_layers
+from ..strategies.compilation import float8_layers
 from ..strategies.context import check_heads
 from ..strategies.costs import BlockSize, ModelSize, OuterModule
 from ..strategies.lora import add_lora, narrow_layers
@@ -492,7 +492,8 @@ class Profile(ModelSize):
         outside: Kept for backward outside of blocks
         flops: Of a forward pass, one sample
         operations: Of a forward pass
-        float8_layers: Linear layers of blocks that are large enough for float8
+        float8_count: Linear layers of blocks that are large enough for float8
+        float8_captions: Those of them that see captions alone
         decode: Bytes of the VAE's weights and its working set for one picture
         loss: Peak of the loss on top of what forward keeps, last layer's gradient aside
         resident: Bytes of frozen helpers that stay on the GPU
@@ -507,7 +508,8 @@ class Profile(ModelSize):
     outside: BatchLine  # Kept for backward outside of blocks
     flops: float  # Of a forward pass, one sample
     operations: int = 0  # Of a forward pass
-    float8_layers: int = 0  # Linear layers of blocks that are large enough for float8
+    float8_count: int = 0  # Linear layers of blocks that are large enough for float8
+    float8_captions: int = 0  # Those of them that see captions alone
     decode: float = 0.0  # Bytes of the VAE's weights and its working set for one picture
     loss: float = 0.0  # Peak of the loss on top of what forward keeps, last layer's gradient aside
     resident: float = 0.0  # Bytes of frozen helpers that stay on the GPU
@@ -906,10 +908,16 @@ class MetaModel:
             return []
         return [x.weight.numel() for x in narrow_layers(self.denoiser, self.block_classes)]
 
-    def float8_layers(self) -> list[str]:
-        """Names of the layers that multiply in float8 where the precision says so."""
-        rows = self.recipe.micro_batch * self.recipe.text_tokens
-        return float8_layers(self.denoiser, self.block_classes, captions=rows >= CAPTION_ROWS)
+    def float8_count(
+        self,
+        captions: bool,  # With those that see captions alone
+    ) -> int:
+        """Linear layers of blocks that are large enough for float8.
+
+        Args:
+            captions: With those that see captions alone
+        """
+        return len(float8_layers(self.denoiser, self.block_classes, captions=captions))
 
 
 # %% ../../nbs/6_planner/01_profile.ipynb #a7c36d88
@@ -1072,7 +1080,8 @@ def profile(
             model.work.reference_tokens(family),
         ),
         operations=operations,
-        float8_layers=len(model.float8_layers()),
+        float8_count=model.float8_count(captions=True),
+        float8_captions=model.float8_count(captions=True) - model.float8_count(captions=False),
         decode=decode_bytes(family, base, recipe, dtype) if vae else 0.0,
         backward_share=share,
         context=recipe.context_parallel,

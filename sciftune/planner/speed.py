@@ -20,6 +20,7 @@ from ..core.recipe import Recipe, RecipeError
 from .ledger import Ledger
 from .profile import BlockTimes, Call, MetaModel, Profile, tensors_in
 from .work import work_of
+from ..strategies.compilation import captions_in_float8
 from ..strategies.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -200,11 +201,18 @@ def _context_seconds(
     return sent / (rates.link if near else NETWORK)
 
 
+def _float8_layers(profile: Profile, strategy: Strategy) -> int:
+    if not strategy.policy.fp8:
+        return 0
+    captions = 0 if captions_in_float8(strategy.recipe) else profile.float8_captions
+    return profile.float8_count - captions
+
+
 def _launch_seconds(profile: Profile, strategy: Strategy, share: float, every_turn: bool) -> float:
     work = work_of(strategy.recipe)
     passes = work.forward_passes(profile, share, 1, every_turn)
     if strategy.recipe.compile:
-        layers = profile.float8_layers if strategy.policy.fp8 else 0
+        layers = _float8_layers(profile, strategy)
         once = len(profile.blocks) * COMPILED_BLOCK + layers * FLOAT8_LAYER
         return strategy.accumulation * passes * once
     each = CAST_OPERATION if work.autocasts(profile, strategy) else OPERATION

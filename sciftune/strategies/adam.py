@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = [
-    "MAGIC",
+    "INTEGERS",
     "COLUMNS",
     "INTERPRETED",
     "UNIT",
@@ -35,9 +35,8 @@ from flashoptim.optimizers import (
 from torch import Tensor
 
 # %% ../../nbs/5_strategies/04_adam.ipynb #4bf0396c
-MAGIC = tl.constexpr(
-    12582912.0
-)  # 1.5 * 2**23: the low byte of a small integer added to it is that integer's
+# 1.5 * 2**23: a float of this size has the integer that was added to it in its low bits
+INTEGERS = tl.constexpr(12582912.0)
 
 
 @triton.jit
@@ -140,7 +139,7 @@ def _rounded(x, fast: tl.constexpr):
 
 @triton.jit
 def _low_bytes(x, fast: tl.constexpr):
-    """The integers that were added to `MAGIC`, as bytes; four at once."""
+    """The integers that were added to `INTEGERS`, as bytes; four at once."""
     if fast:
         return tl.inline_asm_elementwise(
             """
@@ -189,7 +188,7 @@ def _power(x):
 
 @triton.jit
 def _scale(top, unit: tl.constexpr):
-    """As fp16 holds it, in units of 1/unit."""
+    """The largest of each group as fp16 holds it, in units of 1/unit."""
     return (tl.minimum(top, 65504.0 / unit) * unit).to(tl.float16)
 
 
@@ -228,16 +227,16 @@ def _adam_span(
         tl.store(w_ptr + at, low, inside)
         w = _wide(low, fast)
         part = (x - w) * _as_float(0x7F000000 - _as_bits(_power(w)))
-        tl.store(c_ptr + at, _low_bytes(part * (127 * 256) + MAGIC, fast), inside)
+        tl.store(c_ptr + at, _low_bytes(part * (127 * 256) + INTEGERS, fast), inside)
         top = tl.maximum(tl.max(tl.abs(m), 1), 1e-12)
         tl.store(ms_ptr + group, _scale(top, unit), full)
         y = m * (254.0 * _inverse(top, fast))[:, None]
         y = y * _inverse(1.0 + tl.abs(y) * (1.0 / 254), fast)
-        tl.store(m_ptr + at, _low_bytes(y + MAGIC, fast), inside)
+        tl.store(m_ptr + at, _low_bytes(y + INTEGERS, fast), inside)
         top = tl.maximum(tl.max(r, 1), 1e-12)
         tl.store(vs_ptr + group, _scale(top, unit), full)
         y = tl.maximum(r * (255.0 * _inverse(top, fast))[:, None], tl.where(r > 0, 1.0, 0.0))
-        code = _low_bytes(y + MAGIC, fast).to(tl.uint8, bitcast=True)
+        code = _low_bytes(y + INTEGERS, fast).to(tl.uint8, bitcast=True)
         tl.store(v_ptr + at, code, inside)
     return tl.sum(total)
 

@@ -12,6 +12,7 @@ __all__ = [
     "RealAttention",
     "joint_mask",
     "real_rotary",
+    "captions_in_float8",
     "float8_layers",
     "float8_linears",
     "checkpoint_blocks",
@@ -251,7 +252,15 @@ def real_rotary(
 CAPTION_PARTS = frozenset(  # What diffusers calls layers of joint blocks that see captions alone
     ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "ff_context", "txt_mlp")
 )
-CAPTION_ROWS = 2048  # Caption tokens of a micro-batch from which float8 pays
+CAPTION_ROWS = 2048  # Caption tokens of a micro-batch on a GPU from which float8 pays
+
+
+def captions_in_float8(
+    recipe: Recipe,
+) -> bool:
+    """Whether layers that see captions alone multiply in float8, where the precision says so."""
+    rows = recipe.micro_batch * recipe.text_tokens // recipe.context_parallel
+    return rows >= CAPTION_ROWS
 
 
 def float8_layers(
@@ -549,8 +558,7 @@ def prepare_denoiser(
     names = find_record("models", recipe.model).block_classes
     contiguous_gradients(real_rotary(denoiser))
     if fp8:
-        rows = recipe.micro_batch * recipe.text_tokens
-        float8_linears(denoiser, names, captions=rows >= CAPTION_ROWS)
+        float8_linears(denoiser, names, captions=captions_in_float8(recipe))
     if recipe.compile:
         use_block_kernels(denoiser, blocks_of(denoiser, names))
     if recipe.packing:

@@ -62,7 +62,7 @@ def in_host_memory(
 ) -> bool:
     """Whether shards stay in host memory.
 
-    accelerate keeps one of two policies, both of them true.
+    accelerate keeps an object of one of two classes, and `bool` is true for both.
 
     Args:
         plugin: accelerate's FullyShardedDataParallelPlugin, of version 2
@@ -424,12 +424,13 @@ class FSDP(Strategy):
                 "precision: 'fp8' trains by FlashAdamW, which needs its weights on the GPU; with "
                 "offload='params' use 'bf16-mixed'"
             )
+        precision = recipe.precision if policy.weights == torch.float32 else "bf16-mixed"
+        change = dict(precision=precision, optimizer="adamw")
+        held = super().policy_of(recipe.model_copy(update=change), cuda)
         note = (
-            f"{policy.name}: FlashAdamW needs its weights on the GPU; with offload='params' "
-            "running as bf16-mixed with AdamW on fp32 weights"
+            "FlashAdamW needs its weights on the GPU; with offload='params' running as "
+            f"{held.name} with AdamW on fp32 weights"
         )
-        held = recipe.model_copy(update=dict(precision="bf16-mixed", optimizer="adamw"))
-        held = super().policy_of(held, cuda)
         return replace(held, notes=(note, *held.notes))
 
     @classmethod
