@@ -908,17 +908,6 @@ class MetaModel:
             return []
         return [x.weight.numel() for x in narrow_layers(self.denoiser, self.block_classes)]
 
-    def float8_count(
-        self,
-        captions: bool,  # With those that see captions alone
-    ) -> int:
-        """Linear layers of blocks that are large enough for float8.
-
-        Args:
-            captions: With those that see captions alone
-        """
-        return len(float8_layers(self.denoiser, self.block_classes, captions=captions))
-
 
 # %% ../../nbs/6_planner/01_profile.ipynb #a7c36d88
 FOUR_LEVELS = dict(
@@ -1059,6 +1048,10 @@ def profile(
     frozen, side = model.frozen, recipe.resolution
     numels = {n: p.numel() for n, p in model.denoiser.named_parameters()}
     own = tuple(v for n, v in numels.items() if n not in frozen)
+    large, others = (
+        len(float8_layers(model.denoiser, model.block_classes, captions=seen))
+        for seen in (True, False)
+    )
     share = 1.0
     if recipe.trained_layers:
         share = (3 * trained_share(recipe, family, base) - 1) / 2
@@ -1080,8 +1073,8 @@ def profile(
             model.work.reference_tokens(family),
         ),
         operations=operations,
-        float8_count=model.float8_count(captions=True),
-        float8_captions=model.float8_count(captions=True) - model.float8_count(captions=False),
+        float8_count=large,
+        float8_captions=large - others,
         decode=decode_bytes(family, base, recipe, dtype) if vae else 0.0,
         backward_share=share,
         context=recipe.context_parallel,

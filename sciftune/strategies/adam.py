@@ -5,6 +5,9 @@
 # %% auto #0
 __all__ = [
     "INTEGERS",
+    "LEAST_POWER",
+    "SIGNED",
+    "UNSIGNED",
     "COLUMNS",
     "INTERPRETED",
     "UNIT",
@@ -37,6 +40,7 @@ from torch import Tensor
 # %% ../../nbs/5_strategies/04_adam.ipynb #4bf0396c
 # 1.5 * 2**23: a float of this size has the integer that was added to it in its low bits
 INTEGERS = tl.constexpr(12582912.0)
+LEAST_POWER = tl.constexpr(2.0**-118)  # of the powers of two that weights are counted by
 
 
 @triton.jit
@@ -49,55 +53,23 @@ def _as_bits(x):
     return x.to(tl.int32, bitcast=True)
 
 
-@triton.jit
-def _signed(code, fast: tl.constexpr):
-    """Signed bytes as floats; four at once."""
-    if fast:
-        return tl.inline_asm_elementwise(
-            """
-            {
-                .reg .b32 t;
-                xor.b32 t, $4, 0x80808080;
-                prmt.b32 $0, t, 0x4B000000, 0x7440;
-                prmt.b32 $1, t, 0x4B000000, 0x7441;
-                prmt.b32 $2, t, 0x4B000000, 0x7442;
-                prmt.b32 $3, t, 0x4B000000, 0x7443;
-                add.f32 $0, $0, 0fCB000080;
-                add.f32 $1, $1, 0fCB000080;
-                add.f32 $2, $2, 0fCB000080;
-                add.f32 $3, $3, 0fCB000080;
-            }
-            """,
-            "=&f,=&f,=&f,=&f,r",
-            [code],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        return code.to(tl.float32)
+def _bytes_as_floats(flipped: str, offset: str) -> str:
+    """PTX: the bytes of $4, some bits flipped, under the high bytes of 2**23, plus `offset`."""
+    picked = (f"prmt.b32 ${i}, t, 0x4B000000, 0x744{i};" for i in range(4))
+    moved = (f"add.f32 ${i}, ${i}, {offset};" for i in range(4))
+    return "\n".join(("{ .reg .b32 t;", f"xor.b32 t, $4, {flipped};", *picked, *moved, "}"))
+
+
+SIGNED = tl.constexpr(_bytes_as_floats("0x80808080", "0fCB000080"))  # -(2**23 + 128)
+UNSIGNED = tl.constexpr(_bytes_as_floats("0", "0fCB000000"))  # -2**23
 
 
 @triton.jit
-def _unsigned(code, fast: tl.constexpr):
-    """Unsigned bytes as floats; four at once."""
+def _numbers_of(code, ptx: tl.constexpr, fast: tl.constexpr):
+    """Bytes as floats, by `SIGNED` or `UNSIGNED`; four at once."""
     if fast:
         return tl.inline_asm_elementwise(
-            """
-            prmt.b32 $0, $4, 0x4B000000, 0x7440;
-            prmt.b32 $1, $4, 0x4B000000, 0x7441;
-            prmt.b32 $2, $4, 0x4B000000, 0x7442;
-            prmt.b32 $3, $4, 0x4B000000, 0x7443;
-            add.f32 $0, $0, 0fCB000000;
-            add.f32 $1, $1, 0fCB000000;
-            add.f32 $2, $2, 0fCB000000;
-            add.f32 $3, $3, 0fCB000000;
-            """,
-            "=&f,=&f,=&f,=&f,r",
-            [code],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=4,
+            ptx, "=&f,=&f,=&f,=&f,r", [code], dtype=tl.float32, is_pure=True, pack=4
         )
     else:
         return code.to(tl.float32)
@@ -182,8 +154,8 @@ def _root(x, fast: tl.constexpr):
 
 @triton.jit
 def _power(x):
-    """The power of two at or below the absolute value of a float, at least 2**-118."""
-    return tl.maximum(_as_float(_as_bits(x) & 0x7F800000), 3.009265538105056e-36)
+    """The power of two at or below the absolute value of a float, at least `LEAST_POWER`."""
+    return tl.maximum(_as_float(_as_bits(x) & 0x7F800000), LEAST_POWER)
 
 
 @triton.jit
@@ -213,12 +185,12 @@ def _adam_span(
         square = g * g
         total += square
         w = _wide(tl.load(w_ptr + at, inside, 0.0), fast)
-        c = _signed(tl.load(c_ptr + at, inside, 0), fast)
+        c = _numbers_of(tl.load(c_ptr + at, inside, 0), SIGNED, fast)
         x = w + (c * _power(w)) * (1.0 / (127 * 256))
-        q = _signed(tl.load(m_ptr + at, inside, 0), fast)
+        q = _numbers_of(tl.load(m_ptr + at, inside, 0), SIGNED, fast)
         scale = tl.load(ms_ptr + group, full, 0.0).to(tl.float32) * (b1 / unit)
         m = q * _inverse(254.0 - tl.abs(q), fast) * scale[:, None] + a1 * g
-        q = _unsigned(tl.load(v_ptr + at, inside, 0), fast)
+        q = _numbers_of(tl.load(v_ptr + at, inside, 0), UNSIGNED, fast)
         scale = tl.load(vs_ptr + group, full, 0.0).to(tl.float32) * (root_b2 / (255 * unit))
         r = q * scale[:, None]
         r = _root(r * r + a2 * square, fast)
