@@ -355,6 +355,7 @@ PACKAGES = (
     "accelerate",
     "deepspeed",
     "flashoptim",
+    "flash-attn-4",
     "torchao",
     "peft",
     "numpy",

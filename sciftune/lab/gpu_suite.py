@@ -18,6 +18,7 @@ __all__ = [
 
 # %% ../../nbs/9_lab/08_gpu_suite.ipynb #89b35c71
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -169,7 +170,8 @@ def run_program(
     """
     words = [word.replace("{out}", str(out.resolve())) for word in case.command]
     words = [sys.executable if word == "python" else word for word in words]
-    root = {"PYTHONPATH": str(project_root())}
+    paths = str(project_root()), os.environ.get("PYTHONPATH")
+    root = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     code = run_command(words, root, out / f"{case.label}.txt", seconds)
     row = {"label": case.label}
     return row | {"error": f"exit code {code}, see {case.label}.txt"} if code else row

@@ -35,11 +35,12 @@ import os
 from typing import Any
 
 import torch
-from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers import transformer_flux as flux
 from diffusers.models.transformers import transformer_flux2 as flux2
 from torch import Tensor, nn
 from torch.nn import functional
+
+from .attention import attention
 
 
 # %% ../../nbs/4_models/18_block_kernels.ipynb #23k0005
@@ -684,15 +685,8 @@ class JointAttention(flux.FluxAttnProcessor):
         text = 0 if encoder_hidden_states is None else encoder_hidden_states.shape[1]
         text_table, table = part_tables(image_rotary_emb, text)
         q, k, v = joint_heads(attn, hidden_states, table, encoder_hidden_states, text_table)
-        out = dispatch_attention_fn(
-            q,
-            k,
-            v,
-            attn_mask=attention_mask,
-            backend=self._attention_backend,
-            parallel_config=self._parallel_config,
-        )
-        out = out.flatten(2, 3).to(q.dtype)
+        setting = self._attention_backend, self._parallel_config
+        out = attention(q, k, v, attention_mask, *setting).flatten(2, 3)
         if encoder_hidden_states is None:
             return out
         image_out = attn.to_out[1](attn.to_out[0](out[:, text:].contiguous()))
@@ -721,15 +715,9 @@ class FusedAttention(flux2.Flux2ParallelSelfAttnProcessor):
             (B,S,C)
         """
         q, k, v, hidden = fused_heads(attn, hidden_states, part_tables(image_rotary_emb)[1])
-        out = dispatch_attention_fn(
-            q,
-            k,
-            v,
-            attn_mask=attention_mask,
-            backend=self._attention_backend,
-            parallel_config=self._parallel_config,
-        )
-        return attn.to_out(SideBySide.apply(out.flatten(2, 3).to(q.dtype), hidden))
+        setting = self._attention_backend, self._parallel_config
+        out = attention(q, k, v, attention_mask, *setting).flatten(2, 3)
+        return attn.to_out(SideBySide.apply(out, hidden))
 
 
 # %% ../../nbs/4_models/18_block_kernels.ipynb #23k0025

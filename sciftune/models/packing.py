@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from .attention import fits_flash, flash_backward, flash_forward
 from .block_kernels import joint_heads, part_tables
 
 # %% ../../nbs/4_models/16_packing.ipynb #c3286358
@@ -263,7 +264,10 @@ def attend_forward(
     Returns:
         Result (1,heads,S,D), log of the sum of exponentials (1,heads,S) fp32
     """
-    aten = torch.ops.aten
+    aten, rows = torch.ops.aten, [x.transpose(1, 2) for x in (q, k, v)]
+    if fits_flash(*rows):
+        out, total = flash_forward(*rows)
+        return out.transpose(1, 2), total
     if _fits_cudnn(q, k, v):
         out, total, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True)
         return out, total.reshape(q.shape[:3])
@@ -294,6 +298,9 @@ def attend_backward(
         Of queries, keys and values
     """
     aten, inputs = torch.ops.aten, (grad, q, k, v, out)
+    rows = [x.transpose(1, 2) for x in inputs]
+    if fits_flash(*rows[1:4]):
+        return tuple(x.transpose(1, 2) for x in flash_backward(*rows, total))
     if _fits_cudnn(q, k, v):
         seed, length = torch.zeros((), dtype=torch.int64, device=q.device), q.shape[2]
         dropout = seed, seed  # which there is none of

@@ -35,7 +35,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers import transformer_qwenimage as qwen
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -44,6 +43,7 @@ from ..core.progress import progress
 from ..core.recipe import Recipe, RecipeError
 from ..core.registry import find_record
 from ..core.rundir import cache_root
+from ..models.attention import attention
 from ..models.block_kernels import is_modulation, joint_heads, use_block_kernels
 from ..models.family import get_family
 
@@ -198,15 +198,8 @@ class RealAttention(qwen.QwenDoubleStreamAttnProcessor2_0):
             attention_mask = joint_mask(encoder_hidden_states_mask, image)
         table, text_table = (cos_and_sin(part) for part in image_rotary_emb)
         q, k, v = joint_heads(attn, image, table, text, text_table)
-        out = dispatch_attention_fn(
-            q,
-            k,
-            v,
-            attn_mask=attention_mask,
-            backend=self._attention_backend,
-            parallel_config=self._parallel_config,
-        )
-        out = out.flatten(2, 3).to(q.dtype)
+        setting = self._attention_backend, self._parallel_config
+        out = attention(q, k, v, attention_mask, *setting).flatten(2, 3)
         image_out = attn.to_out[1](attn.to_out[0](out[:, n:].contiguous()))
         return image_out, attn.to_add_out(out[:, :n].contiguous())
 
