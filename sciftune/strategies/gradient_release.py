@@ -111,8 +111,6 @@ class GradientRelease:
         self.pending = {}  # id of a parameter -> the PendingGradients that it belongs to
         self.units = []
         self.task = None  # autograd's number of the backward pass
-        self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self.summed = None  # a complete block and the event after which its gradients are there
         # asked of the type: HostStates passes on every attribute of the optimizer that it wraps
         if getattr(type(optimizer), "joins", None) and optimizer.joins(device):
             self._make_units(block_list(module) if blocks is None else blocks)
@@ -144,29 +142,10 @@ class GradientRelease:
             self._update_waiting()
             self.task = task
         if unit.add(param):
-            self._complete(unit)
+            unit.update(self.optimizer)
         return False
 
-    def _complete(self, unit: PendingGradients):
-        if self.stream is None or torch.cuda.current_stream() == self.stream:
-            unit.update(self.optimizer)
-            return
-        self._update_summed()
-        self.summed = unit, torch.cuda.current_stream().record_event()
-
-    def _update_summed(self):
-        if self.summed is None:
-            return
-        (unit, there), self.summed = self.summed, None
-        for gradient in unit.held.values():
-            local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-            local.record_stream(self.stream)
-        with torch.cuda.stream(self.stream):
-            self.stream.wait_event(there)
-            unit.update(self.optimizer)
-
     def _update_waiting(self):
-        self._update_summed()
         for unit in self.units:
             unit.update(self.optimizer)
             unit.came = 0
@@ -176,7 +155,6 @@ class GradientRelease:
 
         The weights become those of a checkpoint.
         """
-        self.summed = None
         for unit in self.units:
             unit.forget()
 
