@@ -207,6 +207,8 @@ def strategy_words(
         words += f", held to {row['device_memory_gib']:g} GiB"
     if row.get("packing"):
         words += ", mixed sizes packed"
+    if row.get("packages", {}).get("flash-attn-4"):
+        words += ", flash-attn-4"
     return words
 
 
