@@ -6,6 +6,7 @@
 __all__ = ["block_list", "PendingGradients", "GradientRelease"]
 
 # %% ../../nbs/5_strategies/03_gradient_release.ipynb #dcc2cbc3
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,19 +60,15 @@ class PendingGradients:
         self.came += 1
         return self.came == self.due
 
-    def update(
-        self,
-        optimizer: torch.optim.Optimizer,  # With step_params(parameters, gradients, group)
-    ):
-        """Update what waits, in one call.
+    def take(self) -> tuple[list, list]:  # Parameters, and their gradients
+        """What waits, which is kept here no longer.
 
-        Args:
-            optimizer: With step_params(parameters, gradients, group)
+        Returns:
+            Parameters, and their gradients
         """
         waiting = [p for p in self.params if id(p) in self.held]
         gradients, self.held = self.held, {}
-        if waiting:
-            optimizer.step_params(waiting, [gradients.pop(id(p)) for p in waiting], self.group)
+        return waiting, [gradients[id(p)] for p in waiting]
 
     def forget(self):
         """Drop what waits."""
@@ -84,13 +81,15 @@ class GradientRelease:
     """Update parameters during backward.
 
     Measures the gradient norm and clips by the previous one. Whoever calls backward multiplies the
-    loss by `scale`.
+    loss by `scale`. With `start_sum` gradients are summed over ranks before they are used; the
+    optimizer must then be one that `joins`.
 
     Args:
         module: Plain or sharded by FSDP2
         optimizer: With step_param, over the module's trained parameters
         max_norm: 0 = no clipping
         blocks: Modules whose parameters are updated together; None = `block_list`
+        start_sum: (gradients) -> a function that waits, and gives their sums
     """
 
     def __init__(
@@ -99,6 +98,7 @@ class GradientRelease:
         optimizer: Any,  # With step_param, over the module's trained parameters
         max_norm: float,  # 0 = no clipping
         blocks: list = None,  # Modules whose parameters are updated together; None = `block_list`
+        start_sum: Callable = None,  # (gradients) -> a function that waits, and gives their sums
     ):
         from flashoptim import enable_gradient_release
 
@@ -114,6 +114,10 @@ class GradientRelease:
         # asked of the type: HostStates passes on every attribute of the optimizer that it wraps
         if getattr(type(optimizer), "joins", None) and optimizer.joins(device):
             self._make_units(block_list(module) if blocks is None else blocks)
+        self.start_sum = start_sum
+        self.summing = None  # (parameters, function that waits, group) of the block before
+        if start_sum:
+            self._make_units([module])  # what is outside of blocks is summed together
         self.handle = enable_gradient_release(module, optimizer, pre_step=self._before)
 
     def _make_units(self, blocks: list):
@@ -131,9 +135,8 @@ class GradientRelease:
             self.units += units.values()
 
     def _before(self, param: nn.Parameter, group: dict) -> bool:  # Whether to update it now, alone
-        if self.measure:
-            gradient = param.grad.to_local() if hasattr(param.grad, "to_local") else param.grad
-            self.squares += torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
+        if self.measure and not self.start_sum:
+            self._add_squares([param.grad])
         unit = self.pending.get(id(param))
         if unit is None:
             return True
@@ -142,19 +145,46 @@ class GradientRelease:
             self._update_waiting()
             self.task = task
         if unit.add(param):
-            unit.update(self.optimizer)
+            self._complete(unit)
         return False
+
+    def _add_squares(self, gradients: list):
+        for gradient in gradients:
+            part = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+            self.squares += torch.linalg.vector_norm(part, dtype=torch.float32).square()
+
+    def _complete(self, unit: PendingGradients):
+        params, gradients = unit.take()
+        if not params:
+            return
+        if not self.start_sum:
+            self.optimizer.step_params(params, gradients, unit.group)
+            return
+        sums = self.start_sum(gradients)
+        self._update_summed()
+        self.summing = (params, sums, unit.group)
+
+    def _update_summed(self):
+        if self.summing is None:
+            return
+        (params, wait, group), self.summing = self.summing, None
+        sums = wait()
+        if self.measure:
+            self._add_squares(sums)
+        self.optimizer.step_params(params, sums, group)
 
     def _update_waiting(self):
         for unit in self.units:
-            unit.update(self.optimizer)
+            self._complete(unit)
             unit.came = 0
+        self._update_summed()
 
     def forget(self):
         """Drop what waits from a backward pass that did not end.
 
         The weights become those of a checkpoint.
         """
+        self.summing = None
         for unit in self.units:
             unit.forget()
 

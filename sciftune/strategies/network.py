@@ -107,6 +107,7 @@ class Network:
         self.steps = 0  # optimizer steps taken
         self.release = None  # GradientRelease, where gradients are applied during backward
         self.params = self.trained_parameters()
+        self.start_sum = None  # for `GradientRelease`, where it sums gradients over ranks
         self.wrap()
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
@@ -133,9 +134,8 @@ class Network:
         self.optimizer = build_optimizer(params, self.recipe, self.policy.optimizer, cuda)
         if self.strategy.releases_gradients:
             blocks = blocks_of(module, self.strategy.block_classes)
-            self.release = GradientRelease(
-                module, self.optimizer, self.recipe.max_grad_norm, blocks
-            )
+            norm = self.recipe.max_grad_norm
+            self.release = GradientRelease(module, self.optimizer, norm, blocks, self.start_sum)
 
     def __call__(self, *args, **kwargs):
         """Forward."""
