@@ -4843,6 +4843,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                           'sciftune/strategies/gradient_release.py'),
                                                       'sciftune.strategies.gradient_release.GradientRelease._make_units': ( '5_strategies/gradient_release.html#gradientrelease._make_units',
                                                                                                                             'sciftune/strategies/gradient_release.py'),
+                                                      'sciftune.strategies.gradient_release.GradientRelease._take_summed': ( '5_strategies/gradient_release.html#gradientrelease._take_summed',
+                                                                                                                             'sciftune/strategies/gradient_release.py'),
                                                       'sciftune.strategies.gradient_release.GradientRelease._update_summed': ( '5_strategies/gradient_release.html#gradientrelease._update_summed',
                                                                                                                                'sciftune/strategies/gradient_release.py'),
                                                       'sciftune.strategies.gradient_release.GradientRelease._update_waiting': ( '5_strategies/gradient_release.html#gradientrelease._update_waiting',

@@ -160,24 +160,28 @@ class GradientRelease:
         if not self.start_sum:
             self.optimizer.step_params(params, gradients, unit.group)
             return
-        sums = self.start_sum(gradients)
-        self._update_summed()
-        self.summing = (params, sums, unit.group)
+        before = self._take_summed()
+        self.summing = (params, self.start_sum(gradients), unit.group)
+        self._update_summed(before)
 
-    def _update_summed(self):
+    def _take_summed(self) -> tuple | None:  # (parameters, their sums, group)
         if self.summing is None:
-            return
+            return None
         (params, wait, group), self.summing = self.summing, None
-        sums = wait()
+        return params, wait(), group
+
+    def _update_summed(self, summed: tuple | None):
+        if summed is None:
+            return
         if self.measure:
-            self._add_squares(sums)
-        self.optimizer.step_params(params, sums, group)
+            self._add_squares(summed[1])
+        self.optimizer.step_params(*summed)
 
     def _update_waiting(self):
         for unit in self.units:
             self._complete(unit)
             unit.came = 0
-        self._update_summed()
+        self._update_summed(self._take_summed())
 
     def forget(self):
         """Drop what waits from a backward pass that did not end.

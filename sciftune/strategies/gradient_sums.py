@@ -95,6 +95,8 @@ class PairSums:
     ) -> Callable[[], list[Tensor]]:  # Waits for the sums, and gives them
         """Begin to exchange gradients, beside what the device does meanwhile.
 
+        The sum before must have been taken.
+
         Args:
             gradients: On the device, any shapes; overwritten
 
