@@ -7,7 +7,6 @@ __all__ = ["RECORDS", "start_sum", "ReplicatedNetwork", "DDPCosts", "DDP"]
 
 # %% ../../nbs/5_strategies/13_ddp.ipynb #9baae054
 import contextlib
-import os
 from collections.abc import Callable
 from functools import partial
 
@@ -225,11 +224,6 @@ class DDP(Strategy):
         """
         exact = self.world == 2 and self.policy.weights == torch.bfloat16
         return torch.bfloat16 if exact else self.policy.reduce
-
-    def environment(self) -> dict[str, str]:
-        """Few thread blocks for sums of two GPUs, which have the time of a block's backward."""
-        pair = self.cuda and self.world == 2 and self.releases_gradients
-        return dict(NCCL_MAX_CTAS="8") if pair and "NCCL_MAX_CTAS" not in os.environ else {}
 
     def accelerate_config(
         self,
