@@ -39,7 +39,7 @@ RECORDS = [
 def start_sum(
     gradients: list[Tensor],  # On one device, any shapes; overwritten where they have that type
     dtype: torch.dtype,  # In which they are summed
-) -> Callable[[], list[Tensor]]:  # Waits for the sums, and gives them
+) -> Callable[[], list[Tensor]]:  # Waits for the sums, and gives them in the gradients' types
     """Begin to sum gradients over all ranks, beside what the device does meanwhile.
 
     Args:
@@ -47,16 +47,17 @@ def start_sum(
         dtype: In which they are summed
 
     Returns:
-        Waits for the sums, and gives them
+        Waits for the sums, and gives them in the gradients' types
     """
-    sums = [g.to(dtype) for g in gradients]
+    types = [g.dtype for g in gradients]
+    sums = [g.to(dtype).contiguous() for g in gradients]
     options = dist.AllreduceCoalescedOptions()
     options.asyncOp = True
     work = dist.group.WORLD.allreduce_coalesced(sums, options)
 
     def wait() -> list[Tensor]:
         work.wait()
-        return sums
+        return [s.to(kind) for s, kind in zip(sums, types, strict=True)]
 
     return wait
 
