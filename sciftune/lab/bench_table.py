@@ -607,7 +607,8 @@ Full fine-tuning (512 text tokens) and DMD2 distillation (three UNets, generator
 or 5th step), random weights of the published size, through the trainer (`loop` trainer), or through
 a bare loop with the same
 model and optimizer (bare). Hardware:
-{gpu}, 139.8 GiB each. Versions: {versions}.
+{gpu}, 139.8 GiB each. Versions: {versions};
+flash-attn-4 {flash} in the rows that name it.
 MFU counts 3 forward passes of useful work over 989 TFLOP/s; HFU counts recomputation, too. `peak`
 is allocated memory; `planned` is what `sciftune.planner.plan` predicts for it, and for the
 median step, without a GPU. A distillation's median step is one of the critic alone. ZeRO-3's rows
@@ -694,10 +695,12 @@ def bench_page(
     flow = [row for row in rows if row["model"] != "bagel"]
     main = markdown_table(HEAD, [table_row(row, predict) for row in good_rows(flow)])
     head = ["model", "GPUs", "otherwise", "measured", "ours", "ours is faster by"]
+    flash = {row["packages"].get("flash-attn-4") for row in rows if "packages" in row} - {None}
     starts = [start_words(row) for row in flow if row["label"].startswith("launch-")]
     return BENCH_PAGE.format(
         gpu=rows[0]["gpus"][0],
         versions=", ".join(f"{name} {v}" for name, v in rows[0]["packages"].items() if v),
+        flash=", ".join(sorted(flash)),
         table="\n".join(main),
         otherwise="\n".join(markdown_table(head, list(comparisons(flow)))),
         four=scaling(flow, FOUR),
