@@ -18,6 +18,7 @@ __all__ = [
     "Predictor",
     "rounded",
     "objective_words",
+    "attention_package",
     "channel_limits",
     "strategy_words",
     "table_row",
@@ -197,6 +198,14 @@ def objective_words(
     return recipe.objective + gan + adapters + narrow + references
 
 
+def attention_package(
+    row: dict,
+) -> list[str]:
+    """flash-attn-4 where it was installed."""
+    name = "flash-attn-4"
+    return [name] if row.get("packages", {}).get(name) else []
+
+
 def channel_limits(
     row: dict,
 ) -> list[str]:
@@ -219,9 +228,7 @@ def strategy_words(
         words += f", held to {row['device_memory_gib']:g} GiB"
     if row.get("packing"):
         words += ", mixed sizes packed"
-    if row.get("packages", {}).get("flash-attn-4"):
-        words += ", flash-attn-4"
-    return ", ".join([words, *channel_limits(row)])
+    return ", ".join([words, *attention_package(row), *channel_limits(row)])
 
 
 def table_row(
@@ -367,7 +374,7 @@ def scaling(
     rows: list[dict],
     ways: dict[str, str],  # Label of a row -> what it is called
 ) -> str:
-    """Samples per second and card against one card of the same machine.
+    """Samples per second and card against one card, with the same code and packages.
 
     Of several measured cards the slowest counts, on which the others wait.
 
@@ -378,9 +385,11 @@ def scaling(
     for label, name in ways.items():
         alike = [row for row in rows if row["label"] == label]
         pairs = [(row, slowest_single(rows, row)) for row in alike]
+        if not any(single for _, single in pairs):
+            raise ValueError(f"bench.jsonl: {label} has no klein-bs4 of the same commit")
         row, single = [pair for pair in pairs if pair[1]][-1]
         share = samples_per_second(row) / row["processes"] / samples_per_second(single)
-        said = ", ".join([name, *channel_limits(row)])
+        said = ", ".join([name, *attention_package(row), *channel_limits(row), row["date"]])
         times = f"{row['step_time']:.3f} s, one GPU {single['step_time']:.3f} s"
         words.append(f"{said} {share:.1%} ({times})")
     return f"{row['processes']} GPUs: " + "; ".join(words)
@@ -398,7 +407,11 @@ def slowest_single(
     Returns:
         None where there was no such run
     """
-    alike = [r for r in rows if r["label"] == "klein-bs4" and r.get("commit") == row.get("commit")]
+
+    def code(row):
+        return row["commit"], attention_package(row)
+
+    alike = [r for r in rows if r["label"] == "klein-bs4" and code(r) == code(row)]
     return min(alike, key=samples_per_second, default=None)
 
 
@@ -595,8 +608,8 @@ FOUR = {
     "klein-fsdp4-gathered-bf16": f"`reshard=False` and {BF16_SUMS}",
 }
 TWO = {
-    "klein-ddp2": "ddp with released gradients, flash-attn-4",
-    "klein-fsdp2": "fsdp, flash-attn-4",
+    "klein-ddp2": "ddp with released gradients",
+    "klein-fsdp2": "fsdp",
     "klein-fsdp2-gathered": "`reshard=False`",
     "klein-fsdp2-bf16": BF16_SUMS,
     "klein-fsdp2-gathered-bf16": f"`reshard=False` and {BF16_SUMS}",
@@ -656,8 +669,9 @@ while it shut down; a bare DeepSpeed loop of the same recipe took 14.4 s on such
 
 {otherwise}
 
-klein at batch 4, samples per second and GPU against those of one GPU of the same machine with the
-same code; where both cards were measured, the slower one, on which the other waits:
+klein at batch 4, samples per second and GPU against those of one GPU with the same code and
+packages, of the same machine; where both cards were measured, the slower one, on which the other
+waits:
 
 - {four}
 - {two}

@@ -7,6 +7,7 @@ __all__ = ["RECORDS", "start_sum", "ReplicatedNetwork", "DDPCosts", "DDP"]
 
 # %% ../../nbs/5_strategies/13_ddp.ipynb #9baae054
 import contextlib
+import zlib
 from collections.abc import Callable
 from functools import partial
 
@@ -57,7 +58,7 @@ def start_sum(
 
     def wait() -> list[Tensor]:
         work.wait()
-        return [s.to(kind) for s, kind in zip(sums, types, strict=True)]
+        return [sums.pop(0).to(kind) for kind in types]  # freed one by one
 
     return wait
 
@@ -69,6 +70,7 @@ class ReplicatedNetwork(Network):
     def wrap(self):
         """Let accelerate put DDP around the module, or give all ranks the values of rank 0."""
         self.backwards = 0  # micro-batches of this step so far
+        self.compared = False  # whether ranks sum the same
         self.sums = self.strategy.releases_gradients and self.engine.world > 1
         if self.sums:
             self._wrap_for_sums()
@@ -113,6 +115,28 @@ class ReplicatedNetwork(Network):
         super().backward(loss, last)
         if last:
             self.backwards = 0
+
+    def step(self) -> Tensor:  # Scalar fp32 ()
+        """As of `Network`. Raises RuntimeError where ranks have summed different parameters.
+
+        Returns:
+            Scalar fp32 ()
+        """
+        norm = super().step()
+        if self.sums and not self.compared:
+            self._compare_sums()
+            self.compared = True
+        return norm
+
+    def _compare_sums(self):
+        digest = zlib.crc32(repr(self.release.summed).encode())
+        ends = torch.tensor([digest, -digest], device=self.engine.device)
+        dist.all_reduce(ends, dist.ReduceOp.MAX)
+        if ends.sum().item():
+            raise RuntimeError(
+                f"{self.name}: ranks got gradients of different parameters, or in another order, "
+                "so their sums are wrong; use gradient_release=False, or strategy 'fsdp'"
+            )
 
     def scaled(
         self,

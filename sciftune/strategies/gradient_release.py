@@ -116,6 +116,7 @@ class GradientRelease:
             self._make_units(block_list(module) if blocks is None else blocks)
         self.start_sum = start_sum
         self.summing = None  # (parameters, function that waits, group) of the block before
+        self.summed = []  # (number of the unit, its gradients) of this backward pass, in order
         if start_sum:
             self._make_units([module])  # what is outside of blocks is summed together
         self.handle = enable_gradient_release(module, optimizer, pre_step=self._before)
@@ -144,6 +145,7 @@ class GradientRelease:
         if task != self.task:
             self._update_waiting()
             self.task = task
+            self.summed = []
         if unit.add(param):
             self._complete(unit)
         return False
@@ -160,8 +162,10 @@ class GradientRelease:
         if not self.start_sum:
             self.optimizer.step_params(params, gradients, unit.group)
             return
+        self.summed.append((self.units.index(unit), len(params)))
         before = self._take_summed()
         self.summing = (params, self.start_sum(gradients), unit.group)
+        del gradients  # where sums are copies, these are not needed any more
         self._update_summed(before)
 
     def _take_summed(self) -> tuple | None:  # (parameters, their sums, group)
