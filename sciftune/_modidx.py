@@ -4683,6 +4683,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                 'sciftune/strategies/costs.py'),
                                            'sciftune.strategies.costs.ModelSize.outer_numel': ( '5_strategies/costs.html#modelsize.outer_numel',
                                                                                                 'sciftune/strategies/costs.py'),
+                                           'sciftune.strategies.costs.ModelSize.outer_trained': ( '5_strategies/costs.html#modelsize.outer_trained',
+                                                                                                  'sciftune/strategies/costs.py'),
                                            'sciftune.strategies.costs.OuterModule': ( '5_strategies/costs.html#outermodule',
                                                                                       'sciftune/strategies/costs.py'),
                                            'sciftune.strategies.costs.pinned_bytes': ( '5_strategies/costs.html#pinned_bytes',

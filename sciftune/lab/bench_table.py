@@ -9,8 +9,8 @@ __all__ = [
     "TRIED_HEAD",
     "BAGEL_HEAD",
     "BF16_SUMS",
-    "FOUR",
-    "TWO",
+    "FOUR_GPUS",
+    "TWO_GPUS",
     "BENCH_PAGE",
     "BAGEL_TITLE",
     "markdown_table",
@@ -601,13 +601,13 @@ def bench_figure(
 
 # %% ../../nbs/9_lab/11_bench_table.ipynb #f5721237
 BF16_SUMS = "gradients summed in bf16"
-FOUR = {
+FOUR_GPUS = {
     "klein-fsdp4": "fsdp",
     "klein-fsdp4-gathered": "`reshard=False`",
     "klein-fsdp4-bf16-reduce": BF16_SUMS,
     "klein-fsdp4-gathered-bf16": f"`reshard=False` and {BF16_SUMS}",
 }
-TWO = {
+TWO_GPUS = {
     "klein-ddp2": "ddp with released gradients",
     "klein-fsdp2": "fsdp",
     "klein-fsdp2-gathered": "`reshard=False`",
@@ -717,8 +717,8 @@ def bench_page(
         flash=", ".join(sorted(flash)),
         table="\n".join(main),
         otherwise="\n".join(markdown_table(head, list(comparisons(flow)))),
-        four=scaling(flow, FOUR),
-        two=scaling(flow, TWO),
+        four=scaling(flow, FOUR_GPUS),
+        two=scaling(flow, TWO_GPUS),
         starts="; ".join(starts),
         tried="\n".join(markdown_table(TRIED_HEAD, refused_rows(flow, predict))),
     )

@@ -87,6 +87,17 @@ class ModelSize:
         """Parameters outside of blocks."""
         return self.numel - sum(b.numel for b in self.blocks)
 
+    def outer_trained(
+        self,
+        after: int,  # Modules that run after so many blocks
+    ) -> int:
+        """Trained parameters outside of blocks whose gradients are there by then.
+
+        Args:
+            after: Modules that run after so many blocks
+        """
+        return sum(m.trained for m in self.outer if m.after > after)
+
     def block_numel(
         self,
         position: int,  # Of a block; others count as empty
@@ -271,7 +282,7 @@ class Costs:
         """
         if self.strategy.releases_gradients:
             return 0.0
-        done = sum(m.trained for m in self.model.outer if m.after > after)
+        done = self.model.outer_trained(after)
         return self.gradient_bytes() * done / max(1, self.model.trained)
 
     def outer_reduction(self) -> tuple[float, float] | None:  # (gradients, gathered) bytes

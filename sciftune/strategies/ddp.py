@@ -193,8 +193,7 @@ class DDPCosts(Costs):
         """
         if not self.reduces_outer_last:
             return super().outer_gradient_bytes(after)
-        done = sum(m.trained for m in self.model.outer if m.after > after)
-        return self.strategy.trained_itemsize * done
+        return self.strategy.trained_itemsize * self.model.outer_trained(after)
 
     def outer_reduction(self) -> tuple[float, float] | None:  # (gradients, gathered) bytes
         """The sums of the gradients outside of blocks, beside those of the first block.

@@ -318,7 +318,7 @@ class FSDPCosts(Costs):
         Args:
             after: Modules that run after so many blocks have theirs
         """
-        return sum(m.trained for m in self.model.outer if m.after > after) * self.compute
+        return self.model.outer_trained(after) * self.compute
 
     def outer_reduction(self) -> tuple[float, float] | None:  # (gradients, gathered) bytes
         """The reduction of the root's gradients; None where there is nothing to reduce.
