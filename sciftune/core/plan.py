@@ -32,6 +32,7 @@ class PlanRow(BaseModel):
         recompute_blocks: Checkpointed blocks
         seconds_per_step: None for a device without known rates
         resident_bytes: States and weights that stay on the GPU when they are streamed
+        saves_in_place: Steps wait while a checkpoint is written: nothing is copied
         seconds_parts: compute, host, context, exchange, update, offload
         why: How much is needed, and of how much
     """
@@ -52,6 +53,7 @@ class PlanRow(BaseModel):
     recompute_blocks: int = 0  # Checkpointed blocks
     seconds_per_step: float | None = None  # None for a device without known rates
     resident_bytes: float = 0.0  # States and weights that stay on the GPU when they are streamed
+    saves_in_place: bool = False  # Steps wait while a checkpoint is written: nothing is copied
     seconds_parts: dict[str, float] = {}  # compute, host, context, exchange, update, offload
     fits: bool = False
     why: str = ""  # How much is needed, and of how much

@@ -175,7 +175,7 @@ def host_parts(
     machine: Machine,  # Where it runs
     process_gib: float,  # Of a process by itself
 ) -> dict[str, float]:  # Part -> GiB of a machine while training
-    """Host memory of all processes of a machine.
+    """Host memory of all processes of a machine, a copied checkpoint included.
 
     Args:
         ledger: Of the run
@@ -186,9 +186,7 @@ def host_parts(
         Part -> GiB of a machine while training
     """
     recipe, per = ledger.recipe, max(1, ledger.strategy.world // ledger.recipe.num_machines)
-    copies = 0.0
-    if not ledger.strategy.saves_in_place:
-        copies = ledger.work.checkpoint_bytes(ledger.profile, ledger.strategy)
+    copies = ledger.work.checkpoint_bytes(ledger.profile, ledger.strategy)
     train = {k: per * v / 2**30 for k, v in ledger.host_bytes().items()}
     own = dict(processes=per * process_gib)
     return own | train | dict(checkpoint=copies / recipe.num_machines / 2**30)
@@ -227,6 +225,12 @@ def disk_gib(
 # %% ../../nbs/6_planner/05_plan.ipynb #57a10af7
 def _rounded(parts: dict[str, float], digits: int) -> dict[str, float]:
     return {k: round(v, digits) for k, v in parts.items()}
+
+
+def _host_total(parts: dict[str, float], loading: float) -> float:
+    """The most that is there at the same time: weights are loaded before there is the rest."""
+    processes = parts["processes"]
+    return processes + max(loading, sum(parts.values()) - processes)
 
 
 def _host_verdict(machine: Machine, host: float, parts: dict[str, float]) -> str:
@@ -298,7 +302,10 @@ def plan_row(
     total = sum(parts.values())
     host = host_parts(ledger, machine, 2.0 if machine.cuda else total)
     loading = loading_gib(ledger) if machine.cuda else 0.0
-    host_total = host["processes"] + max(loading, sum(host.values()) - host["processes"])
+    in_place = strategy.saves_in_place or _host_total(host, loading) > machine.host
+    if in_place:
+        host["checkpoint"] = 0.0
+    host_total = _host_total(host, loading)
     why = _verdict(machine, total, usable, phase)
     if host_total > machine.host:
         why += _host_verdict(machine, host_total, host)
@@ -318,6 +325,7 @@ def plan_row(
         recompute_blocks=ledger.checkpointed,
         seconds_per_step=seconds,
         resident_bytes=round(ledger.costs.resident_bytes()),
+        saves_in_place=in_place,
         seconds_parts=seconds_parts,
         fits=total <= usable and host_total <= machine.host,
         why=why,
@@ -711,6 +719,16 @@ def _measured_times(
         return None
 
 
+def _saving(row: PlanRow) -> str:
+    """What a checkpoint that is written in place means; empty for one that is copied."""
+    if not row.saves_in_place:
+        return ""
+    return (
+        "checkpoints: written in place, and the steps wait while one is written, since "
+        "the host's memory does not hold a copy of it"
+    )
+
+
 def _free_disk(recipe: Recipe, need: float, notes: list[str]) -> float:
     root = Path(recipe.run_root).absolute()
     there = next(folder for folder in (root, *root.parents) if folder.exists())
@@ -787,8 +805,8 @@ def plan(
     if recipe.profile_block and machine.cuda and torch.cuda.is_available():
         model = replace(model, times=_measured_times(recipe, family, base, dtype, notes))
     encoding = encoding_note(recipe, family, base, machine)
-    notes += filter(None, [epochs_line(recipe), encoding])
     mine = plan_row(model, strategy, machine)
+    notes += filter(None, [epochs_line(recipe), encoding, _saving(mine)])
     words = _better(model, recipe, strategy, machine, mine)
     if machine.cuda and not mine.fits and all("-p offload" in w for w in words):
         words = _otherwise(recipe, family, base, machine, words)

@@ -207,9 +207,9 @@ class Strategy:
 
     @property
     def saves_in_place(self) -> bool:
-        """Whether a checkpoint is written from where the states are, in host memory.
+        """Whether a checkpoint is never copied before it is written: the states are in host memory.
 
-        A second copy of them would be as large as they are; the steps wait for the writing instead.
+        A copy would be as large as they are. The plan may say the same of any strategy.
         """
         return False
 

@@ -7,8 +7,10 @@ __all__ = [
     "METADATA_CLASSES",
     "METADATA_NAMES",
     "FlatShard",
+    "DeferredShard",
     "state_shards",
-    "not_finite",
+    "is_finite",
+    "CheckedValues",
     "DigestingFiles",
     "failure_cause",
     "Checkpointer",
@@ -45,6 +47,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
@@ -136,53 +139,108 @@ class FlatShard(torch.Tensor):
         return self.plain()
 
 
+class DeferredShard(FlatShard):
+    """A shard whose values are read each time that they are asked for."""
+
+    @staticmethod
+    def of(
+        read: Callable[[], Tensor],  # Makes the values: (part.count,) fp32, memory of their own
+        part: Range,
+    ) -> "DeferredShard":
+        """A stand-in of the range's size: one element of memory, repeated.
+
+        Args:
+            read: Makes the values: (part.count,) fp32, memory of their own
+        """
+        shard = torch.zeros(1).expand(part.count).as_subclass(DeferredShard)
+        shard.range = part
+        shard.read = read
+        return shard
+
+    def __get_tensor_shard__(self, index: MetadataIndex):
+        return self.read()
+
+
 # %% ../../nbs/7_training/05_checkpoints.ipynb #f70a0b04
 def state_shards(
     networks: dict[str, Network],
     averages: dict[str, EMA],  # Of some of the networks
-    copied: bool = True,  # False: what is in host memory is not copied, and must not change
+    deferred: bool = False,  # Copy nothing now: a shard is read when it is written
 ) -> dict[str, FlatShard]:  # '<network>/<state>/<parameter>' -> shard in host memory
     """What this rank contributes to a checkpoint: the ranges that it owns.
 
     Args:
         averages: Of some of the networks
-        copied: False: what is in host memory is not copied, and must not change
+        deferred: Copy nothing now: a shard is read when it is written
 
     Returns:
         '<network>/<state>/<parameter>' -> shard in host memory
     """
+
+    def shard(read: Callable[[], Tensor], part: Range) -> FlatShard:
+        def copy() -> Tensor:  # (part.count,)
+            return read().to("cpu", copy=True)
+
+        return DeferredShard.of(copy, part) if deferred else FlatShard.of(copy(), part)
+
     shards = {}
     for name, network in networks.items():
         for part in network.owned():
             progress(f"{part.name} copied")
             for state in STATES:
-                values = network.read(part, state).to("cpu", copy=copied)
-                shards[f"{name}/{state}/{part.name}"] = FlatShard.of(values, part)
+                read = partial(network.read, part, state)
+                shards[f"{name}/{state}/{part.name}"] = shard(read, part)
             if name in averages:
-                values = averages[name].read(part).to("cpu", copy=copied)
-                shards[f"{name}/ema/{part.name}"] = FlatShard.of(values, part)
+                read = partial(averages[name].read, part)
+                shards[f"{name}/ema/{part.name}"] = shard(read, part)
     return shards
 
 
 # %% ../../nbs/7_training/05_checkpoints.ipynb #4ec4bf67
-def not_finite(
-    shards: Mapping[str, FlatShard],  # '<network>/<state>/<parameter>' -> values
-) -> list[str]:  # Keys of those that are spoilt
-    """The tensors whose sum of squares is no number in fp32.
+def is_finite(
+    values: Tensor,  # (n,) fp32
+    state: str,  # One of `STATES`, or 'ema'
+) -> bool:
+    """Whether the sum of squares is a number in fp32.
 
     Args:
-        shards: '<network>/<state>/<parameter>' -> values
-
-    Returns:
-        Keys of those that are spoilt
+        values: (n,) fp32
+        state: One of `STATES`, or 'ema'
     """
-    found = []
-    for key, shard in shards.items():
-        values = shard.plain()
-        squares = values.sum() if key.split("/")[1] == "exp_avg_sq" else values.dot(values)
-        if not math.isfinite(squares):
-            found.append(key)
-    return found
+    squares = values.sum() if state == "exp_avg_sq" else values.dot(values)
+    return math.isfinite(squares)
+
+
+class CheckedValues(DefaultSavePlanner):
+    """Gives torch the values of a checkpoint; looks at them and frees those that were deferred."""
+
+    def __init__(self):
+        super().__init__()
+        self.spoilt = []  # keys of tensors that are not finite
+        self.read = None  # deferred values that are being written
+
+    def lookup_object(
+        self,
+        index: MetadataIndex,  # Key '<network>/<state>/<parameter>' and first element
+    ) -> Tensor:  # (n,) fp32
+        """A shard's values in host memory; they are written when the next ones are asked for.
+
+        Args:
+            index: Key '<network>/<state>/<parameter>' and first element
+
+        Returns:
+            (n,) fp32
+        """
+        if self.read is not None:
+            self.read.untyped_storage().resize_(0)
+            self.read = None
+        values = super().lookup_object(index)
+        if isinstance(self.state_dict[index.fqn], DeferredShard):
+            self.read = values
+            progress(f"{index.fqn} read")
+        if not is_finite(values, index.fqn.split("/")[1]):
+            self.spoilt.append(index.fqn)
+        return values
 
 
 # %% ../../nbs/7_training/05_checkpoints.ipynb #6681e781
@@ -304,9 +362,9 @@ class Checkpointer:
         """
         self.join()
         averages = averages or {}
-        in_place = self.engine.strategy.saves_in_place
-        shards = state_shards(networks, averages, copied=not in_place)
-        self._check_space(sum(shard.plain().nbytes for shard in shards.values()))
+        in_place = self.engine.saves_in_place
+        shards = state_shards(networks, averages, deferred=in_place)
+        self._check_space(sum(shard.nbytes for shard in shards.values()))
         info = info | dict(
             step=step,
             world_size=self.engine.world,
@@ -359,12 +417,19 @@ class Checkpointer:
     def _write_folder(self, shards: dict, info: dict, folder: Path) -> None:
         """Every rank its file, rank 0 what belongs to all."""
         torch.set_num_threads(1)
-        spoilt = not_finite(shards)
-        writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
+        planner = CheckedValues()
+        writer = dcp.FileSystemWriter(
+            folder, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0
+        )
         writer.fs = DigestingFiles()
-        no_dist = self.group is None
-        dcp.save(shards, storage_writer=writer, process_group=self.group, no_dist=no_dist)
-        digests, spoilt = zip(*self._gather((writer.fs.digests, spoilt)), strict=True)
+        dcp.save(
+            shards,
+            storage_writer=writer,
+            planner=planner,
+            process_group=self.group,
+            no_dist=self.group is None,
+        )
+        digests, spoilt = zip(*self._gather((writer.fs.digests, planner.spoilt)), strict=True)
         if self.engine.main:
             spoilt = sorted(set(chain(*spoilt)))
             info["files"] = {p.name: p.stat().st_size for p in sorted(folder.iterdir())}

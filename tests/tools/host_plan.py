@@ -22,9 +22,11 @@ from sciftune.lab.launch import LaunchFile, prepare_run
 
 RUNS = {
     "single": dict(strategy="single"),
+    "single, in place": dict(strategy="single", host_memory_gib=1.0),  # no room for a copy
     "single, average": dict(strategy="single", ema_decay=0.9),
     "ddp x2": dict(strategy="ddp", num_processes=2),
     "fsdp x2": dict(strategy="fsdp", num_processes=2),
+    "fsdp x2, in place": dict(strategy="fsdp", num_processes=2, host_memory_gib=1.0),
     "zero2+optimizer x2": dict(strategy="zero2", num_processes=2, offload="optimizer"),
     "zero3 x2": dict(strategy="zero3", num_processes=2),
     "zero3+optimizer x2": dict(strategy="zero3", num_processes=2, offload="optimizer"),
