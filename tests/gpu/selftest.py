@@ -18,8 +18,10 @@ from pathlib import Path
 
 import torch
 from flashoptim import FlashAdamW, reconstruct_fp32_param
+from safetensors.torch import load_file, save_file
 from torch import nn
 
+from sciftune.core.plan import Plan, PlanRow
 from sciftune.core.recipe import resolve
 from sciftune.core.registry import find_record
 from sciftune.core.rundir import RunDir, new_run
@@ -591,6 +593,38 @@ def a_resumed_run_is_the_uninterrupted_one():
     shown_losses = [round(full[s][0], 5) for s in full]
     exported = len(list(part.model.rglob("*.safetensors")))
     return f"losses {shown_losses}, {exported} exported files"
+
+
+@check
+def a_checkpoint_in_place_is_the_copied_one():
+    "Same bytes, whether states and weights are on the GPU or streamed; a resume goes on exactly."
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
+    from host_memory import wide_pipeline
+
+    folder, _ = wide_pipeline(WORK / "wide", 0.3, 12)
+    torch.manual_seed(0)
+    for file in (folder / "transformer").glob("*.safetensors"):
+        save_file({k: 0.02 * torch.randn(v.shape) for k, v in load_file(file).items()}, file)
+    fields = dict(model="qwenimage", model_path=str(folder), run_root=str(WORK), num_processes=1)
+    fields |= dict(steps=4, checkpoint_steps=2, micro_batch=1, global_batch=1, held_out=0)
+    fields |= dict(validation_steps=0, export=False, resolution=64, text_tokens=32, figures=16)
+    fields |= dict(precision="bf16-master24", compile=False, plan_check=False)
+    said = []
+    for offload in ("none", "optimizer", "params"):
+        files, rows = {}, {}
+        for place in ("copied", "in_place"):
+            recipe = resolve(**fields, offload=offload, name=f"{offload}-{place}")
+            run = new_run(recipe)
+            Plan(run=PlanRow(saves_in_place=place == "in_place")).save(run.plan)
+            rows[place] = trained(run, recipe)
+            files[place] = [p.read_bytes() for p in sorted(run.checkpoints.glob("*/*.distcp"))]
+        assert rows["copied"] == rows["in_place"], rows
+        assert len(files["copied"]) == 2 and files["copied"] == files["in_place"]
+        shutil.rmtree(sorted(run.checkpoints.glob("step_*"))[-1])
+        again = trained(run, recipe.model_copy(update=dict(resume="latest")))
+        assert all(again[step] == rows["copied"][step] for step in (3, 4)), (again, rows)
+        said.append(f"{offload}: {len(files['copied'][1]) / 2**20:.0f} MiB")
+    return ", ".join(said)
 
 
 @check
