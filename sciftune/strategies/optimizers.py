@@ -191,7 +191,9 @@ def master_of(
     from flashoptim import reconstruct_fp32_param
 
     rounded = local.float()
-    return rounded + (reconstruct_fp32_param(local, bits) - rounded) * (1 - 2**-10)
+    values = reconstruct_fp32_param(local, bits).sub_(rounded).mul_(1 - 2**-10).add_(rounded)
+    beyond = values.to(local.dtype) != local  # the tie below a power of two
+    return torch.where(beyond, rounded.mul_(1 - 2**-9), values)
 
 
 def set_master(

@@ -6,12 +6,17 @@ Triton's interpreter runs the kernel on the CPU.
 """
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
+import flashoptim.optimizers
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
 from sciftune.strategies.adam import UNIT, programs, update
+from sciftune.strategies.optimizers import master_of, set_master
 
 
 def groups(t):
@@ -202,7 +207,31 @@ def gradients_without_a_scale():
     assert after_three_steps(float("nan")).isnan().all()
 
 
+@triton.jit
+def copysign(size, sign):
+    return tl.where(sign < 0, -size, size)
+
+
+def a_checkpoint_keeps_weight_and_correction():
+    "Every bf16 weight of 2^-24 to 2^8 with every correction that a step can leave."
+    flashoptim.optimizers._get_sm_count = lambda device=None: 1  # the interpreter has neither
+    flashoptim.optimizers.libdevice = SimpleNamespace(copysign=copysign)
+    weights = torch.arange(2**15, dtype=torch.int16).view(torch.bfloat16)
+    weights = weights[(weights >= 2**-24) & (weights < 2**8)]
+    weights = torch.cat([weights, -weights])
+    corrections = torch.arange(-127, 128, dtype=torch.int8)
+    low, bits = weights.repeat_interleave(255), corrections.repeat(len(weights))
+    power, inward = torch.frexp(low.float())[0].abs() == 0.5, bits.sign() == -low.sign()
+    left = ~(power & inward & (bits.abs() > 64))  # beyond 63.5 the master rounds to another weight
+    low, bits = low[left], bits[left]
+    again, state = torch.zeros_like(low), dict(error_bits=torch.zeros_like(bits))
+    set_master(again, master_of(low, dict(error_bits=bits)), state)
+    assert torch.equal(again, low), "another weight"
+    assert torch.equal(state["error_bits"], bits), "another correction"
+
+
 if __name__ == "__main__":
+    a_checkpoint_keeps_weight_and_correction()
     each_step_is_the_definition()
     small_gradients_beside_large_ones()
     gradients_without_a_scale()
