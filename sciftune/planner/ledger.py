@@ -168,9 +168,9 @@ class Ledger:
 
     def _working(self, position: int, block: Block, batch: int) -> float:
         if self.recipe.compile:
-            gradients = self.policy.compute.itemsize * block.trained  # all at once
-            late, early = block.out(batch) + gradients, block.widest(batch)
-            return getattr(block, self.kind)(batch) + max(late, early)
+            gradients = self.policy.compute.itemsize * block.trained
+            most = max(getattr(block, self.kind)(batch), gradients)  # one goes, the other comes
+            return most + block.out(batch) + block.widest(batch)
         peak = block.adding_peak if self.costs.adds_gradients else block.backward_peak
         inputs = block.boundary(batch) if position in self.positions else 0.0
         copies = EXCHANGE_COPIES * block.out(batch) if self.strategy.context > 1 else 0.0

@@ -67,6 +67,7 @@ class DeviceRates:
         link: Bytes/s to the next GPU
         size: GB of its memory, of 10^9 bytes
         float8: Whether it multiplies float8
+        bus: Bytes/s between host and GPU, each way
     """
 
     flops: float  # bf16 FLOP/s, dense, sums in fp32
@@ -74,21 +75,22 @@ class DeviceRates:
     link: float  # Bytes/s to the next GPU
     size: float  # GB of its memory, of 10^9 bytes
     float8: bool = True  # Whether it multiplies float8
+    bus: float = 50e9  # Bytes/s between host and GPU, each way
 
 
 DEVICES = {
     "B200": DeviceRates(2250e12, 8e12, 600e9, 180),
-    "GH200": DeviceRates(989e12, 4.8e12, 300e9, 141),
+    "GH200": DeviceRates(989e12, 4.8e12, 300e9, 141, bus=300e9),
     "H200": DeviceRates(989e12, 4.8e12, 300e9, 141),
     "H100": DeviceRates(989e12, 3.35e12, 300e9, 80),
     "H800": DeviceRates(989e12, 3.35e12, 130e9, 80),
-    "A100": DeviceRates(312e12, 2e12, 200e9, 80, float8=False),
-    "A800": DeviceRates(312e12, 2e12, 130e9, 80, float8=False),
-    "L40S": DeviceRates(362e12, 0.86e12, 20e9, 48),
-    "A6000": DeviceRates(155e12, 0.77e12, 20e9, 48, float8=False),
+    "A100": DeviceRates(312e12, 2e12, 200e9, 80, float8=False, bus=25e9),
+    "A800": DeviceRates(312e12, 2e12, 130e9, 80, float8=False, bus=25e9),
+    "L40S": DeviceRates(362e12, 0.86e12, 20e9, 48, bus=25e9),
+    "A6000": DeviceRates(155e12, 0.77e12, 20e9, 48, float8=False, bus=25e9),
     "RTX 5090": DeviceRates(209e12, 1.79e12, 40e9, 32),
-    "RTX 4090": DeviceRates(165e12, 1.01e12, 20e9, 24),
-    "RTX 3090": DeviceRates(71e12, 0.94e12, 20e9, 24, float8=False),
+    "RTX 4090": DeviceRates(165e12, 1.01e12, 20e9, 24, bus=25e9),
+    "RTX 3090": DeviceRates(71e12, 0.94e12, 20e9, 24, float8=False, bus=25e9),
 }
 
 
@@ -249,7 +251,7 @@ def step_parts(
         context=_context_seconds(profile, strategy, share, rates),
         exchange=near / rates.link + far / NETWORK,
         update=2 * _updated_bytes(profile, strategy, checkpointed) / (0.6 * rates.memory),
-        offload=strategy.costs(profile).offload_seconds(max(compute, host), share),
+        offload=strategy.costs(profile).offload_seconds(max(compute, host), share, rates.bus),
     )
 
 

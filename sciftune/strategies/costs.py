@@ -395,11 +395,13 @@ class Costs:
         self,
         busy: float,  # Seconds of computing per step
         checkpointed_share: float,
+        bus: float,  # Bytes/s between host and GPU, each way
     ) -> float:
         """Time per step for what is kept on the host or on disk.
 
         Args:
             busy: Seconds of computing per step
+            bus: Bytes/s between host and GPU, each way
         """
         offload, model = self.recipe.offload, self.model
         if offload == "none":
@@ -407,7 +409,7 @@ class Costs:
         seconds = model.trained / HOST_ADAM
         if offload in ("params", "nvme"):
             shards, times = self.strategy.shards, self.strategy.accumulation
-            seconds += 3 * self.compute * model.numel / shards * times / PARAMETER_BUS
+            seconds += 3 * self.compute * model.numel / shards * times / min(bus, PARAMETER_BUS)
         if offload == "nvme":
             seconds += 2 * 16 * model.trained / DISK
         return seconds

@@ -8,7 +8,6 @@ __all__ = [
     "SLOTS",
     "BLOCKS",
     "STATE_BYTES",
-    "BUS",
     "PAGE",
     "THREADS",
     "worth_streaming",
@@ -131,7 +130,6 @@ def window_size(
 STATE_BYTES = dict(
     flashadamw=3 + 4 / 32, adamw=8.0
 )  # correction and two 8-bit moments with fp16 scales per 32; two fp32 moments
-BUS = 40e9  # bytes/s each way
 
 
 def window_bytes(
@@ -187,6 +185,7 @@ def waiting_seconds(
     window: float,  # Bytes, V
     forward: float,  # Seconds of computing
     backward: float,
+    bus: float,  # Bytes/s between host and GPU, each way
 ) -> float:
     """What the bus adds to a step.
 
@@ -194,9 +193,10 @@ def waiting_seconds(
         host: Bytes that are streamed in a step, S
         window: Bytes, V
         forward: Seconds of computing
+        bus: Bytes/s between host and GPU, each way
     """
-    ahead = min(forward, window / BUS)
-    return max(0.0, host / BUS - ahead - backward)
+    ahead = min(forward, window / bus)
+    return max(0.0, host / bus - ahead - backward)
 
 
 # %% ../../nbs/5_strategies/05_offload.ipynb #74e8be8f

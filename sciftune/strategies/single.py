@@ -27,7 +27,6 @@ from .costs import Costs
 from .gradient_release import GradientRelease
 from .network import Network, Range
 from sciftune.strategies.offload import (
-    BUS,
     HostStates,
     offloaded_bytes,
     waiting_seconds,
@@ -35,7 +34,7 @@ from sciftune.strategies.offload import (
 )
 from .optimizers import build_optimizer, new_state
 from .strategy import Strategy
-from .streamed_weights import HostWeights, placed_weights
+from .streamed_weights import HostWeights, placed_weights, window_at
 
 # %% ../../nbs/5_strategies/12_single.ipynb #fd5171e0
 RECORDS = [
@@ -232,15 +231,17 @@ class StreamedCosts(Costs):
         self,
         busy: float,  # Seconds of computing per step
         checkpointed_share: float,
+        bus: float,  # Bytes/s between host and GPU, each way
     ) -> float:
         """The bus's time that backward does not hide.
 
         Args:
             busy: Seconds of computing per step
+            bus: Bytes/s between host and GPU, each way
         """
         forward = busy / (3 + checkpointed_share)
         states = self._states()
-        return waiting_seconds(states["host"], states["window"], forward, busy - forward)
+        return waiting_seconds(states["host"], states["window"], forward, busy - forward, bus)
 
 
 # %% ../../nbs/5_strategies/12_single.ipynb #3d3011bf
@@ -251,9 +252,13 @@ class StreamedWeightsCosts(StreamedCosts):
         """Of the weights of each block that can be streamed."""
         return [float(self.weights * block.large) for block in self.model.blocks]
 
-    def _weights(self) -> dict[str, float]:
+    def _weights_room(self) -> float:
+        """Bytes that weights may take for good."""
         window = self._states_within(0.0)["gpu"]  # and the states that cannot be streamed
-        return placed_weights(self._block_bytes(), self.strategy.room - window)
+        return self.strategy.room - window
+
+    def _weights(self) -> dict[str, float]:
+        return placed_weights(self._block_bytes(), self._weights_room())
 
     def _states(self) -> dict[str, float]:
         return self._states_within(self.strategy.room - self._weights()["resident"])
@@ -262,7 +267,18 @@ class StreamedWeightsCosts(StreamedCosts):
         """Parameters and states in two places each."""
         weights, movable = self._weights(), sum(self._block_bytes())
         outside = self.parameter_bytes() - movable
-        return super().stored() | dict(parameters=(outside + weights["gpu"], weights["host"]))
+        return super().stored() | dict(parameters=(outside + weights["resident"], weights["host"]))
+
+    def gathered_bytes(
+        self,
+        position: int,  # Block that backward is in; the number of blocks: end of forward
+    ) -> float:
+        """Streamed weights that are on the GPU.
+
+        Args:
+            position: Block that backward is in; the number of blocks: end of forward
+        """
+        return window_at(self._block_bytes(), self._weights_room(), position)
 
     def resident_bytes(self) -> float:
         """Weights and states that could be streamed and never leave the GPU."""
@@ -276,15 +292,17 @@ class StreamedWeightsCosts(StreamedCosts):
         self,
         busy: float,  # Seconds of computing per step
         checkpointed_share: float,
+        bus: float,  # Bytes/s between host and GPU, each way
     ) -> float:
         """The bus's time that forward and backward do not hide.
 
         Args:
             busy: Seconds of computing per step
+            bus: Bytes/s between host and GPU, each way
         """
         forward = busy / (3 + checkpointed_share)
-        weights = self._weights()["host"] / BUS
-        states = self._states()["host"] / BUS
+        weights = self._weights()["host"] / bus
+        states = self._states()["host"] / bus
         late = max(0.0, weights + states - (busy - forward))
         return max(0.0, weights - forward) + late
 
