@@ -238,7 +238,7 @@ def _host_verdict(machine: Machine, host: float, parts: dict[str, float]) -> str
         ((gib, name) for name, gib in parts.items() if gib >= 0.001 * host), reverse=True
     )
     named = ", ".join(f"{name} {gib:.3g}" for gib, name in terms)
-    return f"; host memory: needs {host:.4g} GiB ({named}), the machine has {machine.host:.4g} GiB"
+    return f"host memory: needs {host:.4g} GiB ({named}), the machine has {machine.host:.4g} GiB"
 
 
 def _verdict(machine: Machine, total: float, usable: float, phase: Phase) -> str:
@@ -308,7 +308,8 @@ def plan_row(
     host_total = _host_total(host, loading)
     why = _verdict(machine, total, usable, phase)
     if host_total > machine.host:
-        why += _host_verdict(machine, host_total, host)
+        lacks = _host_verdict(machine, host_total, host)
+        why = f"{why}; {lacks}" if total > usable else f"does not fit: {lacks}"
     seconds, seconds_parts = _seconds(ledger, rates) if rates else (None, {})
     return PlanRow(
         strategy=strategy.label,
