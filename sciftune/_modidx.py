@@ -5893,6 +5893,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                           'sciftune/training/checkpoints.py'),
                                                'sciftune.training.checkpoints._joined_path': ( '7_training/checkpoints.html#_joined_path',
                                                                                                'sciftune/training/checkpoints.py'),
+                                               'sciftune.training.checkpoints._memory_format': ( '7_training/checkpoints.html#_memory_format',
+                                                                                                 'sciftune/training/checkpoints.py'),
                                                'sciftune.training.checkpoints._raised': ( '7_training/checkpoints.html#_raised',
                                                                                           'sciftune/training/checkpoints.py'),
                                                'sciftune.training.checkpoints._wanted': ( '7_training/checkpoints.html#_wanted',

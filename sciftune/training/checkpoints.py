@@ -523,7 +523,15 @@ def _joined_path(*parts: str) -> str:
     return "/".join(map(str, parts))
 
 
+def _memory_format(kind: type, name: str) -> _MEM_FORMAT_ENCODING:
+    """The member `name`. Raises UnpicklingError for an attribute of anything else."""
+    if kind is not _MEM_FORMAT_ENCODING or name not in kind.__members__:
+        raise pickle.UnpicklingError(f"it asks for {name!r:.40} of something else than its format")
+    return kind[name]
+
+
 METADATA_NAMES = METADATA_CLASSES | {
+    ("builtins", "getattr"): _memory_format,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("pathlib", "PosixPath"): _joined_path,
