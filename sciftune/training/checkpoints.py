@@ -417,6 +417,8 @@ class Checkpointer:
     def _write_folder(self, shards: dict, info: dict, folder: Path) -> None:
         """Every rank its file, rank 0 what belongs to all."""
         torch.set_num_threads(1)
+        if self.engine.device.type == "cuda":
+            torch.cuda.set_device(self.engine.device)  # Triton's kernels run on a thread's device
         planner = CheckedValues()
         writer = dcp.FileSystemWriter(
             folder, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0
