@@ -5831,6 +5831,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                             'sciftune/training/checkpoints.py'),
                                                'sciftune.training.checkpoints.Checkpointer._gather': ( '7_training/checkpoints.html#checkpointer._gather',
                                                                                                        'sciftune/training/checkpoints.py'),
+                                               'sciftune.training.checkpoints.Checkpointer._own_device': ( '7_training/checkpoints.html#checkpointer._own_device',
+                                                                                                           'sciftune/training/checkpoints.py'),
                                                'sciftune.training.checkpoints.Checkpointer._tidy': ( '7_training/checkpoints.html#checkpointer._tidy',
                                                                                                      'sciftune/training/checkpoints.py'),
                                                'sciftune.training.checkpoints.Checkpointer._wait': ( '7_training/checkpoints.html#checkpointer._wait',

@@ -726,7 +726,7 @@ def _saving(row: PlanRow) -> str:
         return ""
     return (
         "checkpoints: written in place, and the steps wait while one is written, since "
-        "the host's memory does not hold a copy of it"
+        "the states, or no room for a copy of them, are in the host's memory"
     )
 
 

@@ -34,7 +34,7 @@ import time
 import traceback
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -404,6 +404,7 @@ class Checkpointer:
         error = None
         try:
             with replacing:  # of rank 0: the folder gets its name at the end, or is removed
+                replacing.enter_context(self._own_device())
                 self._write_folder(shards, info, folder)
         except BaseException as failed:
             error = failed
@@ -414,11 +415,14 @@ class Checkpointer:
             for old in complete_checkpoints(self.run)[: -self.keep]:
                 shutil.rmtree(old, ignore_errors=True)
 
+    def _own_device(self) -> AbstractContextManager:
+        """Triton's kernels run on the device of the thread, which begins with the first GPU."""
+        device = self.engine.device
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
     def _write_folder(self, shards: dict, info: dict, folder: Path) -> None:
         """Every rank its file, rank 0 what belongs to all."""
         torch.set_num_threads(1)
-        if self.engine.device.type == "cuda":
-            torch.cuda.set_device(self.engine.device)  # Triton's kernels run on a thread's device
         planner = CheckedValues()
         writer = dcp.FileSystemWriter(
             folder, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0
