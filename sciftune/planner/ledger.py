@@ -153,6 +153,7 @@ class Ledger:
     def working(
         self,
         batch: int,  # Samples
+        trains: bool = True,  # The parameters get gradients
     ) -> list[float]:  # Bytes, block by block
         """What is alive while backward is in a block.
 
@@ -160,21 +161,24 @@ class Ledger:
 
         Args:
             batch: Samples
+            trains: The parameters get gradients
 
         Returns:
             Bytes, block by block
         """
-        return [self._working(i, block, batch) for i, block in enumerate(self.profile.blocks)]
+        blocks = enumerate(self.profile.blocks)
+        return [self._working(i, block, batch, trains) for i, block in blocks]
 
-    def _working(self, position: int, block: Block, batch: int) -> float:
+    def _working(self, position: int, block: Block, batch: int, trains: bool) -> float:
+        gradients = self.policy.compute.itemsize * block.trained
         if self.recipe.compile:
-            gradients = self.policy.compute.itemsize * block.trained
+            gradients *= trains
             most = max(getattr(block, self.kind)(batch), gradients)  # one goes, the other comes
             return most + block.out(batch) + block.widest(batch)
         peak = block.adding_peak if self.costs.adds_gradients else block.backward_peak
         inputs = block.boundary(batch) if position in self.positions else 0.0
         copies = EXCHANGE_COPIES * block.out(batch) if self.strategy.context > 1 else 0.0
-        return peak(batch) + inputs + copies
+        return peak(batch) + inputs + copies - (0.0 if trains else gradients)
 
     # backward
     def gathered(
@@ -252,7 +256,7 @@ class _Backward:
         self.ledger, self.base, self.prefix, self.trains = ledger, base, prefix, trains
         self.profile, self.costs = ledger.profile, ledger.costs
         self.released = ledger.strategy.releases_gradients
-        self.passes = [(p, ledger.kept(p.batch), ledger.working(p.batch)) for p in passes]
+        self.passes = [(p, ledger.kept(p.batch), ledger.working(p.batch, trains)) for p in passes]
         self.held = sum(sum(kept[: p.blocks]) + p.outside for p, kept, _ in self.passes)
         self.whole = self.costs.gradient_bytes() * trains  # all gradients
         self.behind = 0.0  # gradients of blocks that backward has left
@@ -292,8 +296,6 @@ class _Backward:
             self.outer = max(self.outer, outer)
         if self.trains:
             working = working + self.costs.wider_gradients * block.trained
-        else:
-            working = working - self.costs.compute * block.trained
         name = f"backward of block {position + 1} of {one.blocks}{one.name}"
         phase = self._phase(name, position, working, self._gradients())
         if position not in self.left:

@@ -302,7 +302,7 @@ def plan_row(
     total = sum(parts.values())
     host = host_parts(ledger, machine, 2.0 if machine.cuda else total)
     loading = loading_gib(ledger) if machine.cuda else 0.0
-    in_place = strategy.saves_in_place or _host_total(host, loading) > machine.host
+    in_place = strategy.updates_on_host or _host_total(host, loading) > machine.host
     if in_place:
         host["checkpoint"] = 0.0
     host_total = _host_total(host, loading)
@@ -720,14 +720,13 @@ def _measured_times(
         return None
 
 
-def _saving(row: PlanRow) -> str:
+def _saving(row: PlanRow, strategy: Strategy) -> str:
     """What a checkpoint that is written in place means; empty for one that is copied."""
     if not row.saves_in_place:
         return ""
-    return (
-        "checkpoints: written in place, and the steps wait while one is written, since "
-        "the states, or no room for a copy of them, are in the host's memory"
-    )
+    short = "the host's memory does not hold a copy of it"
+    why = "the optimizer's states are in host memory" if strategy.updates_on_host else short
+    return f"checkpoints: written in place, and the steps wait while one is written, since {why}"
 
 
 def _free_disk(recipe: Recipe, need: float, notes: list[str]) -> float:
@@ -807,7 +806,7 @@ def plan(
         model = replace(model, times=_measured_times(recipe, family, base, dtype, notes))
     encoding = encoding_note(recipe, family, base, machine)
     mine = plan_row(model, strategy, machine)
-    notes += filter(None, [epochs_line(recipe), encoding, _saving(mine)])
+    notes += filter(None, [epochs_line(recipe), encoding, _saving(mine, strategy)])
     words = _better(model, recipe, strategy, machine, mine)
     if machine.cuda and not mine.fits and all("-p offload" in w for w in words):
         words = _otherwise(recipe, family, base, machine, words)

@@ -146,7 +146,7 @@ class Engine:
         started = int(os.environ.get("WORLD_SIZE", 1))
         self.strategy = Strategy.of(self.recipe, started, self.cuda)
         self.policy = self.strategy.policy
-        self.saves_in_place = plan.run.saves_in_place or self.strategy.saves_in_place
+        self.saves_in_place = plan.run.saves_in_place or self.strategy.updates_on_host
         seconds = max(1800, 2 * recipe.stall_seconds)
         self.accelerator = self.strategy.start(datetime.timedelta(seconds=seconds))
         self.rank = self.accelerator.process_index

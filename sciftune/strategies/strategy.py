@@ -206,10 +206,10 @@ class Strategy:
         return 4 if self.recipe.lora_rank else self.policy.weights.itemsize
 
     @property
-    def saves_in_place(self) -> bool:
-        """Whether a checkpoint is never copied before it is written: the states are in host memory.
+    def updates_on_host(self) -> bool:
+        """Whether the optimizer runs on the host, where its states are.
 
-        A copy would be as large as they are. The plan may say the same of any strategy.
+        A checkpoint is then written from where they are: a copy would be as large.
         """
         return False
 

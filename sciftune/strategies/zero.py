@@ -345,7 +345,7 @@ class Zero3Network(ZeroNetwork):
     def wrap(self):
         """As the other stages; offloaded, fp32 gradients are made for one sub-group at a time."""
         super().wrap()
-        if self.strategy.saves_in_place:
+        if self.strategy.updates_on_host:
             drop_host_gradients(self.zero)
 
     def prepare_module(self):
@@ -421,7 +421,7 @@ class Zero3Network(ZeroNetwork):
         from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
         parameter = self.params[name]
-        if self.strategy.saves_in_place:
+        if self.strategy.updates_on_host:
             state = None if key == "weight" else key
             return self.zero._get_fp32_opt_state_partition(parameter, False, state)[0]
         if key == "weight":
@@ -703,7 +703,7 @@ class Zero3Costs(Zero2Costs):
             Elements
         """
         part = self.model.trained / self.strategy.shards
-        group = HOST_SUB_GROUP if self.strategy.saves_in_place else SUB_GROUP
+        group = HOST_SUB_GROUP if self.strategy.updates_on_host else SUB_GROUP
         return [min(group, part - a) for a in range(0, math.ceil(part), group)]
 
     def host_bytes(
@@ -811,7 +811,7 @@ class Zero(Strategy):
         return False
 
     @property
-    def saves_in_place(self) -> bool:
+    def updates_on_host(self) -> bool:
         """With fp32 master and states in host memory."""
         return self.recipe.offload in ("optimizer", "params")
 
@@ -948,7 +948,7 @@ class Zero3(Zero):
         section = super().zero_config()
         if self.recipe.offload in ("params", "nvme"):
             section["offload_param"] = self.offload_place()
-        if self.saves_in_place:
+        if self.updates_on_host:
             section["sub_group_size"] = HOST_SUB_GROUP
         return section | dict(
             stage3_prefetch_bucket_size=BUCKET,

@@ -179,6 +179,7 @@ def state_shards(
 
     def shard(read: Callable[[], Tensor], part: Range) -> FlatShard:
         def copy() -> Tensor:  # (part.count,)
+            progress(f"{part.name} copied")
             return read().to("cpu", copy=True)
 
         return DeferredShard.of(copy, part) if deferred else FlatShard.of(copy(), part)
@@ -186,7 +187,6 @@ def state_shards(
     shards = {}
     for name, network in networks.items():
         for part in network.owned():
-            progress(f"{part.name} copied")
             for state in STATES:
                 read = partial(network.read, part, state)
                 shards[f"{name}/{state}/{part.name}"] = shard(read, part)
@@ -237,7 +237,6 @@ class CheckedValues(DefaultSavePlanner):
         values = super().lookup_object(index)
         if isinstance(self.state_dict[index.fqn], DeferredShard):
             self.read = values
-            progress(f"{index.fqn} read")
         if not is_finite(values, index.fqn.split("/")[1]):
             self.spoilt.append(index.fqn)
         return values
@@ -328,6 +327,7 @@ class Checkpointer:
         self.beat = beat
         self.thread = None
         self.folder = None  # being written by the thread
+        self.name = ""  # that it gets when it is complete
         self.error = None
         self.group = None
         if engine.world > 1:  # a slow disk is no error: whether it stalls the caller says
@@ -373,7 +373,8 @@ class Checkpointer:
             ema=sorted(averages),
         )
         replacing = ExitStack()
-        self.folder = self._begin(step, replacing)
+        self.name = checkpoint_name(step)
+        self.folder = self._begin(replacing)
         self.thread = threading.Thread(
             target=self._write, args=(shards, info, self.folder, replacing), daemon=True
         )
@@ -392,9 +393,9 @@ class Checkpointer:
                 "The last complete checkpoint is untouched"
             )
 
-    def _begin(self, step: int, replacing: ExitStack) -> Path:
+    def _begin(self, replacing: ExitStack) -> Path:
         """Rank 0 makes the folder beside the final one; all get its name."""
-        final = self.run.checkpoints / checkpoint_name(step)
+        final = self.run.checkpoints / self.name
         name = None
         if self.engine.main:
             name = replacing.enter_context(replaced_folder(final)).name
@@ -403,8 +404,10 @@ class Checkpointer:
     def _write(self, shards: dict, info: dict, folder: Path, replacing: ExitStack) -> None:
         error = None
         try:
-            with replacing:  # of rank 0: the folder gets its name at the end, or is removed
-                replacing.enter_context(self._own_device())
+            with (
+                replacing,
+                self._own_device(),
+            ):  # of rank 0: the folder gets its name at the end, or is removed
                 self._write_folder(shards, info, folder)
         except BaseException as failed:
             error = failed
@@ -422,7 +425,8 @@ class Checkpointer:
 
     def _write_folder(self, shards: dict, info: dict, folder: Path) -> None:
         """Every rank its file, rank 0 what belongs to all."""
-        torch.set_num_threads(1)
+        if not self.engine.saves_in_place:  # steps go on beside it
+            torch.set_num_threads(1)
         planner = CheckedValues()
         writer = dcp.FileSystemWriter(
             folder, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0

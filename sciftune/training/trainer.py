@@ -321,7 +321,7 @@ class Run:
         """Before this process ends in an error: let a checkpoint under way be completed."""
         if self.checkpointer.writing:
             rank = self.engine.rank
-            told = f"rank {rank}: before it ends, {self.newest.name} is written to its end"
+            told = f"rank {rank}: before it ends, {self.checkpointer.name} is written to its end"
             print(told, file=sys.stderr, flush=True)
             self.checkpointer.settle(self.recipe.stall_seconds)
 
