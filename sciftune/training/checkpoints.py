@@ -404,10 +404,8 @@ class Checkpointer:
     def _write(self, shards: dict, info: dict, folder: Path, replacing: ExitStack) -> None:
         error = None
         try:
-            with (
-                replacing,
-                self._own_device(),
-            ):  # of rank 0: the folder gets its name at the end, or is removed
+            # of rank 0: the folder gets its name at the end, or is removed
+            with replacing, self._own_device():
                 self._write_folder(shards, info, folder)
         except BaseException as failed:
             error = failed
