@@ -555,10 +555,13 @@ class FSDP(Strategy):
         arguments = dict(mixed_precision="no")
         if os.environ.get("ACCELERATE_USE_FSDP"):
             return arguments
+        offload = self.recipe.offload == "params"
+        # accelerate's sign for gloo beside NCCL: gradient norms are summed in host memory
+        os.environ["FSDP_OFFLOAD_PARAMS"] = str(offload).lower()
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             reshard_after_forward=self.reshards,
-            cpu_offload=self.recipe.offload == "params",
+            cpu_offload=offload,
             auto_wrap_policy="transformer_based_wrap",
             transformer_cls_names_to_wrap=list(self.block_classes),
             cpu_ram_efficient_loading=False,

@@ -38,7 +38,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -304,14 +304,17 @@ def lockers() -> ThreadPoolExecutor:
 def page_lock(
     address: int,  # Of a page
     size: int,  # Bytes
+    device: int,  # The GPU of this process
 ):
     """Lock host memory. Raises RecipeError when it cannot be locked.
 
     Args:
         address: Of a page
         size: Bytes
+        device: The GPU of this process
     """
-    code = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
+    with torch.cuda.device(device):  # a thread begins with the first GPU
+        code = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
     if code:
         raise RecipeError(
             f"offload: {size / 2**30:.2f} GiB of host memory could not be page-locked "
@@ -366,16 +369,18 @@ def host_memory(
         return [], []
     whole = [-(-n // PAGE) * PAGE for n in sizes]
     ends = list(accumulate(whole))
-    mapped = map_memory(ends[-1])
-    area = torch.frombuffer(mapped, dtype=torch.uint8)
+    mapped = map_memory(max(PAGE, ends[-1]))
+    area = partial(torch.frombuffer, mapped, dtype=torch.uint8)
     parts = [
-        area[end - n : end - n + size] for n, end, size in zip(whole, ends, sizes, strict=True)
+        area(offset=end - n, count=size) if size else torch.empty(0, dtype=torch.uint8)
+        for n, end, size in zip(whole, ends, sizes, strict=True)
     ]
     locks = []
     if lock:
-        addresses = [part.data_ptr() for part in parts]
-        pairs = list(zip(addresses, whole, strict=True))
-        locks = [lockers().submit(page_lock, *pair) for pair in reversed(pairs)][::-1]
+        pairs = [(part.data_ptr(), n) for part, n in zip(parts, whole, strict=True) if n]
+        addresses = [address for address, _ in pairs]
+        lock_one = partial(page_lock, device=torch.cuda.current_device())
+        locks = [lockers().submit(lock_one, *pair) for pair in reversed(pairs)][::-1]
         weakref.finalize(mapped, page_unlock, locks, addresses)  # it lives as long as any part
     return parts, locks
 

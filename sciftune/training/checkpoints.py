@@ -8,6 +8,8 @@ __all__ = [
     "METADATA_NAMES",
     "FlatShard",
     "DeferredShard",
+    "CopyMemory",
+    "shard_counts",
     "state_shards",
     "is_finite",
     "CheckedValues",
@@ -34,6 +36,7 @@ import time
 import traceback
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -76,6 +79,7 @@ from ..core.recipe import RecipeError
 from ..core.rundir import RunDir, replaced_folder, write_atomic
 from ..strategies.engine import Engine
 from ..strategies.network import STATES, Network, Range
+from ..strategies.offload import host_memory, lockers
 from .ema import EMA
 from .host_memory import return_freed
 
@@ -162,16 +166,84 @@ class DeferredShard(FlatShard):
 
 
 # %% ../../nbs/7_training/05_checkpoints.ipynb #f70a0b04
+class CopyMemory:
+    """Host memory for what a rank contributes to a checkpoint; every checkpoint uses it again.
+
+    Args:
+        counts: fp32 numbers of each shard, in order
+        lock: Page-lock it in the background, for the copies of a GPU
+    """
+
+    def __init__(
+        self,
+        counts: list[int],  # fp32 numbers of each shard, in order
+        lock: bool,  # Page-lock it in the background, for the copies of a GPU
+    ):
+        self.counts = counts
+        parts, self.locks = host_memory([4 * count for count in counts], lock)
+        self.parts = [part.view(torch.float32) for part in parts]
+        self.touched = [] if lock else [lockers().submit(part.zero_) for part in self.parts]
+        self.next = 0
+
+    def begin(self) -> None:
+        """The next copy is that of the first shard. Waits until the memory is there.
+
+        What could not be locked is copied to more slowly.
+        """
+        futures.wait(self.locks + self.touched)
+        self.next = 0
+
+    def copy(
+        self,
+        values: Tensor,  # Of the next shard, fp32 (count,)
+    ) -> Tensor:  # (count,)
+        """Copy the next shard; `end` waits for what comes from a GPU.
+
+        Args:
+            values: Of the next shard, fp32 (count,)
+
+        Returns:
+            (count,)
+        """
+        part = self.parts[self.next]
+        self.next += 1
+        return part.copy_(values, non_blocking=True)
+
+    def end(self) -> None:
+        """Wait until all shards are copied."""
+        if self.locks:
+            torch.cuda.synchronize()
+
+
+def shard_counts(
+    networks: dict[str, Network],
+    averages: dict[str, EMA],  # Of some of the networks
+) -> list[int]:
+    """How many numbers each shard of `state_shards` has, in its order.
+
+    Args:
+        averages: Of some of the networks
+    """
+    counts = []
+    for name, network in networks.items():
+        kept = len(STATES) + (name in averages)
+        for part in network.owned():
+            counts += [part.count] * kept
+    return counts
+
+
 def state_shards(
     networks: dict[str, Network],
     averages: dict[str, EMA],  # Of some of the networks
     deferred: bool = False,  # Copy nothing now: a shard is read when it is written
+    memory: CopyMemory | None = None,  # Takes the copies; None = memory of their own
 ) -> dict[str, FlatShard]:  # '<network>/<state>/<parameter>' -> shard in host memory
     """What this rank contributes to a checkpoint: the ranges that it owns.
 
     Args:
         averages: Of some of the networks
         deferred: Copy nothing now: a shard is read when it is written
+        memory: Takes the copies; None = memory of their own
 
     Returns:
         '<network>/<state>/<parameter>' -> shard in host memory
@@ -180,7 +252,7 @@ def state_shards(
     def shard(read: Callable[[], Tensor], part: Range) -> FlatShard:
         def copy() -> Tensor:  # (part.count,)
             progress(f"{part.name} copied")
-            return read().to("cpu", copy=True)
+            return memory.copy(read()) if memory else read().to("cpu", copy=True)
 
         return DeferredShard.of(copy, part) if deferred else FlatShard.of(copy(), part)
 
@@ -329,6 +401,7 @@ class Checkpointer:
         self.folder = None  # being written by the thread
         self.name = ""  # that it gets when it is complete
         self.error = None
+        self.memory = None  # for copies
         self.group = None
         if engine.world > 1:  # a slow disk is no error: whether it stalls the caller says
             self.group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
@@ -344,6 +417,36 @@ class Checkpointer:
                 old.rename(final)
         for unfinished in self.run.checkpoints.glob(".step_*"):
             shutil.rmtree(unfinished, ignore_errors=True)
+
+    def prepare(
+        self,
+        networks: dict[str, Network],
+        averages: dict[str, EMA] | None = None,
+    ) -> None:
+        """Get host memory for copies, in the background: the first copy waits for no page.
+
+        Nothing where checkpoints are written in place.
+        """
+        counts = shard_counts(networks, averages or {})
+        if self.engine.saves_in_place or (self.memory and self.memory.counts == counts):
+            return
+        self.memory = None  # before there is other memory
+        self.memory = CopyMemory(counts, self.engine.device.type == "cuda")
+
+    def release(self) -> None:
+        """Give the memory of copies back, behind the last checkpoint."""
+        self.join()
+        self.memory = None
+
+    def _shards(self, networks: dict[str, Network], averages: dict[str, EMA]) -> dict:
+        """What this rank writes: copied, or to be read when it is written."""
+        if self.engine.saves_in_place:
+            return state_shards(networks, averages, deferred=True)
+        self.prepare(networks, averages)
+        self.memory.begin()
+        shards = state_shards(networks, averages, memory=self.memory)
+        self.memory.end()
+        return shards
 
     def save(
         self,
@@ -362,8 +465,7 @@ class Checkpointer:
         """
         self.join()
         averages = averages or {}
-        in_place = self.engine.saves_in_place
-        shards = state_shards(networks, averages, deferred=in_place)
+        shards = self._shards(networks, averages)
         self._check_space(sum(shard.nbytes for shard in shards.values()))
         info = info | dict(
             step=step,
@@ -380,7 +482,7 @@ class Checkpointer:
         )
         self.thread.start()
         del shards
-        if self.wait or in_place:
+        if self.wait or self.engine.saves_in_place:
             self.join()
 
     def _check_space(self, mine: int) -> None:

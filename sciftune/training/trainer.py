@@ -360,13 +360,18 @@ class Run:
         self,
         step: int,
     ) -> None:
-        """Say where the time since the launch went; waits for the device, once in a run."""
+        """Say where the time since the launch went; waits for the device, once in a run.
+
+        Begins to get host memory for the copies of checkpoints.
+        """
         if self.engine.device.type == "cuda":
             torch.cuda.synchronize()
         seconds = self.timeline.row()
         self.reporter.say(launch_summary(seconds))
         total = sum(seconds.values())
         self.reporter.write(dict(event="launch", step=step, total=total, seconds=seconds))
+        if self.recipe.checkpoint_steps:
+            self.checkpointer.prepare(self.networks, self.averages)
 
 
 # %% ../../nbs/7_training/14_trainer.ipynb #97e359c2
@@ -527,7 +532,7 @@ def finish_run(
     task = run.task
     if step > run.start and (task.keep or recipe.checkpoint_steps):
         run.checkpoint(step)  # random weights are not worth a terabyte
-    run.checkpointer.join()
+    run.checkpointer.release()
     if stopped and step < recipe.steps:
         run.reporter.say(f"stopped on request after step {step}; go on with resume=latest")
         run.reporter.write(dict(event="stopped", step=step))

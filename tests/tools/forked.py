@@ -1,4 +1,7 @@
-"""Train in forked gloo processes: everything is imported once, so that a case costs seconds."""
+"""Train in forked gloo processes: everything is imported once, so that a case costs seconds.
+
+On GPUs (`cpu=False`) ranks are fresh processes that use NCCL, since CUDA does not survive a fork.
+"""
 
 import contextlib
 import importlib
@@ -98,7 +101,7 @@ def start(run, recipe, sabotage=None):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    ctx = mp.get_context("fork")
+    ctx = mp.get_context("fork" if recipe.cpu else "spawn")
     world = max(recipe.num_processes, 1)
     ps = [
         ctx.Process(target=_rank, args=(r, world, port, recipe, run, sabotage))
@@ -126,7 +129,7 @@ def wait(ps, seconds=PATIENCE):
 
 
 def recipe_of(run, **fields):
-    "The recipe of a run on the CPU that is kept in `run`."
+    "The recipe of a run that is kept in `run`; on the CPU where `cpu` is not said."
     folder = dict(run_root=str(run.path.parent), name=run.path.name)
     return resolve(**dict(cpu=True, stall_seconds=STALL) | folder | fields)
 

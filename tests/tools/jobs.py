@@ -38,7 +38,7 @@ def living(run):
 
 
 def recipe_in(folder, name, **fields):
-    "The recipe of the run `name` in `folder`, on the CPU."
+    "The recipe of the run `name` in `folder`; on the CPU where `cpu` is not said."
     share_figures(folder)
     return resolve(**dict(cpu=True, run_root=str(folder), name=name) | fields)
 

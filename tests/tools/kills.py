@@ -1,11 +1,12 @@
 """Kill real runs at random moments, resume them, and add what happened to docs/kills.jsonl.
 
     python tests/tools/kills.py [--kills 100] [--minutes 600] [--jobs 1] [--case NAME ...]
-                                [--table FOLDER] [--seed NUMBER]
+                                [--table FOLDER] [--seed NUMBER] [--gpus]
 
 `--jobs` runs at once, in processes of one program. It ends after the runs in which that many kills
 are reached. Shortly before so many minutes have passed it stops killing, and lets every run come
-to its end; what has not ended a minute after them is cut off, and its line says so.
+to its end; what has not ended a minute after them is cut off, and its line says so. `--gpus` trains
+on the GPUs of the machine instead of its CPU; all jobs share them.
 
 Every run is started as `launch` starts it. One of its processes, or all, get SIGKILL: the wrapper,
 the agent (launcher), a rank, a process that makes batches; while it starts, after some steps,
@@ -25,6 +26,7 @@ import multiprocessing
 import os
 import random
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -93,10 +95,17 @@ CASES = {
 }
 
 
-def fields_of(case):
+def fields_of(case, gpus):
     "The fields of the recipe of a case."
-    fields = COMMON | CASES[case]
+    fields = COMMON | CASES[case] | dict(cpu=not gpus)
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def gpu_names():
+    "The GPUs of this machine, in words; found without a use of CUDA, which forks do not survive."
+    asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    found = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.splitlines()
+    return ", ".join(f"{count} × {name}" for name, count in Counter(found).items())
 
 
 def numbers(run):
@@ -192,10 +201,10 @@ def seconds_until_gone(run):
 class Series:
     "A run that is killed and resumed until its end, and what happened to it."
 
-    def __init__(self, folder, case, rng):
-        self.case, self.rng = case, rng
+    def __init__(self, folder, case, rng, gpus=""):
+        self.case, self.rng, self.gpus = case, rng, gpus
         name = f"{case.replace(', ', '-')}-{rng.getrandbits(32):x}"
-        self.recipe = recipe_in(folder, name, **fields_of(case))
+        self.recipe = recipe_in(folder, name, **fields_of(case, gpus))
         self.who, self.moments = Counter(), Counter()
         self.slowest, self.orphans, self.starts = 0.0, 0, 0
 
@@ -240,7 +249,8 @@ class Series:
 
     def facts(self):
         "What a line says of any run."
-        return dict(
+        where = dict(gpus=self.gpus) if self.gpus else {}
+        return where | dict(
             case=self.case,
             kills=self.kills,
             who=dict(self.who),
@@ -266,9 +276,9 @@ def whole_name(case):
     return f"{case.replace(', ', '-')}-whole"
 
 
-def whole_run(folder, case, cut):
+def whole_run(folder, case, cut, gpus):
     "Train it; raises TimeoutError when it is still running at `cut`."
-    run = begin(recipe_in(folder, whole_name(case), **fields_of(case)))
+    run = begin(recipe_in(folder, whole_name(case), **fields_of(case, gpus)))
     wait(lambda: state(run) != "running" or time.monotonic() > cut)
     if state(run) == "running":
         for process in living(run):
@@ -280,15 +290,12 @@ def whole_run(folder, case, cut):
 PLACES = dict(start="a start", save="a save", export="an export")
 
 
-def write_table(folder):
-    "docs/generated/kills.md from docs/kills.jsonl."
-    lines = [json.loads(line) for line in (folder / "kills.jsonl").read_text().splitlines()]
-    cut = [line for line in lines if line.get("cut")]
-    lines = [line for line in lines if not line.get("cut")]
-    if not lines:
-        return
-    head = ("case", "kills", *WHO, *(f"in {PLACES[name]}" for name in PLACES), "starts")
-    head += ("numbers missing", "largest deviation", "orphans", "slowest end, s")
+HEAD = ("case", "kills", *WHO, *(f"in {PLACES[name]}" for name in PLACES), "starts")
+HEAD += ("numbers missing", "largest deviation", "orphans", "slowest end, s")
+
+
+def table_of(lines):
+    "A table of these lines, with a row for each case."
     rows = []
     for case in [*CASES, "all"]:
         if mine := [line for line in lines if case in ("all", line["case"])]:
@@ -300,27 +307,47 @@ def write_table(folder):
                 + (f"{max(line['deviation'] for line in mine):.1e}",)
                 + (sum(line["orphans"] for line in mine), max(line["slowest"] for line in mine))
             )
+    table = [HEAD, ("---",) * len(HEAD), *rows]
+    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in table) + "\n"
+
+
+def said_of(lines, name):
+    "The values of `name` in these lines, in words."
+    return ", ".join(map(str, sorted({line[name] for line in lines})))
+
+
+def write_table(folder):
+    "docs/generated/kills.md from docs/kills.jsonl."
+    lines = [json.loads(line) for line in (folder / "kills.jsonl").read_text().splitlines()]
+    cut = [line for line in lines if line.get("cut")]
+    lines = [line for line in lines if not line.get("cut")]
+    if not lines:
+        return
+    gpus = [line for line in lines if line.get("gpus")]
+    cores = [line for line in lines if not line.get("gpus")]
     dates = sorted({line["date"] for line in lines})
-    cores = sorted({line["cores"] for line in lines})
     text = f"""# Kills of real runs
 
-Tiny models on machines with {", ".join(map(str, cores))} CPU cores, two processes unless
-`single`, started as `launch` starts them;
+Tiny models, two processes unless `single`, started as `launch` starts them;
 SIGKILL to one process, chosen at random, or to all. `numbers missing` counts losses and gradient
 norms of any step that the record lacks at the end; the deviation is relative to a run that was
 never killed; an orphan is a process that lived on for more than {GONE} s. {dates[0]} to
-{dates[-1]}, torch {", ".join(sorted({line["torch"] for line in lines}))}.
+{dates[-1]}.
 
     python tests/tools/kills.py --kills 100
 
 """
     if cut:
-        text += f"""Not in the table: {sum(line["kills"] for line in cut)} kills of {len(cut)} runs
+        text += f"""Not in the tables: {sum(line["kills"] for line in cut)} kills of {len(cut)} runs
 that were cut off by the end of their time before they could show that nothing was lost.
 
 """
-    table = [head, ("---",) * len(head), *rows]
-    text += "\n".join("| " + " | ".join(map(str, row)) + " |" for row in table) + "\n"
+    if cores:
+        on = f"Machines with {said_of(cores, 'cores')} CPU cores"
+        text += f"{on}, torch {said_of(cores, 'torch')}.\n\n{table_of(cores)}"
+    if gpus:
+        on = f"{said_of(gpus, 'gpus')} (`--gpus`), several runs at once"
+        text += f"\n{on}, torch {said_of(gpus, 'torch')}.\n\n{table_of(gpus)}"
     (folder / "generated").mkdir(exist_ok=True)
     (folder / "generated" / "kills.md").write_text(text)
 
@@ -330,6 +357,7 @@ class Shared:
 
     def __init__(self, given, folder):
         self.given, self.folder, self.cases = given, folder, given.case or list(CASES)
+        self.gpus = gpu_names() if given.gpus else ""
         context = multiprocessing.get_context("fork")
         self.lock, self.kills = context.Lock(), context.Value("i", 0, lock=False)
         count = len(self.cases)
@@ -390,7 +418,7 @@ class Shared:
         "Train the reference of a case."
         began = time.monotonic()
         try:
-            whole_run(self.folder, self.cases[at], self.end + GRACE)
+            whole_run(self.folder, self.cases[at], self.end + GRACE, self.gpus)
             self.whole[at] = time.monotonic() - began
         except BaseException:
             self.whole[at] = -1
@@ -399,7 +427,7 @@ class Shared:
     def series(self, at, rng):
         "One run, killed until its end."
         case, began, cut = self.cases[at], time.monotonic(), self.end + GRACE
-        series = Series(self.folder, case, rng)
+        series = Series(self.folder, case, rng, self.gpus)
         try:
             while series.life(self.deadline(at), cut):
                 pass
@@ -436,6 +464,7 @@ def main():
     parser.add_argument("--jobs", type=int, default=1, help="runs at once")
     parser.add_argument("--case", action="append", choices=CASES)
     parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--gpus", action="store_true", help="train on this machine's GPUs")
     parser.add_argument("--table", type=Path, default=ROOT / "docs")
     given = parser.parse_args()
     given.table.mkdir(parents=True, exist_ok=True)

@@ -1,13 +1,19 @@
 """Regenerate docs/generated/equality.md.
 
     python tests/tools/matrix.py [--quick] [--out docs/generated/equality.md]
+    python tests/tools/matrix.py --gpus 2 [--jobs 6] [--out docs/generated/equality_gpus.md]
 
-Every engine and world size against `single`, and every checkpoint resumed by every engine.
+Every engine and world size against `single`, and every checkpoint resumed by every engine; with
+`--gpus` by NCCL, as far as so many GPUs allow. `--jobs` runs at once share them.
 """
 
 import argparse
 import datetime
+import subprocess
+import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import accelerate
@@ -78,10 +84,10 @@ def weights(run, state="weight"):
 class Runs:
     "The runs in a folder, and what they deviate from the one of `single`."
 
-    def __init__(self, root):
-        self.root = root
+    def __init__(self, root, fields):
+        self.root, self.fields = root, fields
         self.single = RunDir(root / "single-1")
-        self.reference = train(self.single, steps=20, **BASE)
+        self.reference = train(self.single, steps=20, **fields)
         self.weights = weights(self.single)
         self.average = weights(self.single, "ema")
 
@@ -93,7 +99,7 @@ class Runs:
         "A row of the first table."
         run, metrics = RunDir(self.root / f"{engine}-{count}"), self.reference
         if (engine, count) != ("single", 1):
-            metrics = train(run, steps=20, num_processes=count, **BASE, **ENGINES[engine])
+            metrics = train(run, steps=20, num_processes=count, **self.fields, **ENGINES[engine])
         loss = deviation(metrics, self.reference)
         norm = deviation(metrics, self.reference, "grad_norm")
         assert loss <= MOST, (engine, count, loss)
@@ -110,7 +116,7 @@ class Runs:
             steps=20,
             num_processes=count,
             resume=str(folder / "checkpoints" / "step_000010"),
-            **BASE,
+            **self.fields,
             **ENGINES[engine],
         )
         assert min(losses(metrics)) == 11
@@ -123,53 +129,87 @@ class Runs:
         return f"| {writer[0]} ×{writer[1]} | " + " | ".join(f"{x:.1e}" for x in row) + " |"
 
 
-def tables(root, cells, pairs):
+def row(make, head):
+    "A row of a table, or why there is none."
+    try:
+        return make()
+    except (RuntimeError, AssertionError) as error:
+        return f"| {head} | FAILED: {' '.join(str(error).split())[-600:]} |"
+
+
+def tables(root, fields, cells, pairs, jobs):
     "The lines of both tables."
-    runs = Runs(root)
+    runs = Runs(root, fields)
     yield "| engine | processes | first 20 losses | gradient norms | final weights |"
     yield "|---|---|---|---|---|"
-    for engine, count in cells:
-        yield runs.equality(engine, count)
-    yield ""
-    heads = " | ".join(f"{engine} ×{count}" for engine, count in pairs)
-    yield f"| written by \\ resumed by | {heads} |"
-    yield "|---|" + "---|" * len(pairs)
-    for writer in pairs:
-        yield runs.resumes(writer, pairs)
+    with ThreadPoolExecutor(jobs) as pool:
+        each = map if jobs == 1 else pool.map  # processes are not forked beside other threads
+        yield from each(lambda cell: row(partial(runs.equality, *cell), f"{cell}"), cells)
+        yield ""
+        heads = " | ".join(f"{engine} ×{count}" for engine, count in pairs)
+        yield f"| written by \\ resumed by | {heads} |"
+        yield "|---|" + "---|" * len(pairs)
+        yield from each(lambda writer: row(partial(runs.resumes, writer, pairs), writer), pairs)
+
+
+def where(gpus):
+    "What the ranks ran on, in words."
+    if not gpus:
+        return "gloo on CPU"
+    asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    name, *_ = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split("\n")
+    return f"NCCL on {gpus} {name}, gloo for what is on the host"
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--gpus", type=int, default=0, help="train on so many GPUs; 0 = the CPU")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once, on GPUs only")
     parser.add_argument("--out", default=None)
     arguments = parser.parse_args()
-    cells, pairs = CELLS, RESUME
+    if arguments.jobs > 1 and not arguments.gpus:
+        parser.error("--jobs: only with --gpus")
+    cells, pairs, fields = CELLS, RESUME, BASE
+    if arguments.gpus:
+        fields = BASE | dict(cpu=False, precision="fp32", plan_check=False)
+        cells = [cell for cell in CELLS if cell[1] <= arguments.gpus]
+        pairs = [pair for pair in RESUME if pair[1] <= arguments.gpus]
     if arguments.quick:
         cells = [(engine, n) for engine, n in CELLS if n < 4 and "-" not in engine]
         pairs = RESUME[:1] + [pair for pair in RESUME[1:] if pair[1] == 2]
     lines = []
     with tempfile.TemporaryDirectory() as d:
-        for line in tables(Path(d), cells, pairs):
+        for line in tables(Path(d), fields, cells, pairs, arguments.jobs):
             print(line, flush=True)
             lines.append(line)
+    failed = [line for line in lines if "FAILED" in line]
+    if failed:
+        sys.exit(f"{len(failed)} rows failed")
     if arguments.out:
         used = (torch, accelerate, deepspeed, diffusers)
         versions = ", ".join(f"{module.__name__} {module.__version__}" for module in used)
-        head = HEAD.format(date=datetime.date.today(), v=versions)
+        on = where(arguments.gpus)
+        head = HEAD.format(date=datetime.date.today(), v=versions, on=on)
+        command = f"--gpus {arguments.gpus} " if arguments.gpus else ""
+        head += AGAIN.format(options=command, out=arguments.out)
+        head += "" if arguments.gpus else NVME
         Path(arguments.out).write_text(head + "\n".join(lines) + "\n")
 
 
 HEAD = """# Equality of the engines
 
 Largest relative deviation from `single` at fp32, tiny Qwen-Image, global batch 8, \
-gradient clipping and EMA on, gloo on CPU ({v}; {date}).
-Regenerate with `python tests/tools/matrix.py --out docs/generated/equality.md`.
+gradient clipping and EMA on, {on} ({v}; {date}).
+"""
+AGAIN = """Regenerate with `python tests/tools/matrix.py {options}--out {out}`.
 
 The second table: 10 steps with one engine, resumed for 10 more by another, \
 against 20 uninterrupted steps; the larger of the losses' and the
 moving average's deviation.
 
-Not in the tables: zero3 with `offload='nvme'`, which needs libaio. \
+"""
+NVME = """Not in the tables: zero3 with `offload='nvme'`, which needs libaio. \
 `python -m pytest tests/processes/test_engines.py -m slow -k on_a_disk` runs it; \
 on 2026-11-22 its losses deviated by 1.4e-07 on one process and 7.2e-08 on two,
 and by 1.4e-07 and 7.2e-08 when resumed by `single`, and from `single` on two.
