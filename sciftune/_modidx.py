@@ -5076,6 +5076,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'sciftune/strategies/offload.py'),
                                              'sciftune.strategies.offload.Ring.take': ( '5_strategies/offload.html#ring.take',
                                                                                         'sciftune/strategies/offload.py'),
+                                             'sciftune.strategies.offload._threads_of': ( '5_strategies/offload.html#_threads_of',
+                                                                                          'sciftune/strategies/offload.py'),
                                              'sciftune.strategies.offload.evenly_spread': ( '5_strategies/offload.html#evenly_spread',
                                                                                             'sciftune/strategies/offload.py'),
                                              'sciftune.strategies.offload.host_memory': ( '5_strategies/offload.html#host_memory',

@@ -520,7 +520,8 @@ def _in_words(row: PlanRow, strategy: Strategy, machine: Machine, recipe: Recipe
     seconds = row.seconds_per_step
     time = f" and about {seconds:.2g} s per step" if seconds else ""
     need = f"{row.strategy} on {unit} needs {row.gpu_total_gib:.3g} GiB"
-    return f"{need}{time} and fits: {command(strategy, recipe)}"
+    waits = ", with steps that wait while a checkpoint is written," if row.saves_in_place else ""
+    return f"{need}{time}{waits} and fits: {command(strategy, recipe)}"
 
 
 def suggestions(

@@ -296,9 +296,13 @@ THREADS = min(32, os.cpu_count() or 1)  # that lock memory
 
 
 @cache
-def lockers() -> ThreadPoolExecutor:
-    """The threads."""
+def _threads_of(process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(THREADS, "page-lock")
+
+
+def lockers() -> ThreadPoolExecutor:
+    """The threads, which are of this process: a fork has those of its parent no more."""
+    return _threads_of(os.getpid())
 
 
 def page_lock(
