@@ -189,6 +189,10 @@ def host_parts(
     copies = ledger.work.checkpoint_bytes(ledger.profile, ledger.strategy)
     train = {k: per * v / 2**30 for k, v in ledger.host_bytes().items()}
     own = dict(processes=per * process_gib)
+    if recipe.ema_decay and recipe.validation_ema and recipe.validation_steps:
+        # the weights wait on the host while the average is in their place
+        held = 4 * ledger.costs.model.trained / ledger.strategy.shards
+        train["validation"] = per * held / 2**30
     return own | train | dict(checkpoint=copies / recipe.num_machines / 2**30)
 
 

@@ -553,11 +553,11 @@ class FSDP(Strategy):
         if not self.cuda:
             engines_on_cpu()
         arguments = dict(mixed_precision="no")
-        if os.environ.get("ACCELERATE_USE_FSDP"):
-            return arguments
         offload = self.recipe.offload == "params"
         # accelerate's sign for gloo beside NCCL: gradient norms are summed in host memory
         os.environ["FSDP_OFFLOAD_PARAMS"] = str(offload).lower()
+        if os.environ.get("ACCELERATE_USE_FSDP"):
+            return arguments
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             reshard_after_forward=self.reshards,

@@ -20,9 +20,10 @@ __all__ = [
     "Ring",
     "tensors_of",
     "put_tensors",
-    "lockers",
+    "host_threads",
     "page_lock",
     "page_unlock",
+    "LockedMemory",
     "map_memory",
     "host_memory",
     "CopyOut",
@@ -33,7 +34,7 @@ __all__ = [
 import contextlib
 import mmap
 import os
-import weakref
+import sys
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -292,16 +293,16 @@ def put_tensors(
 
 # %% ../../nbs/5_strategies/05_offload.ipynb #8c4e866c
 PAGE = 4096  # bytes
-THREADS = min(32, os.cpu_count() or 1)  # that lock memory
+THREADS = min(32, os.cpu_count() or 1)  # that get and lock memory
 
 
 @cache
 def _threads_of(process: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(THREADS, "page-lock")
+    return ThreadPoolExecutor(THREADS, "host-memory")
 
 
-def lockers() -> ThreadPoolExecutor:
-    """The threads, which are of this process: a fork has those of its parent no more."""
+def host_threads() -> ThreadPoolExecutor:
+    """The threads of this process: a fork has none of its parent's."""
     return _threads_of(os.getpid())
 
 
@@ -330,7 +331,7 @@ def page_unlock(
     locks: list[Future],  # Of `page_lock`
     addresses: list[int],  # Theirs
 ):
-    """Unlock what was locked; what has not begun is left.
+    """Unlock what was locked; what has not begun is left, what has is waited for.
 
     Args:
         locks: Of `page_lock`
@@ -341,15 +342,26 @@ def page_unlock(
             torch.cuda.cudart().cudaHostUnregister(address)
 
 
+class LockedMemory(mmap.mmap):
+    """Mapped memory that is unlocked before it goes."""
+
+    locks = ()  # Of `page_lock`
+    addresses = ()  # Theirs
+
+    def __del__(self):
+        if not sys.is_finalizing():
+            page_unlock(self.locks, self.addresses)
+
+
 def map_memory(
     size: int,  # Bytes
-) -> mmap.mmap:
+) -> LockedMemory:
     """Memory of this process alone, in huge pages where the system has them.
 
     Args:
         size: Bytes
     """
-    mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapped = LockedMemory(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
         with contextlib.suppress(OSError):  # a kernel without them
             mapped.madvise(advice)
@@ -361,6 +373,8 @@ def host_memory(
     lock: bool,  # Page-lock it, for copies that nobody waits for
 ) -> tuple[list[Tensor], list[Future]]:  # uint8 (bytes,), each on a page of its own; their locks
     """Zeros in host memory, and what ends when they are locked; the last one is locked first.
+
+    Those of no bytes have no lock.
 
     Args:
         sizes: Bytes
@@ -382,10 +396,9 @@ def host_memory(
     locks = []
     if lock:
         pairs = [(part.data_ptr(), n) for part, n in zip(parts, whole, strict=True) if n]
-        addresses = [address for address, _ in pairs]
         lock_one = partial(page_lock, device=torch.cuda.current_device())
-        locks = [lockers().submit(lock_one, *pair) for pair in reversed(pairs)][::-1]
-        weakref.finalize(mapped, page_unlock, locks, addresses)  # it lives as long as any part
+        locks = [host_threads().submit(lock_one, *pair) for pair in reversed(pairs)][::-1]
+        mapped.locks, mapped.addresses = locks, [address for address, _ in pairs]
     return parts, locks
 
 

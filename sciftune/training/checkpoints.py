@@ -9,6 +9,7 @@ __all__ = [
     "FlatShard",
     "DeferredShard",
     "CopyMemory",
+    "touch",
     "shard_counts",
     "state_shards",
     "is_finite",
@@ -26,6 +27,7 @@ __all__ = [
 ]
 
 # %% ../../nbs/7_training/05_checkpoints.ipynb #09996925
+import ctypes
 import io
 import math
 import os
@@ -34,6 +36,7 @@ import shutil
 import threading
 import time
 import traceback
+import warnings
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
@@ -79,7 +82,7 @@ from ..core.recipe import RecipeError
 from ..core.rundir import RunDir, replaced_folder, write_atomic
 from ..strategies.engine import Engine
 from ..strategies.network import STATES, Network, Range
-from ..strategies.offload import host_memory, lockers
+from ..strategies.offload import host_memory, host_threads
 from .ema import EMA
 from .host_memory import return_freed
 
@@ -180,17 +183,21 @@ class CopyMemory:
         lock: bool,  # Page-lock it in the background, for the copies of a GPU
     ):
         self.counts = counts
-        parts, self.locks = host_memory([4 * count for count in counts], lock)
+        parts, locks = host_memory([4 * count for count in counts], lock)
         self.parts = [part.view(torch.float32) for part in parts]
-        self.touched = [] if lock else [lockers().submit(part.zero_) for part in self.parts]
+        self.lock = lock
+        self.ready = locks or [host_threads().submit(touch, part) for part in parts]
         self.next = 0
 
     def begin(self) -> None:
         """The next copy is that of the first shard. Waits until the memory is there.
 
-        What could not be locked is copied to more slowly.
+        Copies to memory that could not be locked are slower, and a warning says so.
         """
-        futures.wait(self.locks + self.touched)
+        futures.wait(self.ready)
+        if errors := list(filter(None, (one.exception() for one in self.ready))):
+            warnings.warn(f"steps wait longer for a checkpoint ({errors[0]})", stacklevel=2)
+            self.ready = []  # said once
         self.next = 0
 
     def copy(
@@ -206,13 +213,26 @@ class CopyMemory:
             (count,)
         """
         part = self.parts[self.next]
+        if values.numel() != part.numel():
+            raise ValueError(f"shard {self.next} has {values.numel()} numbers, not {part.numel()}")
         self.next += 1
         return part.copy_(values, non_blocking=True)
 
     def end(self) -> None:
         """Wait until all shards are copied."""
-        if self.locks:
+        if self.lock:
             torch.cuda.synchronize()
+
+
+def touch(
+    part: Tensor,  # Of host memory, any shape (...)
+) -> None:
+    """Let the system give all pages, by this thread alone.
+
+    Args:
+        part: Of host memory, any shape (...)
+    """
+    ctypes.memset(part.data_ptr(), 0, part.nbytes)
 
 
 def shard_counts(
@@ -423,7 +443,7 @@ class Checkpointer:
         networks: dict[str, Network],
         averages: dict[str, EMA] | None = None,
     ) -> None:
-        """Get host memory for copies, in the background: the first copy waits for no page.
+        """Begin to get host memory for copies, which is kept until `release`.
 
         Nothing where checkpoints are written in place.
         """
@@ -434,7 +454,7 @@ class Checkpointer:
         self.memory = CopyMemory(counts, self.engine.device.type == "cuda")
 
     def release(self) -> None:
-        """Give the memory of copies back, behind the last checkpoint."""
+        """Give the memory of copies back, after the last checkpoint."""
         self.join()
         self.memory = None
 

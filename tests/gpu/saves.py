@@ -4,8 +4,9 @@
 
 Qwen-Image at its real width with random weights: 27 blocks are 9 billion parameters, 60 all
 of it. The weights are written to WORK, then a run is started as `launch` starts it. It is asked for
-two checkpoints; inside each further one a process is killed and the run resumed on as many GPUs. At
-last it is resumed on half of them, and its losses compared to those of the same steps before. WORK
+two checkpoints. Inside a third one a process is killed, the run is resumed on as many GPUs, and so
+on; after the last kill it is resumed on half of them. Behind each resume losses are compared to
+those of the same steps before. WORK
 needs room for the weights and two checkpoints, 26 bytes a parameter; with `--kills` left empty for
 one checkpoint, 14 bytes. With `--cpu` and a small `--heads` it tries itself.
 """
@@ -63,6 +64,7 @@ class Watched:
 
     def __init__(self, recipe, said):
         self.recipe, self.said, self.run = recipe, said, None
+        self.began = 0.0  # time of the last start
 
     def rows(self, event=None):
         "Rows of the record: of steps, or those of an event."
@@ -81,12 +83,12 @@ class Watched:
     def start(self, label, **change):
         "Start or resume; returns when some steps are done."
         known = len(self.rows("launch"))
+        self.began = time.time()
         self.run = begin(self.recipe.model_copy(update=change))
-        began = time.monotonic()
         self.until(lambda: len(self.rows("launch")) > known)
         launch = self.rows("launch")[-1]
         stages = {name: round(spent, 1) for name, spent in launch["seconds"].items()}
-        self.say(f"{label}: first step", time.monotonic() - began, **stages)
+        self.say(f"{label}: first step", time.time() - self.began, **stages)
         first = launch["step"]
         self.until(lambda: max(self.losses(), default=0) >= first + STEPS_BEFORE)
 
@@ -104,7 +106,7 @@ class Watched:
         return self.rows("checkpoint")[-1]
 
     def save(self, label):
-        "A checkpoint from its request to its end."
+        "A checkpoint; returns the seconds from its copy to its end."
         event = self.ask()
         began = time.monotonic()
         name = f"step_{event['step']:06d}"
@@ -133,8 +135,8 @@ class Watched:
         assert not left
 
     def losses(self):
-        "Step -> loss, of the rows in the record."
-        return {row["step"]: row["loss"] for row in self.rows()}
+        "Step -> loss, of the steps since the last start: the record keeps those before a resume."
+        return {row["step"]: row["loss"] for row in self.rows() if row["time"] > self.began}
 
     def stop(self):
         "End it without a checkpoint."

@@ -101,7 +101,7 @@ def fields_of(case, gpus):
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def gpu_names():
+def names_of_gpus():
     "The GPUs of this machine, in words; found without a use of CUDA, which forks do not survive."
     asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     found = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -201,10 +201,10 @@ def seconds_until_gone(run):
 class Series:
     "A run that is killed and resumed until its end, and what happened to it."
 
-    def __init__(self, folder, case, rng, gpus=""):
-        self.case, self.rng, self.gpus = case, rng, gpus
+    def __init__(self, folder, case, rng, gpu_names):
+        self.case, self.rng, self.gpu_names = case, rng, gpu_names
         name = f"{case.replace(', ', '-')}-{rng.getrandbits(32):x}"
-        self.recipe = recipe_in(folder, name, **fields_of(case, gpus))
+        self.recipe = recipe_in(folder, name, **fields_of(case, bool(gpu_names)))
         self.who, self.moments = Counter(), Counter()
         self.slowest, self.orphans, self.starts = 0.0, 0, 0
 
@@ -249,7 +249,7 @@ class Series:
 
     def facts(self):
         "What a line says of any run."
-        where = dict(gpus=self.gpus) if self.gpus else {}
+        where = dict(gpus=self.gpu_names) if self.gpu_names else {}
         return where | dict(
             case=self.case,
             kills=self.kills,
@@ -276,9 +276,9 @@ def whole_name(case):
     return f"{case.replace(', ', '-')}-whole"
 
 
-def whole_run(folder, case, cut, gpus):
+def whole_run(folder, case, cut, gpu_names):
     "Train it; raises TimeoutError when it is still running at `cut`."
-    run = begin(recipe_in(folder, whole_name(case), **fields_of(case, gpus)))
+    run = begin(recipe_in(folder, whole_name(case), **fields_of(case, bool(gpu_names))))
     wait(lambda: state(run) != "running" or time.monotonic() > cut)
     if state(run) == "running":
         for process in living(run):
@@ -357,7 +357,7 @@ class Shared:
 
     def __init__(self, given, folder):
         self.given, self.folder, self.cases = given, folder, given.case or list(CASES)
-        self.gpus = gpu_names() if given.gpus else ""
+        self.gpu_names = names_of_gpus() if given.gpus else ""
         context = multiprocessing.get_context("fork")
         self.lock, self.kills = context.Lock(), context.Value("i", 0, lock=False)
         count = len(self.cases)
@@ -418,7 +418,7 @@ class Shared:
         "Train the reference of a case."
         began = time.monotonic()
         try:
-            whole_run(self.folder, self.cases[at], self.end + GRACE, self.gpus)
+            whole_run(self.folder, self.cases[at], self.end + GRACE, self.gpu_names)
             self.whole[at] = time.monotonic() - began
         except BaseException:
             self.whole[at] = -1
@@ -427,7 +427,7 @@ class Shared:
     def series(self, at, rng):
         "One run, killed until its end."
         case, began, cut = self.cases[at], time.monotonic(), self.end + GRACE
-        series = Series(self.folder, case, rng, self.gpus)
+        series = Series(self.folder, case, rng, self.gpu_names)
         try:
             while series.life(self.deadline(at), cut):
                 pass
