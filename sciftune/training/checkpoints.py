@@ -10,7 +10,7 @@ __all__ = [
     "DeferredShard",
     "CopyMemory",
     "touch",
-    "shard_counts",
+    "contributions",
     "state_shards",
     "is_finite",
     "CheckedValues",
@@ -235,56 +235,53 @@ def touch(
     ctypes.memset(part.data_ptr(), 0, part.nbytes)
 
 
-def shard_counts(
+def contributions(
     networks: dict[str, Network],
     averages: dict[str, EMA],  # Of some of the networks
-) -> list[int]:
-    """How many numbers each shard of `state_shards` has, in its order.
+) -> Iterator[tuple[str, Range, Callable[[], Tensor]]]:  # Key, range, what reads it: fp32 (count,)
+    """What this rank contributes to a checkpoint: the ranges that it owns, in order.
+
+    The keys are '<network>/<state>/<parameter>'.
 
     Args:
         averages: Of some of the networks
+
+    Returns:
+        Key, range, what reads it: fp32 (count,)
     """
-    counts = []
     for name, network in networks.items():
-        kept = len(STATES) + (name in averages)
         for part in network.owned():
-            counts += [part.count] * kept
-    return counts
+            for state in STATES:
+                yield f"{name}/{state}/{part.name}", part, partial(network.read, part, state)
+            if name in averages:
+                yield f"{name}/ema/{part.name}", part, partial(averages[name].read, part)
 
 
 def state_shards(
     networks: dict[str, Network],
     averages: dict[str, EMA],  # Of some of the networks
-    deferred: bool = False,  # Copy nothing now: a shard is read when it is written
-    memory: CopyMemory | None = None,  # Takes the copies; None = memory of their own
-) -> dict[str, FlatShard]:  # '<network>/<state>/<parameter>' -> shard in host memory
-    """What this rank contributes to a checkpoint: the ranges that it owns.
+    memory: CopyMemory | None = None,  # Takes copies; None = each is read when it is written
+) -> dict[str, FlatShard]:  # Key of `contributions` -> shard in host memory
+    """The shards of `contributions`, copied now or to be read later.
 
     Args:
         averages: Of some of the networks
-        deferred: Copy nothing now: a shard is read when it is written
-        memory: Takes the copies; None = memory of their own
+        memory: Takes copies; None = each is read when it is written
 
     Returns:
-        '<network>/<state>/<parameter>' -> shard in host memory
+        Key of `contributions` -> shard in host memory
     """
 
-    def shard(read: Callable[[], Tensor], part: Range) -> FlatShard:
-        def copy() -> Tensor:  # (part.count,)
-            progress(f"{part.name} copied")
-            return memory.copy(read()) if memory else read().to("cpu", copy=True)
+    def to_host(part: Range, read: Callable[[], Tensor]) -> Tensor:  # (part.count,)
+        progress(f"{part.name} copied")
+        return memory.copy(read()) if memory else read().to("cpu", copy=True)
 
-        return DeferredShard.of(copy, part) if deferred else FlatShard.of(copy(), part)
-
-    shards = {}
-    for name, network in networks.items():
-        for part in network.owned():
-            for state in STATES:
-                read = partial(network.read, part, state)
-                shards[f"{name}/{state}/{part.name}"] = shard(read, part)
-            if name in averages:
-                read = partial(averages[name].read, part)
-                shards[f"{name}/ema/{part.name}"] = shard(read, part)
+    found = contributions(networks, averages)
+    if memory is None:
+        return {key: DeferredShard.of(partial(to_host, *one), one[0]) for key, *one in found}
+    memory.begin()
+    shards = {key: FlatShard.of(to_host(*one), one[0]) for key, *one in found}
+    memory.end()
     return shards
 
 
@@ -447,7 +444,7 @@ class Checkpointer:
 
         Nothing where checkpoints are written in place.
         """
-        counts = shard_counts(networks, averages or {})
+        counts = [part.count for _, part, _ in contributions(networks, averages or {})]
         if self.engine.saves_in_place or (self.memory and self.memory.counts == counts):
             return
         self.memory = None  # before there is other memory
@@ -457,16 +454,6 @@ class Checkpointer:
         """Give the memory of copies back, after the last checkpoint."""
         self.join()
         self.memory = None
-
-    def _shards(self, networks: dict[str, Network], averages: dict[str, EMA]) -> dict:
-        """What this rank writes: copied, or to be read when it is written."""
-        if self.engine.saves_in_place:
-            return state_shards(networks, averages, deferred=True)
-        self.prepare(networks, averages)
-        self.memory.begin()
-        shards = state_shards(networks, averages, memory=self.memory)
-        self.memory.end()
-        return shards
 
     def save(
         self,
@@ -485,7 +472,8 @@ class Checkpointer:
         """
         self.join()
         averages = averages or {}
-        shards = self._shards(networks, averages)
+        self.prepare(networks, averages)
+        shards = state_shards(networks, averages, self.memory)
         self._check_space(sum(shard.nbytes for shard in shards.values()))
         info = info | dict(
             step=step,

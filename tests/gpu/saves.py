@@ -2,13 +2,13 @@
 
     python tests/gpu/saves.py WORK [--blocks 60] [--gpus 2] [--kills rank agent]
 
-Qwen-Image at its real width with random weights: 27 blocks are 9 billion parameters, 60 all
-of it. The weights are written to WORK, then a run is started as `launch` starts it. It is asked for
-two checkpoints. Inside a third one a process is killed, the run is resumed on as many GPUs, and so
-on; after the last kill it is resumed on half of them. Behind each resume losses are compared to
-those of the same steps before. WORK
-needs room for the weights and two checkpoints, 26 bytes a parameter; with `--kills` left empty for
-one checkpoint, 14 bytes. With `--cpu` and a small `--heads` it tries itself.
+Qwen-Image at its real width with random weights: 27 blocks are 9 billion parameters, 60 all of it.
+The weights are written to WORK, then a run is started as `launch` starts it. It is asked for two
+checkpoints. Inside a third one a process is killed, the run is resumed on as many GPUs, and so on;
+after the last kill it is resumed on half of them. After each resume losses are compared to those of
+the same steps before. WORK needs room for the weights and two checkpoints, 26 bytes a parameter;
+without kills (`--kills` and no name) for one checkpoint, 14 bytes. With `--cpu` and a small
+`--heads` it tries itself.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from sciftune.models.family import get_family
 
 GIB = 2**30
 STEPS_BEFORE = 8  # the first request for a checkpoint
-STEPS_AFTER = 6  # steps that are compared behind a resume
+STEPS_AFTER = 6  # steps that are compared after a resume
 ENDLESS = 10**6
 
 
@@ -62,8 +62,8 @@ def large_pipeline(folder, blocks, heads, device):
 class Watched:
     "A run that is started, asked for checkpoints, killed and resumed."
 
-    def __init__(self, recipe, said):
-        self.recipe, self.said, self.run = recipe, said, None
+    def __init__(self, recipe):
+        self.recipe, self.run = recipe, None
         self.began = 0.0  # time of the last start
 
     def rows(self, event=None):
@@ -94,9 +94,7 @@ class Watched:
 
     def say(self, what, seconds, **more):
         "A line of the result."
-        line = dict(what=what, seconds=round(seconds, 2), **more)
-        self.said.append(line)
-        print(json.dumps(line), flush=True)
+        print(json.dumps(dict(what=what, seconds=round(seconds, 2), **more)), flush=True)
 
     def ask(self):
         "Ask for a checkpoint; returns when it has begun."
@@ -124,7 +122,7 @@ class Watched:
         return spent
 
     def kill(self, who, after):
-        "Kill a process of the run inside a checkpoint, `after` seconds behind its beginning."
+        "Kill a process of the run inside a checkpoint, `after` seconds after it began."
         self.ask()
         time.sleep(after)
         half = [path.name for path in self.run.checkpoints.glob(".step_*")]
@@ -145,7 +143,8 @@ class Watched:
         wait(lambda: not living(self.run))
 
 
-def main():
+def arguments():
+    "The command line."
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("work", type=Path)
     parser.add_argument("--blocks", type=int, default=27)
@@ -153,15 +152,12 @@ def main():
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--kills", nargs="*", default=["rank", "agent"], choices=("rank", "agent"))
     parser.add_argument("--cpu", action="store_true")
-    given = parser.parse_args()
-    said, device = [], "cpu" if given.cpu else "cuda"
-    given.work.mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
-    folder, numel = large_pipeline(given.work / "model", given.blocks, given.heads, device)
-    print(f"{numel / 1e9:.2f} G parameters written in {time.monotonic() - began:.1f} s", flush=True)
-    if not given.cpu:
-        torch.cuda.empty_cache()
-    recipe = recipe_in(
+    return parser.parse_args()
+
+
+def recipe_of(given, folder):
+    "The recipe of a run that has no end and saves when it is asked."
+    return recipe_in(
         given.work,
         "saved",
         cpu=given.cpu,
@@ -177,7 +173,7 @@ def main():
         figures=16,
         held_out=0,
         steps=ENDLESS,
-        checkpoint_steps=ENDLESS,  # and at each request
+        checkpoint_steps=ENDLESS,
         checkpoints_kept=1,
         validation_steps=0,
         gradient_checkpointing="full",
@@ -185,12 +181,23 @@ def main():
         plan_check=False,
         export=False,
     )
-    watched = Watched(recipe, said)
+
+
+def main():
+    given = arguments()
+    device = "cpu" if given.cpu else "cuda"
+    given.work.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    folder, numel = large_pipeline(given.work / "model", given.blocks, given.heads, device)
+    print(f"{numel / 1e9:.2f} G parameters written in {time.monotonic() - began:.1f} s", flush=True)
+    if not given.cpu:
+        torch.cuda.empty_cache()
+    watched = Watched(recipe_of(given, folder))
     watched.start(f"{given.gpus} processes")
     spent = watched.save("first checkpoint")
     if given.kills:
         spent = watched.save("second checkpoint")
-    kept = watched.run.checkpoints / complete_checkpoints(watched.run)[-1].name
+    kept = complete_checkpoints(watched.run)[-1]
     before = int(kept.name.split("_")[1])
     watched.until(lambda: max(watched.losses()) >= before + STEPS_AFTER)
     once = watched.losses()
@@ -207,12 +214,13 @@ def main():
 
 
 def compare(watched, once, before, how):
-    "The losses of the steps behind a checkpoint, against those of the run that wrote it."
+    "The losses of the steps after a checkpoint, against those of the run that wrote it."
     again = watched.losses()
     steps = range(before + 1, before + STEPS_AFTER + 1)
     away = max(abs(again[step] - once[step]) / abs(once[step]) for step in steps)
     other = max(abs(once[step] - once[step + 1]) / abs(once[step]) for step in list(steps)[:-1])
-    watched.say(f"resumed on {how}: furthest loss", away, between_steps=round(other, 4))
+    said = dict(what=f"resumed on {how}", furthest_loss=away, between_steps=round(other, 4))
+    print(json.dumps(said), flush=True)
     assert away < 0.02, (once, again)
 
 

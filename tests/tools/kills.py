@@ -26,7 +26,6 @@ import multiprocessing
 import os
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -39,7 +38,7 @@ import torch
 from forked import ENGINES
 from jobs import begin, living, processes_of, recipe_in, wait
 
-from sciftune.core.rundir import RunDir
+from sciftune.core.rundir import RunDir, gpus
 from sciftune.lab.launch import state
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,17 +94,16 @@ CASES = {
 }
 
 
-def fields_of(case, gpus):
+def fields_of(case, cpu):
     "The fields of the recipe of a case."
-    fields = COMMON | CASES[case] | dict(cpu=not gpus)
+    fields = COMMON | CASES[case] | dict(cpu=cpu)
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def names_of_gpus():
     "The GPUs of this machine, in words; found without a use of CUDA, which forks do not survive."
-    asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    found = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.splitlines()
-    return ", ".join(f"{count} × {name}" for name, count in Counter(found).items())
+    found = Counter(gpu["name"] for gpu in gpus())
+    return ", ".join(f"{count} × {name}" for name, count in found.items())
 
 
 def numbers(run):
@@ -204,7 +202,7 @@ class Series:
     def __init__(self, folder, case, rng, gpu_names):
         self.case, self.rng, self.gpu_names = case, rng, gpu_names
         name = f"{case.replace(', ', '-')}-{rng.getrandbits(32):x}"
-        self.recipe = recipe_in(folder, name, **fields_of(case, bool(gpu_names)))
+        self.recipe = recipe_in(folder, name, **fields_of(case, not gpu_names))
         self.who, self.moments = Counter(), Counter()
         self.slowest, self.orphans, self.starts = 0.0, 0, 0
 
@@ -278,7 +276,7 @@ def whole_name(case):
 
 def whole_run(folder, case, cut, gpu_names):
     "Train it; raises TimeoutError when it is still running at `cut`."
-    run = begin(recipe_in(folder, whole_name(case), **fields_of(case, bool(gpu_names))))
+    run = begin(recipe_in(folder, whole_name(case), **fields_of(case, not gpu_names)))
     wait(lambda: state(run) != "running" or time.monotonic() > cut)
     if state(run) == "running":
         for process in living(run):
@@ -323,8 +321,8 @@ def write_table(folder):
     lines = [line for line in lines if not line.get("cut")]
     if not lines:
         return
-    gpus = [line for line in lines if line.get("gpus")]
-    cores = [line for line in lines if not line.get("gpus")]
+    on_gpus = [line for line in lines if line.get("gpus")]
+    on_cpus = [line for line in lines if not line.get("gpus")]
     dates = sorted({line["date"] for line in lines})
     text = f"""# Kills of real runs
 
@@ -342,12 +340,12 @@ never killed; an orphan is a process that lived on for more than {GONE} s. {date
 that were cut off by the end of their time before they could show that nothing was lost.
 
 """
-    if cores:
-        on = f"Machines with {said_of(cores, 'cores')} CPU cores"
-        text += f"{on}, torch {said_of(cores, 'torch')}.\n\n{table_of(cores)}"
-    if gpus:
-        on = f"{said_of(gpus, 'gpus')} (`--gpus`), several runs at once"
-        text += f"\n{on}, torch {said_of(gpus, 'torch')}.\n\n{table_of(gpus)}"
+    if on_cpus:
+        on = f"Machines with {said_of(on_cpus, 'cores')} CPU cores"
+        text += f"{on}, torch {said_of(on_cpus, 'torch')}.\n\n{table_of(on_cpus)}"
+    if on_gpus:
+        on = f"{said_of(on_gpus, 'gpus')} (`--gpus`), several runs at once"
+        text += f"\n{on}, torch {said_of(on_gpus, 'torch')}.\n\n{table_of(on_gpus)}"
     (folder / "generated").mkdir(exist_ok=True)
     (folder / "generated" / "kills.md").write_text(text)
 

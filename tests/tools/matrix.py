@@ -9,7 +9,6 @@ Every engine and world size against `single`, and every checkpoint resumed by ev
 
 import argparse
 import datetime
-import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,7 @@ import torch
 from forked import ENGINES, deviation, losses, train
 
 from sciftune.core.checkpoint_folders import complete_checkpoints
-from sciftune.core.rundir import RunDir
+from sciftune.core.rundir import RunDir, gpus
 from sciftune.training.checkpoints import CheckpointTensors
 
 BASE = dict(
@@ -152,13 +151,11 @@ def tables(root, fields, cells, pairs, jobs):
         yield from each(lambda writer: row(partial(runs.resumes, writer, pairs), writer), pairs)
 
 
-def where(gpus):
+def where(count):
     "What the ranks ran on, in words."
-    if not gpus:
+    if not count:
         return "gloo on CPU"
-    asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    name, *_ = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split("\n")
-    return f"NCCL on {gpus} {name}, gloo for what is on the host"
+    return f"NCCL on {count} {gpus()[0]['name']}, gloo for what is on the host"
 
 
 def main():
