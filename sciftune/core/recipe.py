@@ -21,6 +21,7 @@ __all__ = [
     "check_length",
     "check_strategy",
     "check_offload",
+    "check_cuda_graphs",
     "check_sizes",
     "check_edits",
     "check_numbers",
@@ -416,6 +417,36 @@ def check_offload(
         )
 
 
+# %% ../../nbs/1_core/05_recipe.ipynb #cg000002
+def check_cuda_graphs(
+    recipe: Fields,  # Each field is valid by itself
+):
+    """One process computes all of a step on one GPU, in one pass of samples of one size.
+
+    Args:
+        recipe: Each field is valid by itself
+    """
+    if not recipe.cuda_graphs:
+        return
+    if find_record("strategies", recipe.strategy).processes != "one":
+        one = [s.name for s in records("strategies").values() if s.processes == "one"]
+        raise ValueError(f"cuda_graphs: needs strategy {_listed(one)}, not '{recipe.strategy}'")
+    if recipe.global_batch != recipe.micro_batch:
+        raise ValueError(
+            f"cuda_graphs: gradients do not wait for another micro-batch: global_batch "
+            f"{recipe.global_batch} must equal micro_batch {recipe.micro_batch}"
+        )
+    fixed = dict(offload="none", packing=False, cpu=False)
+    if recipe.gradient_checkpointing == "full":
+        fixed |= dict(gradient_checkpointing="none")
+    for name, allowed in fixed.items():
+        if getattr(recipe, name) != allowed:
+            raise ValueError(
+                f"cuda_graphs: not with {name}={getattr(recipe, name)!r}; use {name}={allowed!r}, "
+                "or cuda_graphs=False"
+            )
+
+
 # %% ../../nbs/1_core/05_recipe.ipynb #8bed77af
 def check_sizes(
     recipe: Fields,  # Each field is valid by itself
@@ -500,6 +531,7 @@ CHECKS = (
     check_packing,
     check_length,
     check_offload,
+    check_cuda_graphs,
     check_sizes,
     check_numbers,
 )

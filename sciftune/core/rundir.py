@@ -356,7 +356,6 @@ PACKAGES = (
     "deepspeed",
     "flashoptim",
     "flash-attn-4",
-    "torchao",
     "peft",
     "numpy",
 )

@@ -656,6 +656,14 @@ class EngineSection(Section):
         optional=True,
     )
     compile: bool = field(False, "compile each repeated block", identity=False, optional=True)
+    cuda_graphs: bool = field(
+        False,
+        "replay compiled blocks from CUDA graphs, where steps wait for the host; for figures of "
+        "few sizes",
+        identity=False,
+        optional=True,
+        needs="compile",
+    )
 
     _strategy = field_validator("strategy")(_known("strategies"))
 

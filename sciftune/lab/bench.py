@@ -448,6 +448,7 @@ ROW_FIELDS = (
     "resolution",
     "text_tokens",
     "compile",
+    "cuda_graphs",
     "gradient_checkpointing",
     "device_memory_gib",
     "lora_rank",

@@ -228,6 +228,8 @@ def strategy_words(
         words += f", held to {row['device_memory_gib']:g} GiB"
     if row.get("packing"):
         words += ", mixed sizes packed"
+    if row.get("cuda_graphs"):
+        words += ", CUDA graphs"
     return ", ".join([words, *attention_package(row), *channel_limits(row)])
 
 
@@ -633,9 +635,9 @@ budget, and were held to it by the allocator; before 2026-11-24 their window hel
 largest parameters, where the plan counts the two blocks that it holds now, 1.2 to 1.5 GiB more.
 With the window that they had they are planned within 0.6 %. Rows of klein and FLUX.2 from before
 2026-11-25 were measured without the kernels of blocks, with which single blocks keep more: 3.4 GiB
-at batch 4 of klein. Planned without them they are met within 0.6 %, those in float8 within 2 %.
-Qwen-Image's float8 row of 2026-11-25 was measured with the layers of captions in float8, too,
-and is planned without them, as such a run is now.
+at batch 4 of klein. Planned without them they are met within 0.6 %.
+Float8 before 2026-11-26 multiplied by torchao's layers, which keep less and take longer, that of
+Qwen-Image of 2026-11-25 also in the layers of captions; such rows are planned as runs are now.
 Rows of 2026-11-21 were measured before the
 optimizer's moments got their present units and before the weights of a block were updated in one
 launch (`strategies.adam`).

@@ -112,7 +112,7 @@ def pinned_requirements(
 def collect_wheels(
     folder: Path,  # Takes the wheels
     python: str = "3.12",  # Of the node
-    extras: str = "fp8,data,track,lab",  # Of pyproject.toml, besides deepspeed
+    extras: str = "data,track,lab",  # Of pyproject.toml, besides deepspeed
 ) -> int:  # Wheels in the folder
     """Build and download everything that a node with its own torch needs.
 
@@ -145,7 +145,7 @@ def collect_wheels(
 def wheelhouse_command(
     words: list[str],  # Of the command line
 ):
-    """`scripts/wheelhouse DIR [--python 3.12] [--extras fp8,data,track,lab]`.
+    """`scripts/wheelhouse DIR [--python 3.12] [--extras data,track,lab]`.
 
     Args:
         words: Of the command line
@@ -153,7 +153,7 @@ def wheelhouse_command(
     parser = argparse.ArgumentParser(prog="scripts/wheelhouse")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--python", default="3.12", choices=["3.11", "3.12"])
-    parser.add_argument("--extras", default="fp8,data,track,lab", help="besides deepspeed")
+    parser.add_argument("--extras", default="data,track,lab", help="besides deepspeed")
     given = parser.parse_args(words)
     try:
         count = collect_wheels(given.folder, given.python, given.extras)

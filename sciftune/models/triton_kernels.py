@@ -7,10 +7,12 @@ __all__ = [
     "HEADS",
     "PROGRAMS",
     "HIDDEN_PART",
+    "TILE",
     "launch_norm_rope",
     "launch_norm_rope_backward",
     "launch_swiglu_backward",
     "launch_copy",
+    "launch_float8",
 ]
 
 # %% ../../nbs/4_models/17_triton_kernels.ipynb #22k0002
@@ -234,3 +236,54 @@ def launch_copy(
     _copy_kernel[batch * tokens, triton.cdiv(heads, HEADS)](
         x, out, tokens, heads, *x.stride()[:3], out.stride(1), heads=HEADS, width=width
     )
+
+
+# %% ../../nbs/4_models/17_triton_kernels.ipynb #22k0018
+TILE = 64, 128  # Rows and columns of a program
+_KINDS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+
+
+@triton.jit
+def _float8_kernel(
+    x_ptr, scale_ptr, y_ptr, turned_ptr, rows, columns, x_row, turned_row, kind: tl.constexpr,
+    largest: tl.constexpr, straight: tl.constexpr, height: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    """One tile, as it is (where `straight`) and transposed."""
+    top, left = tl.program_id(0).to(tl.int64) * height, tl.program_id(1).to(tl.int64) * width
+    row = top + tl.arange(0, height)[:, None]
+    column = left + tl.arange(0, width)[None, :]
+    inside = (row < rows) & (column < columns)
+    x = tl.load(x_ptr + row * x_row + column, inside, 0.0).to(tl.float32) * tl.load(scale_ptr)
+    x = tl.clamp(x, -largest, largest, propagate_nan=tl.PropagateNan.ALL)
+    y = x.to(kind).to(tl.uint8, bitcast=True)
+    if straight:
+        tl.store(y_ptr + row * columns + column, y, inside)
+    row = top + tl.arange(0, height)[None, :]
+    column = left + tl.arange(0, width)[:, None]
+    inside = (row < turned_row) & (column < columns)
+    tl.store(turned_ptr + column * turned_row + row, tl.trans(y), inside)
+
+
+def launch_float8(
+    x: Tensor,  # bf16 (N,C)
+    scale: Tensor,  # fp32 ()
+    out: Tensor | None,  # (N,C) in float8, written; None = the transposed alone
+    turned: Tensor,  # (C,at least N) in float8, written; 0 beyond N
+):
+    """A matrix times a scale in float8, saturated, as it is and transposed.
+
+    Args:
+        x: bf16 (N,C)
+        scale: fp32 ()
+        out: (N,C) in float8, written; None = the transposed alone
+        turned: (C,at least N) in float8, written; 0 beyond N
+    """
+    x = _side_by_side(x)
+    rows, columns = x.shape
+    grid = triton.cdiv(turned.shape[1], TILE[0]), triton.cdiv(columns, TILE[1])
+    places = [t.view(torch.uint8) for t in (turned if out is None else out, turned)]
+    _float8_kernel[grid](
+        x, scale, *places, rows, columns, x.stride(0), turned.shape[1],
+        kind=_KINDS[turned.dtype], largest=torch.finfo(turned.dtype).max,
+        straight=out is not None, height=TILE[0], width=TILE[1],
+    )  # fmt: skip

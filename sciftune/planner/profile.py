@@ -27,9 +27,10 @@ from ..core.registry import find_record
 from ..core.rundir import cache_root
 from ..models.block_kernels import use_block_kernels
 from .work import Work, work_of
-from ..strategies.compilation import float8_layers
+from ..strategies.compilation import blocks_of
 from ..strategies.context import check_heads
 from ..strategies.costs import BlockSize, ModelSize, OuterModule
+from ..strategies.float8 import Float8Linear, float8_layers
 from ..strategies.lora import add_lora, narrow_layers
 from ..strategies.offload import worth_streaming
 from ..strategies.trained_layers import choose_trained
@@ -152,6 +153,7 @@ CONTRACTIONS = {
     "bmm",
     "baddbmm",
     "convolution",
+    "_scaled_mm",
     "_scaled_dot_product_flash_attention",
 }
 
@@ -171,7 +173,9 @@ class OperationRecorder(TorchDispatchMode):
         self.weights = set(weights)
         self.parents = {}  # id -> ids of what it was computed from
         self.size = {}  # id -> bytes
-        self.read, self.written, self.made, self.joined = set(), set(), set(), set()  # ids
+        self.read, self.written, self.made = set(), set(), set()  # ids
+        self.casts = set()  # (id, offset, shape) of what was cast to float8
+        self.repeated = set()  # ids of second casts of the same, which the compiler leaves out
         self.alive = []  # keeps ids from being used again
         self.operations = 0
         self.traffic = 0  # Bytes that contractions read and write, weights aside
@@ -185,8 +189,6 @@ class OperationRecorder(TorchDispatchMode):
         self.operations += 1
         name = func.overloadpacket.__name__
         self.made |= outputs.keys() - inputs.keys()
-        if name == "cat":
-            self.joined |= outputs.keys()
         self.alive += [*inputs.values(), *outputs.values()]
         self.size |= {k: s.nbytes() for k, s in (inputs | outputs).items()}
         for key in outputs:
@@ -196,8 +198,20 @@ class OperationRecorder(TorchDispatchMode):
             self.written |= outputs.keys() | (inputs.keys() if "attention" in name else set())
             self.read |= inputs.keys()
         if func.namespace == "sciftune":
-            self.written |= inputs.keys() | outputs.keys()
+            self._record_own(name, args[0], inputs.keys(), outputs.keys())
         return out
+
+    def _record_own(
+        self, name: str, x: torch.Tensor, inputs: Iterable[int], outputs: Iterable[int]
+    ):
+        self.written |= set(outputs)
+        if "float8" not in name:
+            self.written |= set(inputs)
+            return
+        cast = x.untyped_storage()._cdata, x.storage_offset(), x.shape
+        if cast in self.casts:
+            self.repeated |= set(outputs)
+        self.casts.add(cast)
 
     def _count(self, func: Callable, args: tuple, kwargs: dict, out: object):
         tensors = tensors_in((args, kwargs, out))
@@ -316,9 +330,8 @@ def kept_bytes(
         Bytes: eager, compiled, fp8, out, widest, traffic; others: numbers
     """
     recorder, kept, out = _recorded(module, args, kwargs)
-    own = copy.deepcopy(module)
     return dict(
-        **compiled_bytes(use_block_kernels(own, [own]), args, kwargs),
+        **compiled_bytes(module, args, kwargs),
         eager=sum(recorder.size[k] for k in kept - recorder.weights),
         out=sum(s.nbytes() for s in storages(out).values()),
         widest=max((recorder.size[k] for k in recorder.written), default=0),
@@ -329,28 +342,35 @@ def kept_bytes(
 
 
 def compiled_bytes(
-    module: nn.Module,  # On meta, as it is compiled
+    module: nn.Module,  # On meta
     args: tuple,  # Its inputs, on meta
     kwargs: dict,  # Its named inputs, on meta
 ) -> dict[str, float]:  # compiled, fp8
     """What a compiled block keeps for backward, inputs included, weights not.
 
+    'fp8' is with all layers in float8 that are large enough, those of captions too.
+
     Args:
-        module: On meta, as it is compiled
+        module: On meta
         args: Its inputs, on meta
         kwargs: Its named inputs, on meta
 
     Returns:
         compiled, fp8
     """
+    own = copy.deepcopy(module)
+    use_block_kernels(own, [own])
+    compiled = _smallest_kept(own, args, kwargs)
+    for name in float8_layers(own, [own]):
+        own.get_submodule(name).__class__ = Float8Linear
+    return dict(compiled=compiled, fp8=_smallest_kept(own, args, kwargs))
+
+
+def _smallest_kept(module: nn.Module, args: tuple, kwargs: dict) -> float:  # Bytes
     recorder, kept, _ = _recorded(module, args, kwargs)
-    inputs, sizes = storages((args, kwargs)).keys(), recorder.size
-    fixed = recorder.read | recorder.written | inputs
-    compiled = recorder.smallest(kept, fixed, recorder.weights)
-    products = recorder.read - recorder.written - inputs  # read by these alone
-    recorder.size = sizes | {k: sizes[k] / 2 for k in products}
-    narrow = recorder.smallest(kept, fixed - (products - recorder.joined), recorder.weights)
-    return dict(compiled=sum(sizes[k] for k in compiled), fp8=sum(recorder.size[k] for k in narrow))
+    fixed = recorder.read | recorder.written | storages((args, kwargs)).keys()
+    smallest = recorder.smallest(kept, fixed, recorder.weights) - recorder.repeated
+    return sum(recorder.size[k] for k in smallest)
 
 
 def _recorded(
@@ -1048,9 +1068,9 @@ def profile(
     frozen, side = model.frozen, recipe.resolution
     numels = {n: p.numel() for n, p in model.denoiser.named_parameters()}
     own = tuple(v for n, v in numels.items() if n not in frozen)
+    repeated = blocks_of(model.denoiser, model.block_classes)
     large, others = (
-        len(float8_layers(model.denoiser, model.block_classes, captions=seen))
-        for seen in (True, False)
+        len(float8_layers(model.denoiser, repeated, captions=seen)) for seen in (True, False)
     )
     share = 1.0
     if recipe.trained_layers:

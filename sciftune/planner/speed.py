@@ -20,7 +20,7 @@ from ..core.recipe import Recipe, RecipeError
 from .ledger import Ledger
 from .profile import BlockTimes, Call, MetaModel, Profile, tensors_in
 from .work import work_of
-from ..strategies.compilation import captions_in_float8
+from ..strategies.float8 import captions_in_float8
 from ..strategies.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ __all__ = [
     "COMPILED_OPERATION",
     "COMPILED_BLOCK",
     "FLOAT8_LAYER",
+    "GRAPHED_BLOCK",
     "NETWORK",
     "SEEN",
     "MEASURED_ON",
@@ -128,11 +129,12 @@ def named_device(
 
 # %% ../../nbs/6_planner/04_speed.ipynb #571bb909
 PRODUCTS, ATTENTION = 0.64, 0.49  # of the peak
-FLOAT8, FLOAT32 = 1.5, 0.5  # rates against bf16
+FLOAT8, FLOAT32 = 1.65, 0.5  # rates against bf16
 COMPILED_TRAFFIC, EAGER_TRAFFIC = 1.6, 7  # of what contractions read and write
 OPERATION, CAST_OPERATION = 20e-6, 32e-6  # seconds of the host: an operation, one under autocast
 COMPILED_OPERATION = 1.6e-6  # seconds that a compiled block loses for each eager operation
-COMPILED_BLOCK, FLOAT8_LAYER = 1.17e-3, 0.21e-3  # seconds of the host in compiled code, per pass
+COMPILED_BLOCK, FLOAT8_LAYER = 1.17e-3, 0.045e-3  # seconds of the host in compiled code, per pass
+GRAPHED_BLOCK = 0.6e-3  # ... where a block is replayed from a CUDA graph
 NETWORK = 25e9  # bytes/s of a GPU between machines
 
 
@@ -214,8 +216,10 @@ def _launch_seconds(profile: Profile, strategy: Strategy, share: float, every_tu
     work = work_of(strategy.recipe)
     passes = work.forward_passes(profile, share, 1, every_turn)
     if strategy.recipe.compile:
-        layers = _float8_layers(profile, strategy)
-        once = len(profile.blocks) * COMPILED_BLOCK + layers * FLOAT8_LAYER
+        blocks, layers = len(profile.blocks), _float8_layers(profile, strategy)
+        once = blocks * COMPILED_BLOCK + layers * FLOAT8_LAYER
+        if strategy.recipe.cuda_graphs:
+            once = blocks * GRAPHED_BLOCK
         return strategy.accumulation * passes * once
     each = CAST_OPERATION if work.autocasts(profile, strategy) else OPERATION
     own = strategy.costs(profile).host_seconds(passes)

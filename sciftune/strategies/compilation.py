@@ -4,17 +4,12 @@
 
 # %% auto #0
 __all__ = [
-    "CAPTION_PARTS",
-    "CAPTION_ROWS",
     "blocks_of",
     "cos_and_sin",
     "RealTable",
     "RealAttention",
     "joint_mask",
     "real_rotary",
-    "captions_in_float8",
-    "float8_layers",
-    "float8_linears",
     "checkpoint_blocks",
     "compiled_graphs",
     "tell_compilation",
@@ -22,6 +17,8 @@ __all__ = [
     "recompute_used_far_apart",
     "compile_blocks",
     "gather_whole_blocks",
+    "compiler_options",
+    "begin_graphs",
     "ContiguousGradient",
     "contiguous_gradients",
     "blocks_to_checkpoint",
@@ -44,8 +41,9 @@ from ..core.recipe import Recipe, RecipeError
 from ..core.registry import find_record
 from ..core.rundir import cache_root
 from ..models.attention import attention
-from ..models.block_kernels import is_modulation, joint_heads, use_block_kernels
+from ..models.block_kernels import joint_heads, use_block_kernels
 from ..models.family import get_family
+from .float8 import captions_in_float8, float8_linears
 
 
 # %% ../../nbs/5_strategies/08_compilation.ipynb #ca556d22
@@ -241,99 +239,6 @@ def real_rotary(
     return denoiser
 
 
-# %% ../../nbs/5_strategies/08_compilation.ipynb #28457666
-CAPTION_PARTS = frozenset(  # What diffusers calls layers of joint blocks that see captions alone
-    ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "ff_context", "txt_mlp")
-)
-CAPTION_ROWS = 2048  # Caption tokens of a micro-batch on a GPU from which float8 pays
-
-
-def captions_in_float8(
-    recipe: Recipe,
-) -> bool:
-    """Whether layers that see captions alone multiply in float8, where the precision says so."""
-    rows = recipe.micro_batch * recipe.text_tokens // recipe.context_parallel
-    return rows >= CAPTION_ROWS
-
-
-def float8_layers(
-    denoiser: nn.Module,
-    names: tuple,  # Block classes
-    smallest: int = 1024,  # Smaller sides are left alone
-    captions: bool = True,  # Those that see captions alone, too
-) -> list[str]:  # Names of the linears
-    """The linears that are worth float8.
-
-    Args:
-        names: Block classes
-        smallest: Smaller sides are left alone
-        captions: Those that see captions alone, too
-
-    Returns:
-        Names of the linears
-    """
-
-    def fits(n: str, m: nn.Module) -> bool:
-        parts = n.split(".")
-        return (
-            isinstance(m, nn.Linear)
-            and min(m.in_features, m.out_features) >= smallest
-            and not (m.in_features % 16 or m.out_features % 16)
-            and not is_modulation(n)
-            and (captions or CAPTION_PARTS.isdisjoint(parts))
-        )
-
-    inside = {id(m): n for b in blocks_of(denoiser, names) for n, m in b.named_modules()}
-    return [n for n, m in denoiser.named_modules() if id(m) in inside and fits(inside[id(m)], m)]
-
-
-# %% ../../nbs/5_strategies/08_compilation.ipynb #dfffed6c
-def float8_linears(
-    denoiser: nn.Module,
-    names: tuple,  # Block classes
-    recipe: str = "tensorwise",  # 'tensorwise', 'rowwise' or 'rowwise_with_gw_hp'
-    smallest: int = 1024,  # Smaller sides are left alone
-    captions: bool = True,  # Layers that see captions alone, too
-) -> int:  # Layers swapped
-    """Let the large linears multiply in float8.
-
-    Raises RecipeError without torchao or on a GPU that has no float8.
-
-    Args:
-        names: Block classes
-        recipe: 'tensorwise', 'rowwise' or 'rowwise_with_gw_hp'
-        smallest: Smaller sides are left alone
-        captions: Layers that see captions alone, too
-
-    Returns:
-        Layers swapped
-    """
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
-        raise RecipeError(
-            "precision: 'fp8' needs a GPU of compute capability 8.9 or newer (Ada, Hopper, "
-            f"Blackwell); {torch.cuda.get_device_name()} has "
-            f"{'.'.join(map(str, torch.cuda.get_device_capability()))}; use 'bf16-master24'"
-        )
-    try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError as e:
-        raise RecipeError(
-            f"precision: 'fp8' needs the package torchao (pip install torchao): {e}"
-        ) from None
-    chosen = set(float8_layers(denoiser, names, smallest, captions))
-    if not chosen:
-        raise RecipeError(
-            f"precision: 'fp8' found no linear layer with both sides at least {smallest} and "
-            f"multiples of 16 in {', '.join(names)}; use 'bf16-master24'"
-        )
-    convert_to_float8_training(
-        denoiser,
-        config=Float8LinearConfig.from_recipe_name(recipe),
-        module_filter_fn=lambda m, n: n in chosen,
-    )
-    return len(chosen)
-
-
 # %% ../../nbs/5_strategies/08_compilation.ipynb #8766c258
 def checkpoint_blocks(
     denoiser: nn.Module,
@@ -455,6 +360,38 @@ def gather_whole_blocks(
     set_z3_leaf_modules(denoiser, sorted(classes, key=lambda c: c.__name__))
 
 
+# %% ../../nbs/5_strategies/08_compilation.ipynb #cg000012
+def compiler_options(
+    recipe: Recipe,
+    recomputed: int | None,  # Blocks that run again in backward; None = all
+) -> dict[str, dict]:  # Named arguments of `compile_blocks`
+    """What the recipe asks of the compiler.
+
+    Raises RecipeError for CUDA graphs without a GPU, or where the plan recomputes blocks.
+
+    Args:
+        recomputed: Blocks that run again in backward; None = all
+
+    Returns:
+        Named arguments of `compile_blocks`
+    """
+    if not recipe.cuda_graphs:
+        return {}
+    if recomputed != 0:
+        raise RecipeError(
+            f"cuda_graphs: the plan recomputes {recomputed or 'all'} blocks, and a graph cannot "
+            "run again in backward; use a smaller micro_batch, or cuda_graphs=False"
+        )
+    if not torch.cuda.is_available():
+        raise RecipeError("cuda_graphs: needs a GPU, and there is none; use cuda_graphs=False")
+    return dict(options={"triton.cudagraphs": True})
+
+
+def begin_graphs(module: nn.Module, args: tuple):
+    """Forward hook: the memory of the last step's graphs may be written again."""
+    torch.compiler.cudagraph_mark_step_begin()
+
+
 # %% ../../nbs/5_strategies/08_compilation.ipynb #23b63259
 class ContiguousGradient(torch.autograd.Function):
     """The same tensor; its gradient becomes contiguous."""
@@ -550,10 +487,11 @@ def prepare_denoiser(
     """
     names = find_record("models", recipe.model).block_classes
     contiguous_gradients(real_rotary(denoiser))
+    blocks = blocks_of(denoiser, names)
     if fp8:
-        float8_linears(denoiser, names, captions=captions_in_float8(recipe))
+        float8_linears(denoiser, blocks, captions=captions_in_float8(recipe))
     if recipe.compile:
-        use_block_kernels(denoiser, blocks_of(denoiser, names))
+        use_block_kernels(denoiser, blocks)
     if recipe.packing:
         get_family(recipe.model).prepare_packing(denoiser)
     count = blocks_to_checkpoint(recipe, recompute_blocks)
@@ -561,5 +499,8 @@ def prepare_denoiser(
         gather_whole_blocks(denoiser, names)
     checkpoint_blocks(denoiser, names, count)
     if recipe.compile:
-        compile_blocks(denoiser, names, cache_root(recipe.run_root) / "compiled")
+        options = compiler_options(recipe, count)
+        compile_blocks(denoiser, names, cache_root(recipe.run_root) / "compiled", **options)
+    if recipe.cuda_graphs:
+        denoiser.register_forward_pre_hook(begin_graphs)
     return denoiser

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -31,12 +32,13 @@ from sciftune.models.flux2 import TINY_KLEIN
 from sciftune.models.qwenimage import TINY_QWEN_IMAGE
 from sciftune.strategies.adam import LeanAdamW
 from sciftune.strategies.compilation import (
+    blocks_of,
     checkpoint_blocks,
     compile_blocks,
     compiled_graphs,
-    float8_linears,
     real_rotary,
 )
+from sciftune.strategies.float8 import float8_linears
 from sciftune.strategies.gradient_release import GradientRelease
 from sciftune.strategies.launch_files import write_configs
 from sciftune.strategies.optimizers import build_optimizer
@@ -123,10 +125,10 @@ def float8_trains():
     config = TINY_KLEIN | dict(
         attention_head_dim=64, axes_dims_rope=(16,) * 4, num_attention_heads=4
     )
-    blocks = find_record("models", "klein").block_classes
+    names = find_record("models", "klein").block_classes
 
     def float8(denoiser):
-        float8_linears(denoiser, blocks, smallest=256)
+        float8_linears(denoiser, blocks_of(denoiser, names), smallest=256)
 
     a = step("klein", config, dtype=torch.bfloat16)
     b = step("klein", config, float8, torch.bfloat16)
@@ -596,6 +598,40 @@ def a_resumed_run_is_the_uninterrupted_one():
     shown_losses = [round(full[s][0], 5) for s in full]
     exported = len(list(part.model.rglob("*.safetensors")))
     return f"losses {shown_losses}, {exported} exported files"
+
+
+@check
+def cuda_graphs_train_as_launches():
+    """Losses, norms and held-out losses, with an average validated in between.
+
+    Figures of several sizes, adapters, gradients that are kept until the update. Two runs without
+    graphs are as far apart, where gradients are released.
+    """
+    fields = dict(model="klein", run_root=str(WORK), num_processes=1, steps=6, micro_batch=2)
+    fields |= dict(global_batch=2, figures=24, held_out=4, held_out_sigmas=1, compile=True)
+    fields |= dict(validation_steps=3, validation_sample_steps=2, validation_images=1)
+    fields |= dict(checkpoint_steps=0, export=False, ema_decay=0.9, cache_batch=16)
+    fields |= dict(learning_rate=1e-3, precision="bf16-master24", gradient_checkpointing="none")
+    cases = dict(
+        sizes=dict(fit="bucket", bucket_min=48, bucket_max=80, bucket_step=16),
+        adapters=dict(lora_rank=4, ema_decay=0.0),
+        updated_late=dict(gradient_release=False, precision="bf16-mixed"),
+    )
+
+    def run_of(case, graphs):
+        name = f"{case}-{'graphs' if graphs else 'launches'}"
+        recipe = resolve(**fields | cases[case], cuda_graphs=graphs, name=name)
+        run = new_run(recipe)
+        steps = trained(run, recipe)
+        held_out = [row["held_out"] for row in run.read_metrics() if "held_out" in row]
+        return torch.tensor([*(x for row in steps.values() for x in row), *held_out])
+
+    with ThreadPoolExecutor(4) as several:
+        found = {case: [several.submit(run_of, case, g) for g in (0, 1)] for case in cases}
+        rows = {case: [run.result() for run in runs] for case, runs in found.items()}
+    apart = {case: ((graphs - plain) / plain).abs().max() for case, (plain, graphs) in rows.items()}
+    assert max(apart.values()) < 1e-3 and all(len(x) == 15 for x, _ in rows.values()), rows
+    return ", ".join(f"{case} {deviation:.1e}" for case, deviation in apart.items())
 
 
 @check

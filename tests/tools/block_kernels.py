@@ -17,6 +17,7 @@ from sciftune.models.family import get_family, stack_sizes
 from sciftune.models.flux1 import TINY_FLUX1
 from sciftune.models.flux2 import TINY_KLEIN
 from sciftune.models.qwenimage import TINY_QWEN_IMAGE
+from sciftune.strategies import float8
 from sciftune.strategies.compilation import (
     blocks_of,
     compile_blocks,
@@ -44,7 +45,7 @@ def count(name):
     setattr(triton_kernels, name, counting)
 
 
-for kernel in ("launch_norm_rope", "launch_norm_rope_backward", "launch_copy"):
+for kernel in ("launch_norm_rope", "launch_norm_rope_backward", "launch_copy", "launch_float8"):
     count(kernel)
 
 
@@ -146,4 +147,14 @@ for shape in ((2, 3, 40), (6, 40)):
     made = torch.autograd.grad(block_kernels.SwiGLU.apply(x), x, grad)[0]
     right = torch.autograd.grad(block_kernels.swiglu(x), x, grad)[0]
     assert distance(made, right) < 1e-6
+for kind in (float8.INPUTS, float8.GRADIENTS):
+    x = torch.randn(100, 300).bfloat16()[:, :290]
+    scale = float8.float8_scale(x, kind)
+    narrow, turned = float8.float8_both(x, scale, kind)
+    right = float8.to_float8(x, scale, kind)
+    assert distance(narrow.float(), right.float()) < 0.15  # the interpreter rounds otherwise
+    assert torch.equal(turned[:, :100].float(), narrow.t().float())
+    assert turned.shape == (290, 112) and not turned[:, 100:].float().any()
+    assert torch.equal(float8.float8_turned(x, scale, kind).float(), turned.float())
+assert counted.count("launch_float8") == 4
 print("fine")
