@@ -8,8 +8,6 @@ __all__ = [
     "SLOTS",
     "BLOCKS",
     "STATE_BYTES",
-    "PAGE",
-    "THREADS",
     "worth_streaming",
     "evenly_spread",
     "streamed",
@@ -20,33 +18,21 @@ __all__ = [
     "Ring",
     "tensors_of",
     "put_tensors",
-    "host_threads",
-    "page_lock",
-    "page_unlock",
-    "LockedMemory",
-    "map_memory",
-    "host_memory",
     "CopyOut",
     "HostStates",
 ]
 
 # %% ../../nbs/5_strategies/05_offload.ipynb #27f2d576
 import contextlib
-import mmap
-import os
-import sys
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, partial
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..core.recipe import RecipeError
+from .locked_memory import host_memory
 
 # %% ../../nbs/5_strategies/05_offload.ipynb #4212509d
 SMALLEST = 2**20  # elements of a streamed parameter
@@ -289,117 +275,6 @@ def put_tensors(
             state[name]._quantized = t
         else:
             state[name] = t
-
-
-# %% ../../nbs/5_strategies/05_offload.ipynb #8c4e866c
-PAGE = 4096  # bytes
-THREADS = min(32, os.cpu_count() or 1)  # that get and lock memory
-
-
-@cache
-def _threads_of(process: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(THREADS, "host-memory")
-
-
-def host_threads() -> ThreadPoolExecutor:
-    """The threads of this process: a fork has none of its parent's."""
-    return _threads_of(os.getpid())
-
-
-def page_lock(
-    address: int,  # Of a page
-    size: int,  # Bytes
-    device: int,  # The GPU of this process
-):
-    """Lock host memory. Raises RecipeError when it cannot be locked.
-
-    Args:
-        address: Of a page
-        size: Bytes
-        device: The GPU of this process
-    """
-    with torch.cuda.device(device):  # a thread begins with the first GPU
-        code = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
-    if code:
-        raise RecipeError(
-            f"offload: {size / 2**30:.2f} GiB of host memory could not be page-locked "
-            f"(CUDA error {code}); see ulimit -l and the free memory"
-        )
-
-
-def page_unlock(
-    locks: list[Future],  # Of `page_lock`
-    addresses: list[int],  # Theirs
-):
-    """Unlock what was locked; what has not begun is left, what has is waited for.
-
-    Args:
-        locks: Of `page_lock`
-        addresses: Theirs
-    """
-    for lock, address in zip(locks, addresses, strict=True):
-        if not lock.cancel() and not lock.exception():
-            torch.cuda.cudart().cudaHostUnregister(address)
-
-
-class LockedMemory(mmap.mmap):
-    """Mapped memory that is unlocked before it goes."""
-
-    locks = ()  # Of `page_lock`
-    addresses = ()  # Theirs
-
-    def __del__(self):
-        if not sys.is_finalizing():
-            page_unlock(self.locks, self.addresses)
-
-
-def map_memory(
-    size: int,  # Bytes
-) -> LockedMemory:
-    """Memory of this process alone, in huge pages where the system has them.
-
-    Args:
-        size: Bytes
-    """
-    mapped = LockedMemory(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
-        with contextlib.suppress(OSError):  # a kernel without them
-            mapped.madvise(advice)
-    return mapped
-
-
-def host_memory(
-    sizes: list[int],  # Bytes
-    lock: bool,  # Page-lock it, for copies that nobody waits for
-) -> tuple[list[Tensor], list[Future]]:  # uint8 (bytes,), each on a page of its own; their locks
-    """Zeros in host memory, and what ends when they are locked; the last one is locked first.
-
-    Those of no bytes have no lock.
-
-    Args:
-        sizes: Bytes
-        lock: Page-lock it, for copies that nobody waits for
-
-    Returns:
-        uint8 (bytes,), each on a page of its own; their locks
-    """
-    if not sizes:
-        return [], []
-    whole = [-(-n // PAGE) * PAGE for n in sizes]
-    ends = list(accumulate(whole))
-    mapped = map_memory(max(PAGE, ends[-1]))
-    area = partial(torch.frombuffer, mapped, dtype=torch.uint8)
-    parts = [
-        area(offset=end - n, count=size) if size else torch.empty(0, dtype=torch.uint8)
-        for n, end, size in zip(whole, ends, sizes, strict=True)
-    ]
-    locks = []
-    if lock:
-        pairs = [(part.data_ptr(), n) for part, n in zip(parts, whole, strict=True) if n]
-        lock_one = partial(page_lock, device=torch.cuda.current_device())
-        locks = [host_threads().submit(lock_one, *pair) for pair in reversed(pairs)][::-1]
-        mapped.locks, mapped.addresses = locks, [address for address, _ in pairs]
-    return parts, locks
 
 
 # %% ../../nbs/5_strategies/05_offload.ipynb #5db66fe3

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .offload import evenly_spread, host_memory, worth_streaming
+from .locked_memory import host_memory
+from .offload import evenly_spread, worth_streaming
 
 
 # %% ../../nbs/5_strategies/21_streamed_weights.ipynb #b2be21d0

@@ -81,8 +81,8 @@ from ..core.progress import ProgressFile, progress
 from ..core.recipe import RecipeError
 from ..core.rundir import RunDir, replaced_folder, write_atomic
 from ..strategies.engine import Engine
+from ..strategies.locked_memory import host_memory, host_threads
 from ..strategies.network import STATES, Network, Range
-from ..strategies.offload import host_memory, host_threads
 from .ema import EMA
 from .host_memory import return_freed
 

@@ -507,7 +507,7 @@ def a_large_text_encoder_waits_in_host_memory():
 @check
 def the_bus():
     "Not a check of the program: what streaming can hope for."
-    from sciftune.strategies.offload import host_memory
+    from sciftune.strategies.locked_memory import host_memory
 
     n = 2**30
     began = time.time()
