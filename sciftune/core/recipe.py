@@ -436,9 +436,7 @@ def check_cuda_graphs(
             f"cuda_graphs: gradients do not wait for another micro-batch: global_batch "
             f"{recipe.global_batch} must equal micro_batch {recipe.micro_batch}"
         )
-    fixed = dict(offload="none", packing=False, cpu=False)
-    if recipe.gradient_checkpointing == "full":
-        fixed |= dict(gradient_checkpointing="none")
+    fixed = dict(gradient_checkpointing="none", offload="none", packing=False, cpu=False)
     for name, allowed in fixed.items():
         if getattr(recipe, name) != allowed:
             raise ValueError(

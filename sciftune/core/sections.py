@@ -658,8 +658,8 @@ class EngineSection(Section):
     compile: bool = field(False, "compile each repeated block", identity=False, optional=True)
     cuda_graphs: bool = field(
         False,
-        "replay compiled blocks from CUDA graphs, where steps wait for the host; for figures of "
-        "few sizes",
+        "replay compiled blocks from CUDA graphs, where steps wait for the host; for few sizes of "
+        "figures and lengths of captions",
         identity=False,
         optional=True,
         needs="compile",

@@ -224,7 +224,9 @@ class Ledger:
         held = 0.0 if self.strategy.releases_gradients else gradients
         phases.append(Phase("optimizer step", base | dict(gradients=held, optimizer=states)))
         if self.recipe.validation_steps and self.recipe.validation_images:
-            phases.append(Phase("validation", base | self._validation()))
+            held = max(phase.parts.get("activations", 0.0) for phase in phases)
+            graphs = dict(activations=held) if self.recipe.cuda_graphs else {}  # they keep it
+            phases.append(Phase("validation", base | self._validation() | graphs))
         return phases
 
     def _validation(self):
@@ -329,6 +331,7 @@ _MEASURED = (
 )
 _OPTIONAL = (  # and what only its strategy reads
     "offload",
+    "cuda_graphs",
     "objective",
     "lora_rank",
     "data",

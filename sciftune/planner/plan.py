@@ -63,7 +63,7 @@ import torch
 
 from ..core.plan import Plan, PlanRow
 from ..core.processes import world_size
-from ..core.recipe import Recipe, RecipeError, epochs_line
+from ..core.recipe import Recipe, RecipeError, check_cuda_graphs, epochs_line
 from ..core.registry import StrategyRecord, find_record, records
 from ..core.rundir import RunDir, gpus
 from ..models.weights import ENCODING_ROOM
@@ -384,6 +384,10 @@ def variant(
     if record.processes == "one":
         world = 1
     changed = recipe.model_copy(update=change | dict(num_processes=world))
+    try:
+        check_cuda_graphs(changed)
+    except ValueError:
+        changed = changed.model_copy(update=dict(cuda_graphs=False))
     ranks = changed.context_parallel
     if world % ranks or changed.global_batch % (changed.micro_batch * (world // ranks)):
         return None

@@ -18,6 +18,7 @@ __all__ = [
     "compile_blocks",
     "gather_whole_blocks",
     "compiler_options",
+    "tell_launches",
     "begin_graphs",
     "ContiguousGradient",
     "contiguous_gradients",
@@ -28,6 +29,7 @@ __all__ = [
 # %% ../../nbs/5_strategies/08_compilation.ipynb #f99f5401
 import functools
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -363,32 +365,35 @@ def gather_whole_blocks(
 # %% ../../nbs/5_strategies/08_compilation.ipynb #cg000012
 def compiler_options(
     recipe: Recipe,
-    recomputed: int | None,  # Blocks that run again in backward; None = all
 ) -> dict[str, dict]:  # Named arguments of `compile_blocks`
-    """What the recipe asks of the compiler.
-
-    Raises RecipeError for CUDA graphs without a GPU, or where the plan recomputes blocks.
-
-    Args:
-        recomputed: Blocks that run again in backward; None = all
+    """What the recipe asks of the compiler. Raises RecipeError for CUDA graphs without a GPU.
 
     Returns:
         Named arguments of `compile_blocks`
     """
     if not recipe.cuda_graphs:
         return {}
-    if recomputed != 0:
-        raise RecipeError(
-            f"cuda_graphs: the plan recomputes {recomputed or 'all'} blocks, and a graph cannot "
-            "run again in backward; use a smaller micro_batch, or cuda_graphs=False"
-        )
     if not torch.cuda.is_available():
         raise RecipeError("cuda_graphs: needs a GPU, and there is none; use cuda_graphs=False")
     return dict(options={"triton.cudagraphs": True})
 
 
+@functools.cache
+def tell_launches():
+    """Say once that blocks are launched although graphs were asked for."""
+    warnings.warn(
+        "cuda_graphs: the compiler launches a block kernel by kernel; "
+        "TORCH_LOGS=perf_hints says why",
+        stacklevel=2,
+    )
+
+
 def begin_graphs(module: nn.Module, args: tuple):
     """Forward hook: the memory of the last step's graphs may be written again."""
+    from torch._dynamo.utils import counters
+
+    if counters["inductor"]["cudagraph_skips"]:
+        tell_launches()
     torch.compiler.cudagraph_mark_step_begin()
 
 
@@ -499,7 +504,7 @@ def prepare_denoiser(
         gather_whole_blocks(denoiser, names)
     checkpoint_blocks(denoiser, names, count)
     if recipe.compile:
-        options = compiler_options(recipe, count)
+        options = compiler_options(recipe)
         compile_blocks(denoiser, names, cache_root(recipe.run_root) / "compiled", **options)
     if recipe.cuda_graphs:
         denoiser.register_forward_pre_hook(begin_graphs)

@@ -212,10 +212,12 @@ class Float8Product(torch.autograd.Function):
             (N,M)
         """
         scale, scale_w = float8_scale(x, INPUTS), float8_scale(weight, INPUTS)
-        narrow, turned = float8_both(x, scale, INPUTS)
+        if ctx.needs_input_grad[1]:
+            narrow, turned = float8_both(x, scale, INPUTS)
+        else:
+            narrow, turned = to_float8(x, scale, INPUTS), None
         back, back_w = scale.reciprocal(), scale_w.reciprocal()
         ctx.save_for_backward(turned, weight, scale_w, back, back_w)
-        ctx.has_bias = bias is not None
         return torch._scaled_mm(
             narrow,
             to_float8(weight, scale_w, INPUTS).t(),
@@ -241,19 +243,21 @@ class Float8Product(torch.autograd.Function):
         """
         turned, weight, scale_w, back, back_w = ctx.saved_tensors
         scale = float8_scale(grad, GRADIENTS)
-        narrow, turned_grad = float8_both(grad, scale, GRADIENTS)
         kind = dict(scale_a=scale.reciprocal(), out_dtype=grad.dtype)
         dx = dw = None
+        if ctx.needs_input_grad[1]:
+            narrow, turned_grad = float8_both(grad, scale, GRADIENTS)
+            dw = torch._scaled_mm(turned_grad, turned.t(), scale_b=back, **kind)
+        else:
+            narrow = to_float8(grad, scale, GRADIENTS)
         if ctx.needs_input_grad[0]:
             turned_w = float8_turned(weight, scale_w, INPUTS)
             dx = torch._scaled_mm(narrow, turned_w.t(), scale_b=back_w, **kind)
-        if ctx.needs_input_grad[1]:
-            dw = torch._scaled_mm(turned_grad, turned.t(), scale_b=back, **kind)
-        return dx, dw, grad.sum(0) if ctx.has_bias else None
+        return dx, dw, grad.sum(0) if ctx.needs_input_grad[2] else None
 
 
 class Float8Linear(nn.Linear):
-    """A linear layer by `Float8Product`."""
+    """A linear layer by `Float8Product`; of no rows by torch."""
 
     def forward(
         self,
@@ -267,6 +271,8 @@ class Float8Linear(nn.Linear):
         Returns:
             (...,M), in the type of the weight
         """
+        if not x.numel():
+            return super().forward(x)
         rows = x.flatten(0, -2).to(self.weight.dtype)
         return Float8Product.apply(rows, self.weight, self.bias).unflatten(0, x.shape[:-1])
 
