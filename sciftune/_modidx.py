@@ -4571,8 +4571,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                      'sciftune/strategies/compilation.py'),
                                                  'sciftune.strategies.compilation.compiled_graphs': ( '5_strategies/compilation.html#compiled_graphs',
                                                                                                       'sciftune/strategies/compilation.py'),
-                                                 'sciftune.strategies.compilation.compiler_options': ( '5_strategies/compilation.html#compiler_options',
-                                                                                                       'sciftune/strategies/compilation.py'),
                                                  'sciftune.strategies.compilation.contiguous_gradients': ( '5_strategies/compilation.html#contiguous_gradients',
                                                                                                            'sciftune/strategies/compilation.py'),
                                                  'sciftune.strategies.compilation.cos_and_sin': ( '5_strategies/compilation.html#cos_and_sin',

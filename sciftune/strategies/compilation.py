@@ -17,7 +17,6 @@ __all__ = [
     "recompute_used_far_apart",
     "compile_blocks",
     "gather_whole_blocks",
-    "compiler_options",
     "tell_launches",
     "begin_graphs",
     "ContiguousGradient",
@@ -363,21 +362,6 @@ def gather_whole_blocks(
 
 
 # %% ../../nbs/5_strategies/08_compilation.ipynb #cg000012
-def compiler_options(
-    recipe: Recipe,
-) -> dict[str, dict]:  # Named arguments of `compile_blocks`
-    """What the recipe asks of the compiler. Raises RecipeError for CUDA graphs without a GPU.
-
-    Returns:
-        Named arguments of `compile_blocks`
-    """
-    if not recipe.cuda_graphs:
-        return {}
-    if not torch.cuda.is_available():
-        raise RecipeError("cuda_graphs: needs a GPU, and there is none; use cuda_graphs=False")
-    return dict(options={"triton.cudagraphs": True})
-
-
 @functools.cache
 def tell_launches():
     """Say once that blocks are launched although graphs were asked for."""
@@ -504,8 +488,8 @@ def prepare_denoiser(
         gather_whole_blocks(denoiser, names)
     checkpoint_blocks(denoiser, names, count)
     if recipe.compile:
-        options = compiler_options(recipe)
-        compile_blocks(denoiser, names, cache_root(recipe.run_root) / "compiled", **options)
+        options = {"triton.cudagraphs": True} if recipe.cuda_graphs else None
+        compile_blocks(denoiser, names, cache_root(recipe.run_root) / "compiled", options=options)
     if recipe.cuda_graphs:
         denoiser.register_forward_pre_hook(begin_graphs)
     return denoiser

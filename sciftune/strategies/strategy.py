@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..core.plan import Plan
-from ..core.recipe import Recipe
+from ..core.recipe import Recipe, RecipeError
 from ..core.registry import find_record, load
 from .costs import Costs, ModelSize
 from .network import Network
@@ -84,12 +84,16 @@ class Strategy:
         world: int,  # Processes over all machines
         cuda: bool,  # On GPUs
     ) -> "Strategy":
-        """The recipe's own strategy. Raises RecipeError where its precision cannot run.
+        """The recipe's own strategy.
+
+        Raises RecipeError where its precision cannot run, and for CUDA graphs without a GPU.
 
         Args:
             world: Processes over all machines
             cuda: On GPUs
         """
+        if recipe.cuda_graphs and not cuda:
+            raise RecipeError("cuda_graphs: needs a GPU; use cuda_graphs=False")
         kind = strategy_class(recipe.strategy)
         return kind(recipe, world, kind.policy_of(recipe, cuda), cuda)
 
