@@ -224,9 +224,11 @@ class Ledger:
         held = 0.0 if self.strategy.releases_gradients else gradients
         phases.append(Phase("optimizer step", base | dict(gradients=held, optimizer=states)))
         if self.recipe.validation_steps and self.recipe.validation_images:
-            held = max(phase.parts.get("activations", 0.0) for phase in phases)
-            graphs = dict(activations=held) if self.recipe.cuda_graphs else {}  # they keep it
-            phases.append(Phase("validation", base | self._validation() | graphs))
+            parts = base | self._validation()
+            if self.recipe.cuda_graphs:  # they keep what a step has allocated
+                most = max(phase.parts.get("activations", 0.0) for phase in phases)
+                parts |= dict(activations=most)
+            phases.append(Phase("validation", parts))
         return phases
 
     def _validation(self):
