@@ -1246,8 +1246,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'sciftune/lab/bench_table.py'),
                                           'sciftune.lab.bench_table.packed_plan': ( '9_lab/bench_table.html#packed_plan',
                                                                                     'sciftune/lab/bench_table.py'),
-                                          'sciftune.lab.bench_table.packed_row': ( '9_lab/bench_table.html#packed_row',
-                                                                                   'sciftune/lab/bench_table.py'),
                                           'sciftune.lab.bench_table.rate_words': ( '9_lab/bench_table.html#rate_words',
                                                                                    'sciftune/lab/bench_table.py'),
                                           'sciftune.lab.bench_table.refused_rows': ( '9_lab/bench_table.html#refused_rows',

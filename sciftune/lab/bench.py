@@ -8,6 +8,7 @@ __all__ = [
     "SHORT_RUN",
     "TIMES",
     "ROW_FIELDS",
+    "PACK_FIELDS",
     "BENCH_COLUMNS",
     "parse_setting",
     "bench_recipe",
@@ -455,12 +456,15 @@ ROW_FIELDS = (
     "lora_base",
     "reshard",
     "reduce_type",
+    "hybrid_shard",
+    "prefetch",
     "context_parallel",
     "data",
     "fit",
     "packing",
     "reference_images",
 )
+PACK_FIELDS = ("attention", "expected_tokens", "max_tokens")
 
 
 def described(
@@ -472,7 +476,9 @@ def described(
     Args:
         plan: As the trainer follows it
     """
-    row = {name: getattr(recipe, name) for name in ROW_FIELDS}
+    reads = find_record("objectives", recipe.objective).reads
+    packs = [name for name in PACK_FIELDS if name in reads]
+    row = {name: getattr(recipe, name) for name in (*ROW_FIELDS, *packs)}
     row["reshard"] = plan.reshard if recipe.reshard == "auto" else recipe.reshard
     return row
 

@@ -32,7 +32,6 @@ __all__ = [
     "scaling",
     "slowest_single",
     "start_words",
-    "packed_row",
     "packed_plan",
     "bagel_row",
     "setting_words",
@@ -447,37 +446,23 @@ BAGEL_HEAD = [
 ]
 
 
-def packed_row(
-    row: dict,  # Of the unified model
-) -> dict:
-    """The row with `attention` and `pack_tokens`.
-
-    Args:
-        row: Of the unified model
-    """
-    usual = resolve(preset=row["preset"], model_path="random")
-    return dict(attention=usual.attention, pack_tokens=usual.expected_tokens) | row
-
-
 def packed_plan(
-    row: dict,  # Of `packed_row`
+    row: dict,  # Of the unified model
 ) -> float:  # GiB allocated
     """What the planner expects of a row of packs, at the longest pack that it allows.
 
     Args:
-        row: Of `packed_row`
+        row: Of the unified model
 
     Returns:
         GiB allocated
     """
-    tokens = row["pack_tokens"]
-    said = ("model", "strategy", "precision", "attention", "compile", "lora_rank", "global_batch")
+    said = ["model", "strategy", "precision", "attention", "compile", "lora_rank", "global_batch"]
+    said += ["expected_tokens", "max_tokens"] + ["reshard"] * (row["strategy"] == "fsdp")
     recipe = resolve(
         preset=row["preset"],
         model_path="random",
         num_processes=row["processes"],
-        expected_tokens=tokens,
-        max_tokens=tokens * 9 // 8,
         validation_steps=0,
         device_memory_gib=139.8,
         **{k: row[k] for k in said},
@@ -495,16 +480,16 @@ def bagel_row(
     Returns:
         Cells, as in `BAGEL_HEAD`
     """
-    row = packed_row(row)
     kind = f"LoRA, rank {row['lora_rank']}" if row["lora_rank"] else "full"
     kind += ", compiled" if row["compile"] else ""
+    kept = "" if row["reshard"] else ", kept gathered"
     planned = packed_plan(row)
     attention = "flex" if row["attention"] == "auto" else row["attention"]
     return [
-        f"{kind}, {row['precision']}, {row['strategy']}",
+        f"{kind}, {row['precision']}, {row['strategy']}{kept}",
         str(row["processes"]),
         attention,
-        f"about {round(row['pack_tokens'], -3) // 1000}k",
+        f"about {round(row['expected_tokens'], -3) // 1000}k",
         str(row["recompute"]),
         f"{row['step_time']:.3f} ± {row['step_time_spread']:.3f}",
         f"{row['tokens_per_second']:.0f}",
@@ -604,6 +589,7 @@ def bench_figure(
 # %% ../../nbs/9_lab/11_bench_table.ipynb #f5721237
 BF16_SUMS = "gradients summed in bf16"
 FOUR_GPUS = {
+    "klein-ddp4": "ddp with released gradients",
     "klein-fsdp4": "fsdp",
     "klein-fsdp4-gathered": "`reshard=False`",
     "klein-fsdp4-bf16-reduce": BF16_SUMS,

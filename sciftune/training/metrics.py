@@ -33,19 +33,21 @@ class DeferredMetrics:
     def push(
         self,
         row: dict,  # What the host knows: step, learning rate, times
-        values: dict[str, Tensor],  # What the device computes: name -> scalar () or sums (...)
+        values: dict[str, Tensor],  # On the device or the host: name -> scalar () or sums (...)
     ) -> list[dict]:  # Finished rows: `row` and the values as floats, or as nested lists of them
         """Queue the numbers of a step; returns those of the steps before.
 
         Args:
             row: What the host knows: step, learning rate, times
-            values: What the device computes: name -> scalar () or sums (...)
+            values: On the device or the host: name -> scalar () or sums (...)
 
         Returns:
             Finished rows: `row` and the values as floats, or as nested lists of them
         """
         finished = self.flush()
-        vector = torch.cat([value.detach().float().reshape(-1) for value in values.values()])
+        device = next((v.device for v in values.values() if v.device.type != "cpu"), None)
+        flat = [value.detach().float().reshape(-1) for value in values.values()]
+        vector = torch.cat([part.to(device, non_blocking=True) for part in flat])
         if vector.device.type == "cuda":
             host = torch.empty(vector.shape, pin_memory=True)
             host.copy_(vector, non_blocking=True)
