@@ -614,8 +614,8 @@ class EngineSection(Section):
     )
     reduce_type: Literal["auto", "fp32", "bf16"] = field(
         "auto",
-        "fsdp: type in which gradients are summed over processes; bf16 halves the traffic and "
-        "rounds each sum; auto = bf16 where it gives the sums of fp32, else fp32",
+        "fsdp: type in which gradients travel and are summed; bf16 halves the traffic and rounds "
+        "each sum; auto = sums as of fp32, of gradients that travel in bf16 where they are bf16",
         identity=False,
         optional=True,
     )

@@ -6,6 +6,7 @@
 __all__ = [
     "RECORDS",
     "UNIT_SECONDS",
+    "AllToAllReduceScatter",
     "in_host_memory",
     "ShardedNetwork",
     "gather_ahead",
@@ -15,10 +16,12 @@ __all__ = [
 
 # %% ../../nbs/5_strategies/14_fsdp.ipynb #01bdfdf1
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..core.plan import Plan
@@ -54,6 +57,48 @@ RECORDS = [
         },
     )
 ]
+
+
+# %% ../../nbs/5_strategies/14_fsdp.ipynb #fsdpa2a2
+class AllToAllReduceScatter:
+    """FSDP2's reduce-scatter by an all-to-all in the gradients' type, with sums in fp32."""
+
+    def allocate(
+        self,
+        size: Sequence[int | torch.SymInt],  # Of a buffer
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        """Memory for input or output.
+
+        Args:
+            size: Of a buffer
+        """
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,  # (N,), written
+        input_tensor: Tensor,  # (ranks*N,), a part for each rank
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,  # SUM or AVG
+        async_op: bool = False,  # Always done in the order of the stream
+    ):
+        """This rank's part, added over all ranks. Raises ValueError for another `op`.
+
+        Args:
+            output_tensor: (N,), written
+            input_tensor: (ranks*N,), a part for each rank
+            op: SUM or AVG
+            async_op: Always done in the order of the stream
+        """
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise ValueError(f"op: {op}; allowed: SUM, AVG")
+        terms = torch.empty_like(input_tensor)
+        dist.all_to_all_single(terms, input_tensor, group=group)
+        total = terms.view(group.size(), -1).sum(0, dtype=torch.float32)
+        output_tensor.copy_(total / group.size() if op == dist.ReduceOp.AVG else total)
 
 
 # %% ../../nbs/5_strategies/14_fsdp.ipynb #fsdphost1
@@ -92,6 +137,9 @@ class ShardedNetwork(Network):
         for block in blocks:
             fully_shard(block, reshard_after_forward=reshard, **config | dict(mp_policy=policy))
         self.module = fully_shard(self.raw, **config)
+        if self.strategy.exchanges:
+            for unit in (*blocks, self.module):
+                unit.set_custom_reduce_scatter(AllToAllReduceScatter())
         gather_ahead(blocks, self.recipe.prefetch)
         self.materialise(torch.device("cpu") if offload else self.engine.device)
         self.params = self.trained_parameters()
@@ -255,8 +303,8 @@ class FSDPCosts(Costs):
 
     @property
     def reduce(self) -> int:
-        """Bytes of a number while gradients are reduced."""
-        return self.strategy.reduce_type.itemsize
+        """Bytes of memory of a number while gradients are reduced: sent, and received."""
+        return self.strategy.reduce_type.itemsize * (2 if self.strategy.exchanges else 1)
 
     def gathered_bytes(
         self,
@@ -373,12 +421,13 @@ class FSDPCosts(Costs):
         strategy, model = self.strategy, self.model
         shards, times = strategy.shards, strategy.accumulation
         gathers = 1 + backward_share if strategy.reshards else 1
-        total = times * (gathers * self.compute * model.numel + self.reduce * model.trained)
+        sent = strategy.reduce_type.itemsize
+        total = times * (gathers * self.compute * model.numel + sent * model.trained)
         total += times * self.compute * forward_only
         between = 0.0
         if shards < strategy.world:
             groups = strategy.world // shards
-            between = 2 * self.reduce * model.trained / shards * ((groups - 1) / groups)
+            between = 2 * sent * model.trained / shards * ((groups - 1) / groups)
         return self.link_bytes(total, shards, between)
 
     def host_seconds(
@@ -466,15 +515,26 @@ class FSDP(Strategy):
 
     @property
     def reduce_type(self) -> torch.dtype:
-        """The type in which gradients are summed over ranks.
+        """The type in which gradients are sent to other ranks.
 
-        'auto' is bf16 where two ranks have bf16 weights and one micro-batch each.
+        'auto' is bf16 where the sums are those of fp32.
         """
-        policy, recipe = self.policy, self.recipe
-        terms = self.world * self.accumulation
-        same = terms == 2 == self.shards and policy.weights == torch.bfloat16
-        exact = recipe.reduce_type == "auto" and same and not recipe.lora_rank
-        return torch.bfloat16 if exact or recipe.reduce_type == "bf16" else policy.reduce
+        exact = self.exchanges or (self.short_terms and self.world == 2)
+        asked = self.recipe.reduce_type == "bf16"
+        return torch.bfloat16 if exact or asked else self.policy.reduce
+
+    @property
+    def short_terms(self) -> bool:
+        """Whether 'auto' finds that each rank adds one bf16 gradient to a sum."""
+        recipe = self.recipe
+        once = self.accumulation == 1 and self.shards == self.world
+        short = self.policy.weights == torch.bfloat16 and not recipe.lora_rank
+        return recipe.reduce_type == "auto" and once and short
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether gradients are summed by `AllToAllReduceScatter`."""
+        return self.short_terms and self.world > 2 and self.recipe.num_machines == 1
 
     @property
     def autocasts(self) -> bool:

@@ -1,13 +1,14 @@
 """Save, kill and resume a large model as a user's run would, and say how long each took.
 
-    python tests/gpu/saves.py WORK [--blocks 60] [--gpus 2] [--kills rank agent]
+    python tests/gpu/saves.py WORK [--blocks 60] [--gpus 2] [--kills rank agent] [--weights FOLDER]
 
 Qwen-Image at its real width with random weights: 27 blocks are 9 billion parameters, 60 all of it.
-The weights are written to WORK, then a run is started as `launch` starts it. It is asked for two
-checkpoints. Inside a third one a process is killed, the run is resumed on as many GPUs, and so on;
-after the last kill it is resumed on half of them. After each resume losses are compared to those of
-the same steps before. WORK needs room for the weights and two checkpoints, 26 bytes a parameter;
-without kills (`--kills` and no name) for one checkpoint, 14 bytes. With `--cpu` and a small
+The weights are written to WORK, or to FOLDER, then a run is started as `launch` starts it. It is
+asked for two checkpoints. Inside a third one a process is killed, the run is resumed on as many
+GPUs, and so on; after the last kill it is resumed on half of them. After each resume losses are
+compared to those of the same steps before. WORK needs room for the weights, unless they are in
+FOLDER, and for two checkpoints, 26 bytes a parameter; without kills (`--kills` and no name) for one
+checkpoint, 14 bytes. With `--cpu` and a small
 `--heads` it tries itself.
 """
 
@@ -106,15 +107,15 @@ class Watched:
     def save(self, label):
         "A checkpoint; returns the seconds from its copy to its end."
         event = self.ask()
+        self.say(f"{label}: training stands still", event["seconds"])
         began = time.monotonic()
         name = f"step_{event['step']:06d}"
         self.until(lambda: name in [path.name for path in complete_checkpoints(self.run)])
         spent = time.monotonic() - began
         rows = [row["step_time"] for row in self.rows() if row["step"] > event["step"]]
         self.say(
-            f"{label}: training stands still",
-            event["seconds"],
-            written=round(spent, 1),
+            f"{label}: written",
+            spent,
             gib=round(size(self.run.checkpoints / name), 1),
             steps_meanwhile=len(rows),
             slowest_step=round(max(rows, default=0.0), 2),
@@ -151,6 +152,7 @@ def arguments():
     parser.add_argument("--heads", type=int, default=24, help="fewer make a narrow model")
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--kills", nargs="*", default=["rank", "agent"], choices=("rank", "agent"))
+    parser.add_argument("--weights", type=Path, help="a folder for them; WORK without it")
     parser.add_argument("--cpu", action="store_true")
     return parser.parse_args()
 
@@ -188,7 +190,9 @@ def main():
     device = "cpu" if given.cpu else "cuda"
     given.work.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    folder, numel = large_pipeline(given.work / "model", given.blocks, given.heads, device)
+    folder, numel = large_pipeline(
+        (given.weights or given.work) / "model", given.blocks, given.heads, device
+    )
     print(f"{numel / 1e9:.2f} G parameters written in {time.monotonic() - began:.1f} s", flush=True)
     if not given.cpu:
         torch.cuda.empty_cache()
