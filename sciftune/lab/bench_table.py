@@ -624,6 +624,7 @@ With the window that they had they are planned within 0.6 %. Rows of klein and F
 at batch 4 of klein. Planned without them they are met within 0.6 %.
 Float8 before 2026-11-26 multiplied by torchao's layers, which keep less and take longer, that of
 Qwen-Image of 2026-11-25 also in the layers of captions; such rows are planned as runs are now.
+So is ddp on four GPUs, whose gradients were summed in fp32 when it was measured.
 Rows of 2026-11-21 were measured before the
 optimizer's moments got their present units and before the weights of a block were updated in one
 launch (`strategies.adam`).

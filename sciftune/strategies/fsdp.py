@@ -528,8 +528,7 @@ class FSDP(Strategy):
         """Whether 'auto' finds that each rank adds one bf16 gradient to a sum."""
         recipe = self.recipe
         once = self.accumulation == 1 and self.shards == self.world
-        short = self.policy.weights == torch.bfloat16 and not recipe.lora_rank
-        return recipe.reduce_type == "auto" and once and short
+        return recipe.reduce_type == "auto" and once and self.trained_itemsize == 2
 
     @property
     def exchanges(self) -> bool:
