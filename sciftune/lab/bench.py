@@ -54,7 +54,7 @@ import psutil
 import yaml
 
 from ..core.plan import Plan
-from ..core.recipe import Recipe, RecipeError, resolve
+from ..core.recipe import Recipe, RecipeError, resolve, why_unread
 from ..core.registry import find_record
 from ..core.rundir import RunDir, gpus, new_run, run_record
 from .launch import LaunchFile, job_command, write_launch_files
@@ -476,8 +476,7 @@ def described(
     Args:
         plan: As the trainer follows it
     """
-    reads = find_record("objectives", recipe.objective).reads
-    packs = [name for name in PACK_FIELDS if name in reads]
+    packs = [name for name in PACK_FIELDS if not why_unread(name, dict(recipe))]
     row = {name: getattr(recipe, name) for name in (*ROW_FIELDS, *packs)}
     row["reshard"] = plan.reshard if recipe.reshard == "auto" else recipe.reshard
     return row
