@@ -192,7 +192,7 @@ class GradientRelease:
 
         The weights become those of a checkpoint.
         """
-        self.summing = None
+        self._take_summed()  # waits, since a sum that is on its way writes into its memory
         for unit in self.units:
             unit.forget()
 
