@@ -229,6 +229,12 @@ def strategy_words(
         words += ", mixed sizes packed"
     if row.get("cuda_graphs"):
         words += ", CUDA graphs"
+    if row.get("hybrid_shard"):
+        words += f", shards over {row['hybrid_shard']}"
+    if row.get("prefetch"):
+        words += f", {row['prefetch']} blocks gathered ahead"
+    if row.get("context_parallel", 1) > 1:
+        words += f", tokens over {row['context_parallel']}"
     return ", ".join([words, *attention_package(row), *channel_limits(row)])
 
 

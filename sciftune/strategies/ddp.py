@@ -87,8 +87,12 @@ def start_exchanged_sum(
         stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream) if stream else contextlib.nullcontext():
         dist.all_to_all_single(terms[0], flat)
-        part = terms[0].view(world, -1).sum(0, dtype=torch.float32).to(flat.dtype)
-        dist.all_gather_into_tensor(flat, part)
+        part = flat.new_empty(len(flat) // world)
+        torch.sum(terms[0].view(world, -1), 0, out=part)  # adds in fp32, rounds once
+        gather = getattr(
+            dist, "all_gather_single", dist.all_gather_into_tensor
+        )  # before torch 2.13
+        gather(flat, part)
 
     def wait() -> list[Tensor]:
         if stream:
@@ -123,6 +127,8 @@ class ReplicatedNetwork(Network):
         if self.strategy.exchanges:
             stream = torch.cuda.Stream() if self.engine.device.type == "cuda" else None
             self.start_sum = partial(start_exchanged_sum, stream=stream)
+            first = torch.zeros(1, device=self.engine.device)
+            self.start_sum([first])()  # connections take memory: before the peak, not at it
         else:
             self.start_sum = partial(start_sum, dtype=self.strategy.reduce_type)
         self.make_optimizer(self.raw)

@@ -98,7 +98,9 @@ class AllToAllReduceScatter:
         terms = torch.empty_like(input_tensor)
         dist.all_to_all_single(terms, input_tensor, group=group)
         total = terms.view(group.size(), -1).sum(0, dtype=torch.float32)
-        output_tensor.copy_(total / group.size() if op == dist.ReduceOp.AVG else total)
+        if op == dist.ReduceOp.AVG:
+            total.div_(group.size())
+        output_tensor.copy_(total)
 
 
 # %% ../../nbs/5_strategies/14_fsdp.ipynb #fsdphost1

@@ -5,7 +5,8 @@
 A stack of wide linear layers, kept gathered, forward and backward. One line for each way: exchange
 (`AllToAllReduceScatter`), torch's reduce-scatter in fp32 and in bf16, and nothing summed (what the
 products take by themselves). It says the median milliseconds of a step and the share of gradients
-that differ from fp32 sums. --tiny: small, over gloo on CPUs.
+that differ from fp32 sums. Then ddp's exchanged sums, many behind each other. --tiny: small, over
+gloo on CPUs.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from sciftune.strategies.ddp import start_exchanged_sum, start_sum
 from sciftune.strategies.fsdp import AllToAllReduceScatter
 
 WAYS = {
@@ -54,6 +56,33 @@ def step(model, x):
     return time.perf_counter() - began
 
 
+def exchange_beside_products(device, width, turns=12):
+    "ddp's sums, each begun before the last is taken, beside products: the bits of fp32 sums."
+    stream = torch.cuda.Stream() if device == "cuda" else None
+    random = torch.Generator(device).manual_seed(dist.get_rank())
+    square = torch.randn(width, width, generator=random, device=device).bfloat16()
+    waiting, differ = None, 0
+    for turn in range(turns + 1):
+        before, waiting = waiting, None
+        found = before[1]() if before else None
+        if turn < turns:
+            sizes = (width * (turn + 1), 3), (width, turn + 2), (5,)
+            given = dict(generator=random, device=device)
+            gradients = [torch.randn(*size, **given).bfloat16() for size in sizes]
+            wide = [g.float() for g in gradients]
+            waiting = wide, start_exchanged_sum(gradients, stream)
+            del gradients
+        for _ in range(4):
+            square = (square @ square).clamp(-1, 1)
+        if before:
+            right = start_sum(before[0], torch.float32)()
+            pairs = zip(found, right, strict=True)
+            differ += sum((a != b.bfloat16()).sum().item() for a, b in pairs)
+    assert not differ, f"ddp: {differ} exchanged sums are not those of fp32"
+    if not dist.get_rank():
+        print(f"ddp        {turns} exchanges beside products give the bits of fp32 sums")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true")
@@ -71,22 +100,23 @@ def main():
     for way in WAYS:
         model = stack(way, mesh, layers, width)
         step(model, x)
-        if way != "nothing":
-            found = torch.cat([p.grad.to_local().flatten() for p in model.parameters()])
-            right = found if right is None else right
-            other = (found != right).float().mean()
-            dist.all_reduce(other)
         spent = []
         for _ in range(steps):
             model.zero_grad()
             dist.barrier()
             spent.append(step(model, x))
+        if way != "nothing":  # gradients of the last step, beside products
+            found = torch.cat([p.grad.to_local().flatten() for p in model.parameters()])
+            right = found if right is None else right
+            other = (found != right).float().mean()
+            dist.all_reduce(other)
         differ = "" if way == "nothing" else f"{other.item() / world:.2e} of the gradients differ"
         if not rank:
             print(f"{way:10} {1000 * statistics.median(spent):9.2f} ms  {differ}", flush=True)
         if way == "exchange":
             assert other.item() / world < 1e-3, "exchanged sums are not those of fp32"
         del model
+    exchange_beside_products(device, 256 if tiny else 8192)
     dist.destroy_process_group()
 
 
