@@ -66,14 +66,13 @@ def start_sum(
 # %% ../../nbs/5_strategies/13_ddp.ipynb #ddpsum03
 def start_exchanged_sum(
     gradients: list[Tensor],  # On one device, of one type, any shapes
-    stream: torch.cuda.Stream
-    | None,  # For what is done beside the device's own work; None on a CPU
+    stream: torch.cuda.Stream | None,  # Beside the device's own work; None on a CPU
 ) -> Callable[[], list[Tensor]]:  # Waits for the sums, and gives them
     """Begin to sum gradients over all ranks in fp32; they travel in their own type.
 
     Args:
         gradients: On one device, of one type, any shapes
-        stream: For what is done beside the device's own work; None on a CPU
+        stream: Beside the device's own work; None on a CPU
 
     Returns:
         Waits for the sums, and gives them
@@ -89,9 +88,8 @@ def start_exchanged_sum(
         dist.all_to_all_single(terms[0], flat)
         part = flat.new_empty(len(flat) // world)
         torch.sum(terms[0].view(world, -1), 0, out=part)  # adds in fp32, rounds once
-        gather = getattr(
-            dist, "all_gather_single", dist.all_gather_into_tensor
-        )  # before torch 2.13
+        # torch 2.11 has only the second name, which torch 2.13 warns of
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
         gather(flat, part)
 
     def wait() -> list[Tensor]:
@@ -99,7 +97,7 @@ def start_exchanged_sum(
             torch.cuda.current_stream().wait_stream(stream)
         terms.clear()
         sums = flat.split([*counts, len(rest)])
-        return [part.view(shape) for part, shape in zip(sums, shapes, strict=False)]
+        return [one.view(shape) for one, shape in zip(sums, shapes, strict=False)]  # not the rest
 
     return wait
 

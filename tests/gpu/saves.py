@@ -8,8 +8,7 @@ asked for two checkpoints. Inside a third one a process is killed, the run is re
 GPUs, and so on; after the last kill it is resumed on half of them. After each resume losses are
 compared to those of the same steps before. WORK needs room for the weights, unless they are in
 FOLDER, and for two checkpoints, 26 bytes a parameter; without kills (`--kills` and no name) for one
-checkpoint, 14 bytes. With `--cpu` and a small
-`--heads` it tries itself.
+checkpoint, 14 bytes. With `--cpu` and a small `--heads` it tries itself.
 """
 
 import argparse
