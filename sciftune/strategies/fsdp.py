@@ -97,10 +97,8 @@ class AllToAllReduceScatter:
             raise ValueError(f"op: {op}; allowed: SUM, AVG")
         terms = torch.empty_like(input_tensor)
         dist.all_to_all_single(terms, input_tensor, group=group)
-        total = terms.view(group.size(), -1).sum(0, dtype=torch.float32)
-        if op == dist.ReduceOp.AVG:
-            total.div_(group.size())
-        output_tensor.copy_(total)
+        reduce = torch.mean if op == dist.ReduceOp.AVG else torch.sum
+        reduce(terms.view(group.size(), -1), 0, out=output_tensor)  # adds in fp32
 
 
 # %% ../../nbs/5_strategies/14_fsdp.ipynb #fsdphost1
