@@ -627,6 +627,13 @@ class EngineSection(Section):
         optional=True,
         ge=0,
     )
+    shard_states: bool = field(
+        False,
+        "ddp: each rank updates a part of every block and keeps the optimizer's states of that "
+        "part only; needs updates during backward (GPUs, no accumulation)",
+        identity=False,
+        optional=True,
+    )
     context_parallel: int = field(
         1,
         "fsdp, ddp: processes that work on the same samples, each on a part of their tokens, for "

@@ -457,6 +457,7 @@ ROW_FIELDS = (
     "reshard",
     "reduce_type",
     "hybrid_shard",
+    "shard_states",
     "prefetch",
     "context_parallel",
     "data",

@@ -216,26 +216,21 @@ def strategy_words(
     row: dict,
 ) -> str:
     """The strategy with the settings that change its speed or memory."""
-    words = row["strategy"]
-    if row.get("reshard") is False:
-        words += ", kept gathered"
-    if row.get("reduce_type") == "bf16":
-        words += ", bf16 sums"
-    if row.get("offload", "none") != "none":
-        words += f", {row['offload']} offloaded"
-    if row.get("device_memory_gib"):
-        words += f", held to {row['device_memory_gib']:g} GiB"
-    if row.get("packing"):
-        words += ", mixed sizes packed"
-    if row.get("cuda_graphs"):
-        words += ", CUDA graphs"
-    if row.get("hybrid_shard"):
-        words += f", shards over {row['hybrid_shard']}"
-    if row.get("prefetch"):
-        words += f", {row['prefetch']} blocks gathered ahead"
-    if row.get("context_parallel", 1) > 1:
-        words += f", tokens over {row['context_parallel']}"
-    return ", ".join([words, *attention_package(row), *channel_limits(row)])
+    held = row.get("device_memory_gib") or 0
+    said = [
+        (row.get("reshard") is False, "kept gathered"),
+        (row.get("reduce_type") == "bf16", "bf16 sums"),
+        (row.get("offload", "none") != "none", f"{row.get('offload')} offloaded"),
+        (held, f"held to {held:g} GiB"),
+        (row.get("packing"), "mixed sizes packed"),
+        (row.get("cuda_graphs"), "CUDA graphs"),
+        (row.get("hybrid_shard"), f"shards over {row.get('hybrid_shard')}"),
+        (row.get("shard_states"), "states in shards"),
+        (row.get("prefetch"), f"{row.get('prefetch')} blocks gathered ahead"),
+        (row.get("context_parallel", 1) > 1, f"tokens over {row.get('context_parallel')}"),
+    ]
+    words = [row["strategy"], *(text for holds, text in said if holds)]
+    return ", ".join([*words, *attention_package(row), *channel_limits(row)])
 
 
 def table_row(

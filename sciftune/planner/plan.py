@@ -378,7 +378,9 @@ def variant(
         None: impossible
     """
     machines = recipe.num_machines if world >= recipe.num_machines else 1
-    plain = dict(reshard=recipe.reshard or "auto", hybrid_shard=0, offload="none")
+    plain = dict(
+        reshard=recipe.reshard or "auto", hybrid_shard=0, shard_states=False, offload="none"
+    )
     record = find_record("strategies", change.get("strategy", recipe.strategy))
     change = plain | dict(num_machines=machines) | change | _unread_fields(record)
     if record.processes == "one":
@@ -407,6 +409,7 @@ _FIRST = (
     "offload",
     "reshard",
     "hybrid_shard",
+    "shard_states",
     "precision",
     "gradient_checkpointing",
     "micro_batch",

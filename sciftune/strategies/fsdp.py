@@ -28,6 +28,7 @@ from ..core.plan import Plan
 from ..core.recipe import Recipe, RecipeError
 from ..core.registry import StrategyRecord, find_record
 from .costs import Costs, pinned_bytes
+from .flat_weights import exchanged_sum
 from .network import Network, Range
 from .precision import Policy
 from .strategy import Strategy, engines_on_cpu
@@ -95,10 +96,7 @@ class AllToAllReduceScatter:
         """
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ValueError(f"op: {op}; allowed: SUM, AVG")
-        terms = torch.empty_like(input_tensor)
-        dist.all_to_all_single(terms, input_tensor, group=group)
-        reduce = torch.mean if op == dist.ReduceOp.AVG else torch.sum
-        reduce(terms.view(group.size(), -1), 0, out=output_tensor)  # adds in fp32
+        exchanged_sum(input_tensor, output_tensor, op == dist.ReduceOp.AVG, group)
 
 
 # %% ../../nbs/5_strategies/14_fsdp.ipynb #fsdphost1

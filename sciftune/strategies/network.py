@@ -107,7 +107,7 @@ class Network:
         self.steps = 0  # optimizer steps taken
         self.release = None  # GradientRelease, where gradients are applied during backward
         self.params = self.trained_parameters()
-        self.start_sum = None  # for `GradientRelease`, where it sums gradients over ranks
+        self.sums = None  # for `GradientRelease`, where it sums gradients over ranks
         self.wrap()
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
@@ -135,7 +135,7 @@ class Network:
         if self.strategy.releases_gradients:
             blocks = blocks_of(module, self.strategy.block_classes)
             norm = self.recipe.max_grad_norm
-            self.release = GradientRelease(module, self.optimizer, norm, blocks, self.start_sum)
+            self.release = GradientRelease(module, self.optimizer, norm, blocks, self.sums)
 
     def __call__(self, *args, **kwargs):
         """Forward."""

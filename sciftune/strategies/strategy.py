@@ -86,7 +86,8 @@ class Strategy:
     ) -> "Strategy":
         """The recipe's own strategy.
 
-        Raises RecipeError where its precision cannot run, and for CUDA graphs without a GPU.
+        Raises RecipeError where its precision or the strategy itself cannot run, and for CUDA
+        graphs without a GPU.
 
         Args:
             world: Processes over all machines
@@ -95,7 +96,12 @@ class Strategy:
         if recipe.cuda_graphs and not cuda:
             raise RecipeError("cuda_graphs: needs a GPU; use cuda_graphs=False")
         kind = strategy_class(recipe.strategy)
-        return kind(recipe, world, kind.policy_of(recipe, cuda), cuda)
+        made = kind(recipe, world, kind.policy_of(recipe, cuda), cuda)
+        made.check()
+        return made
+
+    def check(self):
+        """Raises RecipeError for what its own fields ask and it cannot do."""
 
     @classmethod
     def policy_of(

@@ -5,8 +5,8 @@
 A stack of wide linear layers, kept gathered, forward and backward. One line for each way: exchange
 (`AllToAllReduceScatter`), torch's reduce-scatter in fp32 and in bf16, and nothing summed (what the
 products take by themselves). It says the median milliseconds of a step and the share of gradients
-that differ from fp32 sums. Then ddp's exchanged sums, many behind each other. --tiny: small, over
-gloo on CPUs.
+that differ from fp32 sums. Then ddp's exchanged sums, many behind each other, and the updates of
+`shard_states`. --tiny: small, over gloo on CPUs.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from sciftune.strategies.ddp import start_exchanged_sum, start_sum
+from sciftune.strategies.flat_weights import FlatSums
 from sciftune.strategies.fsdp import AllToAllReduceScatter
 
 WAYS = {
@@ -83,6 +84,48 @@ def exchange_beside_products(device, width, turns=12):
         print(f"ddp        {turns} exchanges beside products give the bits of fp32 sums")
 
 
+def updates_beside_products(device, width, turns=12):
+    "Parts that ranks update and gather, beside products: the weights of a rank that has the sums."
+    stream = torch.cuda.Stream() if device == "cuda" else None
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    kind = dict(dtype=torch.bfloat16, device=device)
+    layers = nn.ModuleList([nn.Linear(width, width // 4 + i, **kind) for i in range(turns)])
+    names = {id(p): name for name, p in layers.named_parameters()}
+    right = {name: p.detach().clone() for name, p in layers.named_parameters()}
+    sums = FlatSums([*layers, layers], names, rank, world, torch.bfloat16, True, stream)
+    random = torch.Generator(device).manual_seed(rank)
+    square = torch.randn(width, width, generator=random, device=device).bfloat16()
+    waiting = None
+    for layer in [*layers, *layers, None]:  # each twice: its weights, gathered, change again
+        before, waiting = waiting, None
+        pieces, found = before[1]() if before else ([], [])
+        if layer is not None:
+            params = list(layer.parameters())
+            given = dict(generator=random, device=device)
+            gradients = [torch.randn(p.shape, **given).bfloat16() for p in params]
+            wide = start_sum([g.float() for g in gradients], torch.float32)()
+            for p, total in zip(params, wide, strict=True):
+                right[names[id(p)]] -= total.bfloat16()
+            waiting = params, sums.start(params, gradients)
+            del gradients
+        for _ in range(4):
+            square = (square @ square).clamp(-1, 1)
+        for piece, total in zip(pieces, found, strict=True):
+            piece.data -= total
+        if before:
+            sums.updated(before[0])
+    sums.wait()
+    pairs = [(p.detach(), right[name]) for name, p in layers.named_parameters()]
+    differ = sum((a != b).sum().item() for a, b in pairs)
+    share = differ / sum(a.numel() for a, _ in pairs)  # another order of terms rounds a few
+    assert share < 1e-6, f"ddp with shard_states: {differ} weights are not those of fp32 sums"
+    if not rank:
+        print(
+            f"ddp        {2 * turns} updates of parts beside products, gathered, are those of all"
+        )
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true")
@@ -117,6 +160,7 @@ def main():
             assert other.item() / world < 1e-3, "exchanged sums are not those of fp32"
         del model
     exchange_beside_products(device, 256 if tiny else 8192)
+    updates_beside_products(device, 256 if tiny else 8192)
     dist.destroy_process_group()
 
 

@@ -56,6 +56,7 @@ ELSEWHERE = dict(  # who reads it, where no run on this machine does
     reduce_type="more than one process of fsdp",
     prefetch="more than one process of fsdp",
     hybrid_shard="more than one process of fsdp",
+    shard_states="more than one process of ddp",
     machine_rank="several machines",
     main_process_ip="several machines",
     nvme_path="offload='nvme'",

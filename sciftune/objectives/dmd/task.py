@@ -480,9 +480,8 @@ class DistillationTask(Task):
         """The rows of a network: what is trained, and the frozen base of adapters."""
         policy = network.policy
         compute, reduce = (str(t).removeprefix("torch.") for t in (policy.compute, policy.reduce))
-        trained = list(network.params.values())
-        known = set(map(id, trained))
-        frozen = [p for p in network.parameters() if id(p) not in known]
+        trained = [p for p in network.parameters() if p.requires_grad]
+        frozen = [p for p in network.parameters() if not p.requires_grad]
         label = f"{name} adapters" if frozen else name
         rows = [type_row(label, trained, compute, reduce, policy.optimizer)]
         if frozen:
