@@ -666,6 +666,8 @@ class LeanAdamW(FlashAdamW):
         Returns:
             fp32 scalar
         """
+        if not hasattr(self, "partial"):  # nothing was updated here yet
+            self._prepare(_local(self.param_groups[0]["params"][0]).device)
         total = self.partial.sum() + self.rest
         self.partial.zero_()
         self.rest.zero_()

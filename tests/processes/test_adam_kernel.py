@@ -32,3 +32,7 @@ def test_kernel_equals_its_definition(interpreted):
 
 def test_one_launch_is_the_updates_one_by_one(interpreted):
     interpreted("adam_launches.py")
+
+
+def test_states_in_shards_are_those_of_every_rank(interpreted):
+    interpreted("shard_states.py")
