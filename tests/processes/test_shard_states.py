@@ -1,0 +1,84 @@
+"""ddp with `shard_states` trains, keeps and resumes as the others.
+
+FlashAdamW, which it needs, runs on GPUs; a plain AdamW that updates during backward stands in.
+"""
+
+import forked
+import pytest
+import torch
+
+from sciftune.core.rundir import RunDir
+from sciftune.strategies import ddp, network
+from sciftune.strategies.optimizers import ReleasedAdamW
+
+BASE = dict(
+    model="qwenimage",
+    preset="tiny",
+    steps=6,
+    checkpoint_steps=3,
+    checkpoints_kept=2,
+    validation_steps=3,
+    micro_batch=1,
+    global_batch=3,
+    figures=16,
+    max_grad_norm=0.0,  # updates during backward clip by the norm of the step before
+    ema_decay=0.9,
+    export=False,
+)
+SHARDS = dict(strategy="ddp", num_processes=3, shard_states=True)
+
+
+class Joined(ReleasedAdamW):
+    "Updates several parameters when it is asked to."
+
+    def joins(self, device):
+        "Always."
+        return True
+
+    def step_params(self, params, gradients, group):
+        "One after the other."
+        for parameter, gradient in zip(params, gradients, strict=True):
+            parameter.grad = gradient
+            self.step_param(parameter, group)
+            parameter.grad = None
+
+
+@pytest.fixture
+def released(monkeypatch):
+    "ddp updates during backward, on CPUs too."
+    build = network.build_optimizer
+
+    def built(params, recipe, kind, cuda):
+        if recipe.strategy != "ddp":
+            return build(params, recipe, kind, cuda)
+        return Joined(params, lr=recipe.learning_rate, foreach=False, fused=False)
+
+    monkeypatch.setattr(network, "build_optimizer", built)
+    monkeypatch.setattr(ddp.DDP, "releases_gradients", property(lambda self: True))
+
+
+def close(run, other, first=1):
+    "Compare losses, norms and held-out losses from a step on."
+    for name in ("loss", "grad_norm", "held_out"):
+        values, others = (
+            {row["step"]: row[name] for row in r.read_metrics() if row.get(name) is not None}
+            for r in (run, other)
+        )
+        steps = [step for step in values if step >= first]
+        assert steps and steps == [step for step in others if step >= first]
+        found, right = (torch.tensor([v[step] for step in steps]) for v in (values, others))
+        torch.testing.assert_close(found, right, rtol=2e-6, atol=0)
+
+
+@pytest.mark.usefixtures("released")
+def test_states_in_shards_train_and_resume_as_one_process(tmp_path):
+    single, shards, later, back = (RunDir(tmp_path / n) for n in ("single", "shards", "l", "b"))
+    forked.train(single, **BASE)
+    forked.train(shards, **BASE | SHARDS)
+    close(shards, single)
+    middle = dict(resume=str(single.checkpoints / "step_000003"))
+    forked.train(later, **BASE | SHARDS | middle)
+    close(later, single, 4)
+    middle = dict(resume=str(shards.checkpoints / "step_000003"))
+    forked.train(back, **BASE | dict(strategy="fsdp", num_processes=3) | middle)
+    close(back, single, 4)
