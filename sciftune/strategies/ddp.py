@@ -211,7 +211,10 @@ class ReplicatedNetwork(Network):
 
 # %% ../../nbs/5_strategies/13_ddp.ipynb #ddpshard2
 class SharedUpdates(ReplicatedNetwork):
-    """Whole weights on every rank, of which each updates a part and keeps the states of it."""
+    """Whole weights on every rank, of which each updates a part and keeps the states of it.
+
+    `params` are those parts, one-dimensional; a parameter may have none of them on this rank.
+    """
 
     def _make_sums(self, stream: torch.cuda.Stream | None) -> RankSums:
         blocks = blocks_of(self.raw, self.strategy.block_classes)
@@ -226,7 +229,7 @@ class SharedUpdates(ReplicatedNetwork):
             stream,
         )
         self.params = {name: sums.piece(p) for name, p in self.params.items()}
-        sums.gather()  # connections take memory: before the peak, not at it
+        sums.connect()
         return sums
 
     def held(self) -> list[Range]:
@@ -275,9 +278,16 @@ class DDPCosts(Costs):
         return not self.strategy.releases_gradients
 
     @property
-    def summed(self) -> int:
-        """Bytes of memory of a number while it is summed: sent, and received."""
-        return self.strategy.reduce_type.itemsize * (2 if self.strategy.exchanges else 1)
+    def summed(self) -> float:
+        """Bytes of memory of a number while it is summed: sent, and received.
+
+        With `shard_states` they are copies of gradients, which wait until then, and the sums of
+        two blocks exist.
+        """
+        strategy = self.strategy
+        copied = 1 + 2 / strategy.shards if self.recipe.shard_states else 0
+        each = strategy.reduce_type.itemsize * (2 if strategy.exchanges else 1)
+        return each + strategy.trained_itemsize * copied
 
     @property
     def reduces_outer_last(self) -> bool:
@@ -363,28 +373,20 @@ class DDP(Strategy):
         return SharedUpdates if self.shards > 1 else ReplicatedNetwork
 
     def check(self):
-        """Raises RecipeError for `shard_states` where nothing is updated during backward."""
-        if self.recipe.shard_states and not self.releases_gradients:
+        """Raises RecipeError for `shard_states` where no rank can update a part in backward."""
+        if not self.recipe.shard_states:
+            return
+        if self.world == 1:
+            raise RecipeError(
+                "shard_states: one process keeps all states; leave it out, or give more processes "
+                "with num_processes"
+            )
+        if not self.releases_gradients:
             raise RecipeError(
                 "shard_states: needs updates during backward: GPUs, precision 'bf16-master24' or "
-                "'fp8', gradient_release=True and one micro-batch of a process per step "
-                f"(here {self.accumulation}); leave it out, or use strategy 'fsdp'"
+                "'fp8', gradient_release=True, lora_rank=0 and one micro-batch of a process per "
+                f"step (here {self.accumulation}); leave it out, or use strategy 'fsdp'"
             )
-
-    @classmethod
-    def variants(
-        cls,
-        world: int,  # Processes over all machines
-    ) -> tuple[dict, ...]:  # Recipe fields to change
-        """Optimizer states on every rank, or in shards.
-
-        Args:
-            world: Processes over all machines
-
-        Returns:
-            Recipe fields to change
-        """
-        return ({}, dict(shard_states=True)) if world > 1 else ({},)
 
     @property
     def shards(self) -> int:
@@ -408,7 +410,7 @@ class DDP(Strategy):
 
     @property
     def exchanges(self) -> bool:
-        """Whether gradients are summed by `start_exchanged_sum`."""
+        """Whether gradients are summed by `exchanged_sum`."""
         near = self.world > 2 and self.recipe.num_machines == 1
         return near and self.releases_gradients and self.trained_itemsize == 2
 

@@ -26,7 +26,7 @@ def exchanged_sum(
     mean: bool = False,  # Divide by the ranks
     group: dist.ProcessGroup = None,  # None = all ranks
 ):
-    """This rank's part, added over all ranks in fp32 and rounded once; it travels as it is.
+    """This rank's part, added over all ranks in fp32 and rounded once; numbers travel as given.
 
     Args:
         numbers: (ranks*N,), a part for each rank
@@ -34,10 +34,11 @@ def exchanged_sum(
         mean: Divide by the ranks
         group: None = all ranks
     """
+    ranks = dist.get_world_size(group)
     terms = torch.empty_like(numbers)
     dist.all_to_all_single(terms, numbers, group=group)
     add = torch.mean if mean else torch.sum
-    add(terms.view(-1, len(out)), 0, out=out)
+    add(terms.view(ranks, -1), 0, out=out)
 
 
 # %% ../../nbs/5_strategies/24_flat_weights.ipynb #flatw010
@@ -49,13 +50,15 @@ class FlatWeights:
 
     Args:
         parameters: By name; of one type and device
+        rank: Of this process, which updates that part
+        world: Parts
     """
 
     def __init__(
         self,
         parameters: dict[str, nn.Parameter],  # By name; of one type and device
-        rank: int,
-        world: int,
+        rank: int,  # Of this process, which updates that part
+        world: int,  # Parts
     ):
         sizes = [ALIGNED * math.ceil(p.numel() / ALIGNED) for p in parameters.values()]
         *starts, total = accumulate(sizes, initial=0)
@@ -92,6 +95,8 @@ class FlatWeights:
             exchanges: By `exchanged_sum`, not by a reduce-scatter
         """
         numbers = torch.empty_like(self.whole, dtype=dtype)
+        if len(gradients) < len(self.places):
+            numbers.zero_()  # another rank may have those that are missing here
         for name, gradient in gradients.items():
             numbers[self.places[name]].copy_(gradient.flatten())
         total = torch.empty_like(self.part, dtype=dtype)
@@ -116,6 +121,8 @@ class FlatSums(RankSums):
     Args:
         blocks: Whose parameters are in one piece; the last has the rest
         names: id of a trained parameter -> its name
+        rank: Of this process
+        world: All processes
         dtype: In which gradients travel
         exchanges: By `exchanged_sum`
         stream: Of sums and gathers; None on a CPU
@@ -125,8 +132,8 @@ class FlatSums(RankSums):
         self,
         blocks: list[nn.Module],  # Whose parameters are in one piece; the last has the rest
         names: dict[int, str],  # id of a trained parameter -> its name
-        rank: int,
-        world: int,
+        rank: int,  # Of this process
+        world: int,  # All processes
         dtype: torch.dtype,  # In which gradients travel
         exchanges: bool,  # By `exchanged_sum`
         stream: torch.cuda.Stream | None,  # Of sums and gathers; None on a CPU
@@ -206,6 +213,13 @@ class FlatSums(RankSums):
         with self.beside():
             for flat in dict.fromkeys(self.flats[self.names[id(p)]] for p in params):
                 flat.gather()
+
+    def connect(self):
+        """Sum and gather once: connections take memory, before the peak, not at it."""
+        for flat in dict.fromkeys(self.flats.values()):
+            flat.summed({}, self.dtype, self.exchanges)
+            flat.gather()
+            break
 
     def gather(self):
         """Gather all weights, after values were set."""

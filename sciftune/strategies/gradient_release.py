@@ -141,7 +141,7 @@ class GradientRelease:
 
     Args:
         module: Plain or sharded by FSDP2
-        optimizer: With step_param, over the module's trained parameters
+        optimizer: With step_param, over what is trained of the module
         max_norm: 0 = no clipping
         blocks: Modules whose parameters are updated together; None = `block_list`
         sums: Over ranks
@@ -150,7 +150,7 @@ class GradientRelease:
     def __init__(
         self,
         module: nn.Module,  # Plain or sharded by FSDP2
-        optimizer: Any,  # With step_param, over the module's trained parameters
+        optimizer: Any,  # With step_param, over what is trained of the module
         max_norm: float,  # 0 = no clipping
         blocks: list = None,  # Modules whose parameters are updated together; None = `block_list`
         sums: RankSums = None,  # Over ranks
@@ -171,7 +171,7 @@ class GradientRelease:
         if getattr(type(optimizer), "joins", None) and optimizer.joins(device):
             self._make_units(block_list(module) if blocks is None else blocks)
         self.summing = None  # (parameters, function that waits, group) of the block before
-        self.summed = []  # (number of the unit, its gradients) of this backward pass, in order
+        self.summed = []  # (number of the unit, which of its parameters) of this pass, in order
         if not sums:
             enable_gradient_release(module, optimizer, pre_step=self._before)
             return
@@ -227,7 +227,8 @@ class GradientRelease:
         if not self.sums:
             self.optimizer.step_params(params, gradients, unit.group)
             return
-        self.summed.append((self.units.index(unit), len(params)))
+        places = {id(p): place for place, p in enumerate(unit.params)}
+        self.summed.append((self.units.index(unit), [places[id(p)] for p in params]))
         before = self._take_summed()
         self.summing = (params, self.sums.start(params, gradients), unit.group)
         del gradients  # where sums are copies, these are not needed any more

@@ -232,7 +232,7 @@ class Network:
 
     # what this rank holds
     def held(self) -> list[Range]:
-        """The range of every trained parameter whose values are on this rank."""
+        """The range of every trained parameter that this rank can read and write."""
         return [Range(n, tuple(p.shape), 0, p.numel()) for n, p in self.params.items()]
 
     def owned(self) -> list[Range]:
@@ -247,14 +247,14 @@ class Network:
     def local(
         self,
         name: str,  # Of a trained parameter
-    ) -> Tensor:  # As the module stores it, any shape
-        """This rank's part of a parameter.
+    ) -> Tensor:  # Any shape
+        """This rank's part of a parameter, in the memory that the module uses.
 
         Args:
             name: Of a trained parameter
 
         Returns:
-            As the module stores it, any shape
+            Any shape
         """
         return self.params[name].detach()
 

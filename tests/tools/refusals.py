@@ -140,7 +140,7 @@ def planned(folder: Path, **given: object) -> None:
 
 def asked(topic: str, says: str, **given: object) -> Case:
     """A launch with parameters; those that need the model reach the plan."""
-    give = planned if topic == "Layers and adapters" else launched
+    give = planned if topic in ("Layers and adapters", "Engines") else launched
     values = {n: shlex.quote(str(v).format(folder="FOLDER")) for n, v in given.items()}
     words = " ".join(f"-p {n} {v}" for n, v in values.items())
     return Case(topic, f"`{words}`", says, functools.partial(give, **given))
@@ -474,6 +474,21 @@ CASES = [
     ),
     asked("Names of other scripts", "no such file or folder: v.jsonl", val_data_path="v.jsonl"),
     asked("Names of other scripts", "needs objective 'dmd2'", generator_lr=1e-5),
+    asked("Recipe", "needs strategy 'ddp'; 'single' does not read it", shard_states=True),
+    asked(
+        "Engines",
+        "shard_states: needs updates during backward: GPUs, precision 'bf16-master24'",
+        strategy="ddp",
+        num_processes=2,
+        shard_states=True,
+    ),
+    asked(
+        "Engines",
+        "shard_states: one process keeps all states",
+        strategy="ddp",
+        num_processes=1,
+        shard_states=True,
+    ),
     asked("Name and folders", "run_root: must name a folder, for example 'runs'", run_root=""),
     asked("Name and folders", "file is a file; give a folder", run_root="{folder}/file"),
     asked("Name and folders", "is a file; give a folder", run_root="{folder}/file/runs"),
