@@ -1,4 +1,5 @@
 import atexit
+import gc
 import os
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PATIENCE = 1800  # seconds for a process: so long that only one that hangs needs them
 SLOW = "slow: pytest -m slow, or SCIFTUNE_SLOW=1 for everything"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+gc.disable()  # until all is imported, see pytest_collection_finish
 FIGURES = "SCIFTUNE_TEST_FIGURES"  # where tests/tools/shared_figures.py keeps them
 if FIGURES not in os.environ:  # the workers of xdist inherit it
     os.environ[FIGURES] = tempfile.mkdtemp(prefix="sciftune-figures-")
@@ -51,3 +53,9 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.skip(reason=SLOW))
+
+
+def pytest_collection_finish(session):
+    """Collections leave alone what was imported: each took most of a second to search it."""
+    gc.freeze()
+    gc.enable()

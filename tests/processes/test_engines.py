@@ -160,13 +160,15 @@ def test_the_average_is_exact_in_low_precision(root, engine, n, precision):
     def read(step, state):
         return CheckpointTensors(run.checkpoints / cf.checkpoint_name(step), "denoiser", state)
 
-    for k in (first := read(1, "ema")):
+    first, last = read(1, "ema"), read(4, "ema")
+    weights = [read(step, "weight") for step in (2, 3, 4)]
+    for k in first:
         e = first[k].double()
-        for step in (2, 3, 4):
-            e = 0.9 * e + 0.1 * read(step, "weight")[k].double()
-        moved = (read(4, "ema")[k].double() - first[k].double()).norm()
+        for weight in weights:
+            e = 0.9 * e + 0.1 * weight[k].double()
+        moved = (last[k].double() - first[k].double()).norm()
         rounding = 4 * 2**-24 * e.norm()  # of fp32, of three updates
-        assert (read(4, "ema")[k].double() - e).norm() <= 1e-3 * moved + rounding, k
+        assert (last[k].double() - e).norm() <= 1e-3 * moved + rounding, k
 
 
 def aio():

@@ -117,7 +117,7 @@ for name, config in TINY.items():
     fast = copy.deepcopy(plain)
     blocks = blocks_of(fast, find_record("models", name).block_classes)
     block_kernels.use_block_kernels(fast, blocks)
-    for sides in ([(64, 64)], [(64, 96), (96, 32)]):
+    for sides in ([(32, 32)], [(32, 48), (48, 16)]):
         counted.clear()
         torch.compiler.reset()
         graphs = compiled_graphs()

@@ -4,6 +4,7 @@ On GPUs (`cpu=False`) ranks are fresh processes that use NCCL, since CUDA does n
 """
 
 import contextlib
+import gc
 import importlib
 import logging
 import os
@@ -20,6 +21,7 @@ import torch.multiprocessing as mp
 from accelerate.state import AcceleratorState, GradientState
 from PIL import Image
 from shared_figures import share_figures
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from sciftune.core.recipe import resolve
 from sciftune.models.family import get_family
@@ -47,6 +49,7 @@ ENGINES = {
 
 
 def _rank(rank, world, port, recipe, run, sabotage):
+    gc.freeze()  # all that was imported: collections (`Family.unload`, ZeRO) leave it alone
     AcceleratorState._reset_state(True)  # a test before may have made an engine in this process
     GradientState._reset_state()
     if world > 1 or recipe.strategy not in ("single", "ddp"):
@@ -73,11 +76,21 @@ def _rank(rank, world, port, recipe, run, sabotage):
 
 USED_LATER = (  # by ranks, after they have started
     "pandas",
+    "pyarrow.pandas_compat",
     "matplotlib.pyplot",
     "diffusers.pipelines.pipeline_utils",
+    "diffusers.pipelines.onnx_utils",
+    "diffusers.guiders",
+    "numpy.ctypeslib",
+    "torch.profiler._cupti_monitor",
+    "torch.utils.serialization.config",
     "sciftune.toys.edits",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "deepspeed.runtime.engine",
+    "deepspeed.ops.op_builder.all_ops",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "setuptools",
     "deepspeed.runtime.zero.stage3",
 )
 
@@ -88,6 +101,7 @@ def import_for(recipe):
         with contextlib.suppress(ImportError):  # deepspeed is an extra
             importlib.import_module(name)
     Image.init()
+    get_checkpoint_conversion_mapping("qwen3")  # its patterns are compiled once, for all models
     get_family(recipe.model)
     get_task(recipe.objective)
 
