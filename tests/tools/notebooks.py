@@ -52,12 +52,12 @@ LONGEST = (  # they begin first, so that workers end together
 
 def run(notebook: Path, flags: str, log: str) -> None:
     """Execute `notebook` as nbdev_test does, with its output in `log`; exits with 1 on failure."""
-    from nbdev.config import get_config
-    from nbdev.test import test_nb
-
     output = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    from nbdev.config import get_config  # where it is missing, the log says so
+    from nbdev.test import test_nb
+
     os.chdir(ROOT / "nbs")
     passed, _ = test_nb(
         notebook,
