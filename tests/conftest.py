@@ -59,3 +59,8 @@ def pytest_collection_finish(session):
     """Collections leave alone what was imported: each took most of a second to search it."""
     gc.freeze()
     gc.enable()
+
+
+def pytest_unconfigure(config):
+    """What was frozen is freed at the end, or libraries complain of leaks."""
+    gc.unfreeze()

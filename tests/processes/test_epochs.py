@@ -1,7 +1,8 @@
-"""`num_train_epochs` through the real launch: counted, trained, resumed on two processes."""
+"""`num_train_epochs` through a launch: counted by the plan, trained, resumed on two processes."""
 
 import json
 
+import jobs
 from shared_figures import share_figures
 
 from sciftune.core.plan import Plan
@@ -25,7 +26,8 @@ SMALL = dict(
 def launched(folder, **values):
     "Plan, start and follow the job of a run, as launch.ipynb does with its parameters."
     share_figures(folder / "runs")
-    run = prepare_run(recipe_from(dict(run_root=str(folder / "runs"), **values)))
+    with jobs.stand_ins(jobs.planned):
+        run = prepare_run(recipe_from(dict(run_root=str(folder / "runs"), **values)))
     launch(run)
     assert state(run) == "finished", run.log.read_text()
     return run

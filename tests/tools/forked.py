@@ -126,6 +126,24 @@ def start(run, recipe, sabotage=None):
     return ps
 
 
+def fork(work, world):
+    "Fork ranks that call `work`, as torchrun would start them; returns the processes."
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+
+    def rank(number):
+        gc.freeze()
+        os.environ.update(RANK=str(number), WORLD_SIZE=str(world), LOCAL_RANK=str(number))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        work()
+
+    ps = [mp.get_context("fork").Process(target=rank, args=(number,)) for number in range(world)]
+    for p in ps:
+        p.start()
+    return ps
+
+
 def log(run):
     return "\n".join(p.read_text() for p in sorted(run.path.glob("log_*.txt")))
 

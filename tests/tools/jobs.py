@@ -1,6 +1,9 @@
 """Runs started as `launch` starts them, without a plan, and all processes that belong to them."""
 
 import contextlib
+import gc
+import multiprocessing
+import os
 import time
 
 import psutil
@@ -11,6 +14,7 @@ from sciftune.core.recipe import Recipe, resolve
 from sciftune.core.rundir import RunDir
 from sciftune.lab import launch
 from sciftune.lab.launch import LaunchFile, job_command, job_process, start
+from sciftune.planner import plan as planner
 from sciftune.strategies.launch_files import write_configs
 from sciftune.training.resumption import check_checkpoint_data
 
@@ -52,19 +56,36 @@ def begin(recipe):
     return run
 
 
+def unplanned(recipe, plan, check=True, run=None):
+    "An empty plan, and the launch files."
+    write_configs(Recipe.load(recipe), RunDir(plan.parent), run)
+    return Plan()
+
+
+def planned(recipe, plan, check=True, run=None):
+    "The plan, made in a process that is forked from this one and so has torch imported."
+
+    def work():
+        gc.freeze()
+        os._exit(planner.main([recipe, plan, *([run.path] if run else [])]))
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    return Plan.load(plan)
+
+
+def compared(recipe_path, checkpoint):
+    "Compare the data in this process."
+    check_checkpoint_data(Recipe.load(recipe_path), checkpoint)
+
+
 @contextlib.contextmanager
-def stand_ins():
-    "Plan nothing; what else needs torch is done in this process, which has imported it already."
-
-    def unplanned(recipe, plan, check=True, run=None):
-        write_configs(Recipe.load(recipe), RunDir(plan.parent), run)
-        return Plan()
-
-    def compared(recipe_path, checkpoint):
-        check_checkpoint_data(Recipe.load(recipe_path), checkpoint)
-
+def stand_ins(plan=unplanned):
+    "Plan so; what else needs torch is done in this process, which has imported it already."
     kept = launch.plan_run, launch.check_data
-    launch.plan_run, launch.check_data = unplanned, compared
+    launch.plan_run, launch.check_data = plan, compared
     try:
         yield
     finally:
