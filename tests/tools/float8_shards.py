@@ -40,7 +40,9 @@ def check():
             model = layers()
             for block in model:
                 if compiled:
-                    block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
+                    block.forward = torch.compile(
+                        block.forward, backend="aot_eager", fullgraph=True
+                    )
                 fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
             found = trained(fully_shard(model, mesh=mesh))
             for name, gradient in found.items():
