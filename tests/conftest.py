@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE = 1800  # seconds for a process: so long that only one that hangs needs them
+LONGEST = ("launch", "engines", "distill", "buckets", "epochs", "block_kernels", "lora", "unified")
 SLOW = "slow: pytest -m slow, or SCIFTUNE_SLOW=1 for everything"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 gc.disable()  # until all is imported, see pytest_collection_finish
@@ -43,11 +44,12 @@ def python():
 
 
 def pytest_collection_modifyitems(config, items):
-    """The file that takes longest comes first, so that two workers end together.
+    """The files that take longest come first, so that two workers end together.
 
     Slow tests run when asked for: pytest -m slow, or SCIFTUNE_SLOW=1 for everything.
     """
-    items.sort(key=lambda item: item.path.name != "test_launch.py")
+    places = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
     if config.getoption("-m") or os.environ.get("SCIFTUNE_SLOW"):
         return
     for item in items:
