@@ -158,9 +158,15 @@ def later(notebook: Path) -> bool:
 def import_once() -> None:
     """Import what the forked processes would import one by one."""
     gc.disable()  # nothing to collect there, and much time to search
-    for name in IMPORTED:
-        with contextlib.suppress(ImportError):  # some are of extras
-            importlib.import_module(name)
+    shown = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)  # packages say what they lack of a GPU
+    try:
+        for name in IMPORTED:
+            with contextlib.suppress(ImportError):  # some are of extras
+                importlib.import_module(name)
+    finally:
+        os.dup2(shown, 2)
     gc.freeze()  # nor do the forked ones search it
     gc.enable()
 
