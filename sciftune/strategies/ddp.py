@@ -27,7 +27,7 @@ from ..core.recipe import RecipeError
 from ..core.registry import StrategyRecord
 from .compilation import blocks_of
 from .costs import Costs
-from .flat_weights import FlatSums, exchanged_sum
+from .flat_weights import FlatSums, beside, exchanged_sum, gather_parts
 from .gradient_release import RankSums
 from .network import Network, Range
 from .strategy import Strategy
@@ -93,14 +93,10 @@ def start_exchanged_sum(
     shapes = [g.shape for g in gradients]
     rest = gradients[0].new_zeros(-sum(counts) % world)
     flat = torch.cat([*(g.reshape(-1) for g in gradients), rest])
-    if stream:
-        stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream) if stream else contextlib.nullcontext():
+    with beside(stream):
         part = flat.new_empty(len(flat) // world)
         exchanged_sum(flat, part)
-        # torch 2.11 has only the second name, which torch 2.13 warns of
-        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-        gather(flat, part)
+        gather_parts(flat, part)
 
     def wait() -> list[Tensor]:
         if stream:
