@@ -5,8 +5,9 @@
 A stack of wide linear layers, kept gathered, forward and backward. One line for each way: exchange
 (`AllToAllReduceScatter`), torch's reduce-scatter in fp32 and in bf16, and nothing summed (what the
 products take by themselves). It says the median milliseconds of a step and the share of gradients
-that differ from fp32 sums. Then ddp's exchanged sums, many behind each other, and the updates of
-`shard_states`. --tiny: small, over gloo on CPUs.
+that differ from fp32 sums. The same for ddp's `shard_states`, with an optimizer that changes
+nothing. Then ddp's exchanged sums, many behind each other, and the updates of `shard_states`.
+--tiny: small, over gloo on CPUs.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from sciftune.strategies.ddp import start_exchanged_sum, start_sum
 from sciftune.strategies.flat_weights import FlatSums
 from sciftune.strategies.fsdp import AllToAllReduceScatter
+from sciftune.strategies.gradient_release import GradientRelease
 
 WAYS = {
     "fp32": torch.float32,
@@ -31,11 +33,16 @@ WAYS = {
 }
 
 
+def plain_stack(device, layers, width):
+    "The same weights in every call."
+    torch.manual_seed(0)
+    kind = dict(dtype=torch.bfloat16, device=device)
+    return nn.Sequential(*[nn.Linear(width, width, bias=False, **kind) for _ in range(layers)])
+
+
 def stack(way, mesh, layers, width):
     "The same weights in every call, sharded."
-    torch.manual_seed(0)
-    kind = dict(dtype=torch.bfloat16, device=mesh.device_type)
-    model = nn.Sequential(*[nn.Linear(width, width, bias=False, **kind) for _ in range(layers)])
+    model = plain_stack(mesh.device_type, layers, width)
     policy = MixedPrecisionPolicy(reduce_dtype=WAYS[way])
     config = dict(mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for layer in model:
@@ -55,6 +62,46 @@ def step(model, x):
     if cuda:
         torch.cuda.synchronize()
     return time.perf_counter() - began
+
+
+class NoUpdates:
+    "An optimizer whose updates change nothing."
+
+    def __init__(self, pieces):
+        self.param_groups = [dict(params=pieces)]
+        self.device = pieces[0].device
+
+    def joins(self, device):
+        return True
+
+    def step_params(self, pieces, gradients, group):
+        pass
+
+    def take_squares(self):
+        return torch.zeros((), device=self.device)
+
+
+def time_shards(x, layers, steps):
+    "A line for sums and gathers of `shard_states` beside products."
+    model = plain_stack(x.device.type, layers, x.shape[1])
+    names = {id(p): name for name, p in model.named_parameters()}
+    ranks = dist.get_rank(), dist.get_world_size()
+    stream = torch.cuda.Stream() if x.is_cuda else None
+    sums = FlatSums([*model, model], names, *ranks, torch.bfloat16, True, stream)
+    optimizer = NoUpdates([sums.piece(p) for p in model.parameters()])
+    release = GradientRelease(model, optimizer, 0.0, list(model), sums)
+    spent = []
+    for _ in range(steps + 1):
+        dist.barrier()
+        began = time.perf_counter()
+        model(x).float().square().mean().backward()
+        release.finish()
+        sums.wait()
+        if x.is_cuda:
+            torch.cuda.synchronize()
+        spent.append(time.perf_counter() - began)
+    if not dist.get_rank():
+        print(f"{'shards':10} {1000 * statistics.median(spent[1:]):9.2f} ms", flush=True)
 
 
 def exchange_beside_products(device, width, turns=12):
@@ -159,6 +206,7 @@ def main():
         if way == "exchange":
             assert other.item() / world < 1e-3, "exchanged sums are not those of fp32"
         del model
+    time_shards(x, layers, steps)
     exchange_beside_products(device, 256 if tiny else 8192)
     updates_beside_products(device, 256 if tiny else 8192)
     dist.destroy_process_group()

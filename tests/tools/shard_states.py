@@ -12,6 +12,7 @@ import flashoptim.optimizers
 import torch
 
 from sciftune.core.recipe import resolve
+from sciftune.strategies import flat_weights
 from sciftune.strategies.ddp import DDP
 from sciftune.strategies.engine import Engine
 from sciftune.strategies.network import STATES
@@ -55,7 +56,21 @@ def training(shard_states):
     return losses, norms, weights, held
 
 
+def the_kernel_adds_in_the_order_of_ranks():
+    "Rows that no program covers alone, with what follows them left as it is."
+    count = flat_weights.TERMS + 100
+    for ranks, divisor in ((4, 1.0), (3, 3.0)):
+        terms = torch.randn(ranks, count).bfloat16()
+        out = torch.ones(count + 1)  # bf16 would be cut off by the interpreter, not rounded
+        flat_weights._add_kernel[(2,)](terms, out, count, divisor, ranks, flat_weights.TERMS)
+        right = torch.zeros(count)
+        for row in terms:
+            right += row.float()
+        assert torch.equal(out[:count], right / divisor) and out[count] == 1
+
+
 def main():
+    the_kernel_adds_in_the_order_of_ranks()
     whole, *_ = on_ranks(training, RANKS, False)
     ranks = on_ranks(training, RANKS, True)
     for losses, norms, weights, _ in ranks:
