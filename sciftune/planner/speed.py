@@ -189,8 +189,9 @@ def _compute_seconds(
 def _updated_bytes(profile: Profile, strategy: Strategy, checkpointed: int) -> float:
     """What is stored and changes with an update."""
     stored = Ledger(profile, strategy, checkpointed).stored_on_gpu()
-    still = stored["parameters"] * (1 - profile.trained / profile.numel) + stored.get("frozen", 0)
-    return sum(stored.values()) - still
+    parameters, _ = stored.pop("parameters"), stored.pop("frozen", 0)
+    part = profile.trained * strategy.trained_itemsize / strategy.shards  # others change the rest
+    return sum(stored.values()) + min(parameters * profile.trained / profile.numel, part)
 
 
 def _context_seconds(

@@ -240,16 +240,6 @@ class SharedUpdates(ReplicatedNetwork):
         """All processes: each measures the gradients of its part."""
         return dist.group.WORLD
 
-    def step(self) -> Tensor:  # Scalar fp32 ()
-        """As of `Network`; the device waits for the updates of the other ranks.
-
-        Returns:
-            Scalar fp32 ()
-        """
-        norm = super().step()
-        self.sums.wait()
-        return norm
-
     def finish_write(
         self,
         steps: int,  # That the optimizer has taken
@@ -277,11 +267,10 @@ class DDPCosts(Costs):
     def summed(self) -> float:
         """Bytes of memory of a number while it is summed: sent, and received.
 
-        With `shard_states` they are copies of gradients, which wait until then, and the sums of
-        two blocks exist.
+        With `shard_states` they are copies of gradients, which wait until then.
         """
         strategy = self.strategy
-        copied = 1 + 2 / strategy.shards if self.recipe.shard_states else 0
+        copied = 1 + 1 / strategy.shards if self.recipe.shard_states else 0
         each = strategy.reduce_type.itemsize * (2 if strategy.exchanges else 1)
         return each + strategy.trained_itemsize * copied
 
@@ -383,6 +372,21 @@ class DDP(Strategy):
                 "'fp8', gradient_release=True, lora_rank=0 and one micro-batch of a process per "
                 f"step (here {self.accumulation}); leave it out, or use strategy 'fsdp'"
             )
+
+    @classmethod
+    def variants(
+        cls,
+        world: int,  # Processes over all machines
+    ) -> tuple[dict, ...]:  # Recipe fields to change
+        """Optimizer states on every rank, or in shards.
+
+        Args:
+            world: Processes over all machines
+
+        Returns:
+            Recipe fields to change
+        """
+        return ({}, dict(shard_states=True)) if world > 1 else ({},)
 
     @property
     def shards(self) -> int:

@@ -6,11 +6,11 @@
 __all__ = [
     "TERMS",
     "ALIGNED",
+    "DIRECT",
     "add_terms",
     "exchanged_sum",
     "beside",
     "gather_parts",
-    "Piece",
     "FlatWeights",
     "FlatSums",
 ]
@@ -19,8 +19,7 @@ __all__ = [
 import contextlib
 import math
 from collections.abc import Callable
-from itertools import accumulate
-from typing import NamedTuple
+from itertools import accumulate, chain
 
 import torch
 import torch.distributed as dist
@@ -41,7 +40,7 @@ def _add_kernel(terms_ptr, out_ptr, count, divisor, ranks: tl.constexpr, size: t
     at = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
     inside = at < count
     total = tl.zeros((size,), tl.float32)
-    for rank in tl.static_range(ranks):
+    for _ in tl.static_range(ranks):
         total += tl.load(terms_ptr + at, inside, 0.0).to(tl.float32)
         at += count
     at -= count * ranks
@@ -123,18 +122,7 @@ def gather_parts(
 
 # %% ../../nbs/5_strategies/24_flat_weights.ipynb #flatw010
 ALIGNED = 64  # elements, at a multiple of which parameters and parts begin
-
-
-class Piece(NamedTuple):
-    """What is of one parameter in the part of one rank.
-
-    Attributes:
-        own: Of the parameter's elements
-        there: Of the part's
-    """
-
-    own: slice  # Of the parameter's elements
-    there: slice  # Of the part's
+DIRECT = 2**26  # bytes, from which a gradient is sent from where it is
 
 
 class FlatWeights:
@@ -144,6 +132,7 @@ class FlatWeights:
         parameters: By name; of one type and device
         rank: Of this process, which updates that part
         world: Parts
+        direct: Bytes, from which a gradient is sent from where it is
     """
 
     def __init__(
@@ -151,35 +140,41 @@ class FlatWeights:
         parameters: dict[str, nn.Parameter],  # By name; of one type and device
         rank: int,  # Of this process, which updates that part
         world: int,  # Parts
+        direct: int = DIRECT,  # Bytes, from which a gradient is sent from where it is
     ):
-        sizes = [ALIGNED * math.ceil(p.numel() / ALIGNED) for p in parameters.values()]
+        large = [name for name, p in parameters.items() if p.numel() * p.itemsize >= direct]
+        small = [name for name in parameters if name not in large]
+        names = small + large
+        sizes = [ALIGNED * math.ceil(parameters[name].numel() / ALIGNED) for name in names]
         *starts, total = accumulate(sizes, initial=0)
         count = ALIGNED * math.ceil(total / (ALIGNED * world))
-        self.rank = rank
+        begin = count * rank
+        self.rank, self.world = rank, world
         self.whole = next(iter(parameters.values())).detach().new_zeros(count * world)
-        self.part = self.whole.view(world, count)[rank]
+        self.part = self.whole[begin : begin + count]
         self.places = {}  # name -> where it is in the whole
-        self.parts = [{} for _ in range(world)]  # rank -> name -> Piece, where it has one
         self.pieces = {}  # name -> what this rank updates of it, for the optimizer
         self.ranges = {}  # name -> the same as a Range
-        for (name, parameter), start in zip(parameters.items(), starts, strict=True):
-            stop = start + parameter.numel()
-            self.places[name] = slice(start, stop)
-            self.whole[start:stop].copy_(parameter.detach().flatten())
-            parameter.data = self.whole[start:stop].view(parameter.shape)
-            for owner in range(world):
-                self._cut(name, owner, start, stop)
-            own, there = self.parts[rank].get(name, (slice(0, 0), slice(0, 0)))
-            self.pieces[name] = nn.Parameter(self.part[there])
-            held = own.stop - own.start
-            self.ranges[name] = Range(name, tuple(parameter.shape), own.start, held)
+        self.within = {}  # name -> where that is in this rank's part
+        for name, start in zip(names, starts, strict=True):
+            parameter = parameters[name]
+            place = slice(start, start + parameter.numel())
+            self.places[name] = place
+            self.whole[place].copy_(parameter.detach().flatten())
+            parameter.data = self.whole[place].view(parameter.shape)
+            first, last = self._of_part(place, rank)
+            self.pieces[name] = nn.Parameter(self.whole[first:last])
+            self.ranges[name] = Range(name, tuple(parameter.shape), first - start, last - first)
+            self.within[name] = slice(first - begin, last - begin)
+        self.sent = [([name], self.places[name]) for name in large]  # each by itself
+        if small:
+            self.sent.append((small, slice(0, self.places[small[-1]].stop)))
 
-    def _cut(self, name: str, owner: int, start: int, stop: int):
-        begin = len(self.part) * owner
-        first, last = max(start, begin), min(stop, begin + len(self.part))
-        if first < last:
-            own, there = slice(first - start, last - start), slice(first - begin, last - begin)
-            self.parts[owner][name] = Piece(own, there)
+    def _of_part(self, place: slice, rank: int) -> tuple[int, int]:
+        """What of a place is in the part of a rank: first, and behind the last."""
+        begin = len(self.part) * rank
+        first = min(max(place.start, begin), place.stop)
+        return first, max(first, min(place.stop, begin + len(self.part)))
 
     def summed(
         self,
@@ -196,42 +191,41 @@ class FlatWeights:
         """
         total = torch.empty_like(self.part, dtype=dtype)
         if exchanges:
-            add_terms(self._exchange(gradients, dtype), total)
+            for names, place in self.sent:
+                self._exchange(self._flat(names, place, gradients, dtype), place, total)
         else:
-            self._reduce(gradients, total)
+            numbers = self._flat([*self.places], slice(0, len(self.whole)), gradients, dtype)
+            getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(total, numbers)
         total = total.to(self.whole.dtype)
-        mine = {name: piece.there for name, piece in self.parts[self.rank].items()}
-        names = [name for name in gradients if name in mine]
-        return [self.pieces[name] for name in names], [total[mine[name]] for name in names]
+        mine = [name for name in gradients if self.ranges[name].count]
+        return [self.pieces[name] for name in mine], [total[self.within[name]] for name in mine]
 
-    def _reduce(self, gradients: dict[str, Tensor], total: Tensor):
-        numbers = torch.empty_like(self.whole, dtype=total.dtype)
-        if len(gradients) < len(self.places):
+    def _flat(
+        self, names: list[str], place: slice, gradients: dict[str, Tensor], dtype: torch.dtype
+    ) -> Tensor:
+        """The gradients of a place of the whole; a single one is not copied."""
+        given = {name: gradients[name] for name in names if name in gradients}
+        size = place.stop - place.start
+        if len(names) == len(given) == 1 and given[names[0]].numel() == size:
+            return given[names[0]].flatten().to(dtype)
+        numbers = self.whole.new_empty(size, dtype=dtype)
+        if len(given) < len(names):
             numbers.zero_()  # another rank may have those that are missing here
-        for name, gradient in gradients.items():
-            numbers[self.places[name]].copy_(gradient.flatten())
-        getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(total, numbers)
+        for name, gradient in given.items():
+            there = self.places[name]
+            numbers[there.start - place.start : there.stop - place.start] = gradient.flatten()
+        return numbers
 
-    def _exchange(self, gradients: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """The gradients of all ranks for this rank's part, (ranks,N)."""
-        flat = {name: gradient.flatten().to(dtype) for name, gradient in gradients.items()}
-        for name, place in self.places.items():
-            if name not in flat:  # another rank may have it
-                flat[name] = self.whole.new_zeros(place.stop - place.start, dtype=dtype)
-        terms = self.whole.new_empty((len(self.parts), len(self.part)), dtype=dtype)
-        operations = []
-        for peer, pieces in enumerate(self.parts):
-            if peer == self.rank:
-                for name, piece in pieces.items():
-                    terms[peer, piece.there].copy_(flat[name][piece.own])
-                continue
-            for name, piece in pieces.items():
-                operations.append(dist.P2POp(dist.isend, flat[name][piece.own], peer))
-            for piece in self.parts[self.rank].values():
-                operations.append(dist.P2POp(dist.irecv, terms[peer, piece.there], peer))
-        for work in dist.batch_isend_irecv(operations) if operations else ():
-            work.wait()
-        return terms
+    def _exchange(self, numbers: Tensor, place: slice, total: Tensor):
+        """Each rank gets what is of its part, from all, and adds it."""
+        cuts = [self._of_part(place, rank) for rank in range(self.world)]
+        counts = [last - first for first, last in cuts]
+        mine = counts[self.rank]
+        start = cuts[self.rank][0] - len(self.part) * self.rank
+        terms = numbers.new_empty(self.world * mine)
+        dist.all_to_all_single(terms, numbers, [mine] * self.world, counts)
+        if mine:
+            add_terms(terms.view(self.world, mine), total[start : start + mine])
 
     def gather(self):
         """Every rank gets the parts of all."""
@@ -291,15 +285,17 @@ class FlatSums(RankSums):
         self,
         params: list,  # Of the module
         gradients: list,  # Theirs
-    ) -> Callable[[], tuple[list, list]]:  # Waits; what is to be updated, and its gradients
-        """Begin to sum.
+        update: Callable,  # (pieces, sums), updates them
+    ) -> Callable[[], Callable]:  # Waits until gradients were read; nothing is left to be done
+        """Begin to sum, update and gather.
 
         Args:
             params: Of the module
             gradients: Theirs
+            update: (pieces, sums), updates them
 
         Returns:
-            Waits; what is to be updated, and its gradients
+            Waits until gradients were read; nothing is left to be done
         """
         given = {}  # FlatWeights -> name -> gradient
         for parameter, gradient in zip(params, gradients, strict=True):
@@ -307,29 +303,19 @@ class FlatSums(RankSums):
             given.setdefault(self.flats[name], {})[name] = gradient
         with beside(self.stream):
             parts = [flat.summed(some, self.dtype, self.exchanges) for flat, some in given.items()]
-            done = self.stream.record_event() if self.stream else None
-
-        def wait() -> tuple[list, list]:
-            if done:
-                torch.cuda.current_stream().wait_event(done)
-            given.clear()  # gradients, which the stream has read
+            read = self.stream.record_event() if self.stream else None
             pieces, sums = zip(*parts, strict=True)
-            return sum(pieces, []), sum(sums, [])
+            update(list(chain(*pieces)), list(chain(*sums)))
+            for flat in given:
+                flat.gather()
+
+        def wait() -> Callable[[], None]:
+            if read:
+                torch.cuda.current_stream().wait_event(read)
+            given.clear()  # gradients, which the stream has read
+            return lambda: None
 
         return wait
-
-    def updated(
-        self,
-        params: list,  # Of the module
-    ):
-        """Begin to gather what was updated.
-
-        Args:
-            params: Of the module
-        """
-        with beside(self.stream):
-            for flat in dict.fromkeys(self.flats[self.names[id(p)]] for p in params):
-                flat.gather()
 
     def connect(self):
         """Sum and gather once: connections take memory, before the peak, not at it."""

@@ -7,6 +7,7 @@ __all__ = ["block_list", "PendingGradients", "RankSums", "GradientRelease"]
 
 # %% ../../nbs/5_strategies/03_gradient_release.ipynb #dcc2cbc3
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,28 +108,23 @@ class RankSums:
         self,
         params: list,  # Of the module
         gradients: list,  # Theirs
-    ) -> Callable[[], tuple[list, list]]:  # Waits; what is to be updated, and its gradients
-        """Begin to sum.
+        update: Callable,  # (pieces, sums), updates them
+    ) -> Callable[[], Callable]:  # Waits; gives what then is left to be done
+        """Begin to sum; call what this gives before the next begins, and what that gives after.
 
         Args:
             params: Of the module
             gradients: Theirs
+            update: (pieces, sums), updates them
 
         Returns:
-            Waits; what is to be updated, and its gradients
+            Waits; gives what then is left to be done
         """
         wait = self.start_sum(gradients)
-        return lambda: (params, wait())
+        return lambda: partial(update, params, wait())
 
-    def updated(
-        self,
-        params: list,  # Of the module
-    ):
-        """Call when what `start` gave for these has been updated.
-
-        Args:
-            params: Of the module
-        """
+    def wait(self):
+        """The device waits until all that was begun is done."""
 
 
 # %% ../../nbs/5_strategies/03_gradient_release.ipynb #eb9da099
@@ -170,7 +166,7 @@ class GradientRelease:
         # asked of the type: HostStates passes on every attribute of the optimizer that it wraps
         if getattr(type(optimizer), "joins", None) and optimizer.joins(device):
             self._make_units(block_list(module) if blocks is None else blocks)
-        self.summing = None  # (parameters, function that waits, group) of the block before
+        self.summing = None  # waits for the sums of the block before
         self.summed = []  # (number of the unit, which of its parameters) of this pass, in order
         if not sums:
             enable_gradient_release(module, optimizer, pre_step=self._before)
@@ -229,32 +225,26 @@ class GradientRelease:
             return
         places = {id(p): place for place, p in enumerate(unit.params)}
         self.summed.append((self.units.index(unit), [places[id(p)] for p in params]))
-        before = self._take_summed()
-        self.summing = (params, self.sums.start(params, gradients), unit.group)
+        update_before = self._take_summed()
+        self.summing = self.sums.start(params, gradients, partial(self._update, unit.group))
         del gradients  # where sums are copies, these are not needed any more
-        self._update_summed(before)
+        update_before()
 
-    def _take_summed(self) -> tuple | None:  # (parameters, what is updated, its sums, group)
-        if self.summing is None:
-            return None
-        (params, wait, group), self.summing = self.summing, None
-        return params, *wait(), group
+    def _take_summed(self) -> Callable[[], None]:  # What is left to be done for the block before
+        summing, self.summing = self.summing, None
+        return summing() if summing else lambda: None
 
-    def _update_summed(self, summed: tuple | None):
-        if summed is None:
-            return
-        params, pieces, sums, group = summed
+    def _update(self, group: dict, pieces: list, sums: list):
         if self.measure:
             self._add_squares(sums)
         if pieces:
             self.optimizer.step_params(pieces, sums, group)
-        self.sums.updated(params)
 
     def _update_waiting(self):
         for unit in self.units:
             self._complete(unit)
             unit.came = 0
-        self._update_summed(self._take_summed())
+        self._take_summed()()
 
     def forget(self):
         """Drop what waits from a backward pass that did not end.
@@ -262,6 +252,8 @@ class GradientRelease:
         The weights become those of a checkpoint.
         """
         self._take_summed()  # waits, since a sum that is on its way writes into its memory
+        if self.sums:
+            self.sums.wait()
         for unit in self.units:
             unit.forget()
 
@@ -280,6 +272,8 @@ class GradientRelease:
         for unit in self.units:
             unit.due = unit.came or unit.due
         self._update_waiting()
+        if self.sums:
+            self.sums.wait()
         squares = self.squares if self.measure else self.optimizer.take_squares()
         if group is not None:
             torch.distributed.all_reduce(squares, group=group)

@@ -143,25 +143,25 @@ def updates_beside_products(device, width, turns=12):
     sums = FlatSums([*layers, layers], names, rank, world, torch.bfloat16, True, stream)
     random = torch.Generator(device).manual_seed(rank)
     square = torch.randn(width, width, generator=random, device=device).bfloat16()
+
+    def update(pieces, totals):
+        for piece, total in zip(pieces, totals, strict=True):
+            piece.data -= total
+
     waiting = None
-    for layer in [*layers, *layers, None]:  # each twice: its weights, gathered, change again
-        before, waiting = waiting, None
-        pieces, found = before[1]() if before else ([], [])
-        if layer is not None:
-            params = list(layer.parameters())
-            given = dict(generator=random, device=device)
-            gradients = [torch.randn(p.shape, **given).bfloat16() for p in params]
-            wide = start_sum([g.float() for g in gradients], torch.float32)()
-            for p, total in zip(params, wide, strict=True):
-                right[names[id(p)]] -= total.bfloat16()
-            waiting = params, sums.start(params, gradients)
-            del gradients
+    for layer in [*layers, *layers]:  # each twice: its weights, gathered, change again
+        params = list(layer.parameters())
+        given = dict(generator=random, device=device)
+        gradients = [torch.randn(p.shape, **given).bfloat16() for p in params]
+        wide = start_sum([g.float() for g in gradients], torch.float32)()
+        for p, total in zip(params, wide, strict=True):
+            right[names[id(p)]] -= total.bfloat16()
+        if waiting:
+            waiting()
+        waiting = sums.start(params, gradients, update)
+        del gradients
         for _ in range(4):
             square = (square @ square).clamp(-1, 1)
-        for piece, total in zip(pieces, found, strict=True):
-            piece.data -= total
-        if before:
-            sums.updated(before[0])
     sums.wait()
     pairs = [(p.detach(), right[name]) for name, p in layers.named_parameters()]
     differ = sum((a != b).sum().item() for a, b in pairs)

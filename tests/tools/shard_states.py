@@ -6,6 +6,7 @@ Losses, weights and all states of four ranks are compared bit by bit, gradient n
 their squares are added in another order. Some ranks have nothing of a block to update.
 """
 
+from functools import partial
 from unittest import mock
 
 import flashoptim.optimizers
@@ -34,7 +35,9 @@ def network(shard_states):
     module = toy_module().bfloat16()
     torch.manual_seed(0)
     module[2] = torch.nn.Linear(5, 100, dtype=torch.bfloat16)  # several ranks share its weight
-    with mock.patch("torch.cuda.is_available", lambda: True):
+    flat = partial(flat_weights.FlatWeights, direct=100)  # weights by themselves, biases together
+    cuda = mock.patch("torch.cuda.is_available", lambda: True)
+    with cuda, mock.patch.object(flat_weights, "FlatWeights", flat):
         return strategy.network_class(engine, module, "toy", strategy=strategy)
 
 
