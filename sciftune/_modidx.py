@@ -186,6 +186,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'sciftune.core.ownership._lasting_holder': ( '1_core/ownership.html#_lasting_holder',
                                                                                       'sciftune/core/ownership.py'),
                                          'sciftune.core.ownership._signs': ('1_core/ownership.html#_signs', 'sciftune/core/ownership.py'),
+                                         'sciftune.core.ownership.end_process': ( '1_core/ownership.html#end_process',
+                                                                                  'sciftune/core/ownership.py'),
                                          'sciftune.core.ownership.end_with_parent': ( '1_core/ownership.html#end_with_parent',
                                                                                       'sciftune/core/ownership.py'),
                                          'sciftune.core.ownership.folder_owner': ( '1_core/ownership.html#folder_owner',

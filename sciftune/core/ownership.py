@@ -11,6 +11,7 @@ __all__ = [
     "RELEASED_AFTER",
     "is_orphan",
     "end_with_parent",
+    "end_process",
     "FolderInUseError",
     "Owner",
     "read_owner",
@@ -71,6 +72,20 @@ def end_with_parent(
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if is_orphan(parent):
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+# %% ../../nbs/1_core/07_ownership.ipynb #endproc2
+def end_process(
+    code: int,  # Exit code
+) -> None:
+    """Flush, and end without taking the interpreter down; does not return.
+
+    Args:
+        code: Exit code
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 # %% ../../nbs/1_core/07_ownership.ipynb #f68168eb

@@ -5,10 +5,12 @@
 # %% ../../nbs/6_planner/05_plan.ipynb #ed47bb7b
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
 if __name__ == "__main__" and "__file__" in globals():
+    gc.disable()  # until all is imported: nothing to collect there
     _stderr = os.dup(2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
@@ -61,6 +63,7 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
+from ..core.ownership import end_process
 from ..core.plan import Plan, PlanRow
 from ..core.processes import world_size
 from ..core.recipe import Recipe, RecipeError, check_cuda_graphs, epochs_line
@@ -920,4 +923,5 @@ def main(
 # %% ../../nbs/6_planner/05_plan.ipynb #46d0ad92
 if __name__ == "__main__" and "__file__" in globals():
     os.dup2(_stderr, 2)
-    sys.exit(main(sys.argv[1:]))
+    gc.enable()
+    end_process(main(sys.argv[1:]))

@@ -6,10 +6,15 @@
 __all__ = ["check_checkpoint_data", "compare_data"]
 
 # %% ../../nbs/7_training/15_resumption.ipynb #c23b0159
+import gc
 import sys
 from pathlib import Path
 
+if __name__ == "__main__" and "__file__" in globals():
+    gc.disable()  # until all is imported: nothing to collect there
+
 from ..core.checkpoint_folders import check_same_run, checkpoint_info
+from ..core.ownership import end_process
 from ..core.recipe import Recipe, RecipeError
 from ..core.secrets import load_secrets, mask_output
 from ..data.images import DataError
@@ -54,4 +59,5 @@ def compare_data(
 
 # %% ../../nbs/7_training/15_resumption.ipynb #36657c25
 if __name__ == "__main__" and "__file__" in globals():
-    sys.exit(compare_data(sys.argv[1:]))
+    gc.enable()
+    end_process(compare_data(sys.argv[1:]))

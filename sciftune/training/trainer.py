@@ -21,7 +21,12 @@ import gc
 import os
 import sys
 
-from ..core.ownership import FolderInUseError, end_with_parent, owned_by_rank_0
+from sciftune.core.ownership import (
+    FolderInUseError,
+    end_process,
+    end_with_parent,
+    owned_by_rank_0,
+)
 from .timeline import Timeline, launch_summary, read_ahead
 
 if __name__ == "__main__" and "__file__" in globals():
@@ -627,11 +632,8 @@ def run_rank(
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     if len(arguments) != 1:
         print("usage: accelerate launch -m sciftune.training.trainer RECIPE.yaml", file=sys.stderr)
-        os._exit(2)
-    code = _exit_code(arguments[0])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # interpreter teardown with live process groups aborts now and then
+        end_process(2)
+    end_process(_exit_code(arguments[0]))
 
 
 def _exit_code(recipe_file: str) -> int:
