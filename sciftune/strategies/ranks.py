@@ -11,6 +11,7 @@ __all__ = [
     "toy_loss",
     "toy_training",
     "joined",
+    "JointAdamW",
 ]
 
 # %% ../../nbs/5_strategies/18_ranks.ipynb #a130e168
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 
 from ..core.recipe import resolve
 from .engine import Engine
+from .optimizers import ReleasedAdamW
 
 
 # %% ../../nbs/5_strategies/18_ranks.ipynb #0aafbfcf
@@ -216,3 +218,36 @@ def joined(
     for start, values in parts:
         whole[start : start + len(values)] = values
     return whole
+
+
+# %% ../../nbs/5_strategies/18_ranks.ipynb #toyadam2
+class JointAdamW(ReleasedAdamW):
+    """AdamW that is given several parameters at once, and updates one after the other."""
+
+    def joins(
+        self,
+        device: torch.device,  # Of the parameters
+    ) -> bool:
+        """On any device.
+
+        Args:
+            device: Of the parameters
+        """
+        return True
+
+    def step_params(
+        self,
+        params: list,  # Of one group
+        gradients: list,  # Theirs
+        group: dict,
+    ):
+        """Update `params`.
+
+        Args:
+            params: Of one group
+            gradients: Theirs
+        """
+        for parameter, gradient in zip(params, gradients, strict=True):
+            parameter.grad = gradient
+            self.step_param(parameter, group)
+            parameter.grad = None

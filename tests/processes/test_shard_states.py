@@ -9,7 +9,7 @@ import torch
 
 from sciftune.core.rundir import RunDir
 from sciftune.strategies import ddp, network
-from sciftune.strategies.optimizers import ReleasedAdamW
+from sciftune.strategies.ranks import JointAdamW
 
 BASE = dict(
     model="qwenimage",
@@ -28,21 +28,6 @@ BASE = dict(
 SHARDS = dict(strategy="ddp", num_processes=3, shard_states=True)
 
 
-class Joined(ReleasedAdamW):
-    "Updates several parameters when it is asked to."
-
-    def joins(self, device):
-        "Always."
-        return True
-
-    def step_params(self, params, gradients, group):
-        "One after the other."
-        for parameter, gradient in zip(params, gradients, strict=True):
-            parameter.grad = gradient
-            self.step_param(parameter, group)
-            parameter.grad = None
-
-
 @pytest.fixture
 def released(monkeypatch):
     "ddp updates during backward, on CPUs too."
@@ -51,7 +36,7 @@ def released(monkeypatch):
     def built(params, recipe, kind, cuda):
         if recipe.strategy != "ddp":
             return build(params, recipe, kind, cuda)
-        return Joined(params, lr=recipe.learning_rate, foreach=False, fused=False)
+        return JointAdamW(params, lr=recipe.learning_rate, foreach=False, fused=False)
 
     monkeypatch.setattr(network, "build_optimizer", built)
     monkeypatch.setattr(ddp.DDP, "releases_gradients", property(lambda self: True))
