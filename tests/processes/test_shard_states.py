@@ -42,9 +42,9 @@ def released(monkeypatch):
     monkeypatch.setattr(ddp.DDP, "releases_gradients", property(lambda self: True))
 
 
-def close(run, other, first=1):
-    "Compare losses, norms and held-out losses from a step on."
-    for name in ("loss", "grad_norm", "held_out"):
+def close(run, other, first=1, names=("loss", "grad_norm", "held_out")):
+    "Compare what was recorded from a step on."
+    for name in names:
         values, others = (
             {row["step"]: row[name] for row in r.read_metrics() if row.get(name) is not None}
             for r in (run, other)
@@ -67,3 +67,13 @@ def test_states_in_shards_train_and_resume_as_one_process(tmp_path):
     middle = dict(resume=str(shards.checkpoints / "step_000003"))
     forked.train(back, **BASE | dict(strategy="fsdp", num_processes=3) | middle)
     close(back, single, 4)
+
+
+@pytest.mark.usefixtures("released")
+def test_several_networks_train_as_in_one_process(tmp_path):
+    single, shards = (RunDir(tmp_path / name) for name in ("single", "shards"))
+    unlike = dict(model="sd15", objective="dmd2", steps=4, checkpoint_steps=0, validation_steps=0)
+    several = BASE | unlike | dict(ema_decay=0.0)
+    forked.train(single, **several)
+    forked.train(shards, **several | SHARDS)
+    close(shards, single, names=("loss", "grad_norm"))
