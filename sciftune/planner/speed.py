@@ -189,9 +189,12 @@ def _compute_seconds(
 def _updated_bytes(profile: Profile, strategy: Strategy, checkpointed: int) -> float:
     """What is stored and changes with an update."""
     stored = Ledger(profile, strategy, checkpointed).stored_on_gpu()
-    parameters, _ = stored.pop("parameters"), stored.pop("frozen", 0)
-    part = profile.trained * strategy.trained_itemsize / strategy.shards  # others change the rest
-    return sum(stored.values()) + min(parameters * profile.trained / profile.numel, part)
+    here = stored.pop("parameters") * profile.trained / profile.numel
+    stored.pop("frozen", 0)
+    part = (
+        profile.trained * strategy.trained_itemsize / strategy.shards
+    )  # other ranks change others
+    return sum(stored.values()) + min(here, part)  # less is here where parameters are on the host
 
 
 def _context_seconds(

@@ -250,7 +250,6 @@ class SharedUpdates(ReplicatedNetwork):
             steps: That the optimizer has taken
         """
         super().finish_write(steps)
-        self.sums.wait()
         self.sums.gather()
 
 
@@ -267,7 +266,8 @@ class DDPCosts(Costs):
     def summed(self) -> float:
         """Bytes of memory of a number while it is summed: sent, and received.
 
-        With `shard_states` they are copies of gradients, which wait until then.
+        With `shard_states` they are copies of gradients, which wait until then; those of large
+        parameters are not copied, and counted as if they were.
         """
         strategy = self.strategy
         copied = 1 + 1 / strategy.shards if self.recipe.shard_states else 0

@@ -4,10 +4,9 @@
 
 # %% auto #0
 __all__ = [
-    "TERMS",
     "ALIGNED",
-    "DIRECT",
-    "add_terms",
+    "LARGE",
+    "add_rows",
     "exchanged_sum",
     "beside",
     "gather_parts",
@@ -19,55 +18,36 @@ __all__ = [
 import contextlib
 import math
 from collections.abc import Callable
-from itertools import accumulate, chain
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
-import triton
-import triton.language as tl
 from torch import Tensor, nn
 
 from .gradient_release import RankSums
 from .network import Range
 
+
 # %% ../../nbs/5_strategies/24_flat_weights.ipynb #flatw031
-TERMS = 4096  # numbers of a program
-
-
-@triton.jit
-def _add_kernel(terms_ptr, out_ptr, count, divisor, ranks: tl.constexpr, size: tl.constexpr):
-    """Some columns, added in the order of ranks."""
-    at = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
-    inside = at < count
-    total = tl.zeros((size,), tl.float32)
-    for _ in tl.static_range(ranks):
-        total += tl.load(terms_ptr + at, inside, 0.0).to(tl.float32)
-        at += count
-    at -= count * ranks
-    mean = tl.div_rn(total, divisor)
-    tl.store(out_ptr + at, mean.to(out_ptr.dtype.element_ty), inside)
-
-
-def add_terms(
-    terms: Tensor,  # (ranks,N), rows one behind the other
+def add_rows(
+    rows: Tensor,  # (ranks,N), contiguous
     out: Tensor,  # (N,), written
     mean: bool = False,  # Divide by the ranks
 ):
-    """Add rows in fp32 and round once; on a GPU by one pass over memory.
+    """Add rows in fp32 and round once.
 
     Args:
-        terms: (ranks,N), rows one behind the other
+        rows: (ranks,N), contiguous
         out: (N,), written
         mean: Divide by the ranks
     """
-    ranks, count = terms.shape
-    if terms.is_cuda:
-        _add_kernel[(triton.cdiv(count, TERMS),)](
-            terms, out, count, float(ranks if mean else 1), ranks, TERMS, num_warps=8
-        )
+    if rows.is_cuda:
+        from sciftune.strategies.sum_kernel import launch_sum
+
+        launch_sum(rows, out, float(len(rows) if mean else 1))
     else:
         add = torch.mean if mean else torch.sum
-        add(terms, 0, out=out)
+        add(rows, 0, out=out)
 
 
 # %% ../../nbs/5_strategies/24_flat_weights.ipynb #flatw006
@@ -87,7 +67,7 @@ def exchanged_sum(
     """
     terms = torch.empty_like(numbers)
     dist.all_to_all_single(terms, numbers, group=group)
-    add_terms(terms.view(dist.get_world_size(group), -1), out, mean)
+    add_rows(terms.view(dist.get_world_size(group), -1), out, mean)
 
 
 # %% ../../nbs/5_strategies/24_flat_weights.ipynb #flatw021
@@ -122,7 +102,6 @@ def gather_parts(
 
 # %% ../../nbs/5_strategies/24_flat_weights.ipynb #flatw010
 ALIGNED = 64  # elements, at a multiple of which parameters and parts begin
-DIRECT = 2**26  # bytes, from which a gradient is sent from where it is
 
 
 class FlatWeights:
@@ -132,7 +111,6 @@ class FlatWeights:
         parameters: By name; of one type and device
         rank: Of this process, which updates that part
         world: Parts
-        direct: Bytes, from which a gradient is sent from where it is
     """
 
     def __init__(
@@ -140,92 +118,62 @@ class FlatWeights:
         parameters: dict[str, nn.Parameter],  # By name; of one type and device
         rank: int,  # Of this process, which updates that part
         world: int,  # Parts
-        direct: int = DIRECT,  # Bytes, from which a gradient is sent from where it is
     ):
-        large = [name for name, p in parameters.items() if p.numel() * p.itemsize >= direct]
-        small = [name for name in parameters if name not in large]
-        names = small + large
-        sizes = [ALIGNED * math.ceil(parameters[name].numel() / ALIGNED) for name in names]
+        sizes = [ALIGNED * math.ceil(p.numel() / ALIGNED) for p in parameters.values()]
         *starts, total = accumulate(sizes, initial=0)
         count = ALIGNED * math.ceil(total / (ALIGNED * world))
-        begin = count * rank
-        self.rank, self.world = rank, world
+        begin, end = count * rank, count * (rank + 1)
         self.whole = next(iter(parameters.values())).detach().new_zeros(count * world)
-        self.part = self.whole[begin : begin + count]
+        self.part = self.whole[begin:end]
         self.places = {}  # name -> where it is in the whole
         self.pieces = {}  # name -> what this rank updates of it, for the optimizer
         self.ranges = {}  # name -> the same as a Range
         self.within = {}  # name -> where that is in this rank's part
-        for name, start in zip(names, starts, strict=True):
-            parameter = parameters[name]
-            place = slice(start, start + parameter.numel())
-            self.places[name] = place
-            self.whole[place].copy_(parameter.detach().flatten())
-            parameter.data = self.whole[place].view(parameter.shape)
-            first, last = self._of_part(place, rank)
+        for (name, parameter), start in zip(parameters.items(), starts, strict=True):
+            stop = start + parameter.numel()
+            self.places[name] = slice(start, stop)
+            self.whole[start:stop].copy_(parameter.detach().flatten())
+            parameter.data = self.whole[start:stop].view(parameter.shape)
+            first = min(max(start, begin), stop)
+            last = max(first, min(stop, end))
             self.pieces[name] = nn.Parameter(self.whole[first:last])
             self.ranges[name] = Range(name, tuple(parameter.shape), first - start, last - first)
             self.within[name] = slice(first - begin, last - begin)
-        self.sent = [([name], self.places[name]) for name in large]  # each by itself
-        if small:
-            self.sent.append((small, slice(0, self.places[small[-1]].stop)))
-
-    def _of_part(self, place: slice, rank: int) -> tuple[int, int]:
-        """What of a place is in the part of a rank: first, and behind the last."""
-        begin = len(self.part) * rank
-        first = min(max(place.start, begin), place.stop)
-        return first, max(first, min(place.stop, begin + len(self.part)))
 
     def summed(
         self,
         gradients: dict[str, Tensor],  # Of some of the parameters, any shapes
         dtype: torch.dtype,  # In which they travel
-        exchanges: bool,  # As by `exchanged_sum`, not by a reduce-scatter
+        exchanges: bool,  # By `exchanged_sum`, not by a reduce-scatter
     ) -> tuple[list[nn.Parameter], list[Tensor]]:
         """This rank's pieces that are not empty, and their gradients, added over all ranks.
 
         Args:
             gradients: Of some of the parameters, any shapes
             dtype: In which they travel
-            exchanges: As by `exchanged_sum`, not by a reduce-scatter
+            exchanges: By `exchanged_sum`, not by a reduce-scatter
         """
+        numbers = self._flattened(gradients, dtype)
         total = torch.empty_like(self.part, dtype=dtype)
         if exchanges:
-            for names, place in self.sent:
-                self._exchange(self._flat(names, place, gradients, dtype), place, total)
+            exchanged_sum(numbers, total)
         else:
-            numbers = self._flat([*self.places], slice(0, len(self.whole)), gradients, dtype)
             getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(total, numbers)
         total = total.to(self.whole.dtype)
         mine = [name for name in gradients if self.ranges[name].count]
         return [self.pieces[name] for name in mine], [total[self.within[name]] for name in mine]
 
-    def _flat(
-        self, names: list[str], place: slice, gradients: dict[str, Tensor], dtype: torch.dtype
-    ) -> Tensor:
-        """The gradients of a place of the whole; a single one is not copied."""
-        given = {name: gradients[name] for name in names if name in gradients}
-        size = place.stop - place.start
-        if len(names) == len(given) == 1 and given[names[0]].numel() == size:
-            return given[names[0]].flatten().to(dtype)
-        numbers = self.whole.new_empty(size, dtype=dtype)
-        if len(given) < len(names):
+    def _flattened(self, gradients: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """Gradients where the weights are in the whole; one that fills it is not copied."""
+        first = next(iter(gradients.values()), None)
+        if first is not None and first.numel() == len(self.whole):
+            return first.flatten().to(dtype)
+        numbers = torch.empty_like(self.whole, dtype=dtype)
+        if len(gradients) < len(self.places):
             numbers.zero_()  # another rank may have those that are missing here
-        for name, gradient in given.items():
-            there = self.places[name]
-            numbers[there.start - place.start : there.stop - place.start] = gradient.flatten()
+        for name, gradient in gradients.items():
+            numbers[self.places[name]].copy_(gradient.flatten())
         return numbers
-
-    def _exchange(self, numbers: Tensor, place: slice, total: Tensor):
-        """Each rank gets what is of its part, from all, and adds it."""
-        cuts = [self._of_part(place, rank) for rank in range(self.world)]
-        counts = [last - first for first, last in cuts]
-        mine = counts[self.rank]
-        start = cuts[self.rank][0] - len(self.part) * self.rank
-        terms = numbers.new_empty(self.world * mine)
-        dist.all_to_all_single(terms, numbers, [mine] * self.world, counts)
-        if mine:
-            add_terms(terms.view(self.world, mine), total[start : start + mine])
 
     def gather(self):
         """Every rank gets the parts of all."""
@@ -233,6 +181,9 @@ class FlatWeights:
 
 
 # %% ../../nbs/5_strategies/24_flat_weights.ipynb #flatw016
+LARGE = 2**26  # bytes: a parameter that is alone in its tensor
+
+
 class FlatSums(RankSums):
     """Sums of which each rank takes the part that it updates.
 
@@ -243,7 +194,8 @@ class FlatSums(RankSums):
         world: All processes
         dtype: In which gradients travel
         exchanges: By `exchanged_sum`
-        stream: Of sums and gathers; None on a CPU
+        stream: Of sums, updates and gathers; None on a CPU
+        large: Bytes of a parameter that is alone in its tensor
     """
 
     def __init__(
@@ -254,20 +206,25 @@ class FlatSums(RankSums):
         world: int,  # All processes
         dtype: torch.dtype,  # In which gradients travel
         exchanges: bool,  # By `exchanged_sum`
-        stream: torch.cuda.Stream | None,  # Of sums and gathers; None on a CPU
+        stream: torch.cuda.Stream | None,  # Of sums, updates and gathers; None on a CPU
+        large: int = LARGE,  # Bytes of a parameter that is alone in its tensor
     ):
         self.dtype, self.exchanges, self.stream = dtype, exchanges, stream
         self.flats = {}  # name of a parameter -> its FlatWeights
+        self.together = {}  # name of a parameter -> every FlatWeights of its block
         self.names = names
         for block in blocks:
-            new = {}  # type -> name -> parameter
+            new = {}  # what is in one tensor -> name -> parameter
             for parameter in block.parameters():
                 name = names.get(id(parameter))
                 if name and name not in self.flats:
-                    new.setdefault(parameter.dtype, {})[name] = parameter
-            for parameters in new.values():
-                flat = FlatWeights(parameters, rank, world)
-                self.flats |= dict.fromkeys(parameters, flat)
+                    alone = parameter.numel() * parameter.itemsize >= large
+                    kind = name if alone else parameter.dtype
+                    new.setdefault(kind, {})[name] = parameter
+            flats = [FlatWeights(parameters, rank, world) for parameters in new.values()]
+            for flat in flats:
+                self.flats |= dict.fromkeys(flat.places, flat)
+                self.together |= dict.fromkeys(flat.places, flats)
 
     def piece(
         self,
@@ -287,7 +244,7 @@ class FlatSums(RankSums):
         gradients: list,  # Theirs
         update: Callable,  # (pieces, sums), updates them
     ) -> Callable[[], Callable]:  # Waits until gradients were read; nothing is left to be done
-        """Begin to sum, update and gather.
+        """Begin to sum, update and gather, for the whole block: ranks may lack different ones.
 
         Args:
             params: Of the module
@@ -297,16 +254,18 @@ class FlatSums(RankSums):
         Returns:
             Waits until gradients were read; nothing is left to be done
         """
-        given = {}  # FlatWeights -> name -> gradient
-        for parameter, gradient in zip(params, gradients, strict=True):
-            name = self.names[id(parameter)]
-            given.setdefault(self.flats[name], {})[name] = gradient
+        given = {self.names[id(p)]: g for p, g in zip(params, gradients, strict=True)}
+        flats = dict.fromkeys(flat for name in given for flat in self.together[name])
         with beside(self.stream):
-            parts = [flat.summed(some, self.dtype, self.exchanges) for flat, some in given.items()]
+            pieces, sums = [], []
+            for flat in flats:
+                some = {name: given[name] for name in flat.places if name in given}
+                mine, totals = flat.summed(some, self.dtype, self.exchanges)
+                pieces += mine
+                sums += totals
             read = self.stream.record_event() if self.stream else None
-            pieces, sums = zip(*parts, strict=True)
-            update(list(chain(*pieces)), list(chain(*sums)))
-            for flat in given:
+            update(pieces, sums)
+            for flat in flats:
                 flat.gather()
 
         def wait() -> Callable[[], None]:

@@ -110,7 +110,7 @@ class RankSums:
         gradients: list,  # Theirs
         update: Callable,  # (pieces, sums), updates them
     ) -> Callable[[], Callable]:  # Waits; gives what then is left to be done
-        """Begin to sum; call what this gives before the next begins, and what that gives after.
+        """Begin to sum. Gives `wait`: call it before the next `start`, and what it gives after.
 
         Args:
             params: Of the module
@@ -245,11 +245,14 @@ class GradientRelease:
             self._complete(unit)
             unit.came = 0
         self._take_summed()()
+        if self.sums:
+            self.sums.wait()
 
     def forget(self):
         """Drop what waits from a backward pass that did not end.
 
-        The weights become those of a checkpoint.
+        The weights become those of a checkpoint. What a subclass of `RankSums` has begun to update
+        is updated.
         """
         self._take_summed()  # waits, since a sum that is on its way writes into its memory
         if self.sums:
@@ -272,8 +275,6 @@ class GradientRelease:
         for unit in self.units:
             unit.due = unit.came or unit.due
         self._update_waiting()
-        if self.sums:
-            self.sums.wait()
         squares = self.squares if self.measure else self.optimizer.take_squares()
         if group is not None:
             torch.distributed.all_reduce(squares, group=group)

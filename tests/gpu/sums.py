@@ -5,8 +5,8 @@
 A stack of wide linear layers, kept gathered, forward and backward. One line for each way: exchange
 (`AllToAllReduceScatter`), torch's reduce-scatter in fp32 and in bf16, and nothing summed (what the
 products take by themselves). It says the median milliseconds of a step and the share of gradients
-that differ from fp32 sums. The same for ddp's `shard_states`, with an optimizer that changes
-nothing. Then ddp's exchanged sums, many behind each other, and the updates of `shard_states`.
+that differ from fp32 sums. Then the milliseconds of ddp's `shard_states`, with an optimizer that
+changes nothing, ddp's exchanged sums, many behind each other, and the updates of `shard_states`.
 --tiny: small, over gloo on CPUs.
 """
 
@@ -96,7 +96,6 @@ def time_shards(x, layers, steps):
         began = time.perf_counter()
         model(x).float().square().mean().backward()
         release.finish()
-        sums.wait()
         if x.is_cuda:
             torch.cuda.synchronize()
         spent.append(time.perf_counter() - began)
@@ -137,10 +136,17 @@ def updates_beside_products(device, width, turns=12):
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     kind = dict(dtype=torch.bfloat16, device=device)
-    layers = nn.ModuleList([nn.Linear(width, width // 4 + i, **kind) for i in range(turns)])
+    layers = [
+        nn.Sequential(
+            nn.Linear(width, width // 4 + i, **kind), nn.Linear(width // 4 + i, 64, **kind)
+        )
+        for i in range(turns)
+    ]
+    layers = nn.ModuleList(layers)
     names = {id(p): name for name, p in layers.named_parameters()}
     right = {name: p.detach().clone() for name, p in layers.named_parameters()}
-    sums = FlatSums([*layers, layers], names, rank, world, torch.bfloat16, True, stream)
+    large = width * width // 4  # bytes: each first weight is alone in its tensor
+    sums = FlatSums([*layers, layers], names, rank, world, torch.bfloat16, True, stream, large)
     random = torch.Generator(device).manual_seed(rank)
     square = torch.randn(width, width, generator=random, device=device).bfloat16()
 

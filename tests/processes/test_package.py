@@ -80,3 +80,11 @@ print(sorted({"torch", "matplotlib", "papermill"} & sys.modules.keys()))
     assert r.returncode == 0 and r.stdout.endswith("[]\n"), r.stderr
     listed = {line.split()[0] for line in r.stdout.splitlines() if line.startswith("  ")}
     assert Recipe.model_fields.keys() <= listed
+
+
+def test_the_planner_does_without_triton(python):
+    blocked = "import sys; sys.modules['triton'] = None\n"
+    code = "from sciftune.planner.plan import engine_variants; print(len(engine_variants(2)))"
+    r = python("-c", blocked + code)
+    assert r.returncode == 0, r.stderr
+    assert int(r.stdout.split()[-1]) > 10

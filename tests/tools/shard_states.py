@@ -13,7 +13,7 @@ import flashoptim.optimizers
 import torch
 
 from sciftune.core.recipe import resolve
-from sciftune.strategies import flat_weights
+from sciftune.strategies import ddp, flat_weights, sum_kernel
 from sciftune.strategies.ddp import DDP
 from sciftune.strategies.engine import Engine
 from sciftune.strategies.network import STATES
@@ -34,10 +34,10 @@ def network(shard_states):
     strategy = DDP(recipe, RANKS, policy_for(recipe, True), False)
     module = toy_module().bfloat16()
     torch.manual_seed(0)
-    module[2] = torch.nn.Linear(5, 100, dtype=torch.bfloat16)  # several ranks share its weight
-    flat = partial(flat_weights.FlatWeights, direct=100)  # weights by themselves, biases together
+    module[2] = torch.nn.Linear(5, 256, dtype=torch.bfloat16)  # alone in its tensor, without a copy
+    sums = partial(flat_weights.FlatSums, large=100)
     cuda = mock.patch("torch.cuda.is_available", lambda: True)
-    with cuda, mock.patch.object(flat_weights, "FlatWeights", flat):
+    with cuda, mock.patch.object(ddp, "FlatSums", sums):
         return strategy.network_class(engine, module, "toy", strategy=strategy)
 
 
@@ -60,14 +60,14 @@ def training(shard_states):
 
 
 def the_kernel_adds_in_the_order_of_ranks():
-    "Rows that no program covers alone, with what follows them left as it is."
-    count = flat_weights.TERMS + 100
+    "More columns than a program has, and what stands behind the result stays as it is."
+    count = sum_kernel.ELEMENTS + 100
     for ranks, divisor in ((4, 1.0), (3, 3.0)):
-        terms = torch.randn(ranks, count).bfloat16()
+        rows = torch.randn(ranks, count).bfloat16()
         out = torch.ones(count + 1)  # bf16 would be cut off by the interpreter, not rounded
-        flat_weights._add_kernel[(2,)](terms, out, count, divisor, ranks, flat_weights.TERMS)
+        sum_kernel.launch_sum(rows, out, divisor)
         right = torch.zeros(count)
-        for row in terms:
+        for row in rows:
             right += row.float()
         assert torch.equal(out[:count], right / divisor) and out[count] == 1
 
