@@ -4822,8 +4822,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                     'sciftune/strategies/flat_weights.py'),
                                                   'sciftune.strategies.flat_weights.FlatWeights.__init__': ( '5_strategies/flat_weights.html#flatweights.__init__',
                                                                                                              'sciftune/strategies/flat_weights.py'),
-                                                  'sciftune.strategies.flat_weights.FlatWeights._flattened': ( '5_strategies/flat_weights.html#flatweights._flattened',
-                                                                                                               'sciftune/strategies/flat_weights.py'),
                                                   'sciftune.strategies.flat_weights.FlatWeights.gather': ( '5_strategies/flat_weights.html#flatweights.gather',
                                                                                                            'sciftune/strategies/flat_weights.py'),
                                                   'sciftune.strategies.flat_weights.FlatWeights.summed': ( '5_strategies/flat_weights.html#flatweights.summed',

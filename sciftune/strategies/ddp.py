@@ -266,8 +266,7 @@ class DDPCosts(Costs):
     def summed(self) -> float:
         """Bytes of memory of a number while it is summed: sent, and received.
 
-        With `shard_states` they are copies of gradients, which wait until then; those of large
-        parameters are not copied, and counted as if they were.
+        With `shard_states` they are copies of gradients, which wait until then.
         """
         strategy = self.strategy
         copied = 1 + 1 / strategy.shards if self.recipe.shard_states else 0

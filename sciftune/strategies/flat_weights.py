@@ -5,7 +5,6 @@
 # %% auto #0
 __all__ = [
     "ALIGNED",
-    "LARGE",
     "add_rows",
     "exchanged_sum",
     "beside",
@@ -153,7 +152,11 @@ class FlatWeights:
             dtype: In which they travel
             exchanges: By `exchanged_sum`, not by a reduce-scatter
         """
-        numbers = self._flattened(gradients, dtype)
+        numbers = torch.empty_like(self.whole, dtype=dtype)
+        if len(gradients) < len(self.places):
+            numbers.zero_()  # another rank may have those that are missing here
+        for name, gradient in gradients.items():
+            numbers[self.places[name]].copy_(gradient.flatten())
         total = torch.empty_like(self.part, dtype=dtype)
         if exchanges:
             exchanged_sum(numbers, total)
@@ -163,27 +166,12 @@ class FlatWeights:
         mine = [name for name in gradients if self.ranges[name].count]
         return [self.pieces[name] for name in mine], [total[self.within[name]] for name in mine]
 
-    def _flattened(self, gradients: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """Gradients where the weights are in the whole; one that fills it is not copied."""
-        first = next(iter(gradients.values()), None)
-        if first is not None and first.numel() == len(self.whole):
-            return first.flatten().to(dtype)
-        numbers = torch.empty_like(self.whole, dtype=dtype)
-        if len(gradients) < len(self.places):
-            numbers.zero_()  # another rank may have those that are missing here
-        for name, gradient in gradients.items():
-            numbers[self.places[name]].copy_(gradient.flatten())
-        return numbers
-
     def gather(self):
         """Every rank gets the parts of all."""
         gather_parts(self.whole, self.part)
 
 
 # %% ../../nbs/5_strategies/24_flat_weights.ipynb #flatw016
-LARGE = 2**26  # bytes: a parameter that is alone in its tensor
-
-
 class FlatSums(RankSums):
     """Sums of which each rank takes the part that it updates.
 
@@ -195,7 +183,6 @@ class FlatSums(RankSums):
         dtype: In which gradients travel
         exchanges: By `exchanged_sum`
         stream: Of sums, updates and gathers; None on a CPU
-        large: Bytes of a parameter that is alone in its tensor
     """
 
     def __init__(
@@ -207,24 +194,19 @@ class FlatSums(RankSums):
         dtype: torch.dtype,  # In which gradients travel
         exchanges: bool,  # By `exchanged_sum`
         stream: torch.cuda.Stream | None,  # Of sums, updates and gathers; None on a CPU
-        large: int = LARGE,  # Bytes of a parameter that is alone in its tensor
     ):
         self.dtype, self.exchanges, self.stream = dtype, exchanges, stream
         self.flats = {}  # name of a parameter -> its FlatWeights
-        self.together = {}  # name of a parameter -> every FlatWeights of its block
         self.names = names
         for block in blocks:
-            new = {}  # what is in one tensor -> name -> parameter
+            new = {}  # type -> name -> parameter
             for parameter in block.parameters():
                 name = names.get(id(parameter))
                 if name and name not in self.flats:
-                    alone = parameter.numel() * parameter.itemsize >= large
-                    kind = name if alone else parameter.dtype
-                    new.setdefault(kind, {})[name] = parameter
-            flats = [FlatWeights(parameters, rank, world) for parameters in new.values()]
-            for flat in flats:
-                self.flats |= dict.fromkeys(flat.places, flat)
-                self.together |= dict.fromkeys(flat.places, flats)
+                    new.setdefault(parameter.dtype, {})[name] = parameter
+            for parameters in new.values():
+                flat = FlatWeights(parameters, rank, world)
+                self.flats |= dict.fromkeys(parameters, flat)
 
     def piece(
         self,
@@ -244,7 +226,7 @@ class FlatSums(RankSums):
         gradients: list,  # Theirs
         update: Callable,  # (pieces, sums), updates them
     ) -> Callable[[], Callable]:  # Waits until gradients were read; nothing is left to be done
-        """Begin to sum, update and gather, for the whole block: ranks may lack different ones.
+        """Begin to sum, update and gather.
 
         Args:
             params: Of the module
@@ -254,18 +236,19 @@ class FlatSums(RankSums):
         Returns:
             Waits until gradients were read; nothing is left to be done
         """
-        given = {self.names[id(p)]: g for p, g in zip(params, gradients, strict=True)}
-        flats = dict.fromkeys(flat for name in given for flat in self.together[name])
+        given = {}  # FlatWeights -> name -> gradient
+        for parameter, gradient in zip(params, gradients, strict=True):
+            name = self.names[id(parameter)]
+            given.setdefault(self.flats[name], {})[name] = gradient
         with beside(self.stream):
             pieces, sums = [], []
-            for flat in flats:
-                some = {name: given[name] for name in flat.places if name in given}
+            for flat, some in given.items():
                 mine, totals = flat.summed(some, self.dtype, self.exchanges)
                 pieces += mine
                 sums += totals
             read = self.stream.record_event() if self.stream else None
             update(pieces, sums)
-            for flat in flats:
+            for flat in given:
                 flat.gather()
 
         def wait() -> Callable[[], None]:

@@ -145,8 +145,7 @@ def updates_beside_products(device, width, turns=12):
     layers = nn.ModuleList(layers)
     names = {id(p): name for name, p in layers.named_parameters()}
     right = {name: p.detach().clone() for name, p in layers.named_parameters()}
-    large = width * width // 4  # bytes: each first weight is alone in its tensor
-    sums = FlatSums([*layers, layers], names, rank, world, torch.bfloat16, True, stream, large)
+    sums = FlatSums([*layers, layers], names, rank, world, torch.bfloat16, True, stream)
     random = torch.Generator(device).manual_seed(rank)
     square = torch.randn(width, width, generator=random, device=device).bfloat16()
 

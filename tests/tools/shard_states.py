@@ -6,14 +6,13 @@ Losses, weights and all states of four ranks are compared bit by bit, gradient n
 their squares are added in another order. Some ranks have nothing of a block to update.
 """
 
-from functools import partial
 from unittest import mock
 
 import flashoptim.optimizers
 import torch
 
 from sciftune.core.recipe import resolve
-from sciftune.strategies import ddp, flat_weights, sum_kernel
+from sciftune.strategies import sum_kernel
 from sciftune.strategies.ddp import DDP
 from sciftune.strategies.engine import Engine
 from sciftune.strategies.network import STATES
@@ -34,10 +33,8 @@ def network(shard_states):
     strategy = DDP(recipe, RANKS, policy_for(recipe, True), False)
     module = toy_module().bfloat16()
     torch.manual_seed(0)
-    module[2] = torch.nn.Linear(5, 256, dtype=torch.bfloat16)  # alone in its tensor, without a copy
-    sums = partial(flat_weights.FlatSums, large=100)
-    cuda = mock.patch("torch.cuda.is_available", lambda: True)
-    with cuda, mock.patch.object(ddp, "FlatSums", sums):
+    module[2] = torch.nn.Linear(5, 100, dtype=torch.bfloat16)  # several ranks share its weight
+    with mock.patch("torch.cuda.is_available", lambda: True):
         return strategy.network_class(engine, module, "toy", strategy=strategy)
 
 
