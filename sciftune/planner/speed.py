@@ -191,9 +191,7 @@ def _updated_bytes(profile: Profile, strategy: Strategy, checkpointed: int) -> f
     stored = Ledger(profile, strategy, checkpointed).stored_on_gpu()
     here = stored.pop("parameters") * profile.trained / profile.numel
     stored.pop("frozen", 0)
-    part = (
-        profile.trained * strategy.trained_itemsize / strategy.shards
-    )  # other ranks change others
+    part = profile.trained * strategy.trained_itemsize / strategy.shards  # of this rank
     return sum(stored.values()) + min(here, part)  # less is here where parameters are on the host
 
 

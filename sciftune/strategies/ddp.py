@@ -266,7 +266,7 @@ class DDPCosts(Costs):
     def summed(self) -> float:
         """Bytes of memory of a number while it is summed: sent, and received.
 
-        With `shard_states` they are copies of gradients, which wait until then.
+        With `shard_states` also of the gradients, which wait until then, and of this rank's sums.
         """
         strategy = self.strategy
         copied = 1 + 1 / strategy.shards if self.recipe.shard_states else 0

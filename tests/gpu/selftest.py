@@ -674,16 +674,16 @@ def every_engine_trains_as_one_process():
     "On two GPUs where there are, else by one process; in bf16: losses and norms within 2 %."
     processes = min(2, torch.cuda.device_count())
     found = {}
-    for engine in ("single", "ddp", "ddp_shards", "fsdp", "zero2", "zero3"):
-        if engine == "ddp_shards" and processes == 1:
-            continue
+    engines = {name: dict(strategy=name) for name in ("single", "ddp", "fsdp", "zero2", "zero3")}
+    if processes > 1:
+        engines["ddp_shards"] = dict(strategy="ddp", shard_states=True)
+    for engine, fields in engines.items():
         count = 1 if engine == "single" else processes
         recipe = resolve(
             model="klein",
             run_root=str(WORK),
             name=engine,
-            **(dict(shard_states=True) if engine == "ddp_shards" else {}),
-            strategy=engine.removesuffix("_shards"),
+            **fields,
             num_processes=count,
             steps=4,
             micro_batch=2 // count,
