@@ -674,9 +674,8 @@ def every_engine_trains_as_one_process():
     "On two GPUs where there are, else by one process; in bf16: losses and norms within 2 %."
     processes = min(2, torch.cuda.device_count())
     found = {}
-    engines = {name: dict(strategy=name) for name in ("single", "ddp", "fsdp", "zero2", "zero3")}
-    if processes > 1:
-        engines["ddp_shards"] = dict(strategy="ddp", shard_states=True)
+    engines = dict(ddp_shards=dict(strategy="ddp", shard_states=True)) if processes > 1 else {}
+    engines |= {name: dict(strategy=name) for name in ("single", "ddp", "fsdp", "zero2", "zero3")}
     for engine, fields in engines.items():
         count = 1 if engine == "single" else processes
         recipe = resolve(
