@@ -66,7 +66,6 @@ RECORDS = [
         blocks=57,
         objectives=("flow",),
         usual_learning_rates=(5e-6, 5e-5),
-        float32_inputs=True,
         context_parallel=True,
         packing=True,
     )

@@ -54,7 +54,6 @@ RECORDS = [
         objectives=("flow",),
         usual_learning_rates=(5e-6, 5e-5),
         references=10,
-        float32_inputs=True,
         packing=True,
     )
 ]

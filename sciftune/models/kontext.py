@@ -32,7 +32,6 @@ RECORDS = [
         objectives=("flow",),
         usual_learning_rates=(5e-6, 5e-5),
         references=1,
-        float32_inputs=True,
         context_parallel=True,
         packing=True,
     )

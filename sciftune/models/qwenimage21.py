@@ -79,7 +79,6 @@ RECORDS = [
         usual_learning_rates=(1e-6, 1e-5),
         timestep_shifts=("none", "linear"),
         references=10,
-        float32_inputs=True,
         presets={  # sides are multiples of 32
             "local": {"bucket_step": 32},
             "cluster": {"bucket_step": 32},

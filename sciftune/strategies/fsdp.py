@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ..core.plan import Plan
 from ..core.recipe import Recipe, RecipeError
-from ..core.registry import StrategyRecord, find_record
+from ..core.registry import StrategyRecord
 from .costs import Costs, pinned_bytes
 from .flat_weights import exchanged_sum
 from .network import Network, Range
@@ -126,14 +126,12 @@ class ShardedNetwork(Network):
         plugin = self.engine.accelerator.state.fsdp_plugin
         offload = in_host_memory(plugin)
         config = self.shard_config(offload)
-        policy = config["mp_policy"]
-        if find_record("models", self.recipe.model).float32_inputs:
-            policy = replace(policy, cast_forward_inputs=False)
+        uncast = dict(mp_policy=replace(config["mp_policy"], cast_forward_inputs=False))
         units = plugin.transformer_cls_names_to_wrap or self.strategy.block_classes
         blocks = [m for m in self.raw.modules() if type(m).__name__ in set(units)]
         reshard = bool(plugin.reshard_after_forward)
         for block in blocks:
-            fully_shard(block, reshard_after_forward=reshard, **config | dict(mp_policy=policy))
+            fully_shard(block, reshard_after_forward=reshard, **config | uncast)
         self.module = fully_shard(self.raw, **config)
         if self.strategy.exchanges:
             for unit in (*blocks, self.module):
