@@ -83,6 +83,7 @@ import importlib.resources
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -1388,10 +1389,12 @@ def forkable():
 
 # %% ../../nbs/9_lab/02_launch.ipynb #2e523af0
 def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A port that nobody listens on now, and that no system gives to a connection by itself."""
+    while True:
+        port = 20_000 + secrets.randbelow(10_000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 # %% ../../nbs/9_lab/02_launch.ipynb #1221ae05

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 # %% auto #0
 __all__ = [
     "CONTRACTIONS",
+    "PLAIN",
     "FOUR_LEVELS",
     "FlashAttention",
     "tensors_in",
@@ -48,6 +49,7 @@ __all__ = [
     "LiveBytes",
     "OperationRecorder",
     "BatchLine",
+    "block_kind",
     "kept_bytes",
     "compiled_bytes",
     "peak_bytes",
@@ -313,6 +315,61 @@ class BatchLine:
         return cls(one, 2 * two - four, (four - two) / 2)
 
 
+# %% ../../nbs/6_planner/01_profile.ipynb #blkkind02
+PLAIN = (bool, int, float, str, torch.dtype, type(None))
+
+
+def _plain(value: object) -> object:
+    """Something that can be compared; of an object its type and what is plain in it."""
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, tuple | list):
+        return tuple(map(_plain, value))
+    own = getattr(value, "__dict__", {}).items()
+    name = getattr(value, "__qualname__", "")
+    return type(value), name, tuple((k, v) for k, v in own if isinstance(v, PLAIN))
+
+
+def _tensor_kind(tensor: torch.Tensor, order: dict[int, int]) -> tuple:
+    """Layout and type; `order` numbers storages, so that views of one storage differ from two."""
+    storage = tensor.untyped_storage()
+    number = order.setdefault(storage._cdata, len(order))
+    layout = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+    return layout, tensor.dtype, tensor.requires_grad, number, storage.nbytes()
+
+
+def block_kind(
+    module: nn.Module,
+    args: tuple,  # Its inputs
+    kwargs: dict,  # Its named inputs
+) -> tuple | None:  # None = an input is neither a tensor nor plain
+    """All that decides the bytes of a block: layers with their settings, weights, inputs.
+
+    Args:
+        args: Its inputs
+        kwargs: Its named inputs
+
+    Returns:
+        None = an input is neither a tensor nor plain
+    """
+    leaves, tree = tree_flatten((args, kwargs))
+    if not all(isinstance(leaf, (torch.Tensor, *PLAIN)) for leaf in leaves):
+        return None
+    order = {}
+    layers = tuple(
+        (name, type(m), tuple((k, _plain(v)) for k, v in vars(m).items() if k[0] != "_"))
+        for name, m in module.named_modules()
+    )
+    weights = (*module.named_parameters(), *module.named_buffers())
+    given = (_tensor_kind(x, order) if isinstance(x, torch.Tensor) else x for x in leaves)
+    return (
+        layers,
+        tuple((name, _tensor_kind(weight, order)) for name, weight in weights),
+        repr(tree),
+        tuple(given),
+    )
+
+
 # %% ../../nbs/6_planner/01_profile.ipynb #0f394431
 def kept_bytes(
     module: nn.Module,  # On meta
@@ -428,25 +485,34 @@ def peak_bytes(
     return dict(forward_peak=forward.peak, backward_peak=backward, adding_peak=adding)
 
 
+_MEASURED_BLOCKS = {}  # kind -> bytes, of this process: one session plans a model several times
+
+
 def block_bytes(
     module: nn.Module,  # On meta
     args: tuple,  # Its inputs, on meta
     kwargs: dict,  # Its named inputs, on meta
 ) -> dict[str, float]:
-    """Everything about one block: `kept_bytes` and `peak_bytes`.
+    """Everything about one block: `kept_bytes` and `peak_bytes`, once for each `block_kind`.
 
     Args:
         module: On meta
         args: Its inputs, on meta
         kwargs: Its named inputs, on meta
     """
+    kind = block_kind(module, args, kwargs)
+    if kind in _MEASURED_BLOCKS:
+        return dict(_MEASURED_BLOCKS[kind])
 
     def fresh(leaf: object) -> object:
         same = isinstance(leaf, torch.Tensor)
         return leaf.detach().requires_grad_(leaf.requires_grad) if same else leaf
 
     args, kwargs = tree_map(fresh, (args, kwargs))
-    return kept_bytes(module, args, kwargs) | peak_bytes(module, args, kwargs)
+    measured = kept_bytes(module, args, kwargs) | peak_bytes(module, args, kwargs)
+    if kind:
+        _MEASURED_BLOCKS[kind] = dict(measured)
+    return measured
 
 
 # %% ../../nbs/6_planner/01_profile.ipynb #967c8ea7

@@ -16,7 +16,7 @@ __all__ = [
 # %% ../../nbs/5_strategies/12_single.ipynb #78313f2a
 import contextlib
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 
 from torch import Tensor, nn
 
@@ -189,18 +189,19 @@ class StreamedCosts(Costs):
         tensors = list(self.model.trained_tensors)
         return offloaded_bytes(tensors, self.policy.optimizer, room, blocks)
 
+    @cached_property
     def _states(self) -> dict[str, float]:
         return self._states_within(self.strategy.room)
 
     def stored(self) -> dict[str, tuple[float, float]]:
         """Parameters and average as without it, states in two places."""
-        sizes, states = self.stored_sizes(), self._states()
+        sizes, states = self.stored_sizes(), self._states
         kept = {k: (sizes[k], 0.0) for k in ("parameters", "ema")}
         return kept | dict(optimizer=(states["gpu"], states["host"]))
 
     def resident_bytes(self) -> float:
         """States that never leave the GPU."""
-        return self._states()["resident"]
+        return self._states["resident"]
 
     def with_room(
         self,
@@ -240,7 +241,7 @@ class StreamedCosts(Costs):
             bus: Bytes/s between host and GPU, each way
         """
         forward = busy / (3 + checkpointed_share)
-        states = self._states()
+        states = self._states
         return waiting_seconds(states["host"], states["window"], forward, busy - forward, bus)
 
 
@@ -248,24 +249,28 @@ class StreamedCosts(Costs):
 class StreamedWeightsCosts(StreamedCosts):
     """A single GPU whose blocks' weights wait on the host as well."""
 
+    @cached_property
     def _block_bytes(self) -> list[float]:
         """Of the weights of each block that can be streamed."""
         return [float(self.weights * block.large) for block in self.model.blocks]
 
+    @cached_property
     def _weights_room(self) -> float:
         """Bytes that weights may take for good."""
         window = self._states_within(0.0)["gpu"]  # and the states that cannot be streamed
         return self.strategy.room - window
 
+    @cached_property
     def _weights(self) -> dict[str, float]:
-        return placed_weights(self._block_bytes(), self._weights_room())
+        return placed_weights(self._block_bytes, self._weights_room)
 
+    @cached_property
     def _states(self) -> dict[str, float]:
-        return self._states_within(self.strategy.room - self._weights()["resident"])
+        return self._states_within(self.strategy.room - self._weights["resident"])
 
     def stored(self) -> dict[str, tuple[float, float]]:
         """Parameters and states in two places each."""
-        weights, movable = self._weights(), sum(self._block_bytes())
+        weights, movable = self._weights, sum(self._block_bytes)
         outside = self.parameter_bytes() - movable
         return super().stored() | dict(parameters=(outside + weights["resident"], weights["host"]))
 
@@ -278,11 +283,11 @@ class StreamedWeightsCosts(StreamedCosts):
         Args:
             position: Block that backward is in; the number of blocks: end of forward
         """
-        return window_at(self._block_bytes(), self._weights_room(), position)
+        return window_at(self._block_bytes, self._weights_room, position)
 
     def resident_bytes(self) -> float:
         """Weights and states that could be streamed and never leave the GPU."""
-        return self._weights()["resident"] + self._states()["resident"]
+        return self._weights["resident"] + self._states["resident"]
 
     def loading_numel(self) -> int:
         """The whole model, and a block that is copied to page-locked memory."""
@@ -301,8 +306,8 @@ class StreamedWeightsCosts(StreamedCosts):
             bus: Bytes/s between host and GPU, each way
         """
         forward = busy / (3 + checkpointed_share)
-        weights = self._weights()["host"] / bus
-        states = self._states()["host"] / bus
+        weights = self._weights["host"] / bus
+        states = self._states["host"] / bus
         late = max(0.0, weights + states - (busy - forward))
         return max(0.0, weights - forward) + late
 

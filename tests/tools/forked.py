@@ -8,7 +8,6 @@ import gc
 import importlib
 import logging
 import os
-import socket
 import sys
 import time
 import warnings
@@ -24,6 +23,7 @@ from shared_figures import share_figures
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from sciftune.core.recipe import resolve
+from sciftune.lab.launch import free_port
 from sciftune.models.family import get_family
 from sciftune.strategies.launch_files import write_configs
 from sciftune.training import trainer
@@ -112,9 +112,7 @@ def start(run, recipe, sabotage=None):
     share_figures(recipe.run_root)
     run.path.mkdir(parents=True, exist_ok=True)
     write_configs(recipe, run)
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     ctx = mp.get_context("fork" if recipe.cpu else "spawn")
     world = max(recipe.num_processes, 1)
     ps = [
@@ -128,9 +126,7 @@ def start(run, recipe, sabotage=None):
 
 def fork(work, world):
     "Fork ranks that call `work`, as torchrun would start them; returns the processes."
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
 
     def rank(number):
         gc.freeze()
