@@ -1389,12 +1389,18 @@ def forkable():
 
 # %% ../../nbs/9_lab/02_launch.ipynb #2e523af0
 def free_port() -> int:
-    """A port that nobody listens on now, and that no system gives to a connection by itself."""
-    while True:
-        port = 20_000 + secrets.randbelow(10_000)
-        with socket.socket() as s, contextlib.suppress(OSError):
-            s.bind(("127.0.0.1", port))
-            return port
+    """A port that nobody listens on now, if possible below those that Linux gives to connections.
+
+    A port of a connection could be taken again before the caller listens on it.
+    """
+    with socket.socket() as s:
+        for _ in range(100):
+            port = 20_000 + secrets.randbelow(9_000)
+            with contextlib.suppress(OSError):
+                s.bind(("127.0.0.1", port))
+                return port
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 # %% ../../nbs/9_lab/02_launch.ipynb #1221ae05

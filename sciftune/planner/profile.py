@@ -325,6 +325,8 @@ def _plain(value: object) -> object:
         return value
     if isinstance(value, tuple | list):
         return tuple(map(_plain, value))
+    if isinstance(value, dict):
+        return tuple((key, _plain(held)) for key, held in value.items())
     own = getattr(value, "__dict__", {}).items()
     name = getattr(value, "__qualname__", "")
     return type(value), name, tuple((k, v) for k, v in own if isinstance(v, PLAIN))
@@ -363,6 +365,7 @@ def block_kind(
     weights = (*module.named_parameters(), *module.named_buffers())
     given = (_tensor_kind(x, order) if isinstance(x, torch.Tensor) else x for x in leaves)
     return (
+        torch.is_grad_enabled(),
         layers,
         tuple((name, _tensor_kind(weight, order)) for name, weight in weights),
         repr(tree),

@@ -65,9 +65,10 @@ SEEING = dict(model="qwenimage_edit", caption_dropout=0.3, text_tokens=64)
 
 
 OTHER_ENGINES = [  # all of them run with klein's references; the rest only when asked for
+    "ddp",
     "fsdp",
     "zero3",
-    *(pytest.param(engine, marks=pytest.mark.slow) for engine in ("ddp", "zero1", "zero2")),
+    *(pytest.param(engine, marks=pytest.mark.slow) for engine in ("zero1", "zero2")),
 ]
 
 
