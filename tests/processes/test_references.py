@@ -64,14 +64,6 @@ JOINT = dict(model="qwenimage21", caption_dropout=0.3, text_tokens=64, bucket_st
 SEEING = dict(model="qwenimage_edit", caption_dropout=0.3, text_tokens=64)
 
 
-OTHER_ENGINES = [  # all of them run with klein's references; the rest only when asked for
-    "ddp",
-    "fsdp",
-    "zero3",
-    *(pytest.param(engine, marks=pytest.mark.slow) for engine in ("zero1", "zero2")),
-]
-
-
 def go(root, name, **kw):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -178,7 +170,7 @@ def dev_pipeline(folder):
     return pipe
 
 
-@pytest.mark.parametrize("engine", OTHER_ENGINES)
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero1", "zero2", "zero3"])
 def test_two_processes_train_a_model_that_is_told_a_guidance(data, told, engine):
     rows = go(data, f"told-{engine}", num_processes=2, **TOLD | ENGINES[engine])
     assert_same(data, rows, told, (f"told-{engine}", "told"))
@@ -224,7 +216,7 @@ def edit_pipeline(folder):
     return pipe
 
 
-@pytest.mark.parametrize("engine", OTHER_ENGINES)
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero1", "zero2", "zero3"])
 def test_two_processes_train_where_captions_see_references(data, seeing, engine):
     name = f"seeing-{engine}"
     rows = go(data, name, num_processes=2, **SEEING | ENGINES[engine])
@@ -291,7 +283,7 @@ def joint(data):
     return go(data, "joint", export=True, **JOINT)
 
 
-@pytest.mark.parametrize("engine", OTHER_ENGINES)
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero1", "zero2", "zero3"])
 def test_two_processes_train_a_joint_sequence(data, joint, engine):
     rows = go(data, f"joint-{engine}", num_processes=2, **JOINT | ENGINES[engine])
     assert_same(data, rows, joint, (f"joint-{engine}", "joint"))
