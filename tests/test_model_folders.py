@@ -13,20 +13,10 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 
+from sciftune.core.registry import records
 from sciftune.models.family import get_family
 
 UNREAD = {"stand_in.json", "generation_config.json"}
-FAMILIES = (
-    "qwenimage",
-    "flux1",
-    "kontext",
-    "sdxl",
-    "sd15",
-    "zimage",
-    "klein",
-    "flux2_dev",
-    "bagel",
-)
 DAMAGES = {
     "removed": None,
     "emptied": lambda content: b"",
@@ -61,7 +51,7 @@ def in_byte_pairs(folder):
     (place / "merges.txt").write_text("\n".join(["#version: 0.2", *pairs, ""]))
 
 
-LAYOUTS = {name: (name, lambda folder: None) for name in FAMILIES}
+LAYOUTS = {name: (name, lambda folder: None) for name in records("models")}
 LAYOUTS["klein in two files"] = "klein", in_two_files
 LAYOUTS["sd15 with merges"] = "sd15", in_byte_pairs
 

@@ -6,6 +6,7 @@
 __all__ = [
     "VOCABULARIES",
     "TOKENIZER_OBJECTS",
+    "PROCESSOR_FILES",
     "pack",
     "unpack",
     "patchify",
@@ -28,6 +29,8 @@ __all__ = [
     "user_turn",
     "chat_text",
     "check_tokenizer_files",
+    "check_processor_files",
+    "load_image_processor",
     "read_words",
     "own_mean",
     "image_batch",
@@ -96,6 +99,7 @@ TOKENIZER_OBJECTS = (
     "special_tokens_map.json",
     "added_tokens.json",
 )  # Files of a tokenizer that hold an object
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")  # One of them is there
 
 
 # %% ../../nbs/4_models/02_family.ipynb #50e6af2a
@@ -585,6 +589,31 @@ def check_tokenizer_files(
         _check_merges(folder)
     for file in folder.glob("*.jinja"):
         read_words(file)
+
+
+def check_processor_files(
+    folder: Path,  # Of a processor of captions and images
+) -> None:
+    """Raise ValueError naming the file that is missing or damaged.
+
+    Args:
+        folder: Of a processor of captions and images
+    """
+    there = [folder / name for name in PROCESSOR_FILES if (folder / name).is_file()]
+    for file in there or [folder / PROCESSOR_FILES[0]]:
+        read_object(file)
+
+
+def load_image_processor(
+    folder: Path,  # Of a processor of captions and images
+) -> transformers.BaseImageProcessor:
+    """Return its image processor. Raises ValueError where a file is missing or damaged.
+
+    Args:
+        folder: Of a processor of captions and images
+    """
+    check_processor_files(folder)
+    return transformers.AutoImageProcessor.from_pretrained(folder, local_files_only=True)
 
 
 def read_words(
@@ -1101,13 +1130,15 @@ class Family(ABC):
             place = folder / name
             if not place.is_dir():
                 continue
-            if not name.startswith("tokenizer"):
-                read_object(place / "config.json")
-                if weights and Path(path).is_dir():
-                    weight_files(place)
-                continue
             with readable(place):
-                self.tokenized_text(self.load_tokenizer(place), "a caption")
+                if name.startswith("tokenizer"):
+                    self.tokenized_text(self.load_tokenizer(place), "a caption")
+                elif name.startswith("processor"):
+                    self.load_processor(place)
+                else:
+                    read_object(place / "config.json")
+                    if weights and Path(path).is_dir():
+                        weight_files(place)
         if (folder / "scheduler").is_dir():
             read_object(folder / "scheduler/scheduler_config.json")
 

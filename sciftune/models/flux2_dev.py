@@ -11,7 +11,6 @@ __all__ = [
     "MISTRAL_CHAT_TEMPLATE",
     "MISTRAL_LAYERS",
     "LANGUAGE_MODEL",
-    "PROCESSOR_FILES",
     "dev_turns",
     "mistral_tokenizer",
     "tokens_before_caption",
@@ -35,9 +34,16 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from torch import Tensor, nn
 
 from ..core.registry import FamilyRecord
-from .family import Encoders, GuidanceInput, chat_text, check_captions
+from sciftune.models.family import (
+    Encoders,
+    GuidanceInput,
+    chat_text,
+    check_captions,
+    check_processor_files,
+    load_image_processor,
+)
 from .flux2 import KLEIN_9B, TINY_KLEIN, Klein
-from .weights import load_text_encoder, read_object
+from .weights import load_text_encoder
 from ..toys import tiny
 
 # %% ../../nbs/4_models/14_flux2_dev.ipynb #f83334d5
@@ -298,9 +304,6 @@ class PixtralProcessor(transformers.ProcessorMixin):
 
 
 # %% ../../nbs/4_models/14_flux2_dev.ipynb #2c795560
-PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-
-
 class Flux2Dev(GuidanceInput, Klein):
     """FLUX.2-dev."""
 
@@ -342,15 +345,12 @@ class Flux2Dev(GuidanceInput, Klein):
 
     def load_tokenizer(self, folder: Path) -> transformers.PreTrainedTokenizerBase:
         """The tokenizer of the folder's processor; ValueError where diffusers would read none."""
-        there = [folder / name for name in PROCESSOR_FILES if (folder / name).is_file()]
-        for file in there or [folder / PROCESSOR_FILES[0]]:
-            read_object(file)
+        check_processor_files(folder)
         return super().load_tokenizer(folder)
 
     def load_processor(self, folder: Path) -> PixtralProcessor:
         """The folder's processor without its images, for a pipeline without torchvision."""
-        tokenizer = self.load_tokenizer(folder)
-        images = transformers.AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+        images, tokenizer = load_image_processor(folder), self.load_tokenizer(folder)
         return PixtralProcessor(images, tokenizer, chat_template=tokenizer.chat_template)
 
     def tokenized_text(self, tokenizer: transformers.PreTrainedTokenizerBase, caption: str) -> str:

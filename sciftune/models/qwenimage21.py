@@ -54,8 +54,10 @@ from sciftune.models.family import (
     Encoders,
     Family,
     build_scheduler,
+    chat_text,
     check_captions,
     compute_dtype,
+    load_image_processor,
     references_of,
 )
 from .qwenimage import latent_stats, pad_rows
@@ -667,11 +669,8 @@ class QwenImage21(Family):
 
     def load_processor(self, folder: Path) -> PictureProcessor:
         """The folder's image processor and tokenizer."""
-        files = ("preprocessor_config.json", "processor_config.json")
-        if not any((folder / file).is_file() for file in files):
-            raise ValueError(f"{folder} has no {files[0]}; copy it again")
-        images = transformers.AutoImageProcessor.from_pretrained(folder, local_files_only=True)
-        tokenizer = self.load_tokenizer(folder)
+        images, tokenizer = load_image_processor(folder), self.load_tokenizer(folder)
+        chat_text(tokenizer, [dict(role="system", content=[dict(type="text", text="a message")])])
         return PictureProcessor(images, tokenizer, chat_template=tokenizer.chat_template)
 
     def load_tokenizers(self, folder: str | Path) -> dict:

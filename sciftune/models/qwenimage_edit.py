@@ -29,7 +29,13 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ..core.registry import FamilyRecord
-from .family import Encoders, Family, check_captions, mmdit_flops
+from sciftune.models.family import (
+    Encoders,
+    Family,
+    check_captions,
+    load_image_processor,
+    mmdit_flops,
+)
 from sciftune.models.qwenimage import (
     QWEN_IMAGE,
     TINY_QWEN_IMAGE,
@@ -214,11 +220,7 @@ class QwenImageEdit(QwenImage):
 
     def load_processor(self, folder: Path) -> ImageTextProcessor:
         """The folder's image processor and tokenizer."""
-        files = ("preprocessor_config.json", "processor_config.json")
-        if not any((folder / file).is_file() for file in files):
-            raise ValueError(f"{folder} has no {files[0]}; copy it again")
-        images = transformers.AutoImageProcessor.from_pretrained(folder, local_files_only=True)
-        return ImageTextProcessor(images, self.load_tokenizer(folder))
+        return ImageTextProcessor(load_image_processor(folder), self.load_tokenizer(folder))
 
     def encode_captions(
         self, encoders: Encoders, captions: list[str], text_tokens: int = None
