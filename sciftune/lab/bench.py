@@ -20,6 +20,7 @@ __all__ = [
     "utilisation",
     "tokens_per_second",
     "compilations",
+    "edge_of_memory",
     "summarise_steps",
     "complaint",
     "settled_plan",
@@ -318,6 +319,33 @@ def compilations(
     return {"compiled_graphs": last, "recompilations": last - first}
 
 
+def edge_of_memory(
+    steps: list[dict],  # Training lines
+    skip: int,  # Steps in which memory is still taken from the device
+) -> dict[str, float]:  # Empty on a CPU
+    """Return what shows that a run is too close to the end of the card.
+
+    `retries` and `mapped_gib` are of the steps after the first `skip`: both are 0 where memory
+    suffices. `other_gib` is what the context, libraries and NCCL hold beside the allocator.
+
+    Args:
+        steps: Training lines
+        skip: Steps in which memory is still taken from the device
+
+    Returns:
+        Empty on a CPU
+    """
+    last = steps[-1]
+    if "allocator_retries" not in last:
+        return {}
+    first = steps[min(skip, len(steps)) - 1]
+    return {
+        "retries": last["allocator_retries"] - first["allocator_retries"],
+        "mapped_gib": last["memory_mapped_gib"] - first["memory_mapped_gib"],
+        "other_gib": max(row["memory_other_gib"] for row in steps),
+    }
+
+
 def summarise_steps(
     rows: list[dict],  # metrics.jsonl
     recipe: Recipe,
@@ -350,6 +378,7 @@ def summarise_steps(
         "loss": late[-1]["loss"],
     }
     summary |= medians(late, TIMES) | tokens_per_second(late, recipe, rate)
+    summary |= edge_of_memory(steps, skip)
     return summary | utilisation(late, recipe, recompute) | compilations(steps, skip)
 
 
@@ -616,6 +645,8 @@ BENCH_COLUMNS = {
     "step_time_spread": "±",
     "allocated_gib": "alloc",
     "reserved_gib": "reserved",
+    "other_gib": "other",
+    "retries": "retries",
     "mfu": "MFU",
     "hfu": "HFU",
     "forward_time": "fwd",

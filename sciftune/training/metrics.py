@@ -129,16 +129,22 @@ class Stopwatch:
 # %% ../../nbs/7_training/02_metrics.ipynb #c8cd1a4f
 def memory_now(
     device: torch.device,
-) -> dict:  # memory_allocated_gib, memory_reserved_gib
-    """Peak memory so far, in GiB.
+) -> dict:  # memory_allocated_gib and memory_reserved_gib; see above for a GPU's others
+    """Return the peak memory so far in GiB and, on a GPU, how near its end the run is.
 
     Returns:
-        memory_allocated_gib, memory_reserved_gib
+        memory_allocated_gib and memory_reserved_gib; see above for a GPU's others
     """
     if device.type == "cuda":
+        counted = torch.cuda.memory_stats(device)
+        free, whole = torch.cuda.mem_get_info(device)
+        other = whole - free - counted["reserved_bytes.all.current"]
         return dict(
-            memory_allocated_gib=torch.cuda.max_memory_allocated(device) / 2**30,
-            memory_reserved_gib=torch.cuda.max_memory_reserved(device) / 2**30,
+            memory_allocated_gib=counted["allocated_bytes.all.peak"] / 2**30,
+            memory_reserved_gib=counted["reserved_bytes.all.peak"] / 2**30,
+            memory_other_gib=other / 2**30,
+            memory_mapped_gib=counted["reserved_bytes.all.allocated"] / 2**30,
+            allocator_retries=counted["num_alloc_retries"],
         )
     import psutil
 
