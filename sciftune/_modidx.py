@@ -1195,6 +1195,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'sciftune.lab.bench.compilations': ('9_lab/bench.html#compilations', 'sciftune/lab/bench.py'),
                                     'sciftune.lab.bench.complaint': ('9_lab/bench.html#complaint', 'sciftune/lab/bench.py'),
                                     'sciftune.lab.bench.described': ('9_lab/bench.html#described', 'sciftune/lab/bench.py'),
+                                    'sciftune.lab.bench.edge_of_memory': ('9_lab/bench.html#edge_of_memory', 'sciftune/lab/bench.py'),
                                     'sciftune.lab.bench.end_family': ('9_lab/bench.html#end_family', 'sciftune/lab/bench.py'),
                                     'sciftune.lab.bench.keep_log': ('9_lab/bench.html#keep_log', 'sciftune/lab/bench.py'),
                                     'sciftune.lab.bench.measure_all': ('9_lab/bench.html#measure_all', 'sciftune/lab/bench.py'),
