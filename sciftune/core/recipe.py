@@ -752,6 +752,7 @@ def _check_name(field: str, name: Any):
 
 def resolve(
     here: Processes | None = None,  # Processes of a run that names no number; None = not known
+    earlier: Recipe | None = None,  # Of the run that is continued; it replaces the preset
     /,
     **params: Any,  # Recipe fields and foreign names; None = the preset's value
 ) -> Recipe:
@@ -759,19 +760,25 @@ def resolve(
 
     Args:
         here: Processes of a run that names no number; None = not known
+        earlier: Of the run that is continued; it replaces the preset
         **params: Recipe fields and foreign names; None = the preset's value
     """
     given = {k: v for k, v in params.items() if v is not None}
     for name in ("model", "preset", "objective"):
         _check_name(name, given.get(name, ""))
+    below = dict(earlier) if earlier else _preset_of(given)
+    _refuse_others_names(given, given.get("objective") or below["objective"])
+    given = _with_length(translated(given, below, foreign_names(), here))
+    return checked(below | given, weak=below.keys() - given.keys())
+
+
+def _preset_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of the preset that is named. Raises RecipeError where there is none."""
     model = given.get("model", "qwenimage")
     try:
-        preset = preset_values(model, given.get("preset", "tiny"), given.get("objective"))
+        return preset_values(model, given.get("preset", "tiny"), given.get("objective"))
     except (PresetError, RegistryError) as error:
         raise RecipeError(str(error)) from None
-    _refuse_others_names(given, given.get("objective") or preset["objective"])
-    given = _with_length(translated(given, preset, foreign_names(), here))
-    return checked(preset | given, weak=preset.keys() - given.keys())
 
 
 def _with_length(given: dict) -> dict:

@@ -57,6 +57,7 @@ from ..core.secrets import masked
 from .contents import Room
 from sciftune.lab.launch import (
     LaunchError,
+    continue_command,
     launch_notebook_path,
     plan_run,
     project_root,
@@ -259,8 +260,8 @@ def _interrupted(name: str, run: Path | None) -> int:
     said = f"sciftune {name}: interrupted"
     if run and name == "run":
         stop(RunDir(run))
-        again = f"-p name {run.name} -p resume latest"
-        said += f", every process of the run has been ended; {again} continues it"
+        again = continue_command(RunDir(run))
+        said += f", every process of the run has been ended; this continues it:\n  {again}"
     print(said, file=sys.stderr)
     return 130
 

@@ -20,6 +20,9 @@ __all__ = [
     "absolute_input",
     "with_absolute_paths",
     "parameters_of",
+    "kept_recipe",
+    "runs_of",
+    "continued_recipe",
     "recipe_from",
     "failure_line",
     "plan_run",
@@ -30,8 +33,6 @@ __all__ = [
     "job_process",
     "state",
     "same_run",
-    "kept_recipe",
-    "runs_of",
     "choose_folder",
     "differences",
     "reserved",
@@ -57,6 +58,7 @@ __all__ = [
     "failure",
     "processes",
     "stop",
+    "continue_command",
     "kernel_restarts",
     "RunInterruptedError",
     "interruptible",
@@ -84,6 +86,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import shutil
 import signal
 import socket
@@ -92,6 +95,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self, TextIO
@@ -99,10 +103,12 @@ from typing import Any, Self, TextIO
 import psutil
 from pydantic import BaseModel, ConfigDict
 
+from ..core.aliases import translated
 from sciftune.core.checkpoint_folders import (
     check_same_run,
     check_start_from,
     checkpoint_info,
+    complete_checkpoints,
     find_checkpoint,
 )
 from ..core.diagnosis import Case, Finding, is_echo, recognise
@@ -121,12 +127,14 @@ from sciftune.core.recipe import (
     Recipe,
     RecipeError,
     foreign_meanings,
+    foreign_names,
     launch_preset,
     resolve,
+    restored,
 )
 from ..core.registry import find_record, nearest
 from ..core.rundir import RunDir, new_run, write_atomic
-from ..core.secrets import keep_secrets, secrets_file
+from ..core.secrets import keep_secrets, load_secrets, secrets_file
 from ..core.sections import BUILT_IN
 
 
@@ -185,6 +193,11 @@ def absolute_path(
         if place.exists():
             return str(place)
     return path
+
+
+def _absolute_root(run_root: str) -> str:
+    """The folder of runs, where a relative one is meant below the repository."""
+    return str(project_root() / Path(run_root).expanduser())
 
 
 # %% ../../nbs/9_lab/02_launch.ipynb #e3121970
@@ -248,7 +261,6 @@ def with_absolute_paths(
 ) -> Recipe:
     """`recipe` freed from the working directory. Raises LaunchError for missing inputs."""
     root = project_root()
-    run_root = Path(recipe.run_root).expanduser()
     parts = recipe.sources
     if len(parts) == 1:
         data = absolute_data(recipe.data, root)
@@ -260,7 +272,8 @@ def with_absolute_paths(
         paths["model_path"] = absolute_path(recipe.model_path, root)
     if recipe.resume != "latest":
         paths["resume"] = absolute_path(recipe.resume, root)
-    return recipe.model_copy(update={"run_root": str(root / run_root), "data": data} | paths)
+    paths |= dict(run_root=_absolute_root(recipe.run_root), data=data)
+    return recipe.model_copy(update=paths)
 
 
 # %% ../../nbs/9_lab/02_launch.ipynb #d981256c
@@ -281,6 +294,92 @@ def parameters_of(
         for name, value in namespace.items()
         if not name.startswith("_") and name not in ("In", "Out") and type(value) in plain
     }
+
+
+# %% ../../nbs/9_lab/02_launch.ipynb #9485d3d5
+def kept_recipe(
+    run: RunDir,
+) -> Recipe | None:  # None: this folder holds no run
+    """The recipe a run folder was made for.
+
+    Returns:
+        None: this folder holds no run
+    """
+    if not run.recipe.exists():
+        return None
+    try:
+        return Recipe.load(run.recipe)
+    except RecipeError as e:
+        raise LaunchError(
+            f"{run.recipe} is no recipe of this version ({e}); choose another name"
+        ) from None
+
+
+# %% ../../nbs/9_lab/02_launch.ipynb #492a8eb5
+def runs_of(
+    recipe: Recipe,  # With an absolute run_root
+) -> list[RunDir]:  # Newest first
+    """The unnamed runs of the same model, preset and strategy.
+
+    Args:
+        recipe: With an absolute run_root
+
+    Returns:
+        Newest first
+    """
+    stem = re.escape(f"{recipe.model}-{recipe.preset}-{recipe.strategy}-")
+    numbered = {}
+    for folder in Path(recipe.run_root).glob("*"):
+        match = re.fullmatch(stem + r"(\d+)", folder.name)
+        if match and (folder / "recipe.yaml").exists():
+            numbered[int(match[1])] = RunDir(folder)
+    return [numbered[number] for number in sorted(numbered, reverse=True)]
+
+
+# %% ../../nbs/9_lab/02_launch.ipynb #c14a0002
+def continued_recipe(
+    given: dict[str, Any],  # Recipe fields and foreign names
+) -> Recipe | None:  # None: these parameters name no run or checkpoint that is there
+    """The recipe of the run that `given` continues. Raises RecipeError.
+
+    Args:
+        given: Recipe fields and foreign names
+
+    Returns:
+        None: these parameters name no run or checkpoint that is there
+    """
+    names = foreign_names()
+    wanted = {"resume", "name", "run_root", "output_dir", "model", "preset", "objective"}
+    switches = {"resume_from", "auto_resume", "resume_model_only", "finetune_from_ema"}
+    about = {
+        name: value
+        for name, value in given.items()
+        if value is not None and names.fields.get(name, name) in wanted | switches
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # `resolve` says them
+        place = translated(about, names=names)
+    if not (resume := str(place.get("resume") or "")):
+        return None
+    root = _absolute_root(str(place.get("run_root") or Recipe().run_root))
+    earlier = None
+    if name := str(place.get("name") or ""):
+        run = RunDir(Path(root) / name)
+        load_secrets(run.path)
+        earlier = kept_recipe(run)
+    if not earlier and resume != "latest":
+        earlier = _recipe_of_checkpoint(Path(absolute_path(resume, project_root())))
+    kinds = {kind: place.get(kind) for kind in ("model", "preset", "objective")}
+    another = earlier and any(v and v != getattr(earlier, k) for k, v in kinds.items())
+    return None if another else earlier
+
+
+def _recipe_of_checkpoint(folder: Path) -> Recipe | None:
+    """The recipe in a checkpoint, without its name; None where it cannot be read."""
+    try:
+        return restored(checkpoint_info(folder)["recipe"]).model_copy(update=dict(name=""))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 # %% ../../nbs/9_lab/02_launch.ipynb #cf4e78e9
@@ -305,10 +404,21 @@ def recipe_from(
     if unknown:
         raise LaunchError("\n".join(unknown))
     try:
-        preset = given.get("preset") or launch_preset(given)
-        return resolve(processes_here, **given | {"preset": preset})
+        return _resolved(given)
     except RecipeError as error:
         raise LaunchError(str(error)) from None
+
+
+def _resolved(given: dict[str, Any]) -> Recipe:
+    """The recipe of what was given, above that of the run which it continues."""
+    if earlier := continued_recipe(given):
+        return resolve(processes_here, earlier, **given)
+    preset = given.get("preset") or launch_preset(given)
+    recipe = resolve(processes_here, **given | {"preset": preset})
+    if recipe.resume != "latest" or recipe.name:
+        return recipe
+    there = runs_of(recipe.model_copy(update=dict(run_root=_absolute_root(recipe.run_root))))
+    return _resolved(given | dict(name=there[0].path.name)) if there else recipe
 
 
 # %% ../../nbs/9_lab/02_launch.ipynb #907e6f38
@@ -498,51 +608,13 @@ def same_run(
     return a.model_dump(exclude=free) == b.model_dump(exclude=free)
 
 
-# %% ../../nbs/9_lab/02_launch.ipynb #9485d3d5
-def kept_recipe(
-    run: RunDir,
-) -> Recipe | None:  # None: this folder holds no run
-    """The recipe a run folder was made for.
-
-    Returns:
-        None: this folder holds no run
-    """
-    if not run.recipe.exists():
-        return None
-    try:
-        return Recipe.load(run.recipe)
-    except RecipeError as e:
-        raise LaunchError(
-            f"{run.recipe} is no recipe of this version ({e}); choose another name"
-        ) from None
-
-
-# %% ../../nbs/9_lab/02_launch.ipynb #492a8eb5
-def runs_of(
-    recipe: Recipe,  # With an absolute run_root
-) -> list[RunDir]:  # Newest first
-    """The unnamed runs of the same model, preset and strategy.
-
-    Args:
-        recipe: With an absolute run_root
-
-    Returns:
-        Newest first
-    """
-    stem = re.escape(f"{recipe.model}-{recipe.preset}-{recipe.strategy}-")
-    numbered = {}
-    for folder in Path(recipe.run_root).glob("*"):
-        match = re.fullmatch(stem + r"(\d+)", folder.name)
-        if match and (folder / "recipe.yaml").exists():
-            numbered[int(match[1])] = RunDir(folder)
-    return [numbered[number] for number in sorted(numbered, reverse=True)]
-
-
 # %% ../../nbs/9_lab/02_launch.ipynb #85ff6019
 def choose_folder(
     recipe: Recipe,  # With an absolute run_root
 ) -> RunDir | None:  # An existing folder to use; None: make a new one
     """The run folder that `recipe` belongs into. Raises LaunchError for a name that is taken.
+
+    resume='latest' makes a new one where there is none, so that a script can be started again.
 
     Args:
         recipe: With an absolute run_root
@@ -555,15 +627,8 @@ def choose_folder(
         if state(run) == "running" and same_run(kept_recipe(run), recipe):
             return run
     if recipe.resume == "latest" and not recipe.name:
-        if not there:
-            kind = f"{recipe.model}-{recipe.preset}-{recipe.strategy}"
-            raise LaunchError(
-                f"resume: 'latest' finds no {kind} run in {recipe.run_root}; give its name"
-            )
-        return _free(there[0])
+        return _free(there[0]) if there else None
     if not recipe.name or not there[0].path.exists():
-        if recipe.resume == "latest":
-            raise LaunchError(_no_such_run(recipe))
         return None
     run = _free(there[0])
     if not recipe.resume:
@@ -572,13 +637,14 @@ def choose_folder(
 
 
 # %% ../../nbs/9_lab/02_launch.ipynb #3877632b
-def _no_such_run(recipe: Recipe) -> str:
-    """Which runs there are instead of the one that shall be continued."""
+def _nothing_to_continue(recipe: Recipe) -> str:
+    """That resume='latest' finds no run, and which name was perhaps meant."""
     names = sorted(path.parent.name for path in Path(recipe.run_root).glob("*/recipe.yaml"))
+    kind = f"{recipe.model}-{recipe.preset}-{recipe.strategy} run"
+    what = f"run '{recipe.name}'" if recipe.name else kind
     return (
-        f"resume: 'latest' finds no run '{recipe.name}' in {recipe.run_root}"
-        f"{nearest(recipe.name, names)}; give the name of one that is there, or no resume to begin "
-        "a new run"
+        f"resume: 'latest' finds no {what} in {recipe.run_root}"
+        f"{nearest(recipe.name, names)}; a new run begins"
     )
 
 
@@ -759,7 +825,7 @@ def data_looked_at(
     """
     files = any(path not in BUILT_IN and "://" not in path for path, _ in recipe.sources)
     sequences = find_record("objectives", recipe.objective).sequences
-    if not files or recipe.resume or sequences:
+    if not files or sequences:
         yield
         return
     words = [sys.executable, "-m", "sciftune.lab.look", str(recipe_path), str(findings)]
@@ -791,6 +857,8 @@ def prepare_run(
         world = world_size(recipe)
         run = choose_folder(recipe)
         if run is None or state(run) != "running":
+            if run is None and recipe.resume == "latest":
+                print(_nothing_to_continue(recipe))
             _check_resume(run, recipe)
             check_port(recipe, world)
             run = _written_run(run, recipe)
@@ -850,9 +918,11 @@ def _write_run(run: RunDir, recipe: Recipe):
     with tempfile.TemporaryDirectory() as aside:
         keep_run_secrets(run, recipe)
         written = recipe.save(Path(aside) / "recipe.yaml")
-        with data_looked_at(recipe, written, Path(aside) / "findings.json"):
+        checkpoint = _checkpoint(run, recipe)
+        looked = data_looked_at(recipe, written, Path(aside) / "findings.json")
+        with contextlib.nullcontext() if checkpoint else looked:
             plan_run(written, Path(aside) / "plan.json", recipe.plan_check, run)
-        if checkpoint := _checkpoint(run, recipe):
+        if checkpoint:
             check_data(written, checkpoint)
         for file in Path(aside).iterdir():
             write_atomic(run.path / file.name, file.read_text())
@@ -1216,7 +1286,10 @@ def failure(
         lines += ["the end of its traceback:", *trace.splitlines()[-tail:]]
     elif not known and not trace:
         lines += ["its last lines:", *log.splitlines()[-tail:]]
-    return "\n".join([*lines, f"everything it said: {run.log}"])
+    lines.append(f"everything it said: {run.log}")
+    if complete_checkpoints(run):
+        lines.append(f"from its last checkpoint: {continue_command(run)}")
+    return "\n".join(lines)
 
 
 # %% ../../nbs/9_lab/02_launch.ipynb #79ab7567
@@ -1270,6 +1343,23 @@ def stop(
     return len(every)
 
 
+# %% ../../nbs/9_lab/02_launch.ipynb #c14a0004
+def continue_command(
+    run: RunDir,
+) -> str:
+    """The command that continues `run` from its last checkpoint."""
+    name, root = run.path.name, run.path.parent
+    option = "-p"
+    with contextlib.suppress(ValueError):
+        float(name)
+        option = "-r"
+    option = "-r" if name in ("True", "False", "None") else option
+    words = ["sciftune", "run", option, "name", name, "-p", "resume", "latest"]
+    if root != project_root() / "runs":
+        words += ["-p", "run_root", str(root)]
+    return shlex.join(words)
+
+
 # %% ../../nbs/9_lab/02_launch.ipynb #f616228b
 def kernel_restarts(
     patience: float = 1.0,  # Seconds to wait for the message
@@ -1312,8 +1402,8 @@ def interruptible(
             raise RunInterruptedError from None
         ended = stop(run)
         print(
-            f"interrupted: the job and its {ended} processes have been ended; "
-            "resume=latest continues from the last checkpoint",
+            f"interrupted: the job and its {ended} processes have been ended; this continues from "
+            f"the last checkpoint:\n  {continue_command(run)}",
             flush=True,
         )
         raise RunInterruptedError from None

@@ -45,6 +45,7 @@ from ..core.registry import find_record
 from ..core.rundir import RunDir
 from ..core.sections import BUILT_IN
 from sciftune.lab.launch import (
+    continue_command,
     failure_line,
     first_traceback,
     job_log,
@@ -200,7 +201,7 @@ def _ending(run: RunDir) -> str:
     at = f"step {step:,} of {steps:,}"
     stopped = any(row.get("event") == "stopped" for row in run.read_metrics()[-3:])
     if now == "failed" and (stopped or read_status(run).get("exit_code", 0) < 0):
-        return f"Stopped on request after {at}; resume=latest continues it."
+        return f"Stopped on request after {at}; {continue_command(run)} continues it."
     sentences = {
         "prepared": "Prepared; no job has been started.",
         "running": f"Running: {at}.",
@@ -208,7 +209,7 @@ def _ending(run: RunDir) -> str:
         "finished": f"Finished after {step:,} steps.",
         "failed": f"Failed at {at}: {_failure_name(run)}",
         "killed": f"Ended without an exit code at {at}: killed from outside, or the machine went "
-        "down; resume=latest continues it.",
+        f"down; {continue_command(run)} continues it.",
     }
     return sentences[now] if read_status(run) or not step else f"Left at {at}."
 

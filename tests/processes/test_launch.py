@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,7 +13,9 @@ import nbformat
 import pytest
 from shared_figures import share_figures
 
+from sciftune.core.recipe import Recipe
 from sciftune.core.rundir import RunDir
+from sciftune.lab.command import settings_of
 from sciftune.lab.launch import LaunchError, prepare_run, processes, recipe_from, state
 
 SMALL = dict(
@@ -156,7 +159,8 @@ def test_run_from_inside_nbs(papermill, root, runs):
     again = "has been trained already; choose another name, or resume=latest"
     with pytest.raises(LaunchError, match=again):
         prepare_run(recipe_from(given))
-    jobs.begin(recipe_from(given | dict(steps=5, resume="latest")))
+    again = dict(run_root=str(runs), name="inside", resume="latest")
+    jobs.begin(recipe_from(again | dict(steps=5)))
     jobs.wait(lambda: state(run) != "running")
     assert state(run) == "finished", run.log.read_text()
     assert [r["step"] for r in run.read_metrics() if "loss" in r] == [1, 2, 3, 4, 5]
@@ -219,7 +223,11 @@ def test_a_job_outlives_its_kernel_and_ends_with_an_interrupt(tmp_path, runs):
         line = next((line for line in second.stdout if line.startswith("attached")), "")
         assert str(run.path) in line and not (runs / "qwenimage-tiny-single-2").exists()
         second.send_signal(signal.SIGINT)
-        assert "interrupted: the job and its" in second.stdout.read() and second.wait() != 0
+        said = second.stdout.read()
+        assert "interrupted: the job and its" in said and second.wait() != 0
+        command = shlex.split(re.search(r"^  sciftune run (.*)", said, re.M)[1])
+        continued = recipe_from(settings_of(command))
+        assert continued == Recipe.load(run.recipe).model_copy(update=dict(resume="latest"))
         assert state(run) == "failed" and not processes(run)
     finally:
         for p in processes(run):

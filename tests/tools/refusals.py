@@ -513,7 +513,6 @@ CASES = [
     asked("Layers and adapters", "trained_layers: qwenimage has no 'fc'", trained_layers="fc"),
     asked("Layers and adapters", "model_path '/no' is not a folder that exists", model_path="/no"),
     asked("Checkpoint", "'latest' with the name of a run", resume="/nowhere"),
-    asked("Checkpoint", "finds no run 'dnoe'", name="dnoe", resume="latest"),
     asked("Checkpoint", "no readable info.json", name="damaged", resume="latest"),
     asked("Checkpoint", "tensors has 4 bytes instead of 8", name="cut", resume="latest"),
     asked("Checkpoint", "not finite numbers", name="not-finite", resume="step_000100"),
