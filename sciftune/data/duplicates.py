@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from ..core.rundir import cores
-from .images import open_image, to_rgb
+from .images import load_picture
 
 # %% auto #0
 __all__ = [
@@ -45,7 +45,7 @@ SMALL = 32  # Pixels
 def small_copy(
     data: bytes,  # Encoded image
 ) -> np.ndarray:  # (32, 32, 3) uint8
-    """Decode an image onto 32 x 32 pixels. Raises Pillow's errors for what is no image.
+    """Decode an image onto 32 x 32 pixels. Raises DataError for what is no image.
 
     Args:
         data: Encoded image
@@ -53,9 +53,8 @@ def small_copy(
     Returns:
         (32, 32, 3) uint8
     """
-    image = open_image(data)
-    image.draft(None, (4 * SMALL, 4 * SMALL))
-    return np.array(to_rgb(image).resize((SMALL, SMALL), Image.Resampling.BILINEAR))
+    image = load_picture(data, least=4 * SMALL)
+    return np.array(image.resize((SMALL, SMALL), Image.Resampling.BILINEAR))
 
 
 # %% ../../nbs/2_data/11_duplicates.ipynb #87df21d4

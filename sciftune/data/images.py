@@ -5,15 +5,21 @@
 # %% ../../nbs/2_data/01_images.ipynb #305bf0a2
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import io
+import math
 import os
+import stat
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageCms, PngImagePlugin, UnidentifiedImageError
 
 from ..core.secrets import masked
 
@@ -22,13 +28,23 @@ __all__ = [
     "MAX_PIXELS",
     "FORMATS",
     "SUFFIXES",
+    "OTHER_SUFFIXES",
+    "TURNS",
+    "SAME_COLOURS",
+    "PIXELS_VERSION",
     "DataError",
     "Sample",
+    "check_regular",
+    "file_bytes",
     "open_image",
+    "orientation",
     "grey8",
     "to_rgb",
+    "load_picture",
     "pixels",
     "examine",
+    "says_more_after_pixels",
+    "header_size",
 ]
 
 
@@ -75,30 +91,26 @@ class Sample:
         return f"Sample({said})"
 
     def _repr_png_(self) -> bytes:
-        """The picture, which a notebook shows; raises Pillow's errors for what is no image."""
+        """The picture, which a notebook shows; raises DataError for what is no image."""
         shown = io.BytesIO()
-        to_rgb(open_image(self.image)).save(shown, "PNG")
+        load_picture(self.image).save(shown, "PNG")
         return shown.getvalue()
 
 
 # %% ../../nbs/2_data/01_images.ipynb #c7c03b4f
 MAX_PIXELS = 178_956_970
-FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
+FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "AVIF", "JPEG2000")
 SUFFIXES = {
-    ".png",
-    ".jpg",
-    ".jpeg",
-    ".jfif",
-    ".webp",
-    ".gif",
-    ".bmp",
-    ".tif",
-    ".tiff",
-    ".ppm",
-    ".pgm",
-    ".avif",
-    ".jp2",
+    *(".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".webp", ".gif", ".bmp", ".dib"),
+    *(".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm", ".pfm", ".avif", ".avifs"),
+    *(".jp2", ".j2k", ".j2c", ".jpc", ".jpf", ".jpx"),
 }
+OTHER_SUFFIXES = {  # Pictures that are not read
+    *(".heic", ".heif", ".hif", ".jxl", ".jxr", ".svg", ".svgz", ".pdf", ".eps", ".psd", ".tga"),
+    *(".ico", ".icns", ".exr", ".hdr", ".dds", ".qoi", ".pcx", ".xcf", ".wmf", ".emf", ".djvu"),
+    *(".raw", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf"),
+}
+PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY  # long texts are no fault
 _bound = threading.Lock()
 
 
@@ -118,8 +130,30 @@ def _formats():
     return tuple(f for f in FORMATS if f in Image.OPEN)
 
 
+def check_regular(
+    path: str | Path,
+):
+    """Raise DataError unless a path is a file with content: no folder, pipe, socket or device.
+
+    Raises OSError where there is nothing.
+    """
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode):
+        tests = (stat.S_ISDIR, "folder"), (stat.S_ISFIFO, "pipe"), (stat.S_ISSOCK, "socket")
+        kind = next((name for test, name in tests if test(mode)), "device")
+        raise DataError(f"no file but a {kind}: {path}")
+
+
+def file_bytes(
+    path: str | Path,
+) -> bytes:
+    """Read a file. Raises DataError for a pipe, socket or device, which could block for ever."""
+    check_regular(path)
+    return Path(path).read_bytes()
+
+
 def open_image(
-    data: bytes,  # Encoded image
+    source: bytes | str | Path,  # Encoded image, or its file
     max_pixels: int | None = None,  # Largest width*height; None = any
 ) -> Image.Image:  # Opened, not yet decoded
     """Open an image by its header.
@@ -127,17 +161,20 @@ def open_image(
     Raises DataError above `max_pixels`, and Pillow's errors for what is no image.
 
     Args:
-        data: Encoded image
+        source: Encoded image, or its file
         max_pixels: Largest width*height; None = any
 
     Returns:
         Opened, not yet decoded
     """
     formats = _formats()
+    if not isinstance(source, bytes):
+        check_regular(source)
     with _bound:  # only the header is read in here; Pillow's own bound would warn or raise first
         kept, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
         try:
-            image = Image.open(io.BytesIO(data), formats=formats)
+            opened = io.BytesIO(source) if isinstance(source, bytes) else source
+            image = Image.open(opened, formats=formats)
         finally:
             Image.MAX_IMAGE_PIXELS = kept
     if max_pixels and image.width * image.height > max_pixels:
@@ -148,6 +185,36 @@ def open_image(
 
 
 # %% ../../nbs/2_data/01_images.ipynb #bc8f21d4
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+def orientation(
+    image: Image.Image,
+    read: Callable = lambda image: image.getexif(),
+) -> int:  # EXIF's number, 1 to 8
+    """Read how a picture is to be turned; 1 where EXIF and XMP say nothing that is understood.
+
+    Args:
+        read: image -> its EXIF
+
+    Returns:
+        EXIF's number, 1 to 8
+    """
+    try:
+        value = read(image).get(0x0112, 1)
+        return int(value) if value in TURNS else 1
+    except Exception:  # Pillow raises nearly anything for an odd block
+        return 1
+
+
 def grey8(
     image: Image.Image,  # Modes I;16, I;16B, I or F
 ) -> Image.Image:  # Mode L
@@ -168,27 +235,140 @@ def grey8(
     return Image.fromarray(np.round((v - low) * (255 / max(high - low, 1e-12))).astype(np.uint8))
 
 
+SAME_COLOURS = 2  # Of 255: a profile that moves colours by no more is sRGB
+
+
+@functools.lru_cache(16)
+def _colour_transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
+    """What brings pixels of a mode to sRGB; None where they are, or the profile is of no use."""
+    try:
+        given = ImageCms.createProfile("LAB") if mode == "LAB" else io.BytesIO(profile)
+        given = ImageCms.ImageCmsProfile(given)
+        transform = ImageCms.buildTransform(given, ImageCms.createProfile("sRGB"), mode, "RGB")
+    except (ImageCms.PyCMSError, OSError, TypeError, ValueError):
+        return None
+    if mode in ("CMYK", "LAB"):
+        return transform
+    levels = np.arange(0, 256, 15, dtype=np.uint8)
+    grid = np.stack(np.meshgrid(levels, levels, levels), -1).reshape(len(levels), -1, 3)
+    grid = Image.fromarray(grid if mode == "RGB" else levels[None])
+    before, after = grid.convert("RGB"), ImageCms.applyTransform(grid, transform)
+    moved = np.abs(np.asarray(before, int) - np.asarray(after, int)).max()
+    return transform if moved > SAME_COLOURS else None
+
+
+def _in_srgb(image: Image.Image, profile: bytes) -> Image.Image:
+    """Colours of a picture without transparency in mode RGB, as its profile has them."""
+    if image.mode not in ("L", "CMYK", "LAB"):
+        image = image.convert("RGB")
+    transform = _colour_transform(profile, image.mode) if profile or image.mode == "LAB" else None
+    return ImageCms.applyTransform(image, transform) if transform else image.convert("RGB")
+
+
+def _transparent_colour(image: Image.Image):
+    """Bring the transparent colour of a PNG to the depth of its decoded pixels."""
+    colour = image.info.get("transparency")
+    if image.format != "PNG" or colour is None or not image.tile:
+        return
+    stored = image.tile[0].args
+    if stored in ("L;2", "L;4"):
+        image.info["transparency"] = colour * (85 if stored == "L;2" else 17) & 255
+    if stored == "RGB;16B":
+        image.info["transparency"] = tuple(value >> 8 for value in colour)
+
+
+def _without_alpha(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
+    """Colours in 8 bits, and where they are opaque (mode L); None = everywhere."""
+    if image.mode[0] in "IF":
+        colour = image.info.get("transparency")
+        opaque = np.asarray(image) != colour if isinstance(colour, int) else None
+        return grey8(image), None if opaque is None else Image.fromarray(opaque).convert("L")
+    if not image.has_transparency_data:
+        return image, None
+    grey = image.mode in ("1", "L", "LA")
+    image = image.convert("RGBA")
+    return image.getchannel("R") if grey else image, image.getchannel("A")
+
+
 def to_rgb(
     image: Image.Image,  # Any mode, first frame
-) -> Image.Image:  # Mode RGB, upright
-    """Undo EXIF rotation, scale deep grey to 8 bits, and lay transparency on white.
+) -> Image.Image:  # Mode RGB, upright, sRGB
+    """Undo EXIF rotation, scale deep grey to 8 bits, lay transparency on white, convert to sRGB.
+
+    Raises Pillow's errors for damaged pixels.
 
     Args:
         image: Any mode, first frame
 
     Returns:
-        Mode RGB, upright
+        Mode RGB, upright, sRGB
     """
+    _transparent_colour(image)
     image.load()
-    ImageOps.exif_transpose(image, in_place=True)
-    if image.mode[0] in "IF":
-        return grey8(image).convert("RGB")
-    if not image.has_transparency_data:
-        return image.convert("RGB")
-    image = image.convert("RGBA")
-    white = Image.new("RGB", image.size, (255, 255, 255))
-    white.paste(image, mask=image.getchannel("A"))
-    return white
+    turn = orientation(image)
+    profile = image.info.get("icc_profile") or b""
+    image, opaque = _without_alpha(image)
+    rgb = _in_srgb(image, profile)
+    if opaque:
+        white = Image.new("RGB", rgb.size, (255, 255, 255))
+        white.paste(rgb, mask=opaque)
+        rgb = white
+    return rgb.transpose(TURNS[turn]) if turn in TURNS else rgb
+
+
+# %% ../../nbs/2_data/01_images.ipynb #dc54cd76
+PIXELS_VERSION = 2  # Raise when a change alters the pixels of a picture: cached latents have it
+
+
+@contextlib.contextmanager
+def _explained():
+    """Whatever a decoder raises becomes a DataError; a missing file stays one."""
+    try:
+        yield
+    except (DataError, FileNotFoundError):
+        raise
+    except UnidentifiedImageError:
+        raise DataError(f"unreadable image: none of {', '.join(_formats())}") from None
+    except Exception as e:  # decoders raise nearly anything on hostile bytes
+        raise DataError(f"unreadable image: {type(e).__name__}: {e}") from e
+
+
+def _decoded(source: bytes | str | Path, max_pixels: int | None, least: int) -> tuple:
+    """The picture, and its width and height as shown, of before it was decoded at a smaller scale.
+
+    Args:
+        least: Pixels of the shorter side that suffice; 0 = decode all
+    """
+    if isinstance(source, bytes) and not source:
+        raise DataError("unreadable image: no bytes")
+    with _explained(), open_image(source, max_pixels) as image:
+        size = image.size
+        scale = least / min(size) if least else 1
+        smaller = scale < 1 and image.draft(None, [math.ceil(scale * side) for side in size])
+        rgb = to_rgb(image)
+        if smaller:
+            return rgb, size[::-1] if orientation(image) >= 5 else size
+        return rgb, rgb.size
+
+
+def load_picture(
+    source: bytes | str | Path,  # Encoded image, or its file
+    max_pixels: int | None = MAX_PIXELS,  # Largest width*height; None = any
+    least: int = 0,  # Pixels of the shorter side that suffice; 0 = decode all
+) -> Image.Image:  # Mode RGB, upright, sRGB
+    """Decode a picture. Every picture of a user is loaded by this function.
+
+    Raises DataError with the reason when that fails.
+
+    Args:
+        source: Encoded image, or its file
+        max_pixels: Largest width*height; None = any
+        least: Pixels of the shorter side that suffice; 0 = decode all
+
+    Returns:
+        Mode RGB, upright, sRGB
+    """
+    return _decoded(source, max_pixels, least)[0]
 
 
 # %% ../../nbs/2_data/01_images.ipynb #c65b4ffd
@@ -200,7 +380,7 @@ def pixels(
 ) -> np.ndarray:  # (height, width, 3) uint8
     """Decode, scale to cover and crop at the centre, or scale the whole image.
 
-    Raises Pillow's errors for what is no image.
+    Raises DataError for what is no image.
 
     Args:
         data: Encoded image; the collection has checked it against the pixel bound
@@ -211,11 +391,7 @@ def pixels(
     Returns:
         (height, width, 3) uint8
     """
-    image = open_image(data)
-    scale = max(width, height) / min(image.size)
-    if scale < 1 / 2:  # holds for a whole image, too: neither side is scaled by more
-        image.draft(None, tuple(int(np.ceil(2 * scale * side)) for side in image.size))
-    image = to_rgb(image)
+    image = load_picture(data, None, 2 * max(width, height))
     w, h = image.size
     s = max(width / w, height / h)
     dx = 0 if whole else max(w - width / s, 0) / 2
@@ -239,19 +415,49 @@ def examine(
     Returns:
         Width and height as shown, SHA-256 of the bytes
     """
-    if not data:
-        raise DataError("unreadable image: no bytes")
-    try:
-        image = open_image(data, max_pixels)
-        width, height = image.size
-        image.draft(None, (max(width // 8, 1), max(height // 8, 1)))
-        image.load()
-        if image.getexif().get(0x0112, 1) in (5, 6, 7, 8):
-            width, height = height, width
-    except DataError:
-        raise
-    except UnidentifiedImageError:
-        raise DataError(f"unreadable image: none of {', '.join(_formats())}") from None
-    except Exception as e:  # decoders raise nearly anything on hostile bytes
-        raise DataError(f"unreadable image: {type(e).__name__}: {e}") from e
+    _, (width, height) = _decoded(data, max_pixels, 1)
     return width, height, hashlib.sha256(data).hexdigest()
+
+
+# %% ../../nbs/2_data/01_images.ipynb #70888701
+def says_more_after_pixels(
+    file: BinaryIO,  # A PNG
+) -> bool:
+    """Whether text or EXIF stands behind the pixels of a PNG; the pixels are not read.
+
+    Args:
+        file: A PNG
+    """
+    at = file.tell()
+    file.seek(8)  # the signature
+    pixels = more = False
+    while not more and len(head := file.read(8)) == 8:
+        kind = head[4:]
+        more = pixels and kind in (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
+        pixels = pixels or kind == b"IDAT"
+        file.seek(int.from_bytes(head[:4], "big") + 4, os.SEEK_CUR)  # and its checksum
+    file.seek(at)
+    return more
+
+
+def header_size(
+    source: bytes | str | Path,  # Encoded image, or its file
+) -> tuple[int, int]:  # Width and height as shown
+    """Read the size of a picture; pixels are decoded only where nothing else tells how it is turned.
+
+    Raises DataError for what is no image, and OSError for a file that is not there.
+
+    Args:
+        source: Encoded image, or its file
+
+    Returns:
+        Width and height as shown
+    """
+    with _explained(), open_image(source) as image:
+        read = type(image).getexif
+        if image.format == "PNG" and not says_more_after_pixels(image.fp):
+            read = Image.Image.getexif  # does not decode
+        turned = orientation(image, read) >= 5
+        if image.format == "TIFF" and image.tag_v2.get(0x0112) in TURNS:
+            turned = False
+        return image.size[::-1] if turned else image.size

@@ -13,8 +13,6 @@ __all__ = [
     "dense_mask",
     "SpecialTokens",
     "Resize",
-    "says_more_after_pixels",
-    "is_turned",
     "displayed_size",
     "decoded_image",
     "resized",
@@ -69,15 +67,12 @@ __all__ = [
 
 # %% ../../nbs/2_data/10_sequences.ipynb #b8c80bf7
 import hashlib
-import io
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -86,7 +81,7 @@ from torch import Tensor
 
 from ..core.progress import progress
 from ..core.randomness import GlobalOrder, first_positions, stream, stream_seed, uniform
-from .images import DataError, open_image, to_rgb
+from .images import DataError, header_size, load_picture
 from .readers import Files, Row, cell_bytes, image_bytes, parse_cell
 from .sources import set_aside, verify_once
 
@@ -242,43 +237,6 @@ class Resize:
 
 
 # %% ../../nbs/2_data/10_sequences.ipynb #1f61520a
-def says_more_after_pixels(
-    file: BinaryIO,  # A PNG
-) -> bool:
-    """Whether text or EXIF stands behind the pixels of a PNG; the pixels are not read.
-
-    Args:
-        file: A PNG
-    """
-    file.seek(8)  # the signature
-    pixels = False
-    while len(head := file.read(8)) == 8:
-        kind = head[4:]
-        if pixels and kind in (b"eXIf", b"iTXt", b"tEXt", b"zTXt"):
-            return True
-        pixels = pixels or kind == b"IDAT"
-        file.seek(int.from_bytes(head[:4], "big") + 4, os.SEEK_CUR)  # and its checksum
-    return False
-
-
-def is_turned(
-    image: Image.Image,  # Opened, not decoded
-) -> bool:
-    """Whether EXIF or XMP turns an image by a quarter, decoding only where nothing else tells.
-
-    Args:
-        image: Opened, not decoded
-    """
-    read = Image.Image.getexif  # of what stands in the header
-    if image.format == "PNG" and "exif" not in image.info:
-        at = image.fp.tell()
-        late = says_more_after_pixels(image.fp)
-        image.fp.seek(at)
-        if late:
-            read = type(image).getexif  # decodes
-    return read(image).get(0x0112, 1) >= 5
-
-
 @lru_cache(1 << 20)
 def displayed_size(
     path: str,  # Image file
@@ -292,14 +250,11 @@ def displayed_size(
         Width and height as displayed (EXIF rotation applied)
     """
     try:
-        with Image.open(io.BytesIO(cell_bytes(path)) if parse_cell(path) else path) as image:
-            width, height = image.size
-            turned = is_turned(image)
+        return header_size(cell_bytes(path) if parse_cell(path) else path)
     except FileNotFoundError:
         raise DataError(f"image {path} is missing") from None
-    except (OSError, SyntaxError, Image.DecompressionBombError) as e:
+    except (OSError, DataError) as e:
         raise DataError(f"image {path} cannot be read: {e}") from e
-    return (height, width) if turned else (width, height)
 
 
 # %% ../../nbs/2_data/10_sequences.ipynb #849524cf
@@ -315,8 +270,8 @@ def decoded_image(
         Mode RGB, upright
     """
     try:
-        return to_rgb(open_image(image_bytes(path)))
-    except Exception as e:  # decoders raise nearly anything on damaged bytes
+        return load_picture(image_bytes(path))
+    except (DataError, OSError) as e:
         raise DataError(f"image {path} cannot be read: {e}") from e
 
 

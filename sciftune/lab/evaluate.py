@@ -48,7 +48,7 @@ from PIL import Image
 from ..core.recipe import Recipe
 from ..core.rundir import RunDir, replaced_folder
 from ..data.buckets import Sizing
-from ..data.images import open_image, pixels, to_rgb
+from ..data.images import load_picture, pixels
 from ..data.readers import CAPTION_KEYS
 from sciftune.data.words import (
     READER_MISSING,
@@ -241,7 +241,7 @@ def _target(recipe: Recipe, collection: object, i: int, known: dict) -> Target:
         return Target(prompt)
     if not can_read_text():
         return Target(prompt)
-    image = Image.fromarray(np.asarray(open_image(collection[i].image).convert("RGB")))
+    image = load_picture(collection[i].image)
     return Target(prompt, asked_labels([r.text for r in read_text(image)], caption), "ocr")
 
 
@@ -322,7 +322,7 @@ def _edit_target(
         image.save(folder / f"{number:03d}-{name}.png")
     names = [f"{number:03d}-{k}.png" for k in range(len(given))]
     for name, data in zip(names, given, strict=True):
-        to_rgb(open_image(data)).save(folder / name)
+        load_picture(data).save(folder / name)
     facts = known.get(collection.ids[i], {})
     told = _edit_words(facts, (before, after)) | _edit_marks(facts, (before, after), reader)
     truth = EditTruth(

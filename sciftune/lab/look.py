@@ -5,7 +5,6 @@
 # %% ../../nbs/9_lab/16_look.ipynb #f2ad3664
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -17,7 +16,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
 
 from ..core.presets import nano_folder
 from ..core.recipe import Recipe, RecipeError, checked
@@ -33,7 +31,7 @@ from sciftune.data.duplicates import (
     joined_signatures,
     near_duplicates,
 )
-from ..data.images import DataError
+from ..data.images import DataError, header_size
 from ..data.readers import Files, Row
 from ..data.sources import find_source, known_findings, open_collections
 
@@ -838,25 +836,18 @@ def recommended_settings(
 HEADERS = 1000  # Images of which the header is read
 
 
-def _header_size(source: object, row: Row) -> tuple[int, int]:
-    """Width and height as shown, from the header. Raises Pillow's errors for what is no image."""
-    place = source.root / row.key if isinstance(source, Files) else io.BytesIO(source.read(row))
-    with Image.open(place) as image:
-        turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
-        return image.size[::-1] if turned else image.size
-
-
 def _fill_in(source: object, row: Row, known: dict) -> bool:
     """Fill in size and digest of a row as far as they cost little; False where it is bad."""
     try:
         if finding := known.get(source.stamp(row)):
             row.width, row.height, row.digest = finding
         else:
-            row.width, row.height = _header_size(source, row)
-    except UnidentifiedImageError:
-        row.fault = "unreadable image: no known format"
-    except (OSError, ValueError, DataError, Image.DecompressionBombError) as error:
-        row.fault = f"unreadable image: {error}"
+            file = source.root / row.key if isinstance(source, Files) else source.read(row)
+            row.width, row.height = header_size(file)
+    except DataError as error:
+        row.fault = str(error)
+    except OSError as error:
+        row.fault = f"unreadable file: {error.strerror or error}"
     return not row.fault
 
 

@@ -30,7 +30,7 @@ from PIL import Image
 
 from ..core.recipe import Recipe
 from ..data.buckets import Sizing
-from ..data.images import Sample, open_image, pixels, to_rgb
+from ..data.images import Sample, load_picture, pixels
 from .look import DataFinding, DataLook, percent
 from .plots import COLORS, PART_COLORS, Table, add_legend, empty_figure, figure
 
@@ -176,9 +176,7 @@ def kept_frame(
 
 def _show_original(ax: Axes, sample: Sample, size: Sequence[int]):
     """An image as it is, and the frame of what is kept."""
-    image = open_image(sample.image)
-    image.draft(None, (800, 800))
-    image = to_rgb(image)
+    image = load_picture(sample.image, least=400)
     image.thumbnail((400, 400), Image.Resampling.BILINEAR)
     ax.imshow(image, extent=(0, sample.width, sample.height, 0))
     left, top, width, height = kept_frame((sample.width, sample.height), size)
@@ -274,7 +272,7 @@ def pairs_page(
         other = fault.says.rpartition(" as ")[2]
         for ax, name in zip(column, (fault.row, other), strict=True):
             sample = collection[number[name]]
-            ax.imshow(to_rgb(open_image(sample.image)).resize((200, 200)))
+            ax.imshow(load_picture(sample.image, least=400).resize((200, 200)))
             ax.set_title(textwrap.shorten(name, 28), fontsize=6)
     for ax in axes.flat:
         ax.axis("off")

@@ -49,7 +49,7 @@ from ..core.randomness import stream
 from ..core.recipe import Recipe, resolve, restored
 from ..core.registry import nearest, records
 from ..core.rundir import RunDir
-from ..data.images import examine, open_image, to_rgb
+from ..data.images import DataError, load_picture
 from ..models.family import Encoders, Family, get_family, image_batch, stack_references
 from ..planner.profile import weights_path
 from ..strategies.compilation import real_rotary
@@ -470,13 +470,14 @@ def reference_image(
         RGB
     """
     try:
-        data = Path(file).expanduser().read_bytes()
+        image = load_picture(Path(file).expanduser())
     except OSError as error:
         raise ValueError(f"references: {file}: {error.strerror or error}") from None
-    width, height, _ = examine(data)
-    if fault := source.family.reference_fault(width, height):
+    except DataError as error:
+        raise ValueError(f"references: {file}: {error}") from None
+    if fault := source.family.reference_fault(*image.size):
         raise ValueError(f"references: {file}: {fault}")
-    return to_rgb(open_image(data))
+    return image
 
 
 @torch.no_grad()

@@ -65,7 +65,7 @@ from ..core.rundir import RunDir, cache_root
 from ..core.sections import BUILT_IN
 from ..data.buckets import Sizing, cut_line
 from ..data.cache import TensorCache, cache_key
-from ..data.images import open_image, pixels, to_rgb
+from ..data.images import PIXELS_VERSION, load_picture, pixels
 from ..data.pairs import find_pairs
 from ..data.references import REFERENCE_KEYS
 from ..data.sources import joined_quarantine, open_collection, open_collections
@@ -402,7 +402,7 @@ class EncodingJobs:
                 side=side,
                 encoder=self.vae,
                 family=self.family.name,
-                version=1,
+                version=PIXELS_VERSION,
             )
             self.references.setdefault(key, (i, k))
             keys.append(key)
@@ -419,7 +419,7 @@ class EncodingJobs:
             **size,
             encoder=self.vae,
             family=self.family.name,
-            version=1,
+            version=PIXELS_VERSION,
         )
         self.images.setdefault(key, i)
         self.shapes[key] = height, width
@@ -438,6 +438,7 @@ class EncodingJobs:
         rows, beside = self.seen_by_caption(i), {}
         if rows:
             beside["references"] = [row.digest for row in rows]
+            beside["pixels"] = PIXELS_VERSION
             beside["libraries"] = self.family.vision_libraries()
             beside["side"] = self.recipe.reference_side
         key = cache_key(
@@ -477,7 +478,7 @@ def reference_pixels(
     Returns:
         (H,W,3) uint8
     """
-    return jobs.family.reference_pixels(to_rgb(open_image(data)), jobs.recipe.reference_side)
+    return jobs.family.reference_pixels(load_picture(data), jobs.recipe.reference_side)
 
 
 def decoded_images(
@@ -578,7 +579,7 @@ def caption_references(
     """
 
     def decoded(data: bytes) -> np.ndarray:
-        return jobs.family.caption_pixels(to_rgb(open_image(data)), jobs.recipe.reference_side)
+        return jobs.family.caption_pixels(load_picture(data), jobs.recipe.reference_side)
 
     made = {}
     for i in dict.fromkeys(jobs.shown[key] for key in keys if key in jobs.shown):
@@ -1082,7 +1083,7 @@ def write_truth(
 
 def _write_thumbnail(data: bytes, file: Path, largest: int):
     """Write an encoded image in a size to look at, complete or not there."""
-    picture = to_rgb(open_image(data))
+    picture = load_picture(data)
     picture.thumbnail((largest, largest))
     file.parent.mkdir(parents=True, exist_ok=True)
     aside = file.with_name(f".{file.name}")
