@@ -59,7 +59,8 @@ def text_captions(
         path: A text file in UTF-8, one caption a line
     """
     try:
-        return [line.strip() for line in path.read_text("utf-8-sig").splitlines() if line.strip()]
+        lines = path.read_text("utf-8-sig").split("\n")  # splitlines() would split at U+2028, too
+        return [line.strip() for line in lines if line.strip()]
     except UnicodeDecodeError as e:
         raise DataError(f"{path}: not valid UTF-8 at byte {e.start}") from None
 

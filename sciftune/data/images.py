@@ -202,9 +202,6 @@ def orientation(
 ) -> int:  # EXIF's number, 1 to 8
     """Read how a picture is to be turned; 1 where EXIF and XMP say nothing that is understood.
 
-    Args:
-        read: image -> its EXIF
-
     Returns:
         EXIF's number, 1 to 8
     """
@@ -317,7 +314,7 @@ def to_rgb(
 
 
 # %% ../../nbs/2_data/01_images.ipynb #dc54cd76
-PIXELS_VERSION = 2  # Raise when a change alters the pixels of a picture: cached latents have it
+PIXELS_VERSION = 2  # Raise it when a change alters pixels: keys of cached latents have it
 
 
 @contextlib.contextmanager
@@ -334,11 +331,7 @@ def _explained():
 
 
 def _decoded(source: bytes | str | Path, max_pixels: int | None, least: int) -> tuple:
-    """The picture, and its width and height as shown, of before it was decoded at a smaller scale.
-
-    Args:
-        least: Pixels of the shorter side that suffice; 0 = decode all
-    """
+    """The picture, and its size as shown, larger where it was decoded at a smaller scale."""
     if isinstance(source, bytes) and not source:
         raise DataError("unreadable image: no bytes")
     with _explained(), open_image(source, max_pixels) as image:
@@ -443,7 +436,7 @@ def says_more_after_pixels(
 def header_size(
     source: bytes | str | Path,  # Encoded image, or its file
 ) -> tuple[int, int]:  # Width and height as shown
-    """Read the size of a picture; pixels are decoded only where nothing else tells how it is turned.
+    """Read the size of a picture, decoding only where nothing else tells how it is turned.
 
     Raises DataError for what is no image, and OSError for a file that is not there.
 

@@ -41,6 +41,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from ..core.progress import progress
+from .files import is_hidden
 from .images import DataError
 from .readers import Row, cell_bytes, cell_path, parse_cell
 from sciftune.data.sequences import (
@@ -66,7 +67,7 @@ def t2i_segments(
     """
     try:
         named = json.loads(captions)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise DataError(f"captions: not a JSON text ({error})") from None
     if not isinstance(named, dict):
         raise DataError(
@@ -247,8 +248,10 @@ def parquet_files(
     Returns:
         Sorted
     """
-    found = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
-    if not found or not found[0].is_file():
+    found = [path]
+    if path.is_dir():
+        found = [p for p in sorted(path.glob("*.parquet")) if not is_hidden(p.name)]
+    if not found or not all(p.is_file() for p in found):
         raise DataError(f"{path}: no .parquet file there")
     return found
 
@@ -355,7 +358,7 @@ def sft_examples(
         try:
             record = json.loads(line)
             segments, fault = sft_segments(record, folder), ""
-        except (ValueError, AttributeError, TypeError) as error:  # DataError is a ValueError
+        except (ValueError, AttributeError, TypeError, RecursionError) as error:  # or DataError
             segments, fault = (), str(error)
         examples.append(Example(f"{name}{number}", segments, where, fault))
     return examples

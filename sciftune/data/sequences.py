@@ -38,6 +38,7 @@ __all__ = [
     "to_segments",
     "read_jsonl",
     "read_examples",
+    "listed_examples",
     "read_lines",
     "read_example",
     "open_examples",
@@ -81,6 +82,7 @@ from torch import Tensor
 
 from ..core.progress import progress
 from ..core.randomness import GlobalOrder, first_positions, stream, stream_seed, uniform
+from .files import valid_text
 from .images import DataError, header_size, load_picture
 from .readers import Files, Row, cell_bytes, image_bytes, parse_cell
 from .sources import set_aside, verify_once
@@ -502,7 +504,7 @@ def image_paths(
         names, must = entry.get("frames"), "frames must be a list of paths"
     if not is_string_list(names) or any(not name or "\0" in name for name in names):
         raise DataError(f"{where}: {must}")
-    return tuple(str(folder / name) for name in names)
+    return tuple(str(folder / valid_text("path", name)) for name in names)
 
 
 def read_image_segment(
@@ -825,18 +827,39 @@ def read_examples(
     Args:
         path: One JSON object per line, UTF-8
     """
+    examples = listed_examples(path)
+    for example in examples:
+        if example.fault:
+            raise DataError(f"{example.where}: {example.fault}")
+    return examples
+
+
+def listed_examples(
+    path: str | Path,  # One JSON object per line, UTF-8
+) -> list[Example]:  # With `fault` where a line cannot be used
+    """All lines of a file; no image is looked for. Raises DataError where there is none.
+
+    Args:
+        path: One JSON object per line, UTF-8
+
+    Returns:
+        With `fault` where a line cannot be used
+    """
     path = Path(path)
     out, ids = [], set()
     for n, line in enumerate(read_lines(path), 1):
         if not line.strip():
             continue
-        example = read_example(line, n, path)
-        if example.id in ids:
-            raise DataError(
-                f"{example.where}: id {example.id!r} is used twice; "
-                "ids key the randomness of an example"
-            )
-        ids.add(example.id)
+        where = f"{path.name}:{n}"
+        try:
+            example = read_example(line, n, path)
+            if example.id in ids:
+                raise DataError(
+                    f"id {example.id!r} is used twice; ids key the randomness of an example"
+                )
+            ids.add(example.id)
+        except DataError as error:
+            example = Example(f"{where}", (), where, str(error).removeprefix(f"{where}: "))
         out.append(example)
     if not out:
         raise DataError(f"{path} holds no example")
@@ -879,7 +902,7 @@ def read_example(
     progress(f"{where} read")
     try:
         record = json.loads(line)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise DataError(f"{where}: not valid JSON: {e}") from e
     if not isinstance(record, dict):
         raise DataError(f"{where}: a JSON object is needed")
@@ -889,7 +912,7 @@ def read_example(
     )
     if not any(s.loss or s.next or s.role == "target" for s in segments):
         raise DataError(f"{where}: nothing to learn; a text with loss or a target image is needed")
-    return Example(str(record.get("id", number)), segments, where)
+    return Example(valid_text("id", str(record.get("id", number))), segments, where)
 
 
 # %% ../../nbs/2_data/10_sequences.ipynb #d006b4cc
@@ -901,7 +924,7 @@ def open_examples(
 ) -> list[Example]:  # All, with `fault` where an image cannot be used
     """The examples of a file, every image verified.
 
-    Raises DataError naming file and line, and when too many examples are bad.
+    A line that cannot be used is set aside. Raises DataError when too many of them are.
 
     Args:
         path: One JSON object per line, UTF-8
@@ -913,7 +936,7 @@ def open_examples(
         All, with `fault` where an image cannot be used
     """
     place = Path(path).absolute()
-    return verify_examples(read_examples(path), None, place, max_bad_fraction, quarantine, cache)
+    return verify_examples(listed_examples(path), None, place, max_bad_fraction, quarantine, cache)
 
 
 def verify_examples(
