@@ -195,7 +195,9 @@ def test_a_list_with_bad_lines(tmp_path, good):
 def test_a_parquet_without_a_column_and_one_cut_short(tmp_path, good):
     pq.write_table(pa.table(dict(image=good)), tmp_path / "a.parquet")
     with pytest.raises(
-        DataError, match="a.parquet: no caption column among image: expected one of caption"
+        DataError,
+        match="8 images and not one caption .a.parquet row 0: no caption column among image: "
+        "expected one of caption",
     ):
         open_collection(tmp_path)
     pq.write_table(pa.table(dict(text=["x"])), tmp_path / "a.parquet")

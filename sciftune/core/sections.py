@@ -391,6 +391,12 @@ class DataSection(Section):
     metadata: str = field(
         "", "list of the images in data (json, jsonl, csv), where it lies elsewhere", optional=True
     )
+    prompts: str = field(
+        "",
+        "a file of captions, .txt (one a line), .jsonl or .parquet: those to distil with, empty = "
+        "the captions of data; elsewhere those of all images that have none",
+        optional=True,
+    )
     caption_prefix: str = field("", "put before every caption", optional=True)
     caption_template: str = field(
         "",

@@ -35,7 +35,7 @@ from sciftune.data.readers import (
     Row,
     captions_of,
     inside,
-    json_rows,
+    json_records,
     parquet_shards,
 )
 
@@ -237,7 +237,11 @@ def _lists(folder: Path) -> list[Path]:
 def _listed(path: str | Path, root: Path, listing: Path) -> Files:
     if listing.suffix not in (".json", ".jsonl"):
         raise DataError(f"{path}: pairs are read from .json, .jsonl and .parquet files")
-    return Files(root, json_rows(root, listing, pair_row))
+    rows = []
+    for source, record in json_records(listing):
+        bad = isinstance(record, DataError)
+        rows.append(Row(source, fault=str(record)) if bad else pair_row(root, source, record))
+    return Files(root, rows)
 
 
 def _shards(path: str | Path, root: Path, shards: list[Path]) -> PairParquet:
@@ -259,7 +263,7 @@ class BothImages:
         pairs: object,  # Of `open_collections` with `find_pairs`; n pairs
     ):
         self.pairs = pairs
-        for name in ("ids", "captions", "sizes", "shards", "rejected", "fingerprint"):
+        for name in ("ids", "captions", "sizes", "shards", "rejected", "fingerprint", "notes"):
             setattr(self, name, getattr(pairs, name))
         self.digests = [*pairs.digests, *(rows[0].digest for rows in pairs.references)]
         self.references = [()] * len(pairs)

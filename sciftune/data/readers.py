@@ -12,7 +12,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -22,16 +22,22 @@ import pyarrow.parquet as pq
 
 from ..core.progress import progress
 from ..core.secrets import bare
-from .images import SUFFIXES, DataError
+from .images import SUFFIXES, DataError, open_image
 from sciftune.data.references import (
     EDITED_KEYS,
+    ColumnContent,
+    base_name,
+    column_note,
+    holds_references,
+    names_image,
     reference_columns,
     reference_number,
-    reference_paths,
+    reference_values,
 )
 
 # %% auto #0
 __all__ = [
+    "NO_CAPTION",
     "IMAGE_KEYS",
     "CAPTION_KEYS",
     "ID_KEYS",
@@ -40,9 +46,13 @@ __all__ = [
     "captions_of",
     "inside",
     "Row",
-    "reference_rows",
+    "reference_row",
+    "give_references",
     "listed_row",
+    "record_texts",
+    "listed_rows",
     "folder_rows",
+    "json_records",
     "json_rows",
     "csv_rows",
     "Files",
@@ -57,8 +67,10 @@ __all__ = [
     "HuggingFace",
 ]
 
-
 # %% ../../nbs/2_data/02_readers.ipynb #9338706e
+NO_CAPTION = "empty caption"  # How the fault of a row begins that lacks nothing else
+
+
 def captions_of(
     value: object,  # Text, a list of texts, or anything else found in a file
 ) -> tuple[str, ...]:
@@ -83,7 +95,7 @@ def captions_of(
             raise DataError(f"caption is not valid Unicode: {ascii(t)[:80]}") from None
     texts = tuple(t.strip() for t in texts if t.strip())
     if not texts:
-        raise DataError("empty caption")
+        raise DataError(NO_CAPTION)
     return texts
 
 
@@ -176,25 +188,41 @@ def _target(record: dict) -> object:
     return edited if plain is None else plain
 
 
-def reference_rows(
+def reference_row(
     root: Path,  # Data root, resolved
     source: str,  # Where the record stands, for messages
-    names: list[str],  # Paths of the reference images, as written
-) -> tuple[Row, ...]:
-    """Rows of reference images that are files. Raises DataError for one that must not be read.
+    name: object,  # Path of a reference image, as written
+) -> Row:  # With `fault` set when it must not be read
+    """Make the row of a reference image that is a file.
 
     Args:
         root: Data root, resolved
         source: Where the record stands, for messages
-        names: Paths of the reference images, as written
+        name: Path of a reference image, as written
+
+    Returns:
+        With `fault` set when it must not be read
     """
-    rows = []
-    for number, name in enumerate(names, 1):
-        try:
-            rows.append(Row(source, inside(root, name)))
-        except DataError as e:
-            raise DataError(f"reference image {number}: {e}") from None
-    return tuple(rows)
+    try:
+        return Row(source, inside(root, name))
+    except DataError as e:
+        return Row(source, fault=str(e))
+
+
+def give_references(
+    row: Row,  # Of the target
+    references: Iterable[Row],  # In order
+):
+    """Give a row its references. The first that is bad makes the row a bad one.
+
+    Args:
+        row: Of the target
+        references: In order
+    """
+    row.references = tuple(references)
+    for number, reference in enumerate(row.references, 1):
+        if reference.fault and (not row.fault or row.fault.startswith(NO_CAPTION)):
+            row.fault = f"reference image {number}: {reference.fault}"
 
 
 def listed_row(
@@ -202,7 +230,7 @@ def listed_row(
     source: str,  # Where the record stands, for messages: list.jsonl:7
     record: object,  # Anything that JSON or CSV gave
 ) -> Row:  # With `fault` set when it cannot be used
-    """Make a row of one record of a list.
+    """Make a row of one record of a list, without its references.
 
     Args:
         root: Data root, resolved
@@ -213,6 +241,7 @@ def listed_row(
         With `fault` set when it cannot be used
     """
     progress(f"{source} listed")
+    row = Row(source)
     try:
         if not isinstance(record, dict):
             raise DataError(
@@ -221,17 +250,66 @@ def listed_row(
         target = _target(record)
         if target is None:
             raise DataError(f"no image path: expected one of the keys {', '.join(IMAGE_KEYS)}")
-        name = inside(root, target)
+        row.key = inside(root, target)
         given = _first(record, ID_KEYS)
-        return Row(
-            source,
-            name,
-            name if given is None else str(given),
-            captions_of(_first(record, CAPTION_KEYS)),
-            references=reference_rows(root, source, reference_paths(record)),
-        )
+        row.id = row.key if given is None else str(given)
+        row.captions = record_texts(record)
     except DataError as e:
-        return Row(source, fault=str(e))
+        row.fault = str(e)
+    return row
+
+
+def record_texts(
+    record: dict,
+) -> tuple[str, ...]:
+    """Return the captions of a record. Raises DataError naming the keys where there are none."""
+    value = _first(record, CAPTION_KEYS)
+    if value is None:
+        raise DataError(f"{NO_CAPTION}: none of the keys {', '.join(CAPTION_KEYS)}")
+    return captions_of(value)
+
+
+def listed_rows(
+    root: Path,  # Data root, resolved
+    records: Iterable[tuple[str, object]],  # Where each stands, and what JSON or CSV gave
+    notes: list[str] | None = None,  # How columns were understood is added to it
+) -> list[Row]:
+    """Make the rows of a list; which columns hold references is told by all records together.
+
+    Args:
+        root: Data root, resolved
+        records: Where each stands, and what JSON or CSV gave
+        notes: How columns were understood is added to it
+    """
+    rows, named, edited = [], [], False
+    for source, record in records:
+        bad = isinstance(record, DataError)
+        rows.append(Row(source, fault=str(record)) if bad else listed_row(root, source, record))
+        if isinstance(record, dict) and (columns := reference_values(record)):
+            named.append((rows[-1], columns))
+            edited = edited or any(record.get(key) for key in EDITED_KEYS)
+    if named:
+        _resolve_references(root, named, edited, [] if notes is None else notes)
+    return rows
+
+
+def _resolve_references(root: Path, named: list[tuple[Row, dict]], edited: bool, notes: list):
+    """Give each row the references in its columns, where these hold some."""
+    contents = {}
+    for row, columns in named:
+        for name, values in columns.items():
+            content = contents.setdefault(base_name(name), ColumnContent())
+            columns[name] = [reference_row(root, row.source, value) for value in values]
+            for value, reference in zip(values, columns[name], strict=True):
+                content.count(value, names_image(value) and not reference.fault)
+    used = {name for name in contents if holds_references(name, contents[name], edited)}
+    notes += [column_note(name, contents[name], name in used) for name in contents]
+    for row, columns in named:
+        try:
+            order = reference_columns(name for name in columns if base_name(name) in used)
+            give_references(row, (r for name in order for r in columns[name]))
+        except DataError as e:
+            row.fault = row.fault or str(e)
 
 
 # %% ../../nbs/2_data/02_readers.ipynb #5990ae7b
@@ -257,6 +335,14 @@ def _references_beside(names: list[str]) -> dict[str, list[str]]:
     return {target: [name for _, name in sorted(beside)] for target, beside in found.items()}
 
 
+def _caption_file(root: Path, name: str) -> str:
+    """The file with the caption of an image. Raises DataError where there is none."""
+    file = Path(name).with_suffix(".txt")
+    if not os.path.lexists(root / file):
+        raise DataError(f"{NO_CAPTION}: no {file.name} beside it")
+    return inside(root, str(file))
+
+
 def folder_rows(
     root: Path,  # Data root, resolved
 ) -> list[Row]:
@@ -273,30 +359,31 @@ def folder_rows(
         if name in own:
             continue
         progress(f"{name} listed")
+        row = Row(name, name, name)
+        rows.append(row)
         try:
-            text = root / inside(root, str(Path(name).with_suffix(".txt")))
-            row = Row(name, inside(root, name), name, captions_of(text.read_text("utf-8-sig")))
-            row.references = reference_rows(root, name, references.get(name, []))
-            rows.append(row)
+            inside(root, name)
+            text = root / _caption_file(root, name)
+            row.captions = captions_of(text.read_text("utf-8-sig"))
         except UnicodeDecodeError:
-            rows.append(Row(name, fault="caption is not valid Unicode: expected UTF-8"))
+            row.fault = "caption is not valid Unicode: expected UTF-8"
         except DataError as e:
-            rows.append(Row(name, fault=str(e)))
+            row.fault = str(e)
+        give_references(row, (reference_row(root, name, r) for r in references.get(name, ())))
     return rows
 
 
 # %% ../../nbs/2_data/02_readers.ipynb #a5b72486
-def json_rows(
-    root: Path,  # Data root, resolved
+def json_records(
     path: Path,  # .json with a list of objects, or .jsonl with one object per line
-    row: Callable = listed_row,  # (root, source, record) -> Row
-) -> list[Row]:
+) -> Iterator[tuple[str, object]]:  # Where it stands, and the record, or the DataError of a line
     """Read a JSON or JSON-lines list. Raises DataError when a .json file as a whole is wrong.
 
     Args:
-        root: Data root, resolved
         path: .json with a list of objects, or .jsonl with one object per line
-        row: (root, source, record) -> Row
+
+    Returns:
+        Where it stands, and the record, or the DataError of a line
     """
     if path.suffix == ".json":
         try:
@@ -307,40 +394,61 @@ def json_rows(
             raise DataError(
                 f"{path}: holds a JSON {type(records).__name__}: expected a list of objects"
             )
-        return [row(root, f"{path.name}[{i}]", r) for i, r in enumerate(records)]
-    rows = []
-    for n, line in enumerate(path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            rows.append(row(root, f"{path.name}:{n}", json.loads(line)))
-        except (ValueError, RecursionError) as e:
-            rows.append(Row(f"{path.name}:{n}", fault=f"bad JSON line: {e}"))
-    return rows
+        yield from ((f"{path.name}[{i}]", record) for i, record in enumerate(records))
+        return
+    with open(path, "rb") as file:
+        for n, line in enumerate(file, 1):
+            if n == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as e:
+                record = DataError(f"bad JSON line: {e}")
+            yield f"{path.name}:{n}", record
+
+
+def json_rows(
+    root: Path,  # Data root, resolved
+    path: Path,  # .json with a list of objects, or .jsonl with one object per line
+    notes: list[str] | None = None,  # See `listed_rows`
+) -> list[Row]:
+    """Read a JSON or JSON-lines list. Raises DataError when a .json file as a whole is wrong.
+
+    Args:
+        root: Data root, resolved
+        path: .json with a list of objects, or .jsonl with one object per line
+        notes: See `listed_rows`
+    """
+    return listed_rows(root, json_records(path), notes)
 
 
 # %% ../../nbs/2_data/02_readers.ipynb #08edfe61
 def csv_rows(
     root: Path,  # Data root, resolved
     path: Path,  # .csv with a heading line
+    notes: list[str] | None = None,  # See `listed_rows`
 ) -> list[Row]:
     """Read a CSV list. Raises DataError for a wrong heading or encoding.
 
     Args:
         root: Data root, resolved
         path: .csv with a heading line
+        notes: See `listed_rows`
     """
     try:
         with open(path, newline="", encoding="utf-8-sig") as f:
             reader = csv.DictReader(f)
             names = reader.fieldnames or []
             images = (*IMAGE_KEYS, *EDITED_KEYS)
-            if not (set(names) & set(images) and set(names) & set(CAPTION_KEYS)):
+            if not set(names) & set(images):
                 raise DataError(
-                    f"{path}: columns {names}: expected one of {', '.join(images)} "
+                    f"{path}: columns {', '.join(names)}: expected one of {', '.join(images)} "
                     f"and one of {', '.join(CAPTION_KEYS)}, separated by commas"
                 )
-            return [listed_row(root, f"{path.name}:{reader.line_num}", r) for r in reader]
+            records = ((f"{path.name}:{reader.line_num}", record) for record in reader)
+            return listed_rows(root, records, notes)
     except (UnicodeDecodeError, csv.Error) as e:
         raise DataError(f"{path}: not a readable CSV file: {e}") from None
 
@@ -352,6 +460,7 @@ class Files:
     Args:
         root: Data root, resolved
         rows: Their keys are paths relative to the root
+        notes: How columns were understood
     """
 
     loose = frozenset()
@@ -360,9 +469,11 @@ class Files:
         self,
         root: Path,  # Data root, resolved
         rows: list[Row],  # Their keys are paths relative to the root
+        notes: list[str] | None = None,  # How columns were understood
     ):
         self.root = root
         self.rows = rows
+        self.notes = notes or []
 
     def read(self, row: Row) -> bytes:
         """Read the file of a row."""
@@ -422,40 +533,77 @@ def _is_listed(kind: pa.DataType) -> bool:
     return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
 
 
-def _reference_columns(path, schema: pa.Schema) -> list[str]:
-    """Columns of reference images, in order. Raises DataError for one that holds no images."""
+def _first_values(cells: pa.ChunkedArray | pa.Array) -> list:
+    """The values in some cells of a column, those of lists one by one, without empty ones."""
+    listed = (cell if isinstance(cell, list) else [cell] for cell in cells.to_pylist())
+    return [value for cell in listed for value in cell if value is not None and value != ""]
 
-    def kind(name: str) -> pa.DataType:
-        found = schema.field(name).type
-        return found.value_type if _is_listed(found) else found
 
-    names = [n for n in schema.names if n != "source" or _holds_bytes(kind(n))]  # or its origin
+def _is_image(root: Path, value: object) -> bool:
+    """Whether a value is the bytes of an image, or a struct of bytes and path of one."""
+    if isinstance(value, dict):
+        if value.get("bytes") is None:
+            return names_image(value.get("path"))
+        value = value["bytes"]
     try:
-        found = reference_columns(names)
-    except DataError as e:
-        raise DataError(f"{path}: {e}") from None
-    for name in found:
-        if not _holds_bytes(kind(name)):
+        return isinstance(value, bytes) and bool(open_image(value))
+    except Exception:  # decoders raise nearly anything on what is no image
+        return False
+
+
+def _reference_columns(
+    path: str | Path, root: Path, schema: pa.Schema, first: Callable, notes: list[str]
+) -> list[str]:
+    """Columns of reference images, in order, by what `first`(column) shows of their cells.
+
+    Raises DataError for one that holds paths of images in the place of images.
+    """
+    used = []
+    for name in schema.names:
+        if not reference_columns([name]):
+            continue
+        kind = schema.field(name).type
+        values = _first_values(first(name))
+        if _holds_bytes(kind.value_type if _is_listed(kind) else kind):
+            if not values or any(_is_image(root, value) for value in values):
+                used.append(name)
+                notes.append(f"reference images: column {name}")
+                continue
+        elif any(names_image(v) and not reference_row(root, name, v).fault for v in values):
             raise DataError(
-                f"{path}: column {name} holds {schema.field(name).type}: "
+                f"{path}: column {name} holds {kind} with paths of images: "
                 "expected image bytes, structs of bytes and path, or lists of these"
             )
-    return found
+        notes.append(f"column {name} is not read as reference images: it holds none, but {kind}")
+    try:
+        return reference_columns(used)
+    except DataError as e:
+        raise DataError(f"{path}: {e}") from None
 
 
-def _columns(path, schema: pa.Schema) -> tuple[str, str, str | None]:
+def _columns(path, schema: pa.Schema) -> tuple[str, str | None, str | None]:
     """Names of the image, caption and id columns. Raises DataError naming what is missing."""
     expected = "image bytes, or a struct of bytes and path"
     image = _column(path, schema, "image", IMAGE_COLUMNS, _holds_bytes, expected)
     texts = "text or lists of text"
-    caption = _column(path, schema, "caption", CAPTION_KEYS, _holds_texts, texts)
+    caption = None
+    if set(CAPTION_KEYS) & set(schema.names):
+        caption = _column(path, schema, "caption", CAPTION_KEYS, _holds_texts, texts)
     return image, caption, next((n for n in ID_KEYS if n in schema.names), None)
 
 
-def _texts_and_ids(table: pa.Table, caption: str, ident: str | None):
-    texts = table[caption].to_pylist()
-    ids = table[ident].to_pylist() if ident else [None] * len(texts)
+def _texts_and_ids(table: pa.Table, caption: str | None, ident: str | None, count: int):
+    texts = table[caption].to_pylist() if caption else [None] * count
+    ids = table[ident].to_pylist() if ident else [None] * count
     return zip(texts, ids, strict=True)
+
+
+def _no_column(schema: pa.Schema) -> str:
+    """Say that no column holds captions."""
+    return (
+        f"{NO_CAPTION}: no caption column among {', '.join(schema.names)}: "
+        f"expected one of {', '.join(CAPTION_KEYS)}"
+    )
 
 
 def _counts(cells: pa.ChunkedArray) -> list[int]:
@@ -471,9 +619,12 @@ def _cell_image(cell: object, number: int) -> object:
     return [value for value in cell if value is not None][number]
 
 
-def _checked(row: Row, text: object) -> Row:
-    """The row with its captions, or with what is wrong with them."""
+def _checked(row: Row, text: object, missing: str = "") -> Row:
+    """The row with its captions, or with what is wrong with them: `missing` for no column."""
     progress(f"{row.source} listed")
+    if missing:
+        row.fault = missing
+        return row
     try:
         row.captions = captions_of(text)
     except DataError as e:
@@ -514,6 +665,7 @@ class Parquet:
         self.reference_columns = []  # per shard
         self.stamps = []  # per shard
         self.loose = set()
+        self.notes = []  # How columns were understood
         for n, path in enumerate(paths):
             try:
                 self._list(n, path)
@@ -537,8 +689,9 @@ class Parquet:
         file = self.open_file(path)
         image, caption, ident = _columns(path, file.schema_arrow)
         self.column.append(image)
-        self.reference_columns.append(_reference_columns(path, file.schema_arrow))
+        self.reference_columns.append(self._references(path, file))
         self.stamps.append(f"{name}|{self.version(path)}")
+        missing = "" if caption else _no_column(file.schema_arrow)
         at = 0
         for group in range(file.num_row_groups):
             size = file.metadata.row_group(group).total_byte_size
@@ -549,9 +702,10 @@ class Parquet:
                 )
             table = file.read_row_group(group, columns=[c for c in (caption, ident) if c])
             counts = self._reference_counts(n, file, group)
-            for r, (text, given) in enumerate(_texts_and_ids(table, caption, ident)):
+            lines = file.metadata.row_group(group).num_rows
+            for r, (text, given) in enumerate(_texts_and_ids(table, caption, ident, lines)):
                 own_id = f"{name}:{at}" if given is None else str(given)
-                row = _checked(Row(f"{name} row {at}", (n, group, r), own_id), text)
+                row = _checked(Row(f"{name} row {at}", (n, group, r), own_id), text, missing)
                 row.references = tuple(
                     Row(row.source, (n, group, r, column, number))
                     for column, counted in counts.items()
@@ -559,6 +713,18 @@ class Parquet:
                 )
                 self.rows.append(row)
                 at += 1
+
+    def _references(self, path: Path, file: pq.ParquetFile) -> list[str]:
+        """Columns of references in a shard, by its first rows."""
+
+        def first(column: str) -> pa.Array:
+            batches = file.iter_batches(8, columns=[column])
+            return next((batch.column(0) for batch in batches), pa.array([]))
+
+        notes = []
+        columns = _reference_columns(path, self.root, file.schema_arrow, first, notes)
+        self.notes = list(dict.fromkeys([*self.notes, *notes]))
+        return columns
 
     def _reference_counts(self, n: int, file: pq.ParquetFile, group: int) -> dict[str, list[int]]:
         """Column of references -> images in each row of a row group."""
@@ -761,6 +927,11 @@ def _undecoded(feature: object) -> object:
     return kind(_undecoded(feature.feature)) if hasattr(feature, "feature") else feature
 
 
+def _first_cells(data: object) -> Callable[[str], pa.ChunkedArray]:
+    """The first cells of a column of a dataset."""
+    return lambda column: data.select_columns([column]).with_format("arrow")[:8][column]
+
+
 class HuggingFace:
     """Images in a folder that `Dataset.save_to_disk` wrote.
 
@@ -794,10 +965,12 @@ class HuggingFace:
             self.data = self.data["train"]
         self.root = root
         self.loose = set()
-        self.column, caption, ident = _columns(root, self.data.features.arrow_schema)
+        self.notes = []
+        schema = self.data.features.arrow_schema
+        self.column, caption, ident = _columns(root, schema)
         if isinstance(self.data.features[self.column], datasets.Image):
             self.data = self.data.cast_column(self.column, datasets.Image(decode=False))
-        references = _reference_columns(root, self.data.features.arrow_schema)
+        references = _reference_columns(root, root, schema, _first_cells(self.data), self.notes)
         for column in references:
             self.data = self.data.cast_column(column, _undecoded(self.data.features[column]))
         stamps = []
@@ -805,18 +978,20 @@ class HuggingFace:
             status = os.stat(file["filename"])
             stamps.append(f"{Path(file['filename']).name}|{status.st_size}|{status.st_mtime_ns}")
         self._stamp = "|".join([self.data._fingerprint, *sorted(stamps)])
-        table = self.data.select_columns([c for c in (caption, ident) if c]).with_format("arrow")[:]
+        texts = [c for c in (caption, ident) if c]
+        table = self.data.select_columns(texts).with_format("arrow")[:] if texts else None
         self.rows = []
         cells = self.data.select_columns(references).with_format("arrow")[:] if references else {}
         counts = {column: _counts(cells[column]) for column in references}
-        for i, (text, given) in enumerate(_texts_and_ids(table, caption, ident)):
+        missing = "" if caption else _no_column(schema)
+        for i, (text, given) in enumerate(_texts_and_ids(table, caption, ident, len(self.data))):
             row = Row(f"row {i}", i, f"{i}" if given is None else str(given))
             row.references = tuple(
                 Row(row.source, (i, column, number))
                 for column, counted in counts.items()
                 for number in range(counted[i])
             )
-            self.rows.append(_checked(row, text))
+            self.rows.append(_checked(row, text, missing))
 
     def read(self, row: Row) -> bytes:
         """Read the stored bytes of an image, undecoded."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from .images import SUFFIXES, DataError
@@ -16,7 +17,12 @@ __all__ = [
     "EDITED_KEYS",
     "REFERENCE_KEYS",
     "reference_columns",
-    "reference_paths",
+    "reference_values",
+    "names_image",
+    "ColumnContent",
+    "base_name",
+    "holds_references",
+    "column_note",
     "reference_number",
     "is_target",
 ]
@@ -42,6 +48,7 @@ REFERENCE_KEYS = (
     "control_images",
     "control_image",
 )
+_NUMBERED = re.compile(rf"({'|'.join(REFERENCE_KEYS)})_?(\d*)")
 
 
 def reference_columns(
@@ -55,8 +62,7 @@ def reference_columns(
     Returns:
         In the order of their numbers
     """
-    matches = [re.fullmatch(rf"({'|'.join(REFERENCE_KEYS)})_?(\d*)", name) for name in names]
-    found = sorted((int(m[2] or 0), m[0], m[1]) for m in matches if m)
+    found = sorted((int(m[2] or 0), m[0], m[1]) for m in map(_NUMBERED.fullmatch, names) if m)
     kinds = sorted({kind for *_, kind in found})
     if len(kinds) > 1:
         raise DataError(
@@ -66,37 +72,109 @@ def reference_columns(
 
 
 # %% ../../nbs/2_data/12_references.ipynb #d6a6fd00
-def _texts(name: str, value: object) -> list[str]:
-    """The paths in one column of a record."""
-    values = value if isinstance(value, (list, tuple)) else [value]
-    values = [v for v in values if v is not None and v != ""]
-    if re.fullmatch(r"source_?\d*", name):
-        values = [v for v in values if isinstance(v, str) and Path(v).suffix.lower() in SUFFIXES]
-    if wrong := [v for v in values if not isinstance(v, str)]:
-        kind = type(wrong[0]).__name__
-        raise DataError(f"reference images: {name} holds {kind}: expected a path or a list of them")
-    return values
-
-
-def reference_paths(
+def reference_values(
     record: Mapping[str, object],  # One line of a list
-) -> list[str]:  # As written, in order
-    """The paths of a record's reference images. Raises DataError for other values than paths.
+) -> dict[str, list]:  # Column -> its values, of the columns that are named as references are
+    """The values of a record that may be reference images.
 
     Args:
         record: One line of a list
 
     Returns:
-        As written, in order
+        Column -> its values, of the columns that are named as references are
     """
-    given = {str(name): value for name, value in record.items() if value not in (None, "")}
-    held = {name: paths for name in given if (paths := _named_paths(name, given[name]))}
-    return [path for name in reference_columns(held) for path in held[name]]
+    found = {}
+    for name, value in record.items():
+        values = value if isinstance(value, (list, tuple)) else [value]
+        values = [v for v in values if v is not None and v != ""]
+        if values and _NUMBERED.fullmatch(str(name)):
+            found[str(name)] = values
+    return found
 
 
-def _named_paths(name: str, value: object) -> list[str]:
-    """The paths of a column, none where it is no column of references."""
-    return _texts(name, value) if reference_columns([name]) else []
+def names_image(value: object) -> bool:
+    """Return whether a value is text that ends as the name of an image does."""
+    return isinstance(value, str) and Path(value).suffix.lower() in SUFFIXES
+
+
+@dataclass
+class ColumnContent:
+    """What stands in the columns of one name, counted over a list.
+
+    Attributes:
+        names: Values that end as the name of an image does
+        images: Values that are images of the collection
+        other: The first value that is none
+    """
+
+    values: int = 0
+    names: int = 0  # Values that end as the name of an image does
+    images: int = 0  # Values that are images of the collection
+    other: object = None  # The first value that is none
+
+    def count(
+        self,
+        value: object,
+        here: bool,  # It is an image of the collection
+    ):
+        """Count a value.
+
+        Args:
+            here: It is an image of the collection
+        """
+        self.values += 1
+        self.names += names_image(value)
+        self.images += here
+        if not here and self.other is None:
+            self.other = value
+
+
+def base_name(
+    column: str,  # Named as references are: source_2
+) -> str:
+    """Return the name of a column without its number.
+
+    Args:
+        column: Named as references are: source_2
+    """
+    return _NUMBERED.fullmatch(column)[1]
+
+
+def holds_references(
+    column: str,  # Its name
+    content: ColumnContent,
+    edited: bool = False,  # The target stands under one of `EDITED_KEYS`: there must be a source
+) -> bool:
+    """Return whether the columns of a name hold reference images, by what stands in them.
+
+    Args:
+        column: Its name
+        edited: The target stands under one of `EDITED_KEYS`: there must be a source
+    """
+    if edited:
+        return content.names > 0
+    if base_name(column) == "source":
+        return 0 < content.values <= 2 * content.images
+    return content.images > 0
+
+
+def column_note(
+    column: str,
+    content: ColumnContent,
+    used: bool,  # As references
+) -> str:
+    """Say how a column is understood.
+
+    Args:
+        used: As references
+    """
+    counted = f"{content.images} of {content.values} values are images of this collection"
+    if used:
+        return f"reference images: column {column} ({counted})"
+    return (
+        f"column {column} is not read as reference images: {counted} "
+        f"(the first that is none: {str(content.other)[:80]!r})"
+    )
 
 
 # %% ../../nbs/2_data/12_references.ipynb #35a23c41

@@ -106,6 +106,7 @@ class Tars:
     """
 
     loose = frozenset()
+    notes = ()  # Members are understood by their names
 
     def __init__(
         self,

@@ -12,7 +12,8 @@ import glob
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from ..core.rundir import cores, write_atomic
 from ..core.secrets import masked
 from .images import MAX_PIXELS, DataError, Sample, examine
 from sciftune.data.readers import (
+    NO_CAPTION,
     Files,
     HuggingFace,
     Parquet,
@@ -41,12 +43,17 @@ from .shards import Tars, remote_source
 __all__ = [
     "Reader",
     "Findings",
+    "KINDS_NAMED",
     "find_source",
     "verify_images",
     "findings_file",
     "known_findings",
     "verify_once",
     "Collection",
+    "counted_reasons",
+    "check_bad_rows",
+    "without_captions",
+    "give_captions",
     "set_aside",
     "no_fault",
     "open_collection",
@@ -86,7 +93,8 @@ def _list_reader(root: Path, listing: Path) -> Files:
         raise DataError(
             f"{listing}: unknown kind of list: expected .json, .jsonl, .csv or .parquet"
         )
-    return Files(root, _LISTS[listing.suffix](root, listing))
+    notes = []
+    return Files(root, _LISTS[listing.suffix](root, listing, notes), notes)
 
 
 def find_source(
@@ -282,6 +290,7 @@ class Collection:
         self.source = source
         self.rows = rows
         self.rejected = rejected
+        self.notes = list(source.notes)  # How columns were understood, for people
         self.ids = [r.id for r in rows]
         self.captions = [r.captions for r in rows]
         self.sizes = [(r.width, r.height) for r in rows]
@@ -358,15 +367,90 @@ def _write_quarantine(quarantine: str | Path, rejected: list[dict]):
         Path(quarantine).unlink(missing_ok=True)  # an earlier run's rows have been repaired
 
 
-def _refusal(where: str | Path, count: int, rejected: list[dict], limit: str, quarantine) -> str:
-    counts = collections.Counter(r["reason"].split(":")[0] for r in rejected)
-    reasons = ", ".join(f"{n} x {reason}" for reason, n in counts.most_common())
-    first = "; ".join(f"{r['source']}: {r['reason']}" for r in rejected[:3])
+_NUMBERED_REFERENCE = re.compile(r"reference image \d+: ")
+KINDS_NAMED = 6  # Kinds of faults that a sentence names
+
+
+def counted_reasons(
+    rejected: Sequence[dict],  # source and reason of each
+) -> str:
+    """Count reasons by their kind, the most frequent first, each with its first row in full.
+
+    Args:
+        rejected: source and reason of each
+    """
+    kinds = {}
+    for row in rejected:
+        numbered = _NUMBERED_REFERENCE.match(row["reason"])
+        start = numbered.end() if numbered else 0
+        kind = bool(numbered), row["reason"][start:].split(":")[0]
+        kinds.setdefault(kind, []).append(row)
+    often = sorted(kinds.values(), key=lambda rows: -len(rows))
+    said = [f"{len(rows)} x {rows[0]['reason']} ({rows[0]['source']})" for rows in often]
+    more = [f"{len(said) - KINDS_NAMED} other reasons"] if len(said) > KINDS_NAMED else []
+    return "; ".join(said[:KINDS_NAMED] + more)
+
+
+def check_bad_rows(
+    rejected: Sequence[dict],  # source and reason of each
+    count: int,  # Rows of the collection
+    max_bad_fraction: float,  # Largest part of the rows that may be set aside, 0..1
+    where: str | Path,  # The collection, for the message
+    quarantine: str | Path | None = None,  # File that has them all
+):
+    """Raise DataError when too many rows are bad, or all of them.
+
+    Args:
+        rejected: source and reason of each
+        count: Rows of the collection
+        max_bad_fraction: Largest part of the rows that may be set aside, 0..1
+        where: The collection, for the message
+        quarantine: File that has them all
+    """
+    if len(rejected) <= max_bad_fraction * count and len(rejected) < count:
+        return
+    limit = f", more than max_bad_fraction={max_bad_fraction:g} allows"
+    bad = f"{len(rejected)} of {count} rows cannot be used{limit if len(rejected) < count else ''}"
     rest = f". All of them: {quarantine}" if quarantine else ""
+    raise DataError(f"{where}: {bad}: {counted_reasons(rejected)}{rest}")
+
+
+def without_captions(
+    rows: Sequence[Row],  # As listed
+    where: str | Path,  # The collection, for the message
+) -> str:
+    """Say why a collection of which no image has a caption is refused; '' where one has.
+
+    Rows that lack more than a caption do not count.
+
+    Args:
+        rows: As listed
+        where: The collection, for the message
+    """
+    bare_rows = [row for row in rows if row.fault.startswith(NO_CAPTION)]
+    if not bare_rows or not all(row.fault for row in rows):
+        return ""
+    first = bare_rows[0]
+    missing = first.fault.removeprefix(NO_CAPTION).lstrip(": ") or "its caption is empty"
     return (
-        f"{where}: {len(rejected)} of {count} rows cannot be used{limit}: {reasons}. "
-        f"First: {first}{rest}"
+        f"{where}: {len(bare_rows)} images and not one caption ({first.source}: {missing}); "
+        "give each image a .txt of its name, or the folder a metadata.jsonl with file_name and "
+        "text, or one caption for all of them: prompts=, a .txt that holds it"
     )
+
+
+def give_captions(
+    rows: Iterable[Row],  # As listed
+    captions: tuple[str, ...],
+):
+    """Give captions to the rows that lack nothing else.
+
+    Args:
+        rows: As listed
+    """
+    for row in rows if captions else ():
+        if row.fault.startswith(NO_CAPTION):
+            row.captions, row.fault = captions, ""
 
 
 def set_aside(
@@ -396,9 +480,7 @@ def set_aside(
             f"{where}: nothing in it: expected images with .txt files, metadata.json|jsonl|csv, "
             "parquet shards or a Hugging Face dataset"
         )
-    if len(rejected) > max_bad_fraction * len(rows) or not kept:
-        limit = f", more than max_bad_fraction={max_bad_fraction:g} allows" if kept else ""
-        raise DataError(_refusal(where, len(rows), rejected, limit, quarantine))
+    check_bad_rows(rejected, len(rows), max_bad_fraction, where, quarantine)
     return kept, rejected
 
 
@@ -426,6 +508,7 @@ def open_collection(
     workers: int | None = None,  # Threads; None = one per available core
     reference_fault: Callable = no_fault,  # (width, height) of a reference -> why not, or ''
     find: Callable = find_source,  # (path, metadata) -> its reader
+    captions: tuple[str, ...] = (),  # Of images that have none; () = these are set aside
 ) -> Collection:
     """Read, verify and fingerprint a collection.
 
@@ -441,10 +524,14 @@ def open_collection(
         workers: Threads; None = one per available core
         reference_fault: (width, height) of a reference -> why not, or ''
         find: (path, metadata) -> its reader
+        captions: Of images that have none; () = these are set aside
     """
     if not str(path).strip():
         raise DataError("data: the path is empty")
     source = find(path, metadata)
+    give_captions(source.rows, captions)
+    if refusal := without_captions(source.rows, path):
+        raise DataError(refusal)
     verify_once(source, f"{Path(path).absolute()}|{metadata}", cache, max_pixels, workers)
     _check_references(source.rows, reference_fault)
     kept, rejected = set_aside(source.rows, max_bad_fraction, quarantine, path)
@@ -462,7 +549,7 @@ class JoinedCollections:
         self.parts = parts
         self.first = [0, *itertools.accumulate(map(len, parts))]
         self.ids = [f"{k}:{i}" for k, part in enumerate(parts) for i in part.ids]
-        for name in ("captions", "sizes", "digests", "references", "shards", "rejected"):
+        for name in ("captions", "sizes", "digests", "references", "shards", "rejected", "notes"):
             setattr(self, name, [x for part in parts for x in getattr(part, name)])
         fingerprints = "|".join(part.fingerprint for part in parts)
         self.fingerprint = hashlib.sha256(fingerprints.encode()).hexdigest()

@@ -58,6 +58,7 @@ from .contents import Room
 from sciftune.lab.launch import (
     LaunchError,
     continue_command,
+    data_looked_at,
     launch_notebook_path,
     plan_run,
     project_root,
@@ -350,7 +351,8 @@ def plan_command(
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "recipe.yaml"
         recipe.save(written)
-        plan = plan_run(written, Path(folder) / "plan.json", check=False)
+        with data_looked_at(recipe, written, Path(folder) / "findings.json"):
+            plan = plan_run(written, Path(folder) / "plan.json", check=False)
     print(plan_text(plan))
     return int(not plan.run.fits)
 

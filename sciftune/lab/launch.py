@@ -818,6 +818,8 @@ def data_looked_at(
 ) -> Iterator[None]:
     """Look at the data of a run meanwhile, and print the three worst findings.
 
+    Raises LaunchError with the reason where the run would refuse its data.
+
     Args:
         recipe: With absolute paths
         recipe_path: The same, written
@@ -833,7 +835,10 @@ def data_looked_at(
     looking = subprocess.Popen(words, text=True, **quiet)
     try:
         yield
-        print(looking.communicate(timeout=LOOK_SECONDS)[0], end="")
+        found = looking.communicate(timeout=LOOK_SECONDS)[0]
+        if looking.returncode == 2:
+            raise LaunchError(found.strip())
+        print(found, end="")
     except subprocess.TimeoutExpired:
         print("data: not looked at wholly before the launch; sciftune look does")
     finally:

@@ -545,12 +545,35 @@ CASES = [
     ),
     asked("Network", "main_process_port: Input should be less than 65536", main_process_port=99999),
     collection("an empty folder", "nothing in it: expected images with .txt files", {}),
-    collection("an image without caption", "missing file: a.txt", {"a.png": png()}),
-    collection("an empty caption", "empty caption", {"a.png": png(), "a.txt": b" "}),
+    collection(
+        "images without captions",
+        "1 images and not one caption (a.png: no a.txt beside it); give each image a .txt of its",
+        {"a.png": png()},
+    ),
+    collection(
+        "an empty caption", "(a.png: its caption is empty)", {"a.png": png(), "a.txt": b" "}
+    ),
+    collection(
+        "a list without captions",
+        "not one caption (metadata.jsonl:1: none of the keys caption, captions, text",
+        listed({"image": "a.png"}),
+    ),
+    collection(
+        "a parquet without captions",
+        "(a.parquet row 0: no caption column among image: expected one of caption",
+        {"a.parquet": table(image=[png()])},
+    ),
+    collection(
+        "an edit without its source",
+        "1 x reference image 1: missing file: b.png (metadata.jsonl:1)",
+        listed({"edited_image": "a.png", "source": "b.png", "text": "x"}),
+    ),
     collection("half an image", "a.png", {"a.png": png()[:30], "a.txt": b"a square"}),
     collection("a JSON list that is none", "expected a list of objects", {"metadata.json": b"{}"}),
     collection("broken JSON", "not valid JSON", {"metadata.json": b"[{"}),
-    collection("a broken line", "metadata.jsonl:1: bad JSON line", {"metadata.jsonl": b"{a"}),
+    collection(
+        "a broken line", "1 x bad JSON line: Expecting property name", {"metadata.jsonl": b"{a"}
+    ),
     collection("a row without image", "expected one of the keys file_path", listed({"text": "x"})),
     collection(
         "a row outside the folder",

@@ -205,6 +205,7 @@ def open_sources(
         max_bad_fraction=recipe.max_bad_fraction,
         quarantine=quarantine,
         cache=cache_root(recipe.run_root) / "verified",
+        captions=tuple(texts[:1]),  # not read where there are prompts
     )
     return texts, fingerprint, collection
 

@@ -30,6 +30,7 @@ RECORDS = [
         reads=(
             "num_train_epochs",
             "max_bad_fraction",
+            "prompts",
             "figures_side",
             "figures_style",
             "figures_kinds",
@@ -76,6 +77,7 @@ RECORDS = [
         reads=(
             "num_train_epochs",
             "max_bad_fraction",
+            "prompts",
             "figures_side",
             "figures_style",
             "figures_kinds",
@@ -121,11 +123,6 @@ class DistillationSection(Section):
     )
     fixed: ClassVar = dict(fake_guidance_scale=(1.0, "the critic is asked without guidance"))
 
-    prompts: str = field(
-        "",
-        "captions to distil with: .txt (one a line), .jsonl or .parquet; empty = the captions of "
-        "data",
-    )
     live_captions: bool = field(
         False,
         "encode captions while training instead of caching them: for millions of captions",

@@ -33,6 +33,7 @@ RECORDS = [
             "loss_sigmas",
             "shuffle_window",
             "caption_dropout",
+            "prompts",
             "caption_prefix",
             "caption_template",
             "text_tokens",

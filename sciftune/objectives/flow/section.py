@@ -39,6 +39,7 @@ RECORDS = [
             "shuffle_window",
             "caption_dropout",
             "reference_images",
+            "prompts",
             "caption_prefix",
             "caption_template",
             "text_tokens",
