@@ -22,6 +22,7 @@ __all__ = [
     "check_strategy",
     "check_offload",
     "check_cuda_graphs",
+    "check_multiples",
     "check_sizes",
     "check_edits",
     "check_numbers",
@@ -446,14 +447,38 @@ def check_cuda_graphs(
 
 
 # %% ../../nbs/1_core/05_recipe.ipynb #8bed77af
-def check_sizes(
+def check_multiples(
     recipe: Fields,  # Each field is valid by itself
 ):
-    """Sizes of whole images fit together; several collections have no common list.
+    """All sides that are given suit the model.
 
     Args:
         recipe: Each field is valid by itself
     """
+    multiple, step = recipe.size_multiple, recipe.sides()[2]
+    given = {name: (getattr(recipe, name),) for name in ("resolution", "bucket_step")}
+    given["bucket_sides"] = tuple(int(side) for side in recipe.bucket_sides.split(",") if side)
+    for name, sides in given.items():
+        for side in sides:
+            if side % multiple:
+                near = max(multiple, round(side / multiple) * multiple)
+                raise ValueError(
+                    f"{name}: {side} does not suit model '{recipe.model}', which needs multiples "
+                    f"of {multiple}, for example {near}"
+                )
+            if name == "bucket_sides" and side < step:
+                raise ValueError(f"bucket_sides: {side} is below bucket_step {step}")
+
+
+def check_sizes(
+    recipe: Fields,  # Each field is valid by itself
+):
+    """Sizes suit the model and fit together; several collections have no common list.
+
+    Args:
+        recipe: Each field is valid by itself
+    """
+    check_multiples(recipe)
     if recipe.varied:
         low, high, step = recipe.sides()
         if low % step or high % step or recipe.resolution % step:

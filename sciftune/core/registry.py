@@ -90,6 +90,7 @@ class FamilyRecord(Record):
         timestep_shifts: Named ones that it can compute
         parts: Fields that name its parts in folders of their own
         references: Most reference images of a sample; 0 = it takes none
+        size_multiple: Height and width of an image must be multiples of it
         context_parallel: The tokens of a sample can be divided over ranks
         packing: Samples of several sizes can stand one behind another
         nano: A small trained model of it is in the package
@@ -113,6 +114,7 @@ class FamilyRecord(Record):
     )  # Named ones that it can compute
     parts: tuple[str, ...] = ()  # Fields that name its parts in folders of their own
     references: int = 0  # Most reference images of a sample; 0 = it takes none
+    size_multiple: int = 16  # Height and width of an image must be multiples of it
     context_parallel: bool = False  # The tokens of a sample can be divided over ranks
     packing: bool = False  # Samples of several sizes can stand one behind another
     nano: bool = False  # A small trained model of it is in the package

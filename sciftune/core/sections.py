@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 # %% ../../nbs/1_core/02_sections.ipynb #d2246be0
+import math
 import re
 import unicodedata
 from collections.abc import Callable, Mapping
@@ -449,7 +450,8 @@ class DataSection(Section):
     )
     bucket_step: int = field(
         0,
-        "sides are multiples of it, itself one of 16; 0 = resolution/16, at least 16",
+        "sides are multiples of it, itself one of 16 and of what the model needs; 0 = about "
+        "resolution/16, whatever suits",
         needs="fit=bucket|fit=pad|random_hw_adapt",
         ge=0,
         le=512,
@@ -543,11 +545,24 @@ class DataSection(Section):
         """Whether a micro-batch holds samples of one bucket alone."""
         return self.varied and not self.packing
 
+    @property
+    def size_multiple(self) -> int:
+        """Sides of training sizes are multiples of it: of 16, and of what the model needs."""
+        model = getattr(self, "model", None)  # a section alone has none
+        return math.lcm(16, find_record("models", model).size_multiple) if model else 16
+
     def sides(self) -> tuple[int, int, int]:
         """Smallest side, largest side and step of varied sizes, with what 0 stands for put in."""
-        step = self.bucket_step or max(16, self.resolution // 16 // 16 * 16)
-        low = self.bucket_min or self.resolution // 2 // step * step
+        step = self.bucket_step or self._default_step()
+        low = self.bucket_min or max(step, self.resolution // 2 // step * step)
         return low, self.bucket_max or 2 * self.resolution, step
+
+    def _default_step(self) -> int:
+        """About a sixteenth of the resolution, a divisor of all sides that are given."""
+        multiple = self.size_multiple
+        sides = (self.resolution, self.bucket_min, self.bucket_max)
+        steps = range(self.resolution // 16 // multiple * multiple, multiple, -multiple)
+        return next((n for n in steps if not any(side % n for side in sides)), multiple)
 
 
 # %% ../../nbs/1_core/02_sections.ipynb #66de49db

@@ -101,20 +101,22 @@ def crop_loss(
 def size_inside(
     width: int,  # Of the image
     height: int,
-    size: tuple,  # (height, width) that it must fit into, multiples of 16
-) -> tuple[int, int]:  # (height, width), multiples of 16
+    size: tuple,  # (height, width) that it must fit into, multiples of `multiple`
+    multiple: int = 16,  # Sides are multiples of it
+) -> tuple[int, int]:  # (height, width)
     """The size of the whole image inside another size.
 
     Args:
         width: Of the image
-        size: (height, width) that it must fit into, multiples of 16
+        size: (height, width) that it must fit into, multiples of `multiple`
+        multiple: Sides are multiples of it
 
     Returns:
-        (height, width), multiples of 16
+        (height, width)
     """
     scale = min(size[1] / width, size[0] / height)
     return tuple(
-        min(most, max(16, round(side * scale / 16) * 16))
+        min(most, max(multiple, round(side * scale / multiple) * multiple))
         for side, most in zip((height, width), size, strict=True)
     )
 
@@ -157,6 +159,7 @@ class Sizing:
     def __init__(self, recipe: Recipe):
         r = self.recipe = recipe
         self.low, self.high, self.step = r.sides()
+        self.multiple = r.size_multiple
         self.sides = sorted(int(s) for s in r.bucket_sides.split(",") if s) or [r.resolution]
         self.draws = r.random_hw_draws or 1 if r.random_hw_adapt else 1
         if r.random_hw_adapt and not r.bucket_sides:
@@ -207,7 +210,9 @@ class Sizing:
 
     def fitted(self, width: int, height: int, bucket: tuple) -> tuple[int, int]:
         """(height, width) of an image in its bucket: all of it, or with `pad` what it needs."""
-        return size_inside(width, height, bucket) if self.recipe.fit == "pad" else bucket
+        if self.recipe.fit != "pad":
+            return bucket
+        return size_inside(width, height, bucket, self.multiple)
 
     def held_out(self, width: int, height: int) -> tuple[int, int]:
         """(height, width) of an image that is not trained on: its shape, or a square to crop."""

@@ -9,6 +9,7 @@ __all__ = [
     "jsonl_captions",
     "parquet_captions",
     "read_captions",
+    "common_captions",
 ]
 
 # %% ../../nbs/2_data/05_captions.ipynb #cb70bb6a
@@ -154,3 +155,14 @@ def read_captions(
     if not captions:
         raise DataError(f"prompts: {path} holds no caption")
     return captions, hashlib.sha256("\n".join(captions).encode()).hexdigest()
+
+
+def common_captions(
+    path: str,  # A file of `read_captions`; '' = none
+) -> tuple[str, ...]:
+    """Return captions that all images share which have none.
+
+    Args:
+        path: A file of `read_captions`; '' = none
+    """
+    return tuple(read_captions(path)[0]) if path else ()

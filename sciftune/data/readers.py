@@ -26,13 +26,13 @@ from .images import SUFFIXES, DataError, open_image
 from sciftune.data.references import (
     EDITED_KEYS,
     ColumnContent,
-    base_name,
     column_note,
     holds_references,
     names_image,
     reference_columns,
     reference_number,
     reference_values,
+    unnumbered,
 )
 
 # %% auto #0
@@ -298,7 +298,7 @@ def _resolve_references(root: Path, named: list[tuple[Row, dict]], edited: bool,
     contents = {}
     for row, columns in named:
         for name, values in columns.items():
-            content = contents.setdefault(base_name(name), ColumnContent())
+            content = contents.setdefault(unnumbered(name), ColumnContent())
             columns[name] = [reference_row(root, row.source, value) for value in values]
             for value, reference in zip(values, columns[name], strict=True):
                 content.count(value, names_image(value) and not reference.fault)
@@ -306,7 +306,7 @@ def _resolve_references(root: Path, named: list[tuple[Row, dict]], edited: bool,
     notes += [column_note(name, contents[name], name in used) for name in contents]
     for row, columns in named:
         try:
-            order = reference_columns(name for name in columns if base_name(name) in used)
+            order = reference_columns(name for name in columns if unnumbered(name) in used)
             give_references(row, (r for name in order for r in columns[name]))
         except DataError as e:
             row.fault = row.fault or str(e)
@@ -980,6 +980,10 @@ class HuggingFace:
         self._stamp = "|".join([self.data._fingerprint, *sorted(stamps)])
         texts = [c for c in (caption, ident) if c]
         table = self.data.select_columns(texts).with_format("arrow")[:] if texts else None
+        self._list_rows(schema, table, references, caption, ident)
+
+    def _list_rows(self, schema, table, references, caption, ident):
+        """Make the rows of the table."""
         self.rows = []
         cells = self.data.select_columns(references).with_format("arrow")[:] if references else {}
         counts = {column: _counts(cells[column]) for column in references}

@@ -20,7 +20,7 @@ __all__ = [
     "reference_values",
     "names_image",
     "ColumnContent",
-    "base_name",
+    "unnumbered",
     "holds_references",
     "column_note",
     "reference_number",
@@ -129,7 +129,7 @@ class ColumnContent:
             self.other = value
 
 
-def base_name(
+def unnumbered(
     column: str,  # Named as references are: source_2
 ) -> str:
     """Return the name of a column without its number.
@@ -153,7 +153,7 @@ def holds_references(
     """
     if edited:
         return content.names > 0
-    if base_name(column) == "source":
+    if unnumbered(column) == "source":
         return 0 < content.values <= 2 * content.images
     return content.images > 0
 

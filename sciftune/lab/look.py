@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from ..core.registry import find_record
 from ..core.rundir import cache_root, write_atomic
 from ..core.sections import BUILT_IN
 from ..data.buckets import Sizing, crop_loss, nearest_size, size_inside
+from ..data.captions import common_captions
 from sciftune.data.duplicates import (
     Signatures,
     collection_signatures,
@@ -32,8 +33,17 @@ from sciftune.data.duplicates import (
     near_duplicates,
 )
 from ..data.images import DataError, header_size
+from ..data.pairs import find_pairs
 from ..data.readers import Files, Row
-from ..data.sources import find_source, known_findings, open_collections
+from sciftune.data.sources import (
+    check_bad_rows,
+    counted_reasons,
+    find_source,
+    give_captions,
+    known_findings,
+    open_collections,
+    without_captions,
+)
 
 # %% auto #0
 __all__ = [
@@ -258,15 +268,18 @@ def fit_costs(
     buckets = [nearest_size(*shape, sizing.buckets(sizing.filled(*shape)[-1])) for shape in shapes]
     chosen = dict(crop=[square] * len(shapes), bucket=buckets, pad=buckets)
     flops = flops or (lambda height, width: height * width)
-    return [_fit_cost(fit, shapes, sizes, flops, square) for fit, sizes in chosen.items()]
+    multiple = recipe.size_multiple
+    return [_fit_cost(fit, shapes, sizes, flops, square, multiple) for fit, sizes in chosen.items()]
 
 
-def _fit_cost(fit: str, shapes: Sequence, sizes: Sequence, flops, square: tuple) -> dict:
+def _fit_cost(
+    fit: str, shapes: Sequence, sizes: Sequence, flops, square: tuple, multiple: int
+) -> dict:
     """One row of `fit_costs`."""
     pairs = list(zip(shapes, sizes, strict=True))
     padded = fit == "pad"
     kept = np.array([1.0 if padded else 1 - crop_loss(*shape, size) for shape, size in pairs])
-    filled = [math.prod(size_inside(*shape, size)) for shape, size in pairs]
+    filled = [math.prod(size_inside(*shape, size, multiple)) for shape, size in pairs]
     area = sum(math.prod(size) for size in sizes)
     counts = Counter(sizes)
     time = sum(flops(*size) * n for size, n in counts.items()) / len(pairs)
@@ -523,9 +536,8 @@ def unreadable_rows(
     """
     if not rejected:
         return []
-    reasons = Counter(row["reason"].split(":")[0] for row in rejected)
     share = len(rejected) / total
-    listed = ", ".join(f"{n} x {reason}" for reason, n in reasons.most_common())
+    listed = counted_reasons(rejected)
     says = f"{len(rejected)} of {total} rows ({percent(share)}) cannot be used: {listed}"
     cure = "repair or remove them"
     if share > allowed:
@@ -570,6 +582,7 @@ class DataLook:
         tokens: Empty where they were not counted
         recommended: Recipe fields
         notes: What was not looked at, and why
+        columns: How columns of references were understood
     """
 
     data: str  # Of the recipe
@@ -583,6 +596,7 @@ class DataLook:
     tokens: list[TokenCount] = field(default_factory=list)  # Empty where they were not counted
     recommended: dict = field(default_factory=dict)  # Recipe fields
     notes: list[str] = field(default_factory=list)  # What was not looked at, and why
+    columns: list[str] = field(default_factory=list)  # How columns of references were understood
 
     def lines(
         self,
@@ -630,7 +644,14 @@ def opened_data(
         quarantine=quarantine,
         cache=cache_root(recipe.run_root) / "verified",
         metadata=recipe.metadata or None,
+        captions=common_captions(recipe.prompts),
+        find=_reader(recipe),
     )
+
+
+def _reader(recipe: Recipe) -> Callable:
+    """What finds the reader of the recipe's data."""
+    return find_pairs if find_record("objectives", recipe.objective).pairs else find_source
 
 
 def training_sizes(
@@ -673,6 +694,7 @@ def look_at(
     look.findings = worst_findings([*look.findings, *found], len(HARM) + 1)
     look.fits = fit_costs(recipe, shapes, _model_flops(recipe))
     look.recommended = recommended_fields(recipe, look)
+    look.columns = collection.notes
     look.whole = True
     return look
 
@@ -751,7 +773,8 @@ def recommended_fields(
         wanted["fit"] = "bucket"
     if shares.get("enlarged", 0) > MANY:
         side = recipe.resolution
-        sides = {max(16, side * part // 4 // 16 * 16) for part in (2, 3, 4)}
+        multiple, step = recipe.size_multiple, recipe.sides()[2]
+        sides = {max(step, side * part // 4 // multiple * multiple) for part in (2, 3, 4)}
         wanted["fit"] = recipe.fit if recipe.fit != "crop" else "bucket"
         wanted["bucket_sides"] = ",".join(map(str, sorted(sides)))
     if tokens := wanted_tokens(recipe, look.tokens):
@@ -856,21 +879,29 @@ def quick_look(
 ) -> DataLook:
     """Look at captions, headers and what earlier runs have verified.
 
+    Raises DataError for what a run of the recipe would refuse, as far as that is known by then.
+
     Args:
         recipe: With absolute paths
     """
-    rows, rejected, notes, total = [], [], [], 0
+    rows, rejected, notes, columns, total = [], [], [], [], 0
     for path, _ in recipe.sources:
-        if path in BUILT_IN or "://" in path:
+        if path in BUILT_IN or "://" in path or (Path(path) / "data.mdb").is_file():
             notes.append(f"{path}: not looked at before it is opened")
             continue
-        source = find_source(path, recipe.metadata or None)
+        source = _reader(recipe)(path, recipe.metadata or None)
+        give_captions(source.rows, common_captions(recipe.prompts))
+        if refusal := without_captions(source.rows, path):
+            raise DataError(refusal)
         place = f"{Path(path).absolute()}|{recipe.metadata or None}"
         known = known_findings(place, cache_root(recipe.run_root) / "verified")
         good = [row for row in source.rows if not row.fault]
         step = max(1, math.ceil(len(good) / HEADERS))
         rows += [row for row in good[::step] if _fill_in(source, row, known)]
-        rejected += [dict(source=row.source, reason=row.fault) for row in source.rows if row.fault]
+        bad = [dict(source=row.source, reason=row.fault) for row in source.rows if row.fault]
+        check_bad_rows(bad, len(source.rows), recipe.max_bad_fraction, path)
+        rejected += bad
+        columns += source.notes
         total += len(source.rows)
     ids, shapes = [row.id for row in rows], [(row.width, row.height) for row in rows]
     captions = [row.captions for row in rows]
@@ -878,6 +909,7 @@ def quick_look(
     doubled, _ = duplicate_images(ids, [row.digest for row in rows])
     look.findings = worst_findings([*look.findings, *doubled], len(HARM) + 1)
     look.notes += notes
+    look.columns = columns
     look.recommended = recommended_fields(recipe, look)
     return look
 
@@ -885,19 +917,27 @@ def quick_look(
 # %% ../../nbs/9_lab/16_look.ipynb #3a27a86e
 def quick_look_command(
     arguments: list[str],  # Recipe file, file to write
-):
+) -> int:  # Exit code: 2 where a run would refuse the data, and why on standard output
     """Look at the data of a recipe quickly, write what is found, and print the worst.
 
     Args:
         arguments: Recipe file, file to write
+
+    Returns:
+        Exit code: 2 where a run would refuse the data, and why on standard output
     """
     recipe = Recipe.load(Path(arguments[0]))
-    look = quick_look(recipe)
+    try:
+        look = quick_look(recipe)
+    except DataError as error:
+        print(f"data: {error}")
+        return 2
     look.save(Path(arguments[1]))
-    for line in look.lines():
+    for line in (*look.columns, *look.lines()):
         print(f"data: {line}")
+    return 0
 
 
 # %% ../../nbs/9_lab/16_look.ipynb #02eecbaa
 if __name__ == "__main__" and "__file__" in globals():
-    quick_look_command(sys.argv[1:])
+    sys.exit(quick_look_command(sys.argv[1:]))

@@ -2282,7 +2282,6 @@ class Bagel(Family):
     text_components = ()  # Its captions are tokens of the one model
     vae_class = "AutoencoderKL"
     posterior = "sample"
-    size_multiple = 16
     latent_channels = 16
     latent_factor = 8
     token_factor = 16

@@ -785,7 +785,6 @@ class Family(ABC):
         schedule: Published scheduler configuration
         scheduler_class: Where it names no class
         posterior: or "mode": latents are the VAE's mean
-        size_multiple: Height and width must be multiples of it
         latent_channels: C of the model-space latents (B,C,h,w)
         latent_factor: Pixels per latent pixel
         token_factor: Pixels per token side
@@ -812,7 +811,6 @@ class Family(ABC):
     schedule: dict = {}  # Published scheduler configuration
     scheduler_class: str = "FlowMatchEulerDiscreteScheduler"  # Where it names no class
     posterior: str = "sample"  # or "mode": latents are the VAE's mean
-    size_multiple: int = 16  # Height and width must be multiples of it
     latent_channels: int = 16  # C of the model-space latents (B,C,h,w)
     latent_factor: int = 8  # Pixels per latent pixel
     token_factor: int = 16  # Pixels per token side
@@ -830,11 +828,23 @@ class Family(ABC):
     sharded_weights: bool = True  # Whether an export may be several files
     tiny_variants: dict = {}  # Arguments of `build_tiny` and their defaults
 
+    def __init_subclass__(cls, **kw: object):
+        super().__init_subclass__(**kw)
+        if "size_multiple" in vars(cls):
+            raise TypeError(
+                f"{cls.__name__}: size_multiple belongs in its FamilyRecord, where recipes read it"
+            )
+
     # --- what the record says
     @property
     def name(self) -> str:
         """What a recipe calls it."""
         return self.record.name
+
+    @property
+    def size_multiple(self) -> int:
+        """Height and width of an image must be multiples of it."""
+        return self.record.size_multiple
 
     @property
     def pipeline_class(self) -> str:

@@ -81,11 +81,7 @@ RECORDS = [
         usual_learning_rates=(1e-6, 1e-5),
         timestep_shifts=("none", "linear"),
         references=10,
-        presets={  # sides are multiples of 32
-            "local": {"bucket_step": 32},
-            "cluster": {"bucket_step": 32},
-            "debug": {"bucket_step": 32},
-        },
+        size_multiple=32,
     )
 ]
 
@@ -621,7 +617,6 @@ class QwenImage21(Family):
     real_config = QWEN_IMAGE_21
     schedule = tiny.QWEN_SCHEDULE
     posterior = "mode"
-    size_multiple = 32
     latent_channels = 64
     latent_factor = 16
     max_text_tokens = 2048

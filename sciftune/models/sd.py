@@ -54,6 +54,7 @@ RECORDS = [
         block_classes=("BasicTransformerBlock", "ResnetBlock2D"),
         objectives=("epsilon", "dmd2", "dmd_decoupled"),
         usual_learning_rates=(1e-6, 1e-4),
+        size_multiple=8,
         values={"text_tokens": 77, "timestep_shift": "none", "compile": False},
         presets={
             "debug": {"resolution": 512},
@@ -71,6 +72,7 @@ RECORDS = [
         block_classes=("BasicTransformerBlock", "ResnetBlock2D"),
         objectives=("epsilon", "dmd2", "dmd_decoupled"),
         usual_learning_rates=(5e-7, 5e-5),
+        size_multiple=8,
         values={"text_tokens": 77, "timestep_shift": "none", "compile": False},
     ),
 ]
@@ -276,7 +278,6 @@ class SD15(Family):
     real_config = SD15_UNET
     schedule = tiny.SD_SCHEDULE
     lora_targets = ("to_k", "to_q", "to_v", "to_out.0")
-    size_multiple = 8
     latent_channels = 4
     token_factor = 8
     mixes_sizes = False

@@ -65,6 +65,7 @@ from ..core.rundir import RunDir, cache_root
 from ..core.sections import BUILT_IN
 from ..data.buckets import Sizing, cut_line
 from ..data.cache import TensorCache, cache_key
+from ..data.captions import common_captions
 from ..data.images import PIXELS_VERSION, load_picture, pixels
 from ..data.pairs import find_pairs
 from ..data.references import REFERENCE_KEYS
@@ -814,9 +815,10 @@ def _reading_rule(recipe: Recipe) -> dict:
     """What `open_collection` is told of the data that the run reads."""
     if find_record("objectives", recipe.objective).pairs:
         return dict(find=find_pairs)
-    if not recipe.reference_images:
-        return {}
-    return dict(reference_fault=get_family(recipe.model).reference_fault)
+    rule = dict(captions=common_captions(recipe.prompts))
+    if recipe.reference_images:
+        rule["reference_fault"] = get_family(recipe.model).reference_fault
+    return rule
 
 
 def check_references(
@@ -911,7 +913,7 @@ class WithHeldOut:
         self.train = train
         self.held = held
         self.ids = [*train.ids, *(f"held:{name}" for name in held.ids)]
-        for name in ("captions", "sizes", "digests", "references", "shards", "rejected"):
+        for name in ("captions", "sizes", "digests", "references", "shards", "rejected", "notes"):
             setattr(self, name, [*getattr(train, name), *getattr(held, name)])
         self.fingerprint = train.fingerprint
 
@@ -1182,6 +1184,8 @@ def listed_prompts(
 
 # %% ../../nbs/7_training/07_encoding.ipynb #a667c91a
 def _say_found(collection: object, train: list, held: list, run_dir: RunDir, say: Callable):
+    for note in collection.notes:
+        say(note)
     if collection.rejected:
         say(f"{len(collection.rejected)} rows set aside, see {run_dir.quarantine}")
     if twice := in_both(collection, train, held):

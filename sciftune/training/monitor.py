@@ -81,7 +81,7 @@ def _slow_compilation(recipe: Recipe, rows: list[dict]) -> Finding | None:
         return None
     sizes = ""
     if recipe.varied:
-        wider = 2 * (recipe.bucket_step or max(16, recipe.resolution // 16))
+        wider = 2 * recipe.sides()[2]
         sizes = f"bucket_step={wider}, random_hw_draws=1, "
     return Finding(
         "slow step: compilation",
