@@ -11,6 +11,7 @@ __all__ = [
     "SWITCHES",
     "COMMON_NAMES",
     "Processes",
+    "NUMBERED_SHARDING",
     "ForeignNames",
     "strategy_settings",
     "translated",
@@ -290,6 +291,13 @@ def _folders(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, A
 
 
 # %% ../../nbs/1_core/04_aliases.ipynb #2e9a2842
+NUMBERED_SHARDING = (
+    "write the name, since documents count in two ways: 1 FULL_SHARD, 2 SHARD_GRAD_OP, 3 NO_SHARD, "
+    "4 HYBRID_SHARD, 5 HYBRID_SHARD_ZERO2 (torch, accelerate), and without NO_SHARD 3 "
+    "HYBRID_SHARD, 4 HYBRID_SHARD_ZERO2"
+)
+
+
 def _chosen_strategy(
     given: Mapping[str, Any], values: Mapping[str, Any], names: ForeignNames
 ) -> dict[str, Any]:
@@ -299,6 +307,8 @@ def _chosen_strategy(
     said: dict[str, str] = {}  # Field -> setting that said it
     for name in sorted(given.keys() & settings.keys()):
         known, value = settings[name], str(given[name])
+        if value.strip().isdigit() and value not in known and "FULL_SHARD" in known:
+            raise RecipeError(f"{name}: {value}: {NUMBERED_SHARDING}")
         if value not in known:
             raise RecipeError(f"{name}: {given[name]!r}; known: {', '.join(sorted(known))}")
         for field, meant in known[value].items():

@@ -519,7 +519,8 @@ def _sampled(
     noise = [torch.randn(shape, generator=stream(s.seed, "picture", s.number)) for s in samples]
     scheduler = family.scheduler(*size, first.steps, source.schedule)
     empty = [rows[caption_of(family, s, family.negative_caption)] for s in samples]
-    unconditional = family.collate(empty) if first.guidance > 1 else None
+    guided = family.guides(first.guidance, source.base)
+    unconditional = family.collate(empty) if guided else None
     own = [rows[caption_of(family, s, s.prompt)] for s in samples]
     texts = family.collate(own) | beside
     noise = torch.stack(noise).to(device)

@@ -21,6 +21,8 @@ __all__ = [
     "spread_single",
     "attend_fused",
     "norm_rows",
+    "cast_to_weight",
+    "embed_float32",
     "Klein",
     "Klein4B",
 ]
@@ -82,6 +84,7 @@ RECORDS = [
         blocks=32,
         objectives=("flow", "autoencoder"),
         usual_learning_rates=(5e-6, 5e-5),
+        float32_arguments=("timestep", "guidance", "hidden_states"),
         references=10,
         context_parallel=True,
         packing=True,
@@ -105,6 +108,7 @@ RECORDS = [
         blocks=25,
         objectives=("flow", "autoencoder"),
         usual_learning_rates=(5e-6, 5e-5),
+        float32_arguments=("timestep", "guidance", "hidden_states"),
         references=10,
         context_parallel=True,
         packing=True,
@@ -410,6 +414,35 @@ NANO_KLEIN = dict(
 _TURN = "user\nassistant\n<think>\n\n</think>\n\n"  # the chat template's own words
 
 
+# %% ../../nbs/4_models/04_flux2.ipynb #embedfp2
+def cast_to_weight(
+    layer: nn.Module,  # With a weight
+    args: tuple,  # Of its call
+) -> tuple:
+    """Cast the first argument of a call to the type of the layer's weight.
+
+    Args:
+        layer: With a weight
+        args: Of its call
+    """
+    return (args[0].to(layer.weight.dtype), *args[1:])
+
+
+def embed_float32(
+    denoiser: nn.Module,  # Flux2Transformer2DModel; changed
+) -> nn.Module:
+    """Let a denoiser of 16-bit weights take image tokens, timestep and guidance in fp32.
+
+    Args:
+        denoiser: Flux2Transformer2DModel; changed
+    """
+    embed = denoiser.time_guidance_embed
+    numbers = [m for m in (embed.timestep_embedder, embed.guidance_embedder) if m is not None]
+    for layer in (denoiser.x_embedder, *(m.linear_1 for m in numbers)):
+        layer.register_forward_pre_hook(cast_to_weight)
+    return denoiser
+
+
 # %% ../../nbs/4_models/04_flux2.ipynb #a32277c2
 def _reference_area(side: int) -> int:
     """The largest area of a reference image, pixels."""
@@ -450,6 +483,10 @@ class Klein(Family):
                 f"{self.name!r} passes no guidance"
             )
 
+    def empty_denoiser(self, path: str | Path | Mapping = None, revision: str = None) -> nn.Module:
+        """See `embed_float32`."""
+        return embed_float32(super().empty_denoiser(path, revision))
+
     def is_distilled(self, path: str | Path, revision: str = None) -> bool:
         """Whether the weights at `path` are the step-distilled ones."""
         folder = self.resolve(path, revision=revision, weights=False)
@@ -461,6 +498,10 @@ class Klein(Family):
         if path is not None and self.is_distilled(path, revision):
             found.update(guidance=1.0, steps=4)
         return found
+
+    def guides(self, scale: float, path: str | Path = None) -> bool:
+        """As in the base class; never with distilled weights."""
+        return super().guides(scale) and not (path is not None and self.is_distilled(path))
 
     def text_model(self, folder: Path) -> tuple[str, transformers.PretrainedConfig]:
         """See `qwen3_config`."""
@@ -569,7 +610,7 @@ class Klein(Family):
             flux2_position_ids(b, *x.shape[2:], 1, device, time=REFERENCE_TIME * k)
             for k, x in enumerate(pictures)
         ]
-        tokens = [x.flatten(2).transpose(1, 2).to(dtype) for x in pictures]
+        tokens = [x.flatten(2).transpose(1, 2).float() for x in pictures]
         out = denoiser(
             hidden_states=torch.cat(tokens, 1),
             timestep=sigma,
@@ -606,7 +647,7 @@ class Klein(Family):
         lengths = [len(row) for row in rows]
         text_ids = [flux2_position_ids(1, 1, 1, len(text), device)[0] for text in texts]
         out = denoiser(
-            hidden_states=join_rows(rows)[None].to(dtype),
+            hidden_states=join_rows(rows)[None].float(),
             timestep=sigma,
             encoder_hidden_states=join_rows(texts)[None].to(dtype),
             guidance=self.guidance_input(conditioning, sigma),

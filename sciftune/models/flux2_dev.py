@@ -59,6 +59,8 @@ RECORDS = [
         blocks=56,
         objectives=("flow",),
         usual_learning_rates=(5e-6, 5e-5),
+        float32_arguments=("timestep", "guidance", "hidden_states"),
+        guides_above=None,
         references=10,
         packing=True,
     )

@@ -31,6 +31,7 @@ RECORDS = [
         blocks=57,
         objectives=("flow",),
         usual_learning_rates=(5e-6, 5e-5),
+        guides_above=None,
         references=1,
         context_parallel=True,
         packing=True,

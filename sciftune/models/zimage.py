@@ -49,6 +49,8 @@ RECORDS = [
         blocks=34,
         objectives=("flow",),
         usual_learning_rates=(5e-6, 5e-5),
+        float32_arguments=("t",),
+        guides_above=0.0,
         values={"timestep_shift": "3.0"},
     )
 ]
@@ -170,6 +172,7 @@ class ZImage(Family):
     real_config = Z_IMAGE
     schedule = Z_IMAGE_SCHEDULE
     posterior = "mode"
+    default_guidance = 5.0
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
 
     def check_config(self, config: Mapping):

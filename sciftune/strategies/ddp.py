@@ -41,7 +41,6 @@ RECORDS = [
         reads=("lora_base", "context_parallel", "shard_states"),
         aliases={
             ("sharding_strategy", "fsdp_sharding_strategy", "strategy"): {"NO_SHARD": {}},
-            ("sharding_strategy", "fsdp_sharding_strategy"): {"3": {}},
             ("zero_stage",): {"0": {}},
         },
     )

@@ -8,6 +8,8 @@ __all__ = [
     "UNIT_SECONDS",
     "AllToAllReduceScatter",
     "in_host_memory",
+    "cast_floating",
+    "cast_arguments",
     "ShardedNetwork",
     "gather_ahead",
     "FSDPCosts",
@@ -15,8 +17,10 @@ __all__ = [
 ]
 
 # %% ../../nbs/5_strategies/14_fsdp.ipynb #01bdfdf1
+import inspect
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +30,7 @@ from torch import Tensor, nn
 
 from ..core.plan import Plan
 from ..core.recipe import Recipe, RecipeError
-from ..core.registry import StrategyRecord
+from ..core.registry import StrategyRecord, find_record
 from .costs import Costs, pinned_bytes
 from .flat_weights import exchanged_sum
 from .network import Network, Range
@@ -48,12 +52,6 @@ RECORDS = [
                 "SHARD_GRAD_OP": {"reshard": False},
                 "HYBRID_SHARD": {"reshard": True, "hybrid_shard": None},
                 "HYBRID_SHARD_ZERO2": {"reshard": False, "hybrid_shard": None},
-            },
-            ("sharding_strategy", "fsdp_sharding_strategy"): {
-                "1": {"reshard": True},
-                "2": {"reshard": False},
-                "4": {"reshard": True, "hybrid_shard": None},
-                "5": {"reshard": False, "hybrid_shard": None},
             },
         },
     )
@@ -115,6 +113,48 @@ def in_host_memory(
     return isinstance(plugin.cpu_offload, CPUOffloadPolicy)
 
 
+# %% ../../nbs/5_strategies/14_fsdp.ipynb #fsdpcast1
+def cast_floating(
+    value: Any,  # Tensors, alone or in dicts, lists and tuples; anything else stays
+    dtype: torch.dtype,
+    kept: Collection[str] = (),  # Entries of dicts that stay as they are
+) -> Any:
+    """Return `value` with its floating tensors in `dtype`.
+
+    Args:
+        value: Tensors, alone or in dicts, lists and tuples; anything else stays
+        kept: Entries of dicts that stay as they are
+    """
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {k: v if k in kept else cast_floating(v, dtype, kept) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(cast_floating(v, dtype, kept) for v in value)
+    return value
+
+
+def cast_arguments(
+    module: nn.Module,  # Changed
+    dtype: torch.dtype,
+    kept: Collection[str],  # Arguments, or entries of dicts in them, that stay as they are
+):
+    """Cast the floating arguments of every call of `module`.
+
+    Args:
+        module: Changed
+        kept: Arguments, or entries of dicts in them, that stay as they are
+    """
+    names = list(inspect.signature(module.forward).parameters)
+
+    def cast(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        named = zip(itertools.chain(names, itertools.repeat("")), args, strict=False)
+        args = tuple(a if name in kept else cast_floating(a, dtype, kept) for name, a in named)
+        return args, cast_floating(kwargs, dtype, kept)
+
+    module.register_forward_pre_hook(cast, with_kwargs=True)
+
+
 # %% ../../nbs/5_strategies/14_fsdp.ipynb #11b21518
 class ShardedNetwork(Network):
     """A module under `fully_shard`."""
@@ -126,13 +166,16 @@ class ShardedNetwork(Network):
         plugin = self.engine.accelerator.state.fsdp_plugin
         offload = in_host_memory(plugin)
         config = self.shard_config(offload)
-        uncast = dict(mp_policy=replace(config["mp_policy"], cast_forward_inputs=False))
         units = plugin.transformer_cls_names_to_wrap or self.strategy.block_classes
         blocks = [m for m in self.raw.modules() if type(m).__name__ in set(units)]
         reshard = bool(plugin.reshard_after_forward)
         for block in blocks:
-            fully_shard(block, reshard_after_forward=reshard, **config | uncast)
+            fully_shard(block, reshard_after_forward=reshard, **config)
         self.module = fully_shard(self.raw, **config)
+        if config["mp_policy"].param_dtype:
+            record = find_record("models", self.recipe.model)
+            kept = {*record.float32_arguments, *getattr(self.raw, "float32_arguments", ())}
+            cast_arguments(self.raw, self.policy.compute, kept)
         if self.strategy.exchanges:
             for unit in (*blocks, self.module):
                 unit.set_custom_reduce_scatter(AllToAllReduceScatter())
@@ -145,7 +188,7 @@ class ShardedNetwork(Network):
         self,
         offload: bool,  # Keep the shards in host memory
     ) -> dict:  # mesh, mp_policy, offload_policy
-        """Arguments of `fully_shard` for the root.
+        """Arguments of `fully_shard`; inputs are cast by `cast_arguments`.
 
         Args:
             offload: Keep the shards in host memory
@@ -159,6 +202,7 @@ class ShardedNetwork(Network):
         mixed = MixedPrecisionPolicy(
             param_dtype=policy.compute if policy.compute != policy.weights else None,
             reduce_dtype=self.strategy.reduce_type,
+            cast_forward_inputs=False,
         )
         pinned = self.engine.device.type == "cuda"
         place = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
@@ -469,8 +513,7 @@ class FSDP(Strategy):
                 "precision: 'fp8' trains by FlashAdamW, which needs its weights on the GPU; with "
                 "offload='params' use 'bf16-mixed'"
             )
-        precision = recipe.precision if policy.weights == torch.float32 else "bf16-mixed"
-        change = dict(precision=precision, optimizer="adamw")
+        change = dict(precision="bf16-mixed", optimizer="adamw")
         held = super().policy_of(recipe.model_copy(update=change), cuda)
         note = (
             "FlashAdamW needs its weights on the GPU; with offload='params' running as "

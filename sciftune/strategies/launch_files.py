@@ -203,6 +203,8 @@ def write_configs(
     at = at or run
     decided = apply_plan(recipe, Plan.load(run.plan))
     strategy = Strategy.of(decided, world_size(recipe), not on_cpu(recipe))
+    if recipe.launcher != "print":  # for this machine
+        strategy.check_machine()
     recipe.save(run.recipe)
     for name, content in strategy.config_files().items():
         write_atomic(run.path / name, json.dumps(content, indent=1))

@@ -112,5 +112,6 @@ def policy_for(
             "bf16: weights and optimizer hold no master copy; at small learning rates most "
             "updates are rounded away. Meant for comparisons only"
         )
-    chosen = recipe.optimizer if cuda and policy.weights == torch.float32 else policy.optimizer
+    flash = recipe.optimizer == "flashadamw" and cuda and policy.weights == torch.float32
+    chosen = "flashadamw" if flash else policy.optimizer
     return replace(policy, optimizer=chosen, notes=tuple(notes))

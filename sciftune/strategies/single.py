@@ -44,6 +44,7 @@ RECORDS = [
         summary="one process",
         processes="one",
         offloads=("optimizer", "params"),
+        flashadamw=("none", "optimizer", "params"),
         reads=("lora_base",),
     )
 ]

@@ -86,8 +86,8 @@ class Strategy:
     ) -> "Strategy":
         """The recipe's own strategy.
 
-        Raises RecipeError where its precision or the strategy itself cannot run, and for CUDA
-        graphs without a GPU.
+        Raises RecipeError where its precision, its optimizer or the strategy itself cannot run,
+        and for CUDA graphs without a GPU.
 
         Args:
             world: Processes over all machines
@@ -96,7 +96,14 @@ class Strategy:
         if recipe.cuda_graphs and not cuda:
             raise RecipeError("cuda_graphs: needs a GPU; use cuda_graphs=False")
         kind = strategy_class(recipe.strategy)
-        made = kind(recipe, world, kind.policy_of(recipe, cuda), cuda)
+        policy = kind.policy_of(recipe, cuda)
+        if recipe.optimizer not in ("auto", policy.optimizer):
+            where = "" if cuda else " on a CPU"
+            raise RecipeError(
+                f"optimizer: '{recipe.optimizer}' cannot train with strategy '{recipe.strategy}' "
+                f"and precision '{recipe.precision}'{where}, {policy.optimizer} does; use 'auto'"
+            )
+        made = kind(recipe, world, policy, cuda)
         made.check()
         return made
 
@@ -275,6 +282,9 @@ class Strategy:
         """Environment variables that the engine needs."""
         return {}
 
+    def check_machine(self):
+        """Raises RecipeError for what this machine lacks and the engine would end without."""
+
     # in the process
     def start(
         self,
@@ -285,6 +295,7 @@ class Strategy:
         Args:
             timeout: Of a collective accelerate.Accelerator
         """
+        self.check_machine()
         from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
         from accelerate.state import AcceleratorState
 

@@ -20,6 +20,7 @@ __all__ = [
     "Zero",
     "Zero1",
     "Zero2",
+    "finds_libaio",
     "Zero3",
 ]
 
@@ -49,6 +50,7 @@ RECORDS = [
         summary="DeepSpeed ZeRO-1: optimizer states spread over the processes",
         offloads=("optimizer",),
         own_master_weights=True,
+        flashadamw=(),
     ),
     StrategyRecord(
         name="zero2",
@@ -57,6 +59,7 @@ RECORDS = [
         summary="DeepSpeed ZeRO-2: optimizer states and gradients spread",
         offloads=("optimizer",),
         own_master_weights=True,
+        flashadamw=(),
     ),
     StrategyRecord(
         name="zero3",
@@ -68,6 +71,7 @@ RECORDS = [
         reads=("nvme_path",),
         offloads=("optimizer", "params", "nvme"),
         own_master_weights=True,
+        flashadamw=(),
     ),
 ]
 
@@ -910,6 +914,13 @@ class Zero2(Zero):
 
 
 # %% ../../nbs/5_strategies/15_zero.ipynb #59acafd7
+def finds_libaio() -> bool:
+    """Return whether a program that uses libaio can be compiled here."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    return AsyncIOBuilder().is_compatible(verbose=False)
+
+
 class Zero3(Zero):
     """Parameters, too."""
 
@@ -932,6 +943,16 @@ class Zero3(Zero):
             Recipe fields to change
         """
         return (*super().variants(world), dict(offload="params"), dict(offload="nvme"))
+
+    def check_machine(self):
+        """Raises RecipeError where DeepSpeed cannot compile what reads and writes files."""
+        if self.recipe.offload == "nvme" and not finds_libaio():
+            raise RecipeError(
+                "offload: 'nvme' needs libaio, which DeepSpeed compiles against and does not find "
+                "on this machine; install it (apt install libaio-dev, dnf install libaio-devel or "
+                "conda install -c conda-forge libaio; elsewhere CFLAGS and LDFLAGS say where it "
+                "is), or use offload='params'"
+            )
 
     def offload_place(self) -> dict:
         """Host memory, or files."""

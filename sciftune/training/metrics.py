@@ -14,6 +14,7 @@ __all__ = [
 ]
 
 # %% ../../nbs/7_training/02_metrics.ipynb #c8bcb0ec
+import os
 import time
 from collections.abc import Callable
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..core.time_left import clock
+from .host_memory import resident_bytes
 
 
 # %% ../../nbs/7_training/02_metrics.ipynb #6e69669b
@@ -132,6 +134,9 @@ def memory_now(
 ) -> dict:  # memory_allocated_gib and memory_reserved_gib; see above for a GPU's others
     """Return the peak memory so far in GiB and, on a GPU, how near its end the run is.
 
+    On a CPU it is what the process has now, without pages of files: libraries are no memory of a
+    plan.
+
     Returns:
         memory_allocated_gib and memory_reserved_gib; see above for a GPU's others
     """
@@ -146,9 +151,7 @@ def memory_now(
             memory_mapped_gib=counted["reserved_bytes.all.allocated"] / 2**30,
             allocator_retries=counted["num_alloc_retries"],
         )
-    import psutil
-
-    resident = psutil.Process().memory_info().rss / 2**30
+    resident = resident_bytes([os.getpid()]) / 2**30
     return dict(memory_allocated_gib=resident, memory_reserved_gib=resident)
 
 

@@ -247,9 +247,10 @@ def pipeline_sampler(
     if guidance is None:
         asked = recipe.validation_guidance
         guidance = asked if asked >= 0 else own["guidance"]
+    guided = family.guides(guidance, base)
 
     def draw(numbers: list[int], noise: Tensor, conditioning: dict) -> Tensor:
-        unconditional = negative(numbers) if guidance > 1 else None
+        unconditional = negative(numbers) if guided else None
         height, width = (n * family.latent_factor for n in noise.shape[2:])
         scheduler = family.scheduler(height, width, steps, own["schedule"])
         return family.sample(denoiser, noise, scheduler, conditioning, unconditional, guidance)

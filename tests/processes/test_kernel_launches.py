@@ -12,7 +12,7 @@ from sciftune.lab.launch import state
 
 STRATEGIES = records("strategies")
 KERNEL = """
-import importlib.util, sys, warnings
+import importlib.util, sys
 from pathlib import Path
 
 import sciftune.training.trainer  # once, for all forks
@@ -25,7 +25,6 @@ from sciftune.strategies.launch_files import write_configs
 if importlib.util.find_spec("deepspeed"):
     import deepspeed.runtime.engine
     import deepspeed.runtime.zero.stage3
-warnings.filterwarnings("ignore")
 for name in sys.argv[2:]:
     world = 1 if find_record("strategies", name).processes == "one" else 2
     run = RunDir(Path(sys.argv[1]) / name)

@@ -394,6 +394,8 @@ class Critic(nn.Module):
         features: (denoiser, x, t, conditioning) -> features for `head`
     """
 
+    float32_arguments = ("denoise", "discriminate")  # `predict` and `features` cast by themselves
+
     def __init__(
         self,
         denoiser: nn.Module,  # The trainable copy of the teacher

@@ -260,6 +260,6 @@ class GRPOBatches:
 
     def conditioning(self, rows: list[dict]) -> dict:
         """Captions of rows, and with guidance as many negative ones behind them."""
-        if self.recipe.rollout_guidance > 1:
+        if self.family.record.guides(self.recipe.rollout_guidance):
             rows = [*rows, *[self.data.tensors[self.data.negative_key]] * len(rows)]
         return self.family.collate(rows)

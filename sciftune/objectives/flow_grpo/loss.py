@@ -283,9 +283,11 @@ class FlowGRPO:
         Returns:
             (n,C,h,w) fp32
         """
-        scale = self.recipe.rollout_guidance
-        if scale <= 1:
-            return self.family.predict(denoiser, x, sigma, conditioning).float()
+        scale, record = self.recipe.rollout_guidance, self.family.record
+        if not record.guides(scale):
+            told = scale and record.guides_above is None
+            more = dict(guidance=sigma.new_full(sigma.shape, scale)) if told else {}
+            return self.family.predict(denoiser, x, sigma, conditioning | more).float()
         twice = (torch.cat((x, x)), torch.cat((sigma, sigma)))
         made = self.family.predict(denoiser, *twice, conditioning).float()
         return self.family.guide(*made.chunk(2), scale)

@@ -152,7 +152,7 @@ class GRPOSection(Section):
     group_size: int = field(8, "pictures of a caption, whose rewards are compared", ge=2)
     rollout_steps: int = field(10, "steps of the sampler while training", ge=2)
     rollout_guidance: float = field(
-        1.0, "classifier-free guidance while training; 1 = none, which costs half", ge=1
+        0.0, "guidance while training; 0 = none, which costs half without a guidance input", ge=0
     )
     sde_noise: float = field(
         0.7, "a: noise of a step is a*sqrt(sigma/(1-sigma)) per unit of time", gt=0

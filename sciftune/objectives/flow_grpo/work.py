@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from ...core.registry import find_record
 from ...planner.ledger import ForwardPass, Ledger, Phase
 from sciftune.planner.profile import (
     Block,
@@ -139,7 +140,8 @@ class GRPOWork(ComparedWork):
     @property
     def guided(self) -> int:
         """Predictions for a step of the sampler."""
-        return 2 if self.recipe.rollout_guidance > 1 else 1
+        record = find_record("models", self.recipe.model)
+        return 2 if record.guides(self.recipe.rollout_guidance) else 1
 
     @property
     def compares(self) -> bool:
