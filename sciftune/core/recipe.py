@@ -4,6 +4,7 @@
 
 # %% auto #0
 __all__ = [
+    "FLASH_PRECISIONS",
     "FORMAT",
     "CHECKS",
     "REMOVED",
@@ -21,6 +22,7 @@ __all__ = [
     "check_length",
     "check_strategy",
     "check_offload",
+    "check_optimizer",
     "check_cuda_graphs",
     "check_multiples",
     "check_sizes",
@@ -418,6 +420,50 @@ def check_offload(
         )
 
 
+# %% ../../nbs/1_core/05_recipe.ipynb #checkopt1
+FLASH_PRECISIONS = ("bf16-master24", "fp8")  # Updated by FlashAdamW wherever it can train
+
+
+def check_optimizer(
+    recipe: Fields,  # Each field is valid by itself
+):
+    """The optimizer that is asked for is the one that trains.
+
+    Args:
+        recipe: Each field is valid by itself
+    """
+    strategy = find_record("strategies", recipe.strategy)
+    able = recipe.offload in strategy.flashadamw
+    adapters = recipe.lora_rank and recipe.precision != "fp32"
+    whole = not adapters or find_record("objectives", recipe.objective).trains_whole
+    if recipe.optimizer == "adamw":
+        if recipe.precision in FLASH_PRECISIONS and able and whole and not recipe.cpu:
+            raise ValueError(
+                f"optimizer: 'adamw' with precision '{recipe.precision}', which FlashAdamW trains; "
+                "use 'auto', or precision 'bf16-mixed'"
+            )
+    elif recipe.optimizer == "flashadamw":
+        why = ""
+        if not able:
+            others = [s.name for s in records("strategies").values() if "none" in s.flashadamw]
+            held = f" and offload '{recipe.offload}'" if recipe.offload != "none" else ""
+            why = (
+                f"with strategy '{recipe.strategy}'{held} AdamW trains; use 'auto', or strategy "
+                f"{_listed(others)} with offload 'none'"
+            )
+        elif adapters:
+            why = (
+                f"adapters of precision '{recipe.precision}' are fp32 and trained by AdamW; use "
+                "'auto'"
+            )
+        elif recipe.precision == "bf16":
+            why = "precision 'bf16' is plain AdamW; use 'auto', or precision 'bf16-master24'"
+        elif recipe.cpu:
+            why = "it needs a GPU, and cpu=True is a run without; use 'auto'"
+        if why:
+            raise ValueError(f"optimizer: 'flashadamw': {why}")
+
+
 # %% ../../nbs/1_core/05_recipe.ipynb #cg000002
 def check_cuda_graphs(
     recipe: Fields,  # Each field is valid by itself
@@ -554,6 +600,7 @@ CHECKS = (
     check_packing,
     check_length,
     check_offload,
+    check_optimizer,
     check_cuda_graphs,
     check_sizes,
     check_numbers,

@@ -93,7 +93,9 @@ class FamilyRecord(Record):
         size_multiple: Height and width of an image must be multiples of it
         context_parallel: The tokens of a sample can be divided over ranks
         packing: Samples of several sizes can stand one behind another
+        float32_arguments: Of the denoiser's call, or entries of a dict in it: no engine casts them
         nano: A small trained model of it is in the package
+        guides_above: Scale above which its pipeline makes a second prediction,
         values: Recipe fields that it changes in every preset
         presets: Recipe fields that it changes in one; may add it to a preset
     """
@@ -117,9 +119,26 @@ class FamilyRecord(Record):
     size_multiple: int = 16  # Height and width of an image must be multiples of it
     context_parallel: bool = False  # The tokens of a sample can be divided over ranks
     packing: bool = False  # Samples of several sizes can stand one behind another
+    float32_arguments: tuple[str, ...] = (
+        "timestep",
+        "guidance",
+    )  # Of the denoiser's call, or entries of a dict in it: no engine casts them
     nano: bool = False  # A small trained model of it is in the package
+    guides_above: float | None = 1.0  # Scale above which its pipeline makes a second prediction,
+    # without the caption; None = it never does: the model is told the scale
     values: dict = {}  # Recipe fields that it changes in every preset
     presets: dict[str, dict] = {}  # Recipe fields that it changes in one; may add it to a preset
+
+    def guides(
+        self,
+        scale: float,  # Of guidance
+    ) -> bool:
+        """Return whether a sampler at this scale makes a second prediction, without the caption.
+
+        Args:
+            scale: Of guidance
+        """
+        return self.guides_above is not None and scale > self.guides_above
 
 
 # %% ../../nbs/1_core/01_registry.ipynb #4322d92f
@@ -134,6 +153,7 @@ class StrategyRecord(Record):
         sharded: Whether parameters are spread, so that no process holds all
         hooks_layers: Whether it gathers in hooks on every layer, as ZeRO-3 does
         own_master_weights: Keeps fp32 ones itself: bf16-master24 saves nothing
+        flashadamw: Values of `offload` with which FlashAdamW can train
     """
 
     summary: str  # One line for people
@@ -143,6 +163,7 @@ class StrategyRecord(Record):
     sharded: bool = False  # Whether parameters are spread, so that no process holds all
     hooks_layers: bool = False  # Whether it gathers in hooks on every layer, as ZeRO-3 does
     own_master_weights: bool = False  # Keeps fp32 ones itself: bf16-master24 saves nothing
+    flashadamw: tuple[str, ...] = ("none",)  # Values of `offload` with which FlashAdamW can train
     # Settings of other scripts that choose it: names -> value -> recipe fields besides `strategy`,
     # None = must be given too
     aliases: dict[tuple[str, ...], dict[str, dict]] = {}

@@ -758,8 +758,8 @@ class NumbersSection(Section):
     """Types, optimizer, learning rate, clipping, averaging."""
 
     precision: Precisions = field("fp32", "named precision policy")
-    optimizer: Literal["adamw", "flashadamw"] = field(
-        "adamw", "bf16-master24 and fp8 use flashadamw on a GPU whatever this says"
+    optimizer: Literal["auto", "adamw", "flashadamw"] = field(
+        "auto", "auto: flashadamw with bf16-master24 and fp8 on a GPU where it can be, else adamw"
     )
     gradient_release: bool = field(
         True, "flashadamw: apply and free each gradient during backward (needs no accumulation)"

@@ -1259,11 +1259,13 @@ def recognised(
 def job_log(
     run: RunDir,  # Its job was started
 ) -> str:
-    """What the last job of `run` has printed.
+    """What the last job of `run` has printed; '' before it begins its log.
 
     Args:
         run: Its job was started
     """
+    if not run.log.exists():
+        return ""
     with open(run.log, "rb") as log:
         log.seek(read_status(run).get("log_offset", 0))
         return log.read().decode(errors="replace")
@@ -1515,8 +1517,11 @@ def engine_env(
     parser = accelerate_launch.launch_command_parser()
     module = ["-m", "sciftune.training.trainer", str(run.recipe)]
     given = parser.parse_args(["--config_file", str(run.accelerate), *module])
-    given, _, _ = accelerate_launch._validate_launch_command(given)
+    given, defaults, own_precision = accelerate_launch._validate_launch_command(given)
     if given.use_deepspeed:
+        # as `launch_command` does, before it calls what is called here
+        fields = [*defaults.deepspeed_config, *(["mixed_precision"] if own_precision else [])]
+        given.deepspeed_fields_from_accelerate_config = ",".join(fields)
         variables = accelerate_launch.prepare_deepspeed_cmd_env(given)[1]
     elif given.use_fsdp or given.multi_gpu:
         variables = accelerate_launch.prepare_multi_gpu_env(given)

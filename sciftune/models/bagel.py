@@ -143,6 +143,7 @@ RECORDS = [
         parts=("llm_path", "vit_path", "vae_path"),
         learning_rate=2e-5,
         usual_learning_rates=(5e-6, 1e-4),
+        float32_arguments=("batch", "latents", "noise"),
         presets={
             "tiny": {
                 "micro_batch": 1,

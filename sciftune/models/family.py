@@ -747,11 +747,13 @@ class Encoders:
     Attributes:
         text: component name -> module
         tokenizers: component name -> tokenizer or processor
+        index: model_index.json of the folder, with text encoders
     """
 
     vae: nn.Module = None
     text: dict = field(default_factory=dict)  # component name -> module
     tokenizers: dict = field(default_factory=dict)  # component name -> tokenizer or processor
+    index: dict = field(default_factory=dict)  # model_index.json of the folder, with text encoders
 
     def modules(self) -> list[nn.Module]:
         """The VAE and the text encoders that are there."""
@@ -1176,6 +1178,7 @@ class Family(ABC):
             encoders.vae = self.load_vae(path, dtype, device, revision)
         if "text" in parts:
             folder = self.resolve(path, self.text_components, revision)
+            encoders.index = pipeline_index(folder)
             for component in self.text_components:
                 with readable(folder / component):
                     if component.startswith("tokenizer"):
@@ -1252,6 +1255,17 @@ class Family(ABC):
         Args:
             text_tokens: Where captions are cut, None = at inference's length
         """
+
+    def caption_switches(
+        self,
+        folder: str | Path,  # Pipeline folder on this machine
+    ) -> dict[str, bool]:
+        """Return the folder's own settings, unless usual, on which encoded captions depend.
+
+        Args:
+            folder: Pipeline folder on this machine
+        """
+        return {}
 
     @abstractmethod
     def collate(
@@ -1543,6 +1557,19 @@ class Family(ABC):
         """
         return self.scheduler(height, width, steps, schedule).sigmas.float()
 
+    def guides(
+        self,
+        scale: float,  # Of guidance
+        path: str | Path = None,  # Of the weights, where some of the family are distilled
+    ) -> bool:
+        """Return whether the pipeline at `path` makes a second prediction, without the caption.
+
+        Args:
+            scale: Of guidance
+            path: Of the weights, where some of the family are distilled
+        """
+        return self.record.guides(scale)
+
     def guide(
         self,
         cond: Tensor,  # Prediction with the caption (B,C,h,w)
@@ -1586,7 +1613,7 @@ class Family(ABC):
         noise: Tensor,  # Standard normal (B,C,h,w)
         scheduler: diffusers.SchedulerMixin,  # Of `scheduler`; left as it is
         conditioning: dict,
-        unconditional: dict = None,  # Guides when given and guidance > 1
+        unconditional: dict = None,  # Guides when given, where `guides` says so
         guidance: float = None,  # None = the pipeline's
     ) -> Tensor:  # Latents (B,C,h,w)
         """The scheduler's steps from noise to latents, with as many calls on every rank.
@@ -1596,14 +1623,14 @@ class Family(ABC):
         Args:
             noise: Standard normal (B,C,h,w)
             scheduler: Of `scheduler`; left as it is
-            unconditional: Guides when given and guidance > 1
+            unconditional: Guides when given, where `guides` says so
             guidance: None = the pipeline's
 
         Returns:
             Latents (B,C,h,w)
         """
         guidance = self.default_guidance if guidance is None else guidance
-        guided = unconditional is not None and guidance > 1
+        guided = unconditional is not None and self.guides(guidance)
         if guided:
             seen = ("references", "reference_masks", "reference_sizes")
             unconditional = unconditional | {k: conditioning[k] for k in seen if k in conditioning}
@@ -1737,7 +1764,7 @@ class GuidanceInput:
         """
         scale = self.default_guidance if guidance is None else guidance
         told = dict(conditioning, guidance=torch.full((len(noise),), scale, device=noise.device))
-        return super().sample(denoiser, noise, scheduler, told, None, 1.0)
+        return super().sample(denoiser, noise, scheduler, told, None, scale)
 
 
 # %% ../../nbs/4_models/02_family.ipynb #6cc3cd98
@@ -1803,7 +1830,7 @@ def draw_pictures(
             torch.stack(draws).to(device),
             scheduler,
             family.collate(some),
-            family.collate([empty] * len(some)) if guidance > 1 else None,
+            family.collate([empty] * len(some)) if family.guides(guidance, folder) else None,
             guidance,
         )
         pictures.append(family.decode(encoders.vae, x).clamp(-1, 1).cpu())

@@ -10,6 +10,7 @@ __all__ = [
     "SDXL_SCHEDULE",
     "TINY_SD15",
     "TINY_SDXL",
+    "EMPTY_SWITCH",
     "unet_flops",
     "mid_features",
     "few_step_scheduler",
@@ -40,6 +41,7 @@ from sciftune.models.family import (
     compute_dtype,
     stack_rows,
 )
+from .weights import pipeline_index
 from ..toys import tiny
 
 # %% ../../nbs/4_models/07_sd.ipynb #0bec8fc0
@@ -73,6 +75,7 @@ RECORDS = [
         objectives=("epsilon", "dmd2", "dmd_decoupled"),
         usual_learning_rates=(5e-7, 5e-5),
         size_multiple=8,
+        float32_arguments=("timestep", "time_ids"),
         values={"text_tokens": 77, "timestep_shift": "none", "compile": False},
     ),
 ]
@@ -530,6 +533,9 @@ class SD15(Family):
 
 
 # %% ../../nbs/4_models/07_sd.ipynb #c35d8ea9
+EMPTY_SWITCH = "force_zeros_for_empty_prompt"  # Of model_index.json; true where it says nothing
+
+
 class SDXL(SD15):
     """Stable Diffusion XL."""
 
@@ -543,12 +549,22 @@ class SDXL(SD15):
     def encode_captions(
         self, encoders: Encoders, captions: list[str], text_tokens: int = None
     ) -> list[dict]:
-        """One {'text': (77,2048), 'pooled': (1280,)} per caption; zeros for an empty one."""
+        """One {'text': (77,2048), 'pooled': (1280,)} per caption.
+
+        An empty one is zeros where the folder has `force_zeros_for_empty_prompt`.
+        """
         first = self.text_states(encoders, captions)
         second = self.text_states(encoders, captions, "_2")
         text = torch.cat([first.hidden_states[-2], second.hidden_states[-2]], -1)
+        zeros = encoders.index.get(EMPTY_SWITCH, True)
         rows = zip(text, second.text_embeds, captions, strict=True)
-        return [dict(text=t * bool(c), pooled=p * bool(c)) for t, p, c in rows]
+        kept = ((t, p, bool(c) or not zeros) for t, p, c in rows)
+        return [dict(text=t * keep, pooled=p * keep) for t, p, keep in kept]
+
+    def caption_switches(self, folder: str | Path) -> dict[str, bool]:
+        """Whether empty captions are encoded like others."""
+        zeros = pipeline_index(self.resolve(folder, weights=False)).get(EMPTY_SWITCH, True)
+        return {} if zeros else {EMPTY_SWITCH: False}
 
     def caption_shapes(self, config: Mapping, text_tokens: int = None) -> dict[str, tuple]:
         """States and the pooled vector."""

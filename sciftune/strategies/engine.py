@@ -4,7 +4,9 @@
 
 # %% auto #0
 __all__ = [
+    "UNDERSTOOD",
     "limit_allocator",
+    "silence_understood",
     "wandb_key_known",
     "wandb_arguments",
     "tracker_names",
@@ -19,6 +21,7 @@ import datetime
 import netrc
 import os
 import uuid
+import warnings
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlparse
@@ -48,6 +51,20 @@ def limit_allocator(
     total = torch.cuda.get_device_properties(device).total_memory / 2**30
     if gib < total:
         torch.cuda.set_per_process_memory_fraction(max(0.01, (gib - 0.6) / total))
+
+
+# %% ../../nbs/5_strategies/16_engine.ipynb #understood2
+UNDERSTOOD = (
+    (FutureWarning, r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated"),
+    (UserWarning, r"FSDP2-wrapped module \(\w+\) returned a view tensor"),
+    (UserWarning, r"torch\.distributed is disabled, unavailable or uninitialized"),
+)  # Category, beginning of the message
+
+
+def silence_understood():
+    """Leave `UNDERSTOOD` out of this process's log."""
+    for category, message in UNDERSTOOD:
+        warnings.filterwarnings("ignore", message, category)
 
 
 # %% ../../nbs/5_strategies/16_engine.ipynb #dfe0f308
@@ -137,6 +154,7 @@ class Engine:
         recipe: Recipe,
         plan: Plan | None = None,  # What was left to the planner
     ):
+        silence_understood()
         plan = plan or Plan()
         self.recipe = apply_plan(recipe, plan)
         self.resident_bytes = plan.resident_bytes  # of what is offloaded, on the device

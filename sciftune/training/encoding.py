@@ -315,6 +315,7 @@ class EncodingJobs:
         self.whole = recipe.fit == "pad"  # Images are scaled whole, not cropped
         self.vae = encoder_fingerprint(folder, ("vae",))
         self.text = encoder_fingerprint(folder, family.text_components)
+        self.switches = family.caption_switches(folder)
 
     def sample(
         self,
@@ -450,6 +451,7 @@ class EncodingJobs:
             family=self.family.name,
             version=1,
             **beside,
+            **self.switches,
         )
         self.captions[key] = text
         if rows:

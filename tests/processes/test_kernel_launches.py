@@ -61,3 +61,9 @@ def test_trains_as_one_process(kernel, name):
     assert state(run) == "finished", done.stdout[-3000:] + done.stderr[-1000:]
     losses = [[row["loss"] for row in r.read_metrics() if "loss" in row] for r in (first, run)]
     assert len(losses[1]) == 2 and losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_no_warning_in_the_log(kernel, name):
+    log = RunDir(kernel[0] / name).log.read_text()
+    assert "Warning" not in log, log
