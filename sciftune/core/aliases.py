@@ -6,6 +6,7 @@
 __all__ = [
     "ALIASES",
     "VALUES",
+    "OWN_VALUES",
     "FIXED",
     "WEIGHTING",
     "SWITCHES",
@@ -14,7 +15,9 @@ __all__ = [
     "NUMBERED_SHARDING",
     "ForeignNames",
     "strategy_settings",
+    "with_files",
     "translated",
+    "with_family",
 ]
 
 # %% ../../nbs/1_core/04_aliases.ipynb #df4f66f5
@@ -24,12 +27,22 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from .registry import RegistryError, records
+from sciftune.core.accelerate_settings import (
+    ACCELERATE_FIELDS,
+    ACCELERATE_FIXED,
+    ACCELERATE_GROUPS,
+    ACCELERATE_SWITCHES,
+    accelerate_file,
+    deepspeed_file,
+    plain,
+    switched_on,
+)
+from .registry import RegistryError, family_named, find_record, records
 from .secrets import masked
 from .sections import SECTIONS, RecipeError
 
 # %% ../../nbs/1_core/04_aliases.ipynb #e5cd41d8
-ALIASES = dict(
+ALIASES = ACCELERATE_FIELDS | dict(
     lr="learning_rate",
     total_steps="steps",
     save_every="checkpoint_steps",
@@ -53,7 +66,23 @@ ALIASES = dict(
     num_epochs="num_train_epochs",
     max_train_epochs="num_train_epochs",
     report_to="trackers",
-    wandb_project="tracker_project",
+    log_with="trackers",
+    tracker_project_name="tracker_project",
+    log_iters="checkpoint_steps",
+    logging_steps="log_steps",
+    max_checkpoint="checkpoints_kept",
+    train_iters="steps",
+    warmup_step="warmup_steps",
+    ckpt_only_path="start_from",
+    output_path="run_root",
+    exp_checkpoint_dir="run_root",
+    exp_name="name",
+    dataset_parquet_path="data",
+    max_sequence_length="text_tokens",
+    num_inference_steps="validation_sample_steps",
+    validation_guidance_scale="validation_guidance",
+    num_validation_images="validation_images",
+    target_name="lora_targets",
     checkpointing_steps="checkpoint_steps",
     checkpoints_total_limit="checkpoints_kept",
     resume_from_checkpoint="resume",
@@ -79,18 +108,77 @@ ALIASES = dict(
     NCCL_IB_DISABLE="nccl_ib_disable",
     NCCL_P2P_DISABLE="nccl_p2p_disable",
 )
-VALUES = dict(
-    precision=dict(no="fp32", bf16="bf16-mixed"),
-    lr_schedule=dict(constant_with_warmup="constant"),
-    fit={"True": "bucket", "true": "bucket", "False": "crop", "false": "crop"},
-)
-FIXED = dict(
-    use_fp16=(False, "nothing is trained in fp16: write precision='bf16-mixed'"),
+VALUES = {  # Field -> value as `plain` writes it -> value of the field
+    "precision": {"0": "fp32", "bf16": "bf16-mixed"},
+    "lr_schedule": dict(constant_with_warmup="constant"),
+    "fit": {"1": "bucket", "0": "crop"},
+    "gradient_checkpointing": {"1": "full", "0": "none"},
+    "optimizer": dict(adamw="adamw"),
+    "trackers": {"0": "", "all": "wandb,tensorboard"},
+    "attention": {"1": "flex", "0": "dense"},
+}
+OWN_VALUES = ("gradient_checkpointing", "optimizer")  # Fields that others call so, too
+_DECIDED = "the objective decides it"
+_NO_CONFIG = "fields of the recipe say it"
+FIXED = ACCELERATE_FIXED | dict(  # Name -> (the values that are taken, why); None = every value
     freeze_vae=(
         True,
         "beside another model the autoencoder is never trained (objective 'autoencoder' does that "
         "alone)",
     ),
+    use_8bit_adam=(
+        False,
+        "bitsandbytes is not used: write precision='bf16-master24', whose optimizer keeps its "
+        "states in 8 bits",
+    ),
+    train_iteration_func=(
+        (),
+        "the objective computes a step: write objective, or your own as nbs/own_loop.ipynb shows",
+    ),
+    validation_func=(
+        (),
+        "every model is sampled by its own pipeline: write validation_steps and validation_prompts",
+    ),
+    transformer_cfg=((), "the model says it"),
+    dataset_cfg=((), f"{_NO_CONFIG}: data, metadata, caption_template"),
+    sampler_cfg=((), f"{_NO_CONFIG}: fit, micro_batch, seed"),
+    resolution_list=((), "validation images have the size of resolution"),
+    use_parquet_dataset=(None, "data may be parquet, folders, lists or shards"),
+    cache_latents_to_disk=(None, "latents are always kept, below run_root/cache"),
+    cache_text_embeddings_to_disk=(None, "embeddings are always kept, below run_root/cache"),
+    cache_dir=((), "set HF_HOME in the environment"),
+    huggingface_token=((), "set HF_TOKEN in the environment"),
+    hub_token=((), "set HF_TOKEN in the environment"),
+    push_to_hub=(False, "sciftune.lab.hub uploads a run when it is over"),
+    tracker_run_name=(None, "a run is called name everywhere"),
+    wandb_name=(None, "a run is called name everywhere"),
+    wandb_runid=(None, "a resumed run goes on in the tracker by itself"),
+    wandb_resume=(None, "a resumed run goes on in the tracker by itself"),
+    wandb_offline=(False, "set WANDB_MODE=offline in the environment"),
+    wandb_entity=((), "set WANDB_ENTITY in the environment"),
+    logging_dir=(None, "logs are in the folder of the run"),
+    verbose_logging=(None, "log_steps says how often a line is written"),
+    allow_tf32=(None, "the precision says it"),
+    pin_memory=(None, "batches are always pinned on a GPU"),
+    logit_mean=(0, "timestep_density='logit_normal' has mean 0"),
+    logit_std=(1, "timestep_density='logit_normal' has standard deviation 1"),
+    mode_scale=(1.29, "timestep_density='mode' has this scale"),
+    lr_num_cycles=(1, "lr_schedule='cosine' falls once"),
+    lr_power=(1, "lr_schedule='linear' falls evenly"),
+    use_peft_lora=(True, "adapters are peft's"),
+    lora_skip_name=((), "write the layers that get adapters into lora_targets"),
+    train_text_encoder=(False, "text encoders are never trained"),
+    enable_text_encoder_in_dataloader=(None, "captions are encoded once, before training"),
+    low_vram=(None, "encoders leave the GPU before training"),
+    save_state=(None, "checkpoints always hold the state"),
+    random_flip=(False, "figures are never mirrored"),
+    random_ratio_crop=(False, "write fit='bucket' or random_hw_adapt=True"),
+    noise_offset=(0, "the noise is the model's"),
+    snr_loss=(False, "write loss_weighting"),
+    scale_lr=(False, "write learning_rate as it shall be"),
+    use_came=(False, "optimizer is 'adamw' or 'flashadamw'"),
+    train_sampling_steps=(1000, "noise levels are drawn from 1000 timesteps, or continuously"),
+    local_rank=(None, "the launcher says it"),
 )
 WEIGHTING = dict(
     none=dict(timestep_density="uniform"),
@@ -99,16 +187,18 @@ WEIGHTING = dict(
     sigma_sqrt=dict(loss_weighting="sigma_sqrt"),
     cosmap=dict(loss_weighting="cosmap"),
 )
-SWITCHES = dict(
+SWITCHES = ACCELERATE_SWITCHES | dict(
     resume_from="`resume`; `start_from` with `resume_model_only=True` or `finetune_from_ema=True`",
     auto_resume="`resume='latest'` where it is true",
     resume_model_only="see `resume_from`",
     finetune_from_ema="see `resume_from`; `start_from_ema`",
+    use_fp16="`precision='bf16-mixed'` for distillation, which means that; refused elsewhere",
+    use_ema="`ema_decay`, which must be given beside it; 0 where it is false",
+    wandb_project="`tracker_project`, and `trackers='wandb'` where no tracker is named",
+    model_type="`model`: the family by its name, class, title or hub id",
+    sdxl="`model='sdxl'` where it is true",
     uniform_sampling="`timestep_density='uniform'`, `stratified`",
     weighting_scheme="`timestep_density` or `loss_weighting`",
-    cpu_offload="`offload='params'` where it is true",
-    offload_optimizer_device="`offload`: none, `'optimizer'` for cpu, `'nvme'`",
-    offload_param_device="`offload`: none, `'params'` for cpu, `'nvme'`",
     nproc_per_node="`num_processes` = it x `num_machines`",
     gradient_accumulation_steps="`global_batch` = `micro_batch` x processes x it",
     use_lora="`lora_rank`, which must be given beside it; 0 where it is false",
@@ -123,11 +213,11 @@ class ForeignNames(NamedTuple):
 
     Attributes:
         fields: Name -> recipe field, or one of `SWITCHES`
-        fixed: Name -> (the only value that is meant, why)
+        fixed: Name -> (the values that are meant, why)
     """
 
     fields: Mapping[str, str]  # Name -> recipe field, or one of `SWITCHES`
-    fixed: Mapping[str, tuple]  # Name -> (the only value that is meant, why)
+    fixed: Mapping[str, tuple]  # Name -> (the values that are meant, why)
 
 
 COMMON_NAMES = ForeignNames(ALIASES, FIXED)
@@ -152,14 +242,9 @@ def strategy_settings() -> dict[str, dict[str, dict]]:  # Setting -> value -> re
 
 
 # %% ../../nbs/1_core/04_aliases.ipynb #d8e8047c
-def _true(value: Any) -> bool:
-    """Whether a switch is on, also as text."""
-    return str(value).lower() in ("true", "1", "1.0", "yes")
-
-
 def _on(given: Mapping[str, Any], name: str) -> bool:
     """Whether a switch is given and on."""
-    return _true(given.get(name, ""))
+    return switched_on(given.get(name, ""))
 
 
 def _whole(name: str, value: Any) -> int:
@@ -207,24 +292,6 @@ def _weighting(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str,
 
 # %% ../../nbs/1_core/04_aliases.ipynb #e33da45e
 Processes = Callable[[Mapping[str, Any]], int]  # Values of a run -> its processes here
-_DEVICES = dict(
-    offload_optimizer_device=dict(none="none", cpu="optimizer", nvme="nvme"),
-    offload_param_device=dict(none="none", cpu="params", nvme="nvme"),
-)
-
-
-def _offloading(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """cpu_offload, offload_optimizer_device, offload_param_device."""
-    kinds = ["params"] if _on(given, "cpu_offload") else []
-    for name, meaning in _DEVICES.items():
-        if name not in given:
-            continue
-        device = str(given[name]).lower()
-        if device not in meaning:
-            raise RecipeError(f"{name}: {given[name]!r}; use {', '.join(map(repr, meaning))}")
-        kinds.append(meaning[device])
-    order = ("none", "optimizer", "params", "nvme")  # each keeps what the ones before it keep
-    return dict(offload=max(kinds, key=order.index)) if kinds else {}
 
 
 def _processes(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -261,11 +328,42 @@ def _adapters(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, 
     """use_lora, which says no rank."""
     if "use_lora" not in given:
         return {}
-    if not _true(given["use_lora"]):
+    if not _on(given, "use_lora"):
         return dict(lora_rank=0)
     if not values.get("lora_rank"):
         raise RecipeError("use_lora: says no rank; write lora_rank=16, or another rank, instead")
     return {}
+
+
+def _averaging(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """use_ema, which says no decay."""
+    if "use_ema" not in given:
+        return {}
+    if not _on(given, "use_ema"):
+        return dict(ema_decay=0.0)
+    if not values.get("ema_decay"):
+        raise RecipeError("use_ema: says no decay; write ema_decay=0.9999, or another, instead")
+    return {}
+
+
+def _half(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """use_fp16, by which scripts of distillation mean autocast to bf16."""
+    if not _on(given, "use_fp16"):
+        return {}
+    if find_record("objectives", values.get("objective", "flow")).one_network:
+        raise RecipeError(
+            f"use_fp16: {given['use_fp16']!r}; nothing is trained in fp16: write "
+            "precision='bf16-mixed'; leave use_fp16 out, or give false"
+        )
+    return dict(precision="bf16-mixed")
+
+
+def _tracking(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """wandb_project, which alone turns W&B on."""
+    if not given.get("wandb_project"):
+        return {}
+    trackers = {} if values.get("trackers") else dict(trackers="wandb")
+    return trackers | dict(tracker_project=given["wandb_project"])
 
 
 def _folders(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -340,22 +438,27 @@ _GROUPS = (
     _resumption,
     _uniform,
     _weighting,
-    _offloading,
+    *ACCELERATE_GROUPS,
     _processes,
     _adapters,
+    _averaging,
+    _half,
+    _tracking,
     _folders,
 )
 
 
 def _refuse_fixed(given: Mapping[str, Any], fixed: Mapping[str, tuple]):
-    """Raise RecipeError where a setting has another value than the one that is meant."""
-    for name in given.keys() & fixed.keys():
-        only, why = fixed[name]
-        value = _true(given[name]) if isinstance(only, bool) else given[name]
-        if str(value) not in (str(only), f"{only:g}"):
-            raise RecipeError(
-                f"{name}: {given[name]!r}; {why}; leave {name} out, or give {str(only).lower()}"
-            )
+    """Raise RecipeError where a setting has another value than those that are meant."""
+    for name in sorted(given.keys() & fixed.keys()):
+        allowed, why = fixed[name]
+        if allowed is None:
+            continue
+        taken = allowed if isinstance(allowed, tuple) else (allowed,)
+        if plain(given[name]) not in map(plain, taken):
+            others = [str(value).lower() if value in (True, False) else value for value in taken]
+            or_give = f", or give {' or '.join(map(str, others))}" if taken else ""
+            raise RecipeError(masked(f"{name}: {given[name]!r}; {why}; leave {name} out{or_give}"))
 
 
 def _by_field(given: Mapping[str, Any], names: ForeignNames) -> dict[str, Any]:
@@ -365,7 +468,7 @@ def _by_field(given: Mapping[str, Any], names: ForeignNames) -> dict[str, Any]:
     for name in sorted(given):
         field, value = names.fields.get(name, name), given[name]
         if name != field:
-            value = VALUES.get(field, {}).get(str(value), value)
+            value = VALUES.get(field, {}).get(plain(value), value)
         other = first.setdefault(field, name)
         if found.setdefault(field, value) != value:
             raise RecipeError(
@@ -388,6 +491,61 @@ def _joined(new: dict[str, Any], own: Mapping[str, Any], more: Mapping[str, Any]
         new[field] = value
 
 
+def _common_fields() -> set[str]:
+    """The fields of all recipes."""
+    return {name for section in SECTIONS for name in section.model_fields}
+
+
+def with_files(
+    given: dict[str, Any],  # Recipe fields and foreign names
+    names: ForeignNames = COMMON_NAMES,
+) -> dict[str, Any]:
+    """`given` with what accelerate's and DeepSpeed's files say, where it is not given itself.
+
+    Raises RecipeError for a file that cannot be read, and for a setting that is not known.
+
+    Args:
+        given: Recipe fields and foreign names
+    """
+    readers = dict(accelerate_config=accelerate_file, deepspeed_config_file=deepspeed_file)
+    for name, read in readers.items():
+        path = given.get(name)
+        if not path:
+            continue
+        found = read(str(path))
+        known = {*_common_fields(), *names.fields, *names.fixed, *SWITCHES, *strategy_settings()}
+        if unknown := [setting for setting in found if setting not in known]:
+            raise RecipeError(f"{name}: {path}: {unknown[0]} is not used here; remove it")
+        said = {names.fields.get(setting, setting) for setting in given}
+        more = {k: v for k, v in found.items() if names.fields.get(k, k) not in said}
+        given = {k: v for k, v in given.items() if k != name} | more
+    return given
+
+
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_LONE_WORKER = "a thread makes the batches"
+
+
+def _idle(
+    given: Mapping[str, Any], values: Mapping[str, Any], names: ForeignNames
+) -> dict[str, str]:  # Setting -> why it says nothing
+    """Settings of other scripts that a run like theirs would not read, and that are right here."""
+    reasons = {}
+    called = {name: names.fields.get(name, name) for name in given}
+    for name, field in called.items():
+        alone = int(values.get("num_machines") or 1) == 1
+        if field == "main_process_ip" and alone and given[name] in _LOOPBACK:
+            reasons[name] = "there is one machine"
+        reads = find_record("objectives", values.get("objective") or "flow").reads
+        if field == "data_workers" != name and "data_workers" not in reads:
+            reasons |= {name: _LONE_WORKER} if plain(given[name]) in ("0", "1") else {}
+    parts = find_record("models", values.get("model") or "qwenimage").parts
+    whole = given.get("model_path", "parts") != "parts"
+    if parts and whole and all(given.get(part) for part in parts):
+        reasons |= dict.fromkeys(parts, "model_path holds all parts")
+    return reasons
+
+
 def translated(
     given: dict[str, Any],  # Recipe fields and foreign names
     below: Mapping[str, Any] = MappingProxyType({}),  # What the preset says where nothing is given
@@ -407,7 +565,15 @@ def translated(
     Returns:
         Recipe fields
     """
+    given = with_files(given, names)
+    for name in given.keys() & set(OWN_VALUES):
+        given = given | {name: VALUES[name].get(plain(given[name]), given[name])}
     _refuse_fixed(given, names.fixed)
+    values = {**below, **{names.fields.get(k, k): v for k, v in given.items()}}
+    if idle := _idle(given, values, names):
+        given = {name: value for name, value in given.items() if name not in idle}
+        said = "; ".join(f"{name}: {why}" for name, why in idle.items())
+        warnings.warn(f"not needed here: {said}", stacklevel=3)
     settings = strategy_settings()
     foreign = {*names.fields, *names.fixed, *SWITCHES, *settings} - {"strategy"}
     if str(given.get("strategy")) in settings.get("strategy", {}):
@@ -426,3 +592,30 @@ def translated(
             masked(f"{', '.join(said)}: read as {became or 'nothing to change'}"), stacklevel=3
         )
     return own | new
+
+
+# %% ../../nbs/1_core/04_aliases.ipynb #50825ea1
+def with_family(
+    given: dict[str, Any],  # Recipe fields and foreign names
+) -> dict[str, Any]:  # Without `model_type` and `sdxl`
+    """`given` with the family's own name as `model`; a hub id says the weights, too.
+
+    Raises RecipeError where two families are named.
+
+    Args:
+        given: Recipe fields and foreign names
+
+    Returns:
+        Without `model_type` and `sdxl`
+    """
+    said = {name: given[name] for name in ("model", "model_type") if given.get(name) is not None}
+    said |= dict(sdxl="sdxl") if _on(given, "sdxl") else {}
+    rest = {k: v for k, v in given.items() if k not in ("model", "model_type", "sdxl")}
+    found: dict[str, Any] = {}
+    for name, value in said.items():
+        family = family_named(value) if isinstance(value, str) else value
+        if found.setdefault("model", family) != family:
+            raise RecipeError(f"model: given twice, as {found['model']!r} and by {name}={value!r}")
+        if "/" in str(value) and family != value:
+            rest.setdefault("model_path", value)
+    return found | rest

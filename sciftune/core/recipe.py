@@ -60,6 +60,7 @@ from sciftune.core.aliases import (
     Processes,
     strategy_settings,
     translated,
+    with_family,
 )
 from .presets import PresetError, preset_values
 from sciftune.core.registry import (
@@ -802,11 +803,21 @@ def foreign_meanings() -> dict[str, str]:  # Name -> what it becomes, as Markdow
     names = foreign_names()
     meanings = {name: f"`{field}`" for name, field in names.fields.items()} | SWITCHES
     for name, (only, why) in names.fixed.items():
-        meanings[name] = f"nothing; only `{only}` is taken: {why}"
+        meanings[name] = _fixed_text(only, why)
     for name, values in strategy_settings().items():
         said = "; ".join(f"{v}: {_fields_text(f)}" for v, f in sorted(values.items()))
         meanings[name] = said
     return dict(sorted(meanings.items()))
+
+
+def _fixed_text(allowed: Any, why: str) -> str:
+    """What a setting means of which some values are taken."""
+    if allowed is None:
+        return f"nothing: {why}"
+    taken = allowed if isinstance(allowed, tuple) else (allowed,)
+    if not taken:
+        return f"refused: {why}"
+    return f"nothing; only {' and '.join(f'`{value}`' for value in taken)}: {why}"
 
 
 def _fields_text(fields: Mapping[str, Any]) -> str:
@@ -835,7 +846,7 @@ def resolve(
         earlier: Of the run that is continued; it replaces the preset
         **params: Recipe fields and foreign names; None = the preset's value
     """
-    given = {k: v for k, v in params.items() if v is not None}
+    given = with_family({k: v for k, v in params.items() if v is not None})
     for name in ("model", "preset", "objective"):
         _check_name(name, given.get(name, ""))
     below = dict(earlier) if earlier else _preset_of(given)
@@ -872,7 +883,7 @@ def launch_preset(
     Returns:
         nano_style or tiny
     """
-    names = foreign_names().fields
+    given, names = with_family(given), foreign_names().fields
     named = {names.get(name, name) for name, value in given.items() if value is not None}
     family = records("models").get(given.get("model") or "qwenimage")
     shown = family and family.nano and not named & {"model_path", "objective"}

@@ -15,6 +15,8 @@ __all__ = [
     "read_records",
     "records",
     "find_record",
+    "family_names",
+    "family_named",
     "import_class",
     "load",
 ]
@@ -25,6 +27,7 @@ import difflib
 import functools
 import importlib
 import importlib.util
+import re
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
@@ -80,6 +83,7 @@ class FamilyRecord(Record):
     Attributes:
         title: For people
         hub: Hub id of the published weights
+        also: Other names and hub ids of it in other scripts
         license: Their licence, as hubs name it; '' = unknown
         pipeline_class: diffusers pipeline
         block_classes: Units of sharding, gradient checkpointing and compiling
@@ -102,6 +106,7 @@ class FamilyRecord(Record):
 
     title: str  # For people
     hub: str  # Hub id of the published weights
+    also: tuple[str, ...] = ()  # Other names and hub ids of it in other scripts
     license: str = ""  # Their licence, as hubs name it; '' = unknown
     pipeline_class: str  # diffusers pipeline
     block_classes: tuple[str, ...]  # Units of sharding, gradient checkpointing and compiling
@@ -323,6 +328,42 @@ def find_record(
         singular = dict(models="model", strategies="strategy", objectives="objective")[kind]
         raise RegistryError(f"{singular}: unknown '{name}'{nearest(name, known)}")
     return known[name]
+
+
+# %% ../../nbs/1_core/01_registry.ipynb #5c1b9d81
+def _bare(name: str) -> str:
+    """A name without case and punctuation."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+@functools.cache
+def family_names() -> dict[str, str]:  # Bare name -> family
+    """What model families are called. Raises RegistryError for a name of two.
+
+    Returns:
+        Bare name -> family
+    """
+    found: dict[str, str] = {}
+    for record in records("models").values():
+        base = record.hub.rpartition("/")[2]
+        for name in map(_bare, (record.name, record.title, record.hub, base, *record.also)):
+            if found.setdefault(name, record.name) != record.name:
+                raise RegistryError(f"models: '{name}' means {found[name]} and {record.name}")
+    return found
+
+
+def family_named(
+    name: str,  # As another script writes it
+) -> str:  # Name of the record, or `name`
+    """The family that another script means.
+
+    Args:
+        name: As another script writes it
+
+    Returns:
+        Name of the record, or `name`
+    """
+    return family_names().get(_bare(name), name)
 
 
 # %% ../../nbs/1_core/01_registry.ipynb #a6c0e491

@@ -60,6 +60,7 @@ RECORDS = [
         implementation="Flux1",
         title="FLUX.1",
         hub="black-forest-labs/FLUX.1-dev",
+        also=("Flux",),
         license="flux-1-dev-non-commercial-license",
         pipeline_class="FluxPipeline",
         block_classes=("FluxTransformerBlock", "FluxSingleTransformerBlock"),

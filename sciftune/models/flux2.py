@@ -78,6 +78,7 @@ RECORDS = [
         implementation="Klein",
         title="FLUX.2 klein 9B",
         hub="black-forest-labs/FLUX.2-klein-base-9B",
+        also=("Flux2Klein", "FLUX.2-klein"),
         license="flux-non-commercial-license",
         pipeline_class="Flux2KleinPipeline",
         block_classes=("Flux2TransformerBlock", "Flux2SingleTransformerBlock"),

@@ -53,6 +53,7 @@ RECORDS = [
         implementation="Flux2Dev",
         title="FLUX.2-dev",
         hub="black-forest-labs/FLUX.2-dev",
+        also=("Flux2",),
         license="flux-dev-non-commercial-license",
         pipeline_class="Flux2Pipeline",
         block_classes=("Flux2TransformerBlock", "Flux2SingleTransformerBlock"),

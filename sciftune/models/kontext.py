@@ -25,6 +25,7 @@ RECORDS = [
         implementation="Kontext",
         title="FLUX.1 Kontext",
         hub="black-forest-labs/FLUX.1-Kontext-dev",
+        also=("FluxKontext",),
         license="flux-1-dev-non-commercial-license",
         pipeline_class="FluxKontextPipeline",
         block_classes=("FluxTransformerBlock", "FluxSingleTransformerBlock"),

@@ -62,6 +62,7 @@ RECORDS = [
         implementation="QwenImage",
         title="Qwen-Image",
         hub="Qwen/Qwen-Image-2512",
+        also=("QwenImage", "Qwen/Qwen-Image"),
         license="apache-2.0",
         pipeline_class="QwenImagePipeline",
         block_classes=("QwenImageTransformerBlock",),

@@ -51,6 +51,7 @@ RECORDS = [
         implementation="QwenImageEdit",
         title="Qwen-Image-Edit-2511",
         hub="Qwen/Qwen-Image-Edit-2511",
+        also=("QwenImageEdit", "QwenImageEditPlus", "Qwen/Qwen-Image-Edit-2509"),
         pipeline_class="QwenImageEditPlusPipeline",
         block_classes=("QwenImageTransformerBlock",),
         blocks=60,

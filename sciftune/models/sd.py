@@ -51,6 +51,7 @@ RECORDS = [
         implementation="SD15",
         title="Stable Diffusion 1.5",
         hub="stable-diffusion-v1-5/stable-diffusion-v1-5",
+        also=("SDv1.5", "runwayml/stable-diffusion-v1-5"),
         license="creativeml-openrail-m",
         pipeline_class="StableDiffusionPipeline",
         block_classes=("BasicTransformerBlock", "ResnetBlock2D"),

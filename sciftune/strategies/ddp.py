@@ -40,6 +40,7 @@ RECORDS = [
         summary="a whole copy of the model per process, gradients averaged",
         reads=("lora_base", "context_parallel", "shard_states"),
         aliases={
+            ("fsdp_reshard_after_forward",): {"NO_SHARD": {}},
             ("sharding_strategy", "fsdp_sharding_strategy", "strategy"): {"NO_SHARD": {}},
             ("zero_stage",): {"0": {}},
         },

@@ -47,6 +47,14 @@ RECORDS = [
         offloads=("params",),
         sharded=True,
         aliases={
+            ("fsdp_reshard_after_forward",): {
+                "True": {"reshard": True},
+                "False": {"reshard": False},
+                "FULL_SHARD": {"reshard": True},
+                "SHARD_GRAD_OP": {"reshard": False},
+                "HYBRID_SHARD": {"reshard": True, "hybrid_shard": None},
+                "HYBRID_SHARD_ZERO2": {"reshard": False, "hybrid_shard": None},
+            },
             ("sharding_strategy", "fsdp_sharding_strategy", "strategy"): {
                 "FULL_SHARD": {"reshard": True},
                 "SHARD_GRAD_OP": {"reshard": False},
