@@ -22,7 +22,6 @@ if __name__ == "__main__" and "__file__" in globals():
 
 # %% auto #0
 __all__ = [
-    "GAPS",
     "MARGIN",
     "CONTEXT",
     "COMMUNICATION",
@@ -31,6 +30,7 @@ __all__ = [
     "host_parts",
     "loading_gib",
     "disk_gib",
+    "tensors_limit",
     "plan_row",
     "engine_variants",
     "variant",
@@ -91,8 +91,8 @@ if TYPE_CHECKING:
     from sciftune.models.family import Family
 
 # %% ../../nbs/6_planner/05_plan.ipynb #9eb46024
-GAPS, MARGIN = 0.02, 0.03  # of what is allocated
-CONTEXT, COMMUNICATION, PROCESS = 0.6, 0.5, 0.47  # GiB; the last is measured, before a network
+MARGIN = 0.03  # of what is allocated
+CONTEXT, COMMUNICATION, PROCESS = 0.9, 1.9, 0.47  # GiB, measured; the last before a network
 
 
 @dataclass(frozen=True)
@@ -285,6 +285,30 @@ def _seconds(ledger: Ledger, rates: DeviceRates) -> tuple[float, dict[str, float
     return round(step_seconds(*arguments), 4), _rounded(parts, 4)
 
 
+def tensors_limit(
+    profile: Profile,  # The model
+    strategy: Strategy,  # Recipe on so many processes
+    machine: Machine,  # Where it runs
+    usable: float,  # GiB of a process
+) -> float:  # Bytes
+    """Return how much may be allocated where the plan chooses what is computed again.
+
+    Args:
+        profile: The model
+        strategy: Recipe on so many processes
+        machine: Where it runs
+        usable: GiB of a process
+
+    Returns:
+        Bytes
+    """
+    if not machine.cuda:
+        return (usable - PROCESS) * 2**30 / (1 + MARGIN)
+    costs = strategy.costs(profile)
+    between = usable * 2**30 / (1 + costs.gaps + MARGIN)
+    return min(between, (usable * 2**30 - costs.stream_bytes()) / (1 + MARGIN))
+
+
 def plan_row(
     profile: Profile,  # The model
     strategy: Strategy,  # Recipe on so many processes
@@ -299,13 +323,16 @@ def plan_row(
     """
     per = max(1, strategy.world // strategy.recipe.num_machines)
     usable = machine.usable(strategy.world if machine.cuda else per)
-    limit = (usable - (0 if machine.cuda else PROCESS)) * 2**30 / (1 + GAPS + MARGIN)
+    limit = tensors_limit(profile, strategy, machine, usable)
     rates = device_rates(machine.device) if machine.cuda else None
     ledger = _fitted_ledger(profile, strategy, limit, rates)
     phase = ledger.peak()
     parts = {k: v / 2**30 for k, v in phase.parts.items() if v}
     allocated = sum(parts.values())
-    parts |= dict(allocator=GAPS * allocated) if machine.cuda else dict(process=PROCESS)
+    if machine.cuda:
+        parts["allocator"] = max(ledger.costs.gaps * allocated, ledger.costs.stream_bytes() / 2**30)
+    else:
+        parts["process"] = PROCESS
     total = sum(parts.values())
     host = host_parts(ledger, machine, 2.0 if machine.cuda else total)
     loading = loading_gib(ledger) if machine.cuda else 0.0

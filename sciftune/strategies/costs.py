@@ -141,6 +141,7 @@ class Costs:
         strategy: A recipe on so many processes
     """
 
+    gaps = 0.02  # Of what is allocated, between the allocator's segments
     gradients_stay = False  # The buffers of all gradients are there during the whole step
     reduces_outer_last = False  # Gradients outside of blocks stay whole until backward ends
 
@@ -210,6 +211,16 @@ class Costs:
             position: Block that backward is in; the number of blocks: before the first
         """
         return 0.0
+
+    def stream_bytes(self) -> float:
+        """Return the most that communication holds at a time.
+
+        The allocator keeps what was used on a stream for that stream, so these bytes are
+        reserved also while the peak of all streams together holds fewer of them.
+        """
+        held = [self.gathered_bytes(i) for i in range(len(self.model.blocks) + 1)]
+        reduction = self.outer_reduction()
+        return max([*held, reduction[1] if reduction else 0.0])
 
     def outer_gathered_bytes(self) -> float:
         """What a forward-only pass leaves gathered."""

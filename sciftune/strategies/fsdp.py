@@ -363,16 +363,33 @@ class FSDPCosts(Costs):
         Args:
             position: Block that backward is in; the number of blocks: before the first
         """
-        model = self.model
         if self.strategy.reshards:
-            blocks = model.block_numel(position) + model.block_numel(position - 1)
-        else:
-            blocks = sum(b.numel for b in model.blocks[: position + 1])
+            return self.moved_bytes(position)
+        earlier = sum(b.numel for b in self.model.blocks[: max(0, position - 1)])
+        return self.moved_bytes(position) + self.compute * earlier
+
+    def moved_bytes(
+        self,
+        position: int,  # Block that backward is in; the number of blocks: before the first
+    ) -> float:
+        """Return the bytes of the root, of two blocks and of the input of a reduction.
+
+        Args:
+            position: Block that backward is in; the number of blocks: before the first
+        """
+        model = self.model
+        blocks = model.block_numel(position) + model.block_numel(position - 1)
         gathered = self.compute * (model.outer_numel + blocks)
         if not self.strategy.cuda:
             return gathered + self.reduction_excess(position)
         behind = model.blocks[position + 1 : position + 2]
         return gathered + self.reduce * sum(b.trained for b in behind)
+
+    def stream_bytes(self) -> float:
+        """Return what communication holds at a time, without blocks that stay gathered."""
+        moved = [self.moved_bytes(i) for i in range(len(self.model.blocks) + 1)]
+        reduction = self.outer_reduction()
+        return max([*moved, reduction[1] if reduction else 0.0])
 
     def reduction_excess(
         self,

@@ -648,6 +648,7 @@ class Zero2Costs(ZeroCosts):
 class Zero3Costs(Zero2Costs):
     """Parameters spread, too."""
 
+    gaps = 0.21  # Measured: BAGEL and klein on four GPUs, .19 to .21
     gradients_stay = True
 
     @property
