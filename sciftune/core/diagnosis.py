@@ -527,7 +527,19 @@ def _loss_cure(case: Case) -> str:
     )
 
 
+def _divergence_cause(case: Case) -> str:
+    return case.said(r"DivergedError: diverged at (step .*?)\. Try: ") or "the loss has exploded"
+
+
+def _divergence_cure(case: Case) -> str:
+    said = case.said(r"DivergedError: diverged at step .*?\. Try: (.*)")
+    return said or f"learning_rate below {case.recipe.learning_rate:g}, in a new run"
+
+
 _NUMBER_FAILURES = (
+    KnownFailure(
+        "diverged", "E", ("DivergedError",), _divergence_cause, _divergence_cure, codes=(19,)
+    ),
     KnownFailure(
         "gradient is no number",
         "E",

@@ -34,6 +34,7 @@ __all__ = [
     "foreign_names",
     "foreign_meanings",
     "resolve",
+    "warmup_fault",
     "launch_preset",
     "epochs_line",
     "learning_rate_at",
@@ -847,12 +848,33 @@ def resolve(
         **params: Recipe fields and foreign names; None = the preset's value
     """
     given = with_family({k: v for k, v in params.items() if v is not None})
+    written = given.pop("format", None)  # of a kept recipe.yaml, which may be older than a check
     for name in ("model", "preset", "objective"):
         _check_name(name, given.get(name, ""))
     below = dict(earlier) if earlier else _preset_of(given)
     _refuse_others_names(given, given.get("objective") or below["objective"])
     given = _with_length(translated(given, below, foreign_names(), here))
-    return checked(below | given, weak=below.keys() - given.keys())
+    recipe = checked(below | given, weak=below.keys() - given.keys())
+    if "warmup_steps" in given and not written and (why := warmup_fault(recipe)):
+        raise RecipeError(why)
+    return recipe
+
+
+def warmup_fault(
+    recipe: Recipe,
+) -> str:  # '' where the learning rate is reached
+    """That a warm-up does not end before the run does. Where a preset says it, that is a note.
+
+    Returns:
+        '' where the learning rate is reached
+    """
+    if not 0 < recipe.steps < recipe.warmup_steps:
+        return ""
+    reached = recipe.learning_rate * recipe.steps / recipe.warmup_steps
+    return (
+        f"warmup_steps: {recipe.warmup_steps} is more than steps {recipe.steps}: the learning rate "
+        f"would rise to {reached:.3g} of {recipe.learning_rate:g} only; give at most {recipe.steps}"
+    )
 
 
 def _preset_of(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -909,6 +909,12 @@ class RunningSection(Section):
     profile_block: bool = field(
         False, "time one block of each kind on the GPU for the plan's time per step", identity=False
     )
+    stop_if_diverged: bool = field(
+        True,
+        "end the run as diverged when the loss stays far above where it began; false = say it once "
+        "and go on",
+        identity=False,
+    )
     stall_seconds: int = field(
         600,
         "a rank without progress for so long ends the run with a table of where each rank is",

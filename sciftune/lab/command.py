@@ -62,7 +62,9 @@ from sciftune.lab.launch import (
     launch_notebook_path,
     plan_run,
     project_root,
+    read_status,
     recipe_from,
+    state,
     stop,
     with_absolute_paths,
     with_steps,
@@ -245,9 +247,18 @@ def run_notebook(
             return _interrupted(name, run)
         if code:
             print(f"{execution.failure()}\n{_failed(name, run)}", file=sys.stderr)
+            return _own_code(run) or code
         elif kept and not run:
             print(f"sciftune {name}: {kept}")
     return code
+
+
+def _own_code(run: Path | None) -> int:
+    """The exit code of a run that was stopped, or has diverged; 0 where it ended otherwise."""
+    if not run or state(RunDir(run)) not in ("stopped", "diverged"):
+        return 0
+    code = read_status(RunDir(run))["exit_code"]
+    return code if code > 0 else 128 - code
 
 
 def _failed(name: str, run: Path | None) -> str:

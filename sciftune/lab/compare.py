@@ -35,7 +35,7 @@ from matplotlib.image import imread
 
 from ..core.recipe import Recipe
 from ..core.rundir import RunDir
-from .launch import LaunchError, state
+from .launch import LaunchError
 from sciftune.lab.plots import (
     COLORS,
     PART_COLORS,
@@ -54,7 +54,7 @@ from sciftune.lab.plots import (
     validation_rows,
 )
 from .scores import SCORES, read_evaluation
-from .summary import picture_rows, typed_value
+from .summary import outcome, picture_rows, typed_value
 
 
 # %% ../../nbs/9_lab/21_compare.ipynb #21dd4868
@@ -139,7 +139,7 @@ def run_results(
     best = held[int(np.nanargmin(seen))] if np.isfinite(seen).any() else None
     start = (held[-1].get("held_out_baseline") or held[0]["held_out"]) if held else math.nan
     shown = [
-        state(run),
+        outcome(run),
         f"{rows[-1]['step'] if rows else 0} of {Recipe.load(run.recipe).steps}",
         short_number(losses[-1] if rows else math.nan),
         short_number(start),

@@ -54,8 +54,16 @@ def run_job(
     lock = FolderLock(status.parent, "launcher")
     lock.adopt(handle)
     asked = []  # signals that ask for an end
+    children = []
+
+    def ask(number: int, _: object) -> None:
+        """Remember who asked, and let the ranks end after their step."""
+        asked.append(number)
+        for child in children:
+            child.send_signal(signal.SIGTERM)
+
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: asked.append(number))
+        signal.signal(number, ask)
     signal.signal(signal.SIGUSR1, lambda *_: None)
     facts = dict(
         pid=os.getpid(),
@@ -64,7 +72,7 @@ def run_job(
         log_offset=log_offset,
     )
     write_status(status, **facts)
-    code = _exit_code(command)
+    code = _exit_code(command, children)
     if code == 0 and asked:
         code = 128 + asked[0]
     write_status(status, **facts, ended=int(time.time()), exit_code=code)
@@ -72,10 +80,12 @@ def run_job(
     return code
 
 
-def _exit_code(command: list[str]) -> int:
-    """Run `command`; 127 where there is no such program."""
+def _exit_code(command: list[str], children: list[subprocess.Popen]) -> int:
+    """Run `command`, which `children` then holds; 127 where there is no such program."""
     try:
-        code = subprocess.run(command, env=os.environ | {LAUNCHER: str(os.getpid())}).returncode
+        child = subprocess.Popen(command, env=os.environ | {LAUNCHER: str(os.getpid())})
+        children.append(child)
+        code = child.wait()
     except OSError as error:
         print(f"the job cannot be started: {error}", file=sys.stderr)
         return 127

@@ -103,7 +103,7 @@ from typing import Any, Self, TextIO
 import psutil
 from pydantic import BaseModel, ConfigDict
 
-from ..core.aliases import translated
+from ..core.aliases import translated, with_family
 from sciftune.core.checkpoint_folders import (
     check_same_run,
     check_start_from,
@@ -121,7 +121,7 @@ from sciftune.core.ownership import (
     owned_folder,
 )
 from ..core.plan import Plan
-from ..core.processes import processes_here, world_size
+from ..core.processes import ENDINGS, processes_here, world_size
 from sciftune.core.recipe import (
     FORMAT,
     Recipe,
@@ -349,7 +349,8 @@ def continued_recipe(
         None: these parameters name no run or checkpoint that is there
     """
     names = foreign_names()
-    wanted = {"resume", "name", "run_root", "output_dir", "model", "preset", "objective"}
+    wanted = {"resume", "name", "run_root", "output_dir", "preset", "objective"}
+    wanted |= {"model", "model_type", "sdxl"}
     switches = {"resume_from", "auto_resume", "resume_model_only", "finetune_from_ema"}
     about = {
         name: value
@@ -358,7 +359,7 @@ def continued_recipe(
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # `resolve` says them
-        place = translated(about, names=names)
+        place = translated(with_family(about), names=names)
     if not (resume := str(place.get("resume") or "")):
         return None
     root = _absolute_root(str(place.get("run_root") or Recipe().run_root))
@@ -392,10 +393,10 @@ def recipe_from(
         namespace: globals() of the notebook
     """
     given = parameters_of(namespace)
-    written = given.pop("format", FORMAT)  # of a kept recipe.yaml, given with papermill -f
+    written = given.get("format", FORMAT)  # of a kept recipe.yaml, given with papermill -f
     if written != FORMAT:
         raise LaunchError(f"recipe: format {written} is unknown; this version writes {FORMAT}")
-    known = Recipe.model_fields.keys() | foreign_meanings().keys()
+    known = Recipe.model_fields.keys() | foreign_meanings().keys() | {"format"}
     unknown = [
         f"unknown parameter '{name}'{nearest(name, Recipe.model_fields)}"
         for name in given
@@ -577,11 +578,11 @@ def job_process(
 # %% ../../nbs/9_lab/02_launch.ipynb #f134c978
 def state(
     run: RunDir,
-) -> str:  # 'prepared', 'running', 'elsewhere', 'finished', 'failed' or 'killed'
+) -> str:  # prepared, running, elsewhere, finished, stopped, diverged, failed or killed
     """In which state the job of `run` is.
 
     Returns:
-        'prepared', 'running', 'elsewhere', 'finished', 'failed' or 'killed'
+        prepared, running, elsewhere, finished, stopped, diverged, failed or killed
     """
     status = read_status(run)
     if not status:
@@ -595,7 +596,7 @@ def state(
         status = read_status(run)  # it may have ended between the two looks
         if "exit_code" not in status:
             return "killed"
-    return "finished" if status["exit_code"] == 0 else "failed"
+    return ENDINGS.get(status["exit_code"], "failed")
 
 
 # %% ../../nbs/9_lab/02_launch.ipynb #f1528c4d
@@ -1283,7 +1284,7 @@ def failure(
     """
     code, log = read_status(run).get("exit_code"), job_log(run)
     trace = first_traceback(log)
-    how = f"failed with exit code {code}"
+    how = "diverged" if state(run) == "diverged" else f"failed with exit code {code}"
     if code is None:
         how = "ended without an exit code: killed from outside, or the machine went down"
     lines = [f"the run {how}" + (f": {failure_line(trace)}" if trace else "")]
@@ -1439,7 +1440,7 @@ def attach(
     run: RunDir | str | Path,  # Or a path to a run folder
     offset: int | None = None,  # First byte of the log to show; None = its last ten lines
 ) -> RunDir:
-    """Show the running job of `run` until it ends.
+    """Show the running job of `run` until it ends, by itself or by `stop`.
 
     Raises RunFailedError when it failed, LaunchError when there is none.
 
@@ -1459,8 +1460,10 @@ def attach(
         if offset is None and now == "running":
             print(f"attached to process {status['pid']} of {run.path}", flush=True)
         follow(run, last_lines(run) if offset is None else offset)
-    if state(run) != "finished":
+    if (ended := state(run)) not in ("finished", "stopped"):
         raise RunFailedError(failure(run))
+    if ended == "stopped":
+        print(f"stopped on request; this continues it:\n  {continue_command(run)}", flush=True)
     return run
 
 

@@ -19,6 +19,7 @@ __all__ = [
 ]
 
 # %% ../../nbs/9_lab/27_live.ipynb #ae76f056
+import contextlib
 import os
 import sys
 import time
@@ -211,14 +212,19 @@ def in_notebook() -> bool:
     return bool(kernel and {"JPY_SESSION_NAME", "VSCODE_PID"} & os.environ.keys())
 
 
-def _refresh(run: RunDir, every: float) -> None:
-    """Refresh one display until the job has ended."""
+def _refresh(run: RunDir, every: float, ends_job: bool = False) -> None:
+    """Refresh one display until the job has ended; an interrupt may end the job."""
     from IPython.display import HTML, display
 
     shown = display(HTML(live_view(run)), display_id=True)
-    while state(run) == "running":
-        time.sleep(every)
-        if shown:
+    try:
+        with interruptible(run) if ends_job else contextlib.nullcontext():
+            while state(run) == "running":
+                time.sleep(every)
+                if shown:
+                    shown.update(HTML(live_view(run)))
+    finally:
+        if shown:  # the job has ended since, or is ended by the interrupt
             shown.update(HTML(live_view(run)))
 
 
@@ -285,8 +291,7 @@ def train_run(
             _may_begin(run)
             begin(run)
             print(f"run folder: {run.path}", flush=True)
-        with interruptible(run):
-            _refresh(run, 2.0)
+        _refresh(run, 2.0, ends_job=True)
         return attach(run)
     except RunFailedError as error:
         raise RunFailedError(f"{error}\nits page: {write_page(run)}") from None

@@ -70,6 +70,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ..core.diagnosis import Case, recognise
 from ..core.plan import Plan, PlanRow
+from ..core.processes import ENDINGS
 from ..core.recipe import Recipe
 from ..core.rundir import RunDir
 
@@ -1082,7 +1083,8 @@ def failure_of(
         status = json.loads(run.status.read_text())
     except (FileNotFoundError, json.JSONDecodeError):
         return None
-    if not status.get("exit_code") or not run.log.exists():
+    ended = ENDINGS.get(status.get("exit_code", 0))
+    if ended in ("finished", "stopped") or not run.log.exists():
         return None
     with open(run.log, "rb") as f:
         f.seek(status.get("log_offset", 0))

@@ -48,7 +48,6 @@ from PIL import Image
 from ..core.rundir import RunDir, write_atomic
 from ..core.secrets import masked
 from . import distillation, plots
-from .launch import state
 from .plots import as_run
 from sciftune.lab.summary import (
     FINDING_COLUMNS,
@@ -58,6 +57,7 @@ from sciftune.lab.summary import (
     evaluation_of,
     failure_message,
     five_numbers,
+    outcome,
     picture_rows,
     recipe_of,
     subject,
@@ -393,7 +393,8 @@ p { margin: .4rem 0; max-width: 60rem; }
 .subject, figcaption, .note { color: var(--soft); font-size: .9rem; }
 .verdict { border-left: 4px solid var(--wait); padding-left: .7rem; font-size: 1.1rem;
   font-weight: 600; margin: .8rem 0; }
-.finished { border-color: var(--good); } .failed, .killed { border-color: var(--bad); }
+.finished { border-color: var(--good); }
+.failed, .killed, .diverged { border-color: var(--bad); }
 .numbers { display: grid; gap: .6rem; grid-template-columns: repeat(auto-fit, minmax(10.5rem, 1fr));
   margin: 1rem 0; padding: 0; }
 .numbers div { background: var(--card); border-radius: .5rem; padding: .6rem .8rem; }
@@ -560,7 +561,7 @@ def page_values(
         style=Markup(STYLE),
         subject=masked(subject(run)),
         verdict=verdict(run),
-        outcome=state(run),
+        outcome=outcome(run),
         message=masked(failure_message(run)),
         numbers=five_numbers(run),
         ends=before_and_after(pictures),

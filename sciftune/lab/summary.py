@@ -17,6 +17,7 @@ __all__ = [
     "reached_step",
     "failure_message",
     "troubles_of",
+    "outcome",
     "verdict",
     "seconds_used",
     "readable_time",
@@ -199,14 +200,15 @@ def _ending(run: RunDir) -> str:
     """State and step, in a sentence."""
     steps, step, now = recipe_of(run).steps, reached_step(run), state(run)
     at = f"step {step:,} of {steps:,}"
-    stopped = any(row.get("event") == "stopped" for row in run.read_metrics()[-3:])
-    if now == "failed" and (stopped or read_status(run).get("exit_code", 0) < 0):
-        return f"Stopped on request after {at}; {continue_command(run)} continues it."
+    if now == "finished" and any(row.get("event") == "stopped" for row in run.read_metrics()[-3:]):
+        now = "stopped"  # by SIGUSR1, which schedulers count as well ended
     sentences = {
         "prepared": "Prepared; no job has been started.",
         "running": f"Running: {at}.",
         "elsewhere": f"Running on another machine: {at}.",
         "finished": f"Finished after {step:,} steps.",
+        "stopped": f"Stopped on request after {at}; {continue_command(run)} continues it.",
+        "diverged": f"Diverged at {at}: {_failure_name(run)}",
         "failed": f"Failed at {at}: {_failure_name(run)}",
         "killed": f"Ended without an exit code at {at}: killed from outside, or the machine went "
         f"down; {continue_command(run)} continues it.",
@@ -228,7 +230,7 @@ def failure_message(
     Returns:
         '' for a run that has not failed
     """
-    if state(run) != "failed" or not run.log.exists():
+    if state(run) not in ("failed", "diverged") or not run.log.exists():
         return ""
     return failure_line(first_traceback(job_log(run)) or job_log(run))
 
@@ -269,6 +271,27 @@ def troubles_of(
     return [row for row in recognised_troubles(run).rows if row[0] != "–"]
 
 
+def outcome(
+    run: RunDir | str | Path,  # A run folder or its path
+) -> str:  # As of `launch.state`
+    """How the run ended; 'diverged' too where it went on to its end after it had diverged.
+
+    Args:
+        run: A run folder or its path
+
+    Returns:
+        As of `launch.state`
+    """
+    run = as_run(run)
+    ended = state(run)
+    if ended != "finished":
+        return ended
+    said = any(row[1] == "diverged" for row in troubles_of(run))
+    falls = (record := find_record("objectives", recipe_of(run).objective)).falling_loss
+    worse = falls and record.one_network and held_out_change(run)[2] > 200
+    return "diverged" if said or worse else ended
+
+
 def verdict(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> str:
@@ -280,7 +303,9 @@ def verdict(
     run = as_run(run)
     count = len(troubles_of(run))
     trouble = f"{count} trouble{'s' * (count > 1)} recognised: see below." if count else ""
-    return " ".join(filter(None, [_ending(run), _loss_sentence(run), trouble]))
+    spoilt = state(run) == "finished" and outcome(run) == "diverged"
+    lost = "The run has diverged: its weights are of no use." if spoilt else ""
+    return " ".join(filter(None, [_ending(run), lost, _loss_sentence(run), trouble]))
 
 
 # %% ../../nbs/9_lab/28_summary.ipynb #00da2e89

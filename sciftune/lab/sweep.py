@@ -138,7 +138,7 @@ def point_words(
     Returns:
         Settings of `sciftune run`; None: it has finished
     """
-    if state(run) == "finished":
+    if state(run) in ("finished", "diverged"):
         return None
     return [*point.words(), *(("-p", "resume", "latest") if run.metrics.exists() else ())]
 
@@ -152,8 +152,9 @@ def said_of(
         run: The folder of a point
     """
     now = state(run)
-    if now in ("finished", "running"):
-        return {"finished": "has finished", "running": "is running, followed"}[now]
+    known = dict(finished="has finished", diverged="has diverged", running="is running, followed")
+    if now in known:
+        return known[now]
     return "resumed" if run.metrics.exists() else "started"
 
 

@@ -236,7 +236,8 @@ class Monitor:
         if self.count != 10 or not limit or weighted:
             return None
         mean = fmean(self.first_losses)
-        if mean <= limit:
+        rises = median(self.first_losses) > 10 * self.first_losses[0]  # see `training.divergence`
+        if mean <= limit or rises:
             return None
         return Finding(
             "loss starts too high",

@@ -45,7 +45,7 @@ def _begin_worker(parent: int, worker: int) -> None:
     When a scheduler asks all processes to end, the trainer ends its workers itself.
     """
     end_with_parent(parent)
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 

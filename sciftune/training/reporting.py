@@ -220,6 +220,7 @@ class UpdateChecks:
     Args:
         rate: (network, steps taken) -> learning rate
         second_step: At which the types are reported
+        moved: Told how far a step has moved them
     """
 
     def __init__(
@@ -228,11 +229,13 @@ class UpdateChecks:
         rate: Callable[[str, int], float],  # (network, steps taken) -> learning rate
         reporter: Reporter,
         second_step: int,  # At which the types are reported
+        moved: Callable[[float], None] = lambda share: None,  # Told how far a step has moved them
     ):
         self.networks = networks
         self.rate = rate
         self.reporter = reporter
         self.second_step = second_step
+        self.moved = moved
         self.meters = {name: UpdateMeter(network) for name, network in networks.items()}
         self.warned = set()
         self.steps_before = {}
@@ -255,6 +258,7 @@ class UpdateChecks:
         for name, meter in self.meters.items():
             if self.networks[name].steps == self.steps_before[name] + 1:  # of one update
                 numbers = meter.after(self.rate(name, step - 1))
+                self.moved(numbers["moved"])
                 if self.reporter.engine.main:
                     self._report(name, step, numbers)
 

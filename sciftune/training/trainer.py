@@ -4,6 +4,7 @@
 
 # %% auto #0
 __all__ = [
+    "REQUESTS",
     "BROKEN",
     "StopRequest",
     "SaveRequest",
@@ -62,8 +63,9 @@ from sciftune.core.checkpoint_folders import (
     checkpoint_name,
 )
 from ..core.plan import Plan
+from ..core.processes import DIVERGED
 from ..core.progress import progress_by_bytes
-from ..core.recipe import Recipe, RecipeError, epochs_line
+from ..core.recipe import Recipe, RecipeError, epochs_line, warmup_fault
 from ..core.rundir import RunDir, run_record, write_atomic
 from ..core.secrets import load_secrets, mask_output
 from ..strategies.compilation import compiled_graphs
@@ -74,6 +76,7 @@ from sciftune.training.checkpoints import (
     load_checkpoint,
     usable_fault,
 )
+from .divergence import DivergedError, Divergence
 from .ema import EMA
 from .epochs import epochs_fault
 from .heartbeat import Heartbeat
@@ -84,15 +87,18 @@ from .prefetch import Prefetcher
 from .reporting import Reporter, UpdateChecks, check_finite, samples_line
 from .task import get_task
 
-
 # %% ../../nbs/7_training/14_trainer.ipynb #13e3c41d
+REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # End after the step, and save
+
+
 class StopRequest:
     """Whether this process was asked to stop."""
 
     def __init__(self):
         self.asked = False
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._ask)
+        for number in REQUESTS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup has SIGHUP ignored
+                signal.signal(number, self._ask)
 
     def _ask(self, *_):
         self.asked = True
@@ -158,6 +164,7 @@ class Run:
         )
         self.heartbeat.before_end = self.settle
         self.newest = None  # checkpoint folder, being written or complete
+        self.divergence = Divergence(self.recipe)
         self.start = self.task.done = self.resume()
         self.deferred = DeferredMetrics()
         self.sums = Sums()
@@ -165,7 +172,11 @@ class Run:
         self.stop_request = StopRequest()
         self.saves = SaveRequest(run_dir, self.engine.main)
         self.checks = UpdateChecks(
-            self.networks, self.task.rate, self.reporter, second_step=self.start + 2
+            self.networks,
+            self.task.rate,
+            self.reporter,
+            second_step=self.start + 2,
+            moved=self.divergence.update,
         )
         self.peak = peak_flops(self.engine.device)
         self.flops = self.task.flops()
@@ -181,7 +192,7 @@ class Run:
             f"{engine.world} x {engine.device.type}, {engine.policy.name}, global batch "
             f"{recipe.global_batch} = {batch}"
         )
-        for note in engine.policy.notes:
+        for note in (*engine.policy.notes, *filter(None, [warmup_fault(recipe)])):
             self.reporter.say("note: " + note)
 
     def _count_samples(self) -> None:
@@ -254,6 +265,7 @@ class Run:
         check_same_run(info, self.recipe, self.task.fingerprint)
         load_checkpoint(path, self.networks, self.averages)
         self.task.load_state_dict(info["task"])
+        self.divergence.load_state_dict(info.get("divergence", {}))
         written_by = f"{info['recipe']['strategy']} on {info['world_size']} processes"
         unknown = "" if "digests" in info else "; it has no digests, so damage would not show"
         say(f"resumed from {path.name} (written by {written_by}){unknown}")
@@ -313,6 +325,7 @@ class Run:
             recipe=self.recipe.model_dump(mode="json"),
             data=self.task.fingerprint,
             task=self.task.state_dict(),
+            divergence=self.divergence.state_dict(),
         )
         self.checkpointer.save(step, self.networks, info, self.averages)
         self.newest = self.dir.checkpoints / checkpoint_name(step)
@@ -334,7 +347,9 @@ class Run:
         self,
         rows: list[dict],  # Of `DeferredMetrics`
     ) -> bool:  # Whether a rank was asked to stop; all ranks say the same
-        """Complete and report finished rows. Raises FloatingPointError like `check_finite`.
+        """Complete and report finished rows.
+
+        Raises FloatingPointError like `check_finite`, DivergedError where the run has diverged.
 
         Args:
             rows: Of `DeferredMetrics`
@@ -348,6 +363,10 @@ class Run:
             self.saves.due |= row.pop("save") > 0
             check_finite(row, self.recipe)
             self.reporter.step(self._completed(row))
+            if diverged := self.divergence.row(row):
+                self.reporter.findings(row["step"], [diverged])
+                if self.recipe.stop_if_diverged:
+                    raise DivergedError(f"{diverged.cause}. Try: {diverged.cure}")
         return stop
 
     def _completed(self, row: dict) -> dict:
@@ -645,6 +664,9 @@ def _exit_code(recipe_file: str) -> int:
         recipe = Recipe.load(recipe_file)
         record(train)(recipe, RunDir(os.path.dirname(os.path.abspath(recipe_file))))
         return 0
+    except DivergedError as error:
+        print(f"rank {rank}: DivergedError: {error}", file=sys.stderr)
+        return DIVERGED
     except (RecipeError, CheckpointError, ValueError, OSError, FloatingPointError) as error:
         explained = isinstance(error, (RecipeError, CheckpointError, FolderInUseError))
         if not explained and type(error).__name__ != "DataError":

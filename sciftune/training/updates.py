@@ -91,17 +91,17 @@ class UpdateMeter:
     def after(
         self,
         rate: float,  # Learning rate of the step
-    ) -> dict:  # changed (0..1), ratio, blocks: {block: {changed, ratio}}
+    ) -> dict:  # changed (0..1), ratio, moved, blocks: {block: {changed, ratio, moved}}
         """Compare what happened in the step with what AdamW asked for.
 
         Args:
             rate: Learning rate of the step
 
         Returns:
-            changed (0..1), ratio, blocks: {block: {changed, ratio}}
+            changed (0..1), ratio, moved, blocks: {block: {changed, ratio, moved}}
         """
         device = self.network.engine.device
-        sums = torch.zeros(len(self.blocks), 4, device=device, dtype=torch.float64)
+        sums = torch.zeros(len(self.blocks), 5, device=device, dtype=torch.float64)
         for part, old in zip(self.ranges, self.kept, strict=True):
             if part.count:
                 sums[self.blocks.index(block_of(part.name))] += self._sums(part, old, rate).to(sums)
@@ -117,7 +117,7 @@ class UpdateMeter:
         old: Tensor,  # (part.count,) weights before the step
         rate: float,
     ) -> Tensor:
-        """(4,): elements that should move, those that did, squares of the two updates."""
+        """(5,): elements that should move, those that did, squares of both updates and weights."""
         recipe: Recipe = self.network.recipe
         ideal = ideal_update(
             old,
@@ -133,15 +133,16 @@ class UpdateMeter:
         realised = self.network.read(part, "weight") - old
         should = ideal != 0
         did = should & (realised != 0)
-        squares = (ideal.square().sum(), realised[should].square().sum())
+        squares = (ideal.square().sum(), realised[should].square().sum(), old.square().sum())
         return torch.stack([should.sum(), did.sum(), *squares])
 
 
 def _shares(sums: list) -> dict:
-    should, did, ideal, realised = sums
+    should, did, ideal, realised, size = sums
     return dict(
         changed=did / should if should else 0.0,
         ratio=(realised / ideal) ** 0.5 if ideal else 0.0,
+        moved=(realised / size) ** 0.5 if size else 0.0,
     )
 
 

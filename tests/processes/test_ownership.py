@@ -14,11 +14,14 @@ from jobs import living, processes_of, ranks, recipe_in, wait
 
 from sciftune.core.ownership import holder
 from sciftune.core.plan import Plan
+from sciftune.core.processes import DIVERGED
 from sciftune.core.recipe import Recipe, resolve
 from sciftune.core.rundir import RunDir
 from sciftune.lab import launch
 from sciftune.lab.launch import (
     LaunchError,
+    RunFailedError,
+    attach,
     job_process,
     prepare_run,
     read_status,
@@ -107,6 +110,39 @@ def test_a_second_launch_is_refused_and_says_by_whom(folder):
         assert "Traceback" not in done.stderr
         stop(run)  # all are asked, also the agent between job and rank, and the rank has time
         assert "stopped on request" in run.log.read_text() and not living(run)
+        assert state(run) == "stopped"
+    finally:
+        for process in living(run):
+            process.kill()
+
+
+def test_a_request_to_stop_is_no_crash(folder, capsys):
+    """SIGTERM to the job of several processes, as a preemption sends it: a checkpoint, and 143."""
+    run = begin(folder, "preempted", **TWO)
+    try:
+        job_process(run).terminate()
+        wait(lambda: not living(run))
+        log = run.log.read_text()
+        assert read_status(run)["exit_code"] == 143 and state(run) == "stopped", log
+        assert "stopped on request after step" in log and "Traceback" not in log
+        attach(run)  # a notebook that looks on sees no failure
+        assert "-p name preempted -p resume latest" in capsys.readouterr().out
+    finally:
+        for process in living(run):
+            process.kill()
+
+
+def test_a_rate_of_five_ends_as_diverged(folder):
+    """On two processes, by the exit code of the ranks, with the rate as the first cause."""
+    wild = dict(TWO, learning_rate=5.0, lr_schedule="constant", warmup_steps=0)
+    run = jobs.begin(recipe_in(folder, "wild", **ENDLESS | wild))
+    wait(lambda: state(run) != "running" or len(run.read_metrics()) > 300)
+    try:
+        log = run.log.read_text()
+        assert state(run) == "diverged" and read_status(run)["exit_code"] == DIVERGED, log
+        assert "earning_rate 5 is the first suspect" in log and "wrong sign" not in log
+        with pytest.raises(RunFailedError, match="the run diverged: DivergedError"):
+            attach(run)
     finally:
         for process in living(run):
             process.kill()
