@@ -31,6 +31,7 @@ SMALL = dict(
     num_processes=1,
     figures=16,
     validation_steps=0,
+    trackers="",
     compile=False,
     cpu=True,
 )

@@ -1,0 +1,60 @@
+"""A preset that follows a reference system has its values, or says why not."""
+
+import warnings
+
+import pytest
+
+from sciftune.core.presets import preset_files, preset_values
+from sciftune.core.recipe import Fields, resolve
+from sciftune.lab.tables import presets_markdown, reference_rows
+
+FOLLOWING = [name for name, preset in preset_files().items() if preset.reference]
+
+
+def differences(name):
+    "Settings of the reference that the resolved recipe does not have, and those that no field is."
+    preset = preset_files()[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a preset is written in fields
+        recipe = resolve(model=preset.models[0], preset=name)
+    fields = preset.reference.keys() & Fields.model_fields.keys()
+    other = {field for field in fields if getattr(recipe, field) != preset.reference[field]}
+    return other | (preset.reference.keys() - fields)
+
+
+def test_every_system_has_its_reference():
+    assert {name for name in preset_files() if name.startswith("system_")} == set(FOLLOWING)
+
+
+@pytest.mark.parametrize("name", FOLLOWING)
+def test_a_value_is_the_reference_s_or_says_why_not(name):
+    preset = preset_files()[name]
+    assert differences(name) == preset.reasons.keys()
+    assert all(len(why) > 20 for why in preset.reasons.values())
+
+
+@pytest.mark.parametrize("name", FOLLOWING)
+def test_the_page_shows_both(name):
+    head, *rows = reference_rows(name)
+    assert head[1:3] == ["reference", "here"]
+    assert [row[0].strip("`") for row in rows] == list(preset_files()[name].reference)
+
+
+def test_values_that_were_others():
+    system_c = preset_values("bagel", "system_c")
+    values = ("learning_rate", "steps", "warmup_steps", "checkpoint_steps", "log_steps")
+    assert [system_c[name] for name in values] == [1e-5, 50000, 1000, 1000, 10]
+    assert (system_c["global_batch"], system_c["micro_batch"], system_c["num_processes"]) == (
+        64,
+        1,
+        8,
+    )
+    assert "| `global_batch` | `64` | `64` |" in presets_markdown()
+    for way in ("plain", "zero2", "zero3", "fsdp"):
+        recipe = resolve(model="flux1", preset=f"system_d_{way}")
+        assert (recipe.num_train_epochs, recipe.checkpoint_steps, recipe.warmup_steps) == (
+            100,
+            50,
+            0,
+        )
+    assert resolve(model="sd15", preset="system_e").reshard is True
