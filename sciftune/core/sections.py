@@ -581,7 +581,12 @@ class ScheduleSection(Section):
         ge=0,
         le=1e6,
     )
-    micro_batch: int = field(1, "samples per process and forward pass", identity=False, ge=1)
+    micro_batch: int = field(
+        1,
+        "samples per process and forward pass; BAGEL: packed sequences, always 1",
+        identity=False,
+        ge=1,
+    )
     data_workers: int = field(
         0,
         "processes of each rank that make batches; 0 = a thread, enough unless a "
@@ -592,7 +597,12 @@ class ScheduleSection(Section):
         ge=0,
         le=64,
     )
-    global_batch: int = field(8, "samples per optimizer step over all processes", ge=1)
+    global_batch: int = field(
+        8,
+        "samples per optimizer step over all processes, micro_batch x processes x accumulation; "
+        "BAGEL: packed sequences, of as many samples as expected_tokens hold",
+        ge=1,
+    )
     seed: int = field(0, "everything random follows from it", ge=0, lt=2**31)
 
 

@@ -158,7 +158,7 @@ GUIDES = (
     "text_and_images",
     "extending",
 )
-REFERENCE = ("fields", "presets", "names", "refusals", "troubles", "map")
+REFERENCE = ("fields", "presets", "names", "systems", "refusals", "troubles", "map")
 
 
 def heading_of(

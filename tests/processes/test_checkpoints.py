@@ -262,12 +262,13 @@ def slow_until(words):
         real = checkpoints.dcp.save
 
         def grow(*a, **k):
-            real(*a, **k)
+            metadata = real(*a, **k)
             with open(k["storage_writer"].path / f"more_{rank}", "wb") as more:
                 while words not in log(run):
                     more.write(b"more")
                     more.flush()
                     time.sleep(0.1)
+            return metadata
 
         checkpoints.dcp.save = grow
 

@@ -291,8 +291,9 @@ def test_usr1_saves_and_an_impatient_launcher_leaves_no_half(root, reference):
         real = ck.dcp.save
 
         def save(*a, **k):
-            real(*a, **k)
+            metadata = real(*a, **k)
             time.sleep(1.5)
+            return metadata
 
         ck.dcp.save = save
 

@@ -1,0 +1,21 @@
+"""Every statement of the reference systems' documents holds here, or is refused by its sentence."""
+
+from collections import Counter
+
+import pytest
+from statements import PAGE, STATEMENTS, SYSTEMS, page
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_statement_holds(system):
+    rows = [row for row in STATEMENTS if row.system == system]
+    faults = [f"{row.says}: {row.fault()}" for row in rows if row.fault()]
+    assert not faults, "\n".join(faults)
+
+
+def test_none_is_missing_from_the_page():
+    assert PAGE.read_text() == page(), "python tests/tools/statements.py"
+    assert len(STATEMENTS) >= 188
+    assert not [
+        row for row, count in Counter((r.system, r.says) for r in STATEMENTS).items() if count > 1
+    ]
