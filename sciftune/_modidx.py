@@ -6566,6 +6566,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                           'sciftune/training/monitor.py'),
                                            'sciftune.training.monitor._median': ( '7_training/monitor.html#_median',
                                                                                   'sciftune/training/monitor.py'),
+                                           'sciftune.training.monitor._slow_allocator': ( '7_training/monitor.html#_slow_allocator',
+                                                                                          'sciftune/training/monitor.py'),
                                            'sciftune.training.monitor._slow_compilation': ( '7_training/monitor.html#_slow_compilation',
                                                                                             'sciftune/training/monitor.py'),
                                            'sciftune.training.monitor._slow_data': ( '7_training/monitor.html#_slow_data',

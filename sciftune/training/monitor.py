@@ -91,6 +91,22 @@ def _slow_compilation(recipe: Recipe, rows: list[dict]) -> Finding | None:
     )
 
 
+def _slow_allocator(recipe: Recipe, rows: list[dict]) -> Finding | None:
+    retries = rows[-1]["allocator_retries"] - rows[0]["allocator_retries"]
+    if retries < len(rows) / 4:
+        return None
+    mapped = rows[-1]["memory_mapped_gib"] - rows[0]["memory_mapped_gib"]
+    checkpointing = recipe.gradient_checkpointing
+    more = "" if checkpointing in ("auto", "full") else "gradient_checkpointing=auto and "
+    return Finding(
+        "slow step: memory",
+        f"the card is full: {retries:g} times in {len(rows)} steps the allocator waited for the "
+        f"device, gave pages back and took them again ({mapped:.3g} GiB)",
+        f"{more}a device_memory_gib of 3 GiB less than the card has, so that the plan computes "
+        "more blocks again; or a smaller micro_batch: the numbers stay the same",
+    )
+
+
 def _slow_offload(recipe: Recipe, rows: list[dict]) -> Finding | None:
     step = _median(rows, "step_time")
     optimizer = _median(rows, "optimizer_time")
@@ -136,13 +152,23 @@ MONITOR_RULES = {
     "no gradient": "–",
     "slow step: data": "B",
     "slow step: compilation": "D",
+    "slow step: memory": "B",
     "slow step: offload": "B",
     "slow step: slower than planned": "B",
     "slow step: slower than before": "B",
     "updates rounded away": "A",
 }  # What can be said -> the systems that paid for the rule, as in `core.diagnosis`
 
-_READ = ("loss", "grad_norm", "step_time", "data_wait", "optimizer_time", "compiled_graphs")
+_READ = (
+    "loss",
+    "grad_norm",
+    "step_time",
+    "data_wait",
+    "optimizer_time",
+    "compiled_graphs",
+    "allocator_retries",
+    "memory_mapped_gib",
+)
 
 
 # %% ../../nbs/7_training/12_monitor.ipynb #6658fc97
@@ -318,7 +344,12 @@ class Monitor:
         step = _median(rows, "step_time")
         if step <= 0:
             return []
-        rules: tuple[Callable, ...] = (_slow_data, _slow_compilation, _slow_offload)
+        rules: tuple[Callable, ...] = (
+            _slow_data,
+            _slow_compilation,
+            _slow_allocator,
+            _slow_offload,
+        )
         found = [finding for rule in rules if (finding := rule(self.recipe, rows))]
         if not [finding for finding in found if finding.name not in self.said]:
             planned = _slower_than_planned(self.recipe, step, self.planned_step)
