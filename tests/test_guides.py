@@ -1,30 +1,45 @@
-"""The commands that README and the guides show are ones that a user can give."""
+"""The commands that README, the guides and the notebooks show are ones that a user can give."""
 
+import json
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
-from sciftune.lab.command import commands, settings_of
+from sciftune.lab.command import commands, planned_recipe, settings_of
 from sciftune.lab.launch import LaunchError, recipe_from
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [
-    ROOT / "README.md",
-    *sorted((ROOT / "docs/guides").glob("*.md")),
-    ROOT / "docs/measured.md",
-]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "CHANGELOG.md"]
+PAGES += sorted((ROOT / "nbs").rglob("*.ipynb"))
+COMMAND = r"(?:sciftune +|scripts/(?=run))"
+SETTINGS = r"(\w+ +(?:-\w|\w+=)[^`\n]*)"
+SHOWN_AS = (  # indented, in a fence, and within a line
+    re.compile(rf"^    {COMMAND}(\w+[^\n]*)", re.M),
+    re.compile(rf"^{COMMAND}{SETTINGS}", re.M),
+    re.compile(rf"`{COMMAND}{SETTINGS}`"),
+)
+PLACEHOLDER = re.compile(r"\.\.\.|…|[<\[{]|[A-Z]{3,}|mymodel")
+
+
+def prose(page):
+    """What a page says; of a notebook the cells that are no code."""
+    if page.suffix == ".md":
+        return page.read_text()
+    cells = json.loads(page.read_text())["cells"]
+    return "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
 
 
 def shown_commands():
-    "(page, words of a command) of every line of code that calls sciftune or scripts/run."
+    """(name, settings) of every command that a page shows whole, each once."""
+    found = {}
     for page in PAGES:
-        for line in page.read_text().splitlines():
-            if found := re.match(r"    (?:sciftune +|scripts/(?=run))(\w+.*)", line):
-                yield pytest.param(
-                    shlex.split(found[1], comments=True), id=f"{page.stem}: {found[1]}"
-                )
+        text = prose(page)
+        for line in (line for shape in SHOWN_AS for line in shape.findall(text)):
+            if not PLACEHOLDER.search(line.partition("#")[0]):
+                found.setdefault(line, pytest.param(shlex.split(line, comments=True), id=line))
+    return found.values()
 
 
 SHOWN = list(shown_commands())
@@ -38,7 +53,9 @@ def test_there_are_commands():
 def test_a_shown_command_is_accepted(words, monkeypatch):
     name, *rest = words
     assert name in commands()
-    if name in ("run", "plan", "prove"):
+    if name == "plan":
+        planned_recipe(rest)
+    elif name in ("run", "prove"):
         recipe_from(settings_of(rest))
 
 

@@ -79,6 +79,8 @@ class Plan(BaseModel):
         time_from: Where `step_time` is from
         trained: Parameters with a gradient
         device_memory_gib: Per GPU; on a CPU per process
+        host_memory_gib: 0 = not known
+        disk_free_gib: 0 = not known
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -101,8 +103,8 @@ class Plan(BaseModel):
     trained: int = 0  # Parameters with a gradient
     device: str = ""
     device_memory_gib: float = 0.0  # Per GPU; on a CPU per process
-    host_memory_gib: float = 0.0
-    disk_free_gib: float = 0.0
+    host_memory_gib: float = 0.0  # 0 = not known
+    disk_free_gib: float = 0.0  # 0 = not known
 
     @classmethod
     def load(
@@ -155,8 +157,9 @@ class Plan(BaseModel):
         )
         if self.suggestions:
             return f"{text}. What would fit: {'; '.join(self.suggestions)}"
+        host = f", {self.host_memory_gib:g} GiB of host memory" if self.host_memory_gib else ""
         return (
             f"{text}. Nothing else fits either (every strategy and precision, "
-            f"micro-batch down to 1, {self.host_memory_gib:g} GiB of host memory): "
+            f"micro-batch down to 1{host}): "
             "lower resolution, or use a machine with more memory"
         )

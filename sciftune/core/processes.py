@@ -27,7 +27,8 @@ def on_cpu(
     recipe: Recipe,
 ) -> bool:
     """Whether the run will use the CPU: asked for, or no GPU here and none planned for."""
-    return recipe.cpu or not (recipe.plan_device or gpus())
+    elsewhere = recipe.plan_device or recipe.device_memory_gib and recipe.launcher == "print"
+    return recipe.cpu or not (elsewhere or gpus())
 
 
 # %% ../../nbs/1_core/09_processes.ipynb #b11ccd64
@@ -43,7 +44,8 @@ def processes_here(
         Processes over all machines
     """
     machines = int(values.get("num_machines") or 1)
-    return 1 if values.get("cpu") or not gpus() else len(gpus()) * machines
+    elsewhere = values.get("cpu") or values.get("plan_device")
+    return 1 if elsewhere or not gpus() else len(gpus()) * machines
 
 
 # %% ../../nbs/1_core/09_processes.ipynb #5d0d231d

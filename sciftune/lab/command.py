@@ -17,6 +17,7 @@ __all__ = [
     "plan_rows",
     "plan_text",
     "settings_of",
+    "planned_recipe",
     "plan_command",
     "notebooks_folder",
     "lab_options",
@@ -51,6 +52,7 @@ from typing import Any
 import yaml
 
 from ..core.plan import Plan, PlanRow
+from ..core.recipe import Recipe
 from ..core.registry import nearest
 from ..core.rundir import RunDir
 from ..core.secrets import masked
@@ -347,6 +349,17 @@ def settings_of(
     return found
 
 
+def planned_recipe(
+    words: Sequence[str],  # Settings, as of `run`
+) -> Recipe:
+    """The recipe of a plan, which starts nothing. Raises LaunchError for a wrong setting.
+
+    Args:
+        words: Settings, as of `run`
+    """
+    return recipe_from(settings_of(words) | dict(launcher="print"))
+
+
 def plan_command(
     words: Sequence[str],  # Settings, as of `run`
 ) -> int:  # 1 when the run cannot fit
@@ -358,7 +371,7 @@ def plan_command(
     Returns:
         1 when the run cannot fit
     """
-    recipe = with_steps(with_absolute_paths(recipe_from(settings_of(words))))
+    recipe = with_steps(with_absolute_paths(planned_recipe(words)))
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "recipe.yaml"
         recipe.save(written)

@@ -114,6 +114,7 @@ from ..core.registry import FamilyRecord
 from ..core.rundir import replaced_folder
 from ..data.sequences import PackedBatch, SpecialTokens, image_patches, sent, visibility
 from .family import Encoders, Family, check_tokenizer_files
+from .published import FLUX1_VAE
 from sciftune.models.weights import (
     HUB_ID,
     Weights,
@@ -2282,6 +2283,7 @@ class Bagel(Family):
     denoiser_component = "."
     text_components = ()  # Its captions are tokens of the one model
     vae_class = "AutoencoderKL"
+    real_vae = FLUX1_VAE
     posterior = "sample"
     latent_channels = 16
     latent_factor = 8

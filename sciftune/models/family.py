@@ -65,6 +65,7 @@ from ..core.randomness import stream
 from ..core.registry import FamilyRecord, find_record, load, records
 from ..core.rundir import replaced_folder
 from ..core.sections import RecipeError
+from .published import write_configurations
 from sciftune.models.weights import (
     PICKLES,
     Weights,
@@ -784,6 +785,8 @@ class Family(ABC):
         vae_class: diffusers autoencoder
         text_components: Sub-folders read for captions
         real_config: Published denoiser configuration
+        real_vae: Published autoencoder configuration; {} = its class's defaults
+        real_text: Component -> class and published configuration of a text encoder
         schedule: Published scheduler configuration
         scheduler_class: Where it names no class
         posterior: or "mode": latents are the VAE's mean
@@ -810,6 +813,8 @@ class Family(ABC):
     vae_class: str = ""  # diffusers autoencoder
     text_components: tuple = ("text_encoder", "tokenizer")  # Sub-folders read for captions
     real_config: dict = {}  # Published denoiser configuration
+    real_vae: dict = {}  # Published autoencoder configuration; {} = its class's defaults
+    real_text: dict = {}  # Component -> class and published configuration of a text encoder
     schedule: dict = {}  # Published scheduler configuration
     scheduler_class: str = "FlowMatchEulerDiscreteScheduler"  # Where it names no class
     posterior: str = "sample"  # or "mode": latents are the VAE's mean
@@ -1056,9 +1061,9 @@ class Family(ABC):
             path: Diffusers folder or hub id
             revision: Hub revision
         """
-        folder = self.resolve(path, self.text_components, revision, weights=False)
         without = ("tokenizer", "processor")
-        encoders = [c for c in self.text_components if not c.startswith(without)]
+        encoders = tuple(c for c in self.text_components if not c.startswith(without))
+        folder = self.resolve(path, encoders, revision, weights=False)
         return sum(text_encoder_numel(*self.text_model(folder / name)) for name in encoders)
 
     def load_tokenizer(self, folder: Path) -> transformers.PreTrainedTokenizerBase:
@@ -1648,6 +1653,29 @@ class Family(ABC):
         return x
 
     # --- folders
+    def published(
+        self,
+        folder: Path,  # An empty folder
+    ) -> Path | None:  # The same; None: only the denoiser's configuration is known
+        """Write the published configurations as a pipeline folder without weights, for plans.
+
+        Args:
+            folder: An empty folder
+
+        Returns:
+            The same; None: only the denoiser's configuration is known
+        """
+        if not self.real_text:
+            return None
+        parts = {
+            self.denoiser_component: (self.denoiser_class, self.real_config),
+            "vae": (self.vae_class, self.real_vae),
+            "scheduler": (self.scheduler_class, self.schedule),
+        }
+        parts |= self.real_text
+        write_configurations(folder, self.pipeline_class, parts)
+        return folder
+
     def build_tiny(self, **variant: object) -> diffusers.DiffusionPipeline:
         """The stand-in: a random pipeline of a megabyte with the structure of the real one."""
         raise ValueError(f"{self.name} has no stand-in")

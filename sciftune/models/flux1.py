@@ -51,6 +51,7 @@ from sciftune.models.packing import (
     own_pictures,
     separate_rows,
 )
+from .published import CLIP_L, FLUX1_VAE, T5_XXL
 from ..toys import tiny
 
 # %% ../../nbs/4_models/05_flux1.ipynb #62614a38
@@ -231,6 +232,8 @@ class Flux1(GuidanceInput, Family):
     vae_class = "AutoencoderKL"
     text_components = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
     real_config = FLUX1_DEV
+    real_vae = FLUX1_VAE
+    real_text = dict(text_encoder=CLIP_L, text_encoder_2=T5_XXL)
     schedule = tiny.FLUX_SCHEDULE
     default_guidance = 3.5
     default_sample_steps = 28

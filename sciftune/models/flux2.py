@@ -68,6 +68,7 @@ from sciftune.models.packing import (
     separate_rows,
     spread,
 )
+from .published import QWEN3_4B, QWEN3_8B
 from .weights import pipeline_index
 from ..toys import nano, tiny
 
@@ -457,6 +458,7 @@ class Klein(Family):
     denoiser_class = "Flux2Transformer2DModel"
     vae_class = "AutoencoderKLFlux2"
     real_config = KLEIN_9B
+    real_text = dict(text_encoder=QWEN3_8B)
     schedule = tiny.FLUX_SCHEDULE
     posterior = "mode"
     latent_channels = 128
@@ -797,3 +799,4 @@ class Klein4B(Klein):
 
     record = RECORDS[1]
     real_config = KLEIN_4B
+    real_text = dict(text_encoder=QWEN3_4B)

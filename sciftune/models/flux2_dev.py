@@ -43,6 +43,7 @@ from sciftune.models.family import (
     load_image_processor,
 )
 from .flux2 import KLEIN_9B, TINY_KLEIN, Klein
+from .published import MISTRAL_SMALL
 from .weights import load_text_encoder
 from ..toys import tiny
 
@@ -312,6 +313,7 @@ class Flux2Dev(GuidanceInput, Klein):
 
     record = RECORDS[0]
     real_config = FLUX2_DEV
+    real_text = dict(text_encoder=MISTRAL_SMALL)
     tiny_variants = {}
     lora_targets = (
         "to_k",

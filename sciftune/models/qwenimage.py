@@ -53,6 +53,7 @@ from sciftune.models.packing import (
     own_images,
     separate_rows,
 )
+from .published import QWEN25_VL_7B
 from ..toys import nano, tiny
 
 # %% ../../nbs/4_models/03_qwenimage.ipynb #667b6d87
@@ -337,6 +338,7 @@ class QwenImage(Family):
     denoiser_class = "QwenImageTransformer2DModel"
     vae_class = "AutoencoderKLQwenImage"
     real_config = QWEN_IMAGE
+    real_text = dict(text_encoder=QWEN25_VL_7B)
     schedule = tiny.QWEN_SCHEDULE
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
     max_text_tokens = 1024

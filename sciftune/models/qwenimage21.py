@@ -60,6 +60,7 @@ from sciftune.models.family import (
     load_image_processor,
     references_of,
 )
+from .published import QWEN3_VL_8B
 from .qwenimage import latent_stats, pad_rows
 from .qwenimage_edit import LastState, WithoutVideos
 from .weights import build_on_meta, pipeline_index, readable
@@ -615,6 +616,7 @@ class QwenImage21(Family):
     vae_class = "AutoencoderKLQwenImage21"
     text_components = ("text_encoder", "processor")
     real_config = QWEN_IMAGE_21
+    real_text = dict(text_encoder=QWEN3_VL_8B)
     schedule = tiny.QWEN_SCHEDULE
     posterior = "mode"
     latent_channels = 64

@@ -41,6 +41,7 @@ from sciftune.models.family import (
     compute_dtype,
     stack_rows,
 )
+from .published import CLIP_G, CLIP_L, SD_VAE, SDXL_VAE
 from .weights import pipeline_index
 from ..toys import tiny
 
@@ -280,6 +281,8 @@ class SD15(Family):
     denoiser_component = "unet"
     vae_class = "AutoencoderKL"
     real_config = SD15_UNET
+    real_vae = SD_VAE
+    real_text = dict(text_encoder=CLIP_L)
     schedule = tiny.SD_SCHEDULE
     lora_targets = ("to_k", "to_q", "to_v", "to_out.0")
     latent_channels = 4
@@ -546,6 +549,8 @@ class SDXL(SD15):
     scheduler_class = "EulerDiscreteScheduler"
     schedule = SDXL_SCHEDULE
     real_config = SDXL_UNET
+    real_vae = SDXL_VAE
+    real_text = dict(text_encoder=CLIP_L, text_encoder_2=CLIP_G)
 
     def encode_captions(
         self, encoders: Encoders, captions: list[str], text_tokens: int = None

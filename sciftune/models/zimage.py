@@ -34,6 +34,7 @@ from sciftune.models.family import (
     stack_sizes,
     user_turn,
 )
+from .published import FLUX1_VAE, QWEN3_4B
 from ..toys import tiny
 
 # %% ../../nbs/4_models/10_zimage.ipynb #2a67af77
@@ -170,6 +171,8 @@ class ZImage(Family):
     denoiser_class = "ZImageTransformer2DModel"
     vae_class = "AutoencoderKL"
     real_config = Z_IMAGE
+    real_vae = FLUX1_VAE
+    real_text = dict(text_encoder=QWEN3_4B)
     schedule = Z_IMAGE_SCHEDULE
     posterior = "mode"
     default_guidance = 5.0

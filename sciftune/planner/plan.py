@@ -71,7 +71,13 @@ from ..core.registry import StrategyRecord, find_record, records
 from ..core.rundir import RunDir, gpus
 from ..models.weights import ENCODING_ROOM
 from .ledger import Ledger, Phase, checkpointed_blocks
-from .profile import BlockTimes, Profile, profile, weights_path
+from sciftune.planner.profile import (
+    BlockTimes,
+    Profile,
+    knows_published,
+    planned_weights,
+    profile,
+)
 from sciftune.planner.speed import (
     DEVICES,
     DeviceRates,
@@ -102,15 +108,17 @@ class Machine:
     Attributes:
         device: Name of the GPU, or of the processor
         memory: GiB per GPU; on a CPU GiB of the host
-        host: GiB
-        count: GPUs here; 0 on a CPU
+        host: GiB; inf = not known, so that nothing is refused for it
+        count: GPUs of one machine; 0 on a CPU
+        here: Whether it is this one
     """
 
     device: str  # Name of the GPU, or of the processor
     memory: float  # GiB per GPU; on a CPU GiB of the host
-    host: float  # GiB
-    count: int  # GPUs here; 0 on a CPU
+    host: float  # GiB; inf = not known, so that nothing is refused for it
+    count: int  # GPUs of one machine; 0 on a CPU
     cuda: bool
+    here: bool = True  # Whether it is this one
 
     def usable(
         self,
@@ -142,11 +150,18 @@ class Machine:
         found = [] if recipe.cpu else gpus()
         planned = recipe.device_memory_gib
         host = recipe.host_memory_gib or psutil.virtual_memory().total / 2**30
+        if recipe.num_machines > 1 and not (recipe.cpu or found or planned):
+            raise RecipeError(
+                "num_machines: this machine has no GPU, so that nothing is known of the others: "
+                "with launcher=print give plan_device, for example 'H100', and host_memory_gib; "
+                "cpu=True is a run on processors"
+            )
         if recipe.cpu or not (found or planned):
             return cls("CPU", planned or host, host, 0, False)
-        name = found[0]["name"] if found else f"GPU with {planned:g} GiB"
+        if not found:
+            return cls(f"GPU with {planned:g} GiB", planned, *cls.elsewhere(recipe))
         memory = planned or min(gpu["memory_gib"] for gpu in found)
-        return cls(name, memory, host, len(found), True)
+        return cls(found[0]["name"], memory, host, len(found), True)
 
     @classmethod
     def absent(
@@ -167,9 +182,22 @@ class Machine:
                 "bf16-master24, or plan for an RTX 4090, L40S, H100 or later"
             )
         memory = recipe.device_memory_gib or round(rates.size * 1e9 / 2**30, 1)
-        host = recipe.host_memory_gib or psutil.virtual_memory().total / 2**30
+        return cls(recipe.plan_device, memory, *cls.elsewhere(recipe))
+
+    @staticmethod
+    def elsewhere(
+        recipe: Recipe,  # host_memory_gib, num_processes, num_machines
+    ) -> tuple[float, int, bool, bool]:  # host, count, cuda, here
+        """What is known of a machine with GPUs that is not this one.
+
+        Args:
+            recipe: host_memory_gib, num_processes, num_machines
+
+        Returns:
+            host, count, cuda, here
+        """
         count = max(1, recipe.num_processes // recipe.num_machines)
-        return cls(recipe.plan_device, memory, host, count, True)
+        return recipe.host_memory_gib or math.inf, count, True, False
 
 
 # %% ../../nbs/6_planner/05_plan.ipynb #f3ee20ee
@@ -771,7 +799,19 @@ def _saving(row: PlanRow, strategy: Strategy) -> str:
     return f"checkpoints: written in place, and the steps wait while one is written, since {why}"
 
 
-def _free_disk(recipe: Recipe, need: float, notes: list[str]) -> float:
+def _uncompared(row: PlanRow, machine: Machine) -> str:
+    """What a machine that is not here must have; empty where its memory is given."""
+    if math.isfinite(machine.host):
+        return ""
+    return (
+        f"host memory: each machine needs {row.host_gib:.4g} GiB; host_memory_gib says what it has"
+    )
+
+
+def _free_disk(recipe: Recipe, need: float, machine: Machine, notes: list[str]) -> float:
+    """GiB that are free in run_root; 0 for the disk of another machine."""
+    if not machine.here:
+        return 0.0
     root = Path(recipe.run_root).absolute()
     there = next(folder for folder in (root, *root.parents) if folder.exists())
     free = shutil.disk_usage(there).free / 2**30
@@ -835,12 +875,20 @@ def plan(
 
     machine = Machine.of(recipe)
     asked = Strategy.of(recipe, world or world_size(recipe), machine.cuda)
-    family, dtype = get_family(recipe.model), asked.policy.compute
-    base = weights_path(recipe, family)
-    if base is not None:
-        reads_text = "text_tokens" in find_record("objectives", recipe.objective).reads
-        revision = recipe.revision or None
-        family.check_files(base, revision, weights=not recipe.plan_device, text=reads_text)
+    family = get_family(recipe.model)
+    with planned_weights(recipe, family) as base:
+        if base is not None and not knows_published(recipe, family):
+            reads_text = "text_tokens" in find_record("objectives", recipe.objective).reads
+            revision = recipe.revision or None
+            family.check_files(base, revision, weights=machine.here, text=reads_text)
+        return _planned(recipe, family, base, asked, machine)
+
+
+def _planned(
+    recipe: Recipe, family: Family, base: Path | str | None, asked: Strategy, machine: Machine
+) -> Plan:
+    """The plan of a run whose machine and weights are known."""
+    dtype = asked.policy.compute
     pictures = recipe.validation_steps > 0 and recipe.validation_images > 0
     model = profile(recipe, family, base, dtype, vae=pictures)
     strategy, notes = settled(model, asked, machine), list(asked.policy.notes)
@@ -848,11 +896,12 @@ def plan(
         model = replace(model, times=_measured_times(recipe, family, base, dtype, notes))
     encoding = encoding_note(recipe, family, base, machine)
     mine = plan_row(model, strategy, machine)
-    notes += filter(None, [epochs_line(recipe), encoding, _saving(mine, strategy)])
+    found = epochs_line(recipe), encoding, _saving(mine, strategy), _uncompared(mine, machine)
+    notes += filter(None, found)
     words = _better(model, recipe, strategy, machine, mine)
     if machine.cuda and not mine.fits and all("-p offload" in w for w in words):
         words = _otherwise(recipe, family, base, machine, words)
-    free, step = _free_disk(recipe, mine.disk_gib, notes), mine.seconds_per_step
+    free, step = _free_disk(recipe, mine.disk_gib, machine, notes), mine.seconds_per_step
     memory = machine.memory if machine.cuda else machine.memory / asked.world
     return Plan(
         chosen=strategy.label,
@@ -873,7 +922,7 @@ def plan(
         trained=model.trained,
         device=machine.device,
         device_memory_gib=round(memory, 2),
-        host_memory_gib=round(machine.host, 2),
+        host_memory_gib=round(machine.host, 2) if math.isfinite(machine.host) else 0.0,
         disk_free_gib=round(free, 1),
     )
 

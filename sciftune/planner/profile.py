@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 __all__ = [
     "CONTRACTIONS",
     "PLAIN",
-    "FOUR_LEVELS",
     "FlashAttention",
     "tensors_in",
     "storages",
@@ -70,6 +70,8 @@ __all__ = [
     "decode_bytes",
     "trained_share",
     "profile",
+    "knows_published",
+    "planned_weights",
     "weights_path",
 ]
 
@@ -999,15 +1001,6 @@ class MetaModel:
 
 
 # %% ../../nbs/6_planner/01_profile.ipynb #a7c36d88
-FOUR_LEVELS = dict(
-    block_out_channels=(128, 256, 512, 512),
-    layers_per_block=2,
-    shift_factor=0.0,
-    down_block_types=("DownEncoderBlock2D",) * 4,
-    up_block_types=("UpDecoderBlock2D",) * 4,
-)
-
-
 def _vae_config(
     family: Family, base: Path | str | None, recipe: Recipe, cls: type[nn.Module]
 ) -> dict:
@@ -1015,9 +1008,7 @@ def _vae_config(
     folder = base and family.resolve(base, ("vae",), revision, weights=False) / "vae"
     if folder and folder.is_dir():
         return cls.load_config(folder)  # BAGEL's lies beside the model, in one file
-    if family.vae_class == "AutoencoderKL":
-        return FOUR_LEVELS | dict(latent_channels=family.latent_channels)
-    return {}
+    return family.real_vae
 
 
 def empty_vae(
@@ -1172,6 +1163,43 @@ def profile(
 
 
 # %% ../../nbs/6_planner/01_profile.ipynb #1534ef98
+def knows_published(
+    recipe: Recipe,  # Its model_path, revision and launcher
+    family: Family,  # The model's family
+) -> bool:
+    """Return whether a plan alone is wanted, of weights whose configurations are here.
+
+    Args:
+        recipe: Its model_path, revision and launcher
+        family: The model's family
+    """
+    published = recipe.model_path == family.record.hub and not recipe.revision
+    return published and recipe.launcher == "print"
+
+
+@contextlib.contextmanager
+def planned_weights(
+    recipe: Recipe,  # Its model_path
+    family: Family,  # The model's family
+) -> Iterator[Path | str | None]:  # As `weights_path`
+    """Give the folder that a plan reads: `weights_path`, or published configurations alone.
+
+    So published weights are planned without the hub.
+
+    Args:
+        recipe: Its model_path
+        family: The model's family
+
+    Returns:
+        As `weights_path`
+    """
+    if not knows_published(recipe, family):
+        yield weights_path(recipe, family)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield family.published(Path(folder))
+
+
 def weights_path(
     recipe: Recipe,  # Its model_path
     family: Family,  # The model's family

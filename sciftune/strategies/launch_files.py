@@ -5,8 +5,11 @@
 # %% auto #0
 __all__ = [
     "TRAINER",
+    "CACHES",
     "launch_command",
     "loopback_interface",
+    "computes_on_host",
+    "threads_on_node",
     "launch_environment",
     "torchrun_command",
     "slurm_script",
@@ -16,11 +19,13 @@ __all__ = [
 
 # %% ../../nbs/5_strategies/17_launch_files.ipynb #f9cc28fb
 import json
+import math
 import os
 import re
 import shlex
 import socket
 import sys
+from pathlib import Path
 
 import yaml
 
@@ -60,6 +65,33 @@ def loopback_interface() -> str:
     return next((name for name in ("lo", "lo0") if name in names), "")
 
 
+def computes_on_host(
+    strategy: Strategy,
+) -> bool:
+    """Return whether processors compute: all of it, or the update of an offloaded optimizer."""
+    return on_cpu(strategy.recipe) or strategy.recipe.offload != "none"
+
+
+def threads_on_node(
+    strategy: Strategy,
+    processors: str,  # What a shell says they are
+) -> str:
+    """Assign OMP_NUM_THREADS in a shell of the machine that trains: its share for each process.
+
+    Args:
+        processors: What a shell says they are
+    """
+    ranks = strategy.world // strategy.recipe.num_machines
+    if not computes_on_host(strategy):
+        return "OMP_NUM_THREADS=1"
+    return f"OMP_NUM_THREADS=$(( ({processors} + {ranks - 1}) / {ranks} ))"
+
+
+CACHES = dict(  # Of compiled blocks, of Triton's kernels, of DeepSpeed's operators
+    TORCHINDUCTOR_CACHE_DIR="inductor", TRITON_CACHE_DIR="triton", TORCH_EXTENSIONS_DIR="extensions"
+)
+
+
 def launch_environment(
     strategy: Strategy,
 ) -> dict[str, str]:  # Variables to add to the environment
@@ -79,9 +111,11 @@ def launch_environment(
         environment |= {name: inside for name in names if name not in os.environ}
     if recipe.cpu:
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    if (cpu or recipe.offload != "none") and "OMP_NUM_THREADS" not in os.environ:
+    if computes_on_host(strategy) and "OMP_NUM_THREADS" not in os.environ:
         threads = cores() * recipe.num_machines // strategy.world
         environment["OMP_NUM_THREADS"] = str(max(1, threads))
+    for name, folder in CACHES.items() if recipe.node_cache else ():
+        environment[name] = str(Path(recipe.node_cache) / folder)
     if not cpu:
         environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     return environment | strategy.environment()
@@ -110,34 +144,46 @@ _AGENT = 'exec python -m sciftune.strategies.agent --config_file "$1"'
 _MACHINE = '--machine_rank "$SLURM_NODEID" --main_process_ip "$3" --main_process_port "$4"'
 
 
-def _directives(strategy: Strategy, run: RunDir) -> list[str]:
+def _directives(strategy: Strategy, run: RunDir, memory: str) -> list[str]:
     """What Slurm reads."""
-    recipe = strategy.recipe
+    recipe, ranks = strategy.recipe, strategy.world // strategy.recipe.num_machines
     plain = re.sub(r"[^\w.-]", "_", run.path.name, flags=re.ASCII)
     options = {
         "job-name": f"sciftune-{plain}",
         "nodes": recipe.num_machines,
         "ntasks-per-node": 1,
-        "gpus-per-node": strategy.world // recipe.num_machines,
+        "cpus-per-task": recipe.slurm_cpus or 8 * ranks,
+        "gpus-per-node": 0 if on_cpu(recipe) else ranks,
+        "mem": recipe.slurm_memory or memory,
+        "time": recipe.slurm_time,
+        "partition": recipe.slurm_partition,
+        "account": recipe.slurm_account,
         "signal": "B:USR1@120",
         "open-mode": "append",
     }
-    if recipe.cpu:
-        del options["gpus-per-node"]
-    return [*(f"#SBATCH --{name}={value}" for name, value in options.items()), "#SBATCH --requeue"]
+    lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value]
+    return [*lines, "#SBATCH --requeue"]
 
 
 def slurm_script(
     strategy: Strategy,
     run: RunDir,
+    memory: str = "",  # Of a node, where the recipe does not say it; '' = the cluster's default
 ) -> str:  # For sbatch
     """A Slurm batch script: one launcher per node, rendezvous at the first.
+
+    Args:
+        memory: Of a node, where the recipe does not say it; '' = the cluster's default
 
     Returns:
         For sbatch
     """
-    recipe = strategy.recipe
-    exports = [f"export {k}={shlex.quote(v)}" for k, v in launch_environment(strategy).items()]
+    recipe, cpus = strategy.recipe, "${SLURM_CPUS_PER_TASK:-$(env -u OMP_NUM_THREADS nproc)}"
+    exports = [
+        *(f"export {k}={v}" for k, v in _quoted(strategy).items()),
+        f"export SRUN_CPUS_PER_TASK={cpus}",  # srun gives a task one processor otherwise
+        f"export {threads_on_node(strategy, '$SRUN_CPUS_PER_TASK')}",
+    ]
     again = '[ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && ' * bool(recipe.resume)
     on_node, arguments = _AGENT, '"$run/accelerate.yaml" "$recipe"'
     meet = []
@@ -147,7 +193,7 @@ def slurm_script(
         arguments += f' "$first" {recipe.main_process_port or RENDEZVOUS_PORT}'
     lines = [
         "#!/bin/bash",
-        *_directives(strategy, run),
+        *_directives(strategy, run, memory),
         "set -e",
         *exports,
         f"run={shlex.quote(str(run.path))}",
@@ -166,13 +212,21 @@ def slurm_script(
 
 
 # %% ../../nbs/5_strategies/17_launch_files.ipynb #ae251bb2
+def _quoted(strategy: Strategy) -> dict[str, str]:
+    """The environment for a shell of the machine that trains, which counts its own threads."""
+    environment = launch_environment(strategy)
+    environment.pop("OMP_NUM_THREADS", None)
+    return {name: shlex.quote(value) for name, value in environment.items()}
+
+
 def command_text(
     strategy: Strategy,
     run: RunDir,
 ) -> str:
     """command.txt: what to type, on one machine or several."""
-    environment = launch_environment(strategy)
-    variables = " ".join(f"{k}={shlex.quote(v)}" for k, v in environment.items())
+    words = [f"{name}={value}" for name, value in _quoted(strategy).items()]
+    threads = threads_on_node(strategy, "$(env -u OMP_NUM_THREADS nproc)")
+    variables = " ".join([*words, threads])
     words, several = launch_command(run), strategy.recipe.num_machines > 1
     if several:
         words[4:4] = ["--machine_rank", str(strategy.recipe.machine_rank)]
@@ -201,7 +255,8 @@ def write_configs(
         The launch command
     """
     at = at or run
-    decided = apply_plan(recipe, Plan.load(run.plan))
+    plan = Plan.load(run.plan)
+    decided, host = apply_plan(recipe, plan), plan.run.host_gib
     strategy = Strategy.of(decided, world_size(recipe), not on_cpu(recipe))
     if recipe.launcher != "print":  # for this machine
         strategy.check_machine()
@@ -211,7 +266,8 @@ def write_configs(
     config = strategy.accelerate_config(str(at.path))
     write_atomic(run.accelerate, yaml.safe_dump(config, sort_keys=False))
     recipe.model_copy(update={"resume": "latest"}).save(run.resumed_recipe)
-    write_atomic(run.slurm, slurm_script(strategy, at))
+    memory = f"{math.ceil(1.25 * host)}G" if host else ""
+    write_atomic(run.slurm, slurm_script(strategy, at, memory))
     write_atomic(run.command, command_text(strategy, at))
     command = launch_command(at)
     launch = dict(

@@ -6,6 +6,7 @@ It loads in diffusers and is the network that was trained. All presets: pytest -
 import diffusers
 import pytest
 import torch
+from exported import check_types, load_exported, predicted, trained_network
 from forked import train
 
 from sciftune.core.checkpoint_folders import find_checkpoint
@@ -14,8 +15,6 @@ from sciftune.core.recipe import resolve
 from sciftune.core.registry import records
 from sciftune.core.rundir import RunDir
 from sciftune.lab.convert import convert_command
-from sciftune.models.weights import pipeline_index
-from sciftune.strategies.lora import add_lora, is_adapter
 from sciftune.training.checkpoints import CheckpointTensors
 from sciftune.training.task import Export
 
@@ -72,22 +71,22 @@ def every_case():
     return found
 
 
-QUICK = [
-    ("flux1", "system_d_fsdp", {}),
-    ("sdxl", "dmd2_sdxl_lora", {}),
-    ("sd15", "system_e", {}),
-    ("bagel", "system_c", {}),
-    ("qwenimage", "cluster", {}),
-    ("klein", "nano_autoencoder", {}),
-]
+def quick():
+    """One of each objective that no family has by default: test_families.py exports the others."""
+    usual = {record.objectives[0] for record in records("models").values()}
+    first = {}
+    for case in every_case():
+        objective = presets(case[0])[case[1]]["objective"]
+        first.setdefault(objective, case)
+    return [case for objective, case in first.items() if objective not in usual]
 
 
 def cases() -> list:
     """All of them, the others marked slow."""
-    found = []
+    found, few = [], quick()
     for case in every_case():
         model, preset, more = case
-        marks = () if case in QUICK else pytest.mark.slow
+        marks = () if case in few else pytest.mark.slow
         found.append(pytest.param(*case, marks=marks, id=f"{model}-{preset}{'-lora' * bool(more)}"))
     return found
 
@@ -95,75 +94,6 @@ def cases() -> list:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     return tmp_path_factory.mktemp("exports")
-
-
-def trained_network(export, name):
-    """The base with what the checkpoint trained, built as training built it, in fp32."""
-    recipe, family = export.recipe, export.family
-    network = family.load_denoiser(export.base()).eval()
-    if recipe.lora_rank:
-        add_lora(network, family, recipe)
-    values = CheckpointTensors(export.checkpoint, name, export.state)
-    parameters = dict(network.named_parameters())
-    assert values and set(values) <= set(parameters)
-    moved = 0
-    for key in values:
-        stored = values[key].reshape(parameters[key].shape)
-        moved += not torch.equal(stored, parameters[key])
-        parameters[key].data.copy_(stored)
-    assert moved > len(values) // 4, "training moved next to nothing"
-    return network.eval()
-
-
-@torch.no_grad()
-def predicted(family, base, network):
-    """Of fixed noise and a caption."""
-    rows = family.encode_captions(family.load_encoders(base, parts=("text",)), ["a chart"])
-    draws = torch.Generator().manual_seed(0)
-    x = torch.randn(1, *family.latent_shape(64, 64), generator=draws)
-    return family.predict(network, x, torch.tensor([0.7]), family.collate(rows))
-
-
-def load_exported(export, folder):
-    """The denoiser of a written pipeline, or of the base with written adapters."""
-    family, base = export.family, export.base()
-    if family.lora_layout == "peft":
-        if not export.recipe.lora_rank:
-            return family.load_denoiser(folder).eval()
-        from peft import PeftModel
-
-        return PeftModel.from_pretrained(family.load_denoiser(base), folder).base_model.model.eval()
-    adapters, index = export.recipe.lora_rank, pipeline_index(base)
-    processors = [n for n, v in index.items() if isinstance(v, list) and "Processor" in str(v[1])]
-    parts = {  # they need torchvision, and what is tested does without
-        n: None if n == "tokenizer" else family.load_processor(base / n) for n in processors
-    }
-    pipe = diffusers.DiffusionPipeline.from_pretrained(base if adapters else folder, **parts)
-    if adapters:
-        pipe.load_lora_weights(folder)
-    network = getattr(pipe, family.denoiser_component)
-    own = family.load_denoiser(base, network.dtype)
-    if type(own) is not type(network):  # diffusers' modules with our forward pass
-        if adapters:
-            pipe.fuse_lora()
-            pipe.unload_lora_weights()
-        own.load_state_dict(network.state_dict())
-        network = own
-    return network.eval()
-
-
-def check_types(export, trained, folder):
-    """The run's own export holds the trained tensors, rounded once; adapters as they are."""
-    family = export.family
-    if export.recipe.lora_rank:
-        loaded = dict(load_exported(export, folder).named_parameters())
-        loaded = {n.replace(".default_0.", ".default."): p for n, p in loaded.items()}
-        adapters = {n: p for n, p in trained.named_parameters() if is_adapter(n)}
-        assert adapters and all(torch.equal(loaded[n], p) for n, p in adapters.items())
-        return
-    written = family.denoiser_weights(folder)
-    for name, value in trained.state_dict().items():
-        assert torch.equal(written[name].bfloat16(), value.bfloat16()), name
 
 
 def check_student(export, folder):
@@ -217,4 +147,3 @@ def test_a_preset_exports_what_it_trained(root, model, preset, more):
 
 def test_all_presets_have_a_case():
     assert {preset for _, preset, _ in every_case()} == set(preset_files())
-    assert all(case in every_case() for case in QUICK)
