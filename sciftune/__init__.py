@@ -1,6 +1,10 @@
 """A notebook-first lab for fine-tuning large image generators on scientific figures."""
 
 import logging
+import sys
+
+if sys.platform == "win32":
+    raise ImportError("sciftune runs on Linux and macOS; on Windows run it in WSL 2")
 
 __version__ = "0.1.0"
 

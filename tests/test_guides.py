@@ -53,6 +53,9 @@ def test_there_are_commands():
 def test_a_shown_command_is_accepted(words, monkeypatch):
     name, *rest = words
     assert name in commands()
+    while "-f" in rest:  # a file of a run that is not here
+        at = rest.index("-f")
+        rest = rest[:at] + rest[at + 2 :]
     if name == "plan":
         planned_recipe(rest)
     elif name in ("run", "prove"):

@@ -893,6 +893,14 @@ class OutputSection(Section):
 
 
 # %% ../../nbs/1_core/02_sections.ipynb #f0a02844
+_SLURM = dict(  # A comment of a script cannot be quoted: field -> what it may be, an example
+    slurm_time=(r"\d+|(\d+-)?\d+(:\d\d){0,2}", "2-00:00:00"),
+    slurm_partition=(r"[\w.,+-]+", "gpu"),
+    slurm_account=(r"[\w.,+@-]+", "project"),
+    slurm_memory=(r"\d+[KMGT]?", "500G"),
+)
+
+
 class RunningSection(Section):
     """Launcher, memory to plan for, patience."""
 
@@ -916,6 +924,25 @@ class RunningSection(Section):
         0.0, "host memory to plan for; 0 = what the machine has", identity=False, ge=0
     )
     plan_check: bool = field(True, "refuse a run that the plan says cannot fit", identity=False)
+    slurm_time: str = field(
+        "", "limit in slurm.sh, for example 2-00:00:00; '' = the partition's", identity=False
+    )
+    slurm_partition: str = field("", "partition in slurm.sh; '' = the cluster's", identity=False)
+    slurm_account: str = field("", "account in slurm.sh; '' = the user's", identity=False)
+    slurm_memory: str = field(
+        "",
+        "of a node in slurm.sh, for example 500G; '' = what the plan says and a quarter more",
+        identity=False,
+    )
+    slurm_cpus: int = field(
+        0, "processors of a node in slurm.sh; 0 = 8 for each process", identity=False, ge=0
+    )
+    node_cache: str = field(
+        "",
+        "folder on a disk of each machine for compiled code; '' = below run_root, and for kernels "
+        "in the home folder",
+        identity=False,
+    )
     profile_block: bool = field(
         False, "time one block of each kind on the GPU for the plan's time per step", identity=False
     )
@@ -931,6 +958,14 @@ class RunningSection(Section):
         identity=False,
         ge=10,
     )
+
+    @field_validator("slurm_time", "slurm_partition", "slurm_account", "slurm_memory")
+    @classmethod
+    def _slurm(cls, text: str, info: ValidationInfo) -> str:
+        shape, example = _SLURM[info.field_name]
+        if text and not re.fullmatch(shape, text):
+            raise ValueError(f"must be as sbatch takes it, for example {example}; got {text!r}")
+        return text
 
 
 # %% ../../nbs/1_core/02_sections.ipynb #181c7ce9

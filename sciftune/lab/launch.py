@@ -1582,7 +1582,13 @@ def train_rank(
         kernel: Its process id
     """
     end_with_parent(kernel)
+    import torch
+
     from sciftune.training.trainer import train
+
+    # torch replaces the thread pool of a forked parent at its first use, which two threads at once
+    # do not survive ("Invalid thread pool!")
+    torch.set_num_threads(torch.get_num_threads())
 
     with (
         open(log_path, "a", buffering=1) as log,

@@ -38,6 +38,7 @@ def _rank(function: Callable, rank: int, world: int, port: int, folder: Path, ar
     """One forked process: run, leave the result or the traceback in a file, end."""
     from accelerate.state import AcceleratorState, GradientState
 
+    torch.set_num_threads(1)  # replaces the parent's thread pool before two threads want it
     AcceleratorState._reset_state(True)  # the parent may have been an engine
     GradientState._reset_state()
     if world > 1:

@@ -1,7 +1,9 @@
 """The wheel, and the generated files."""
 
 import os
+import re
 import shutil
+import tomllib
 import zipfile
 
 from sciftune.core.recipe import Recipe
@@ -88,3 +90,18 @@ def test_the_planner_does_without_triton(python):
     r = python("-c", blocked + code)
     assert r.returncode == 0, r.stderr
     assert int(r.stdout.split()[-1]) > 10
+
+
+def test_windows_is_told_what_to_use(python):
+    done = python("-c", "import sys; sys.platform = 'win32'; import sciftune")
+    assert done.returncode == 1 and "on Windows run it in WSL 2" in done.stderr.splitlines()[-1]
+
+
+def test_what_is_used_by_private_names_is_pinned(root):
+    """Another version may have other ones; torch has an upper bound, too."""
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    words = " ".join([*project["dependencies"], *extras["flash"]])
+    for name in ("flashoptim", r"flash-attn-4\[cu13\]"):
+        assert re.search(rf"\b{name}==\d", words), name
+    assert re.search(r"\btorch>=2\.\d+,<2\.\d+", words)

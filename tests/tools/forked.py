@@ -129,6 +129,7 @@ def fork(work, world):
     port = free_port()
 
     def rank(number):
+        torch.set_num_threads(torch.get_num_threads())  # before two threads want a pool
         gc.freeze()
         os.environ.update(RANK=str(number), WORLD_SIZE=str(world), LOCAL_RANK=str(number))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
