@@ -304,6 +304,15 @@ def test_every_setting_of_zero_is_chosen_here_or_refused(tmp_path):
             made(deepspeed_config_file=where)
 
 
+@pytest.mark.parametrize("wrong", [["klein"], "nothing", "", 7, dict(a=1)])
+@pytest.mark.parametrize("name", ["model", "model_type", "objective"])
+def test_a_wrong_name_beside_others_is_a_sentence(name, wrong):
+    beside = dict(use_fp16=True, num_workers=1, fsdp_transformer_layer_cls_to_wrap="A")
+    with pytest.raises(ValueError) as error:
+        made(**{name: wrong}, **beside)
+    assert type(error.value) is RecipeError
+
+
 def test_meanings_are_told_of_every_name():
     meanings = foreign_meanings()
     names = foreign_names()

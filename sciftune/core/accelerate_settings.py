@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from .registry import find_record, records
+from .registry import records
 from .sections import RecipeError
 
 # %% ../../nbs/1_core/17_accelerate_settings.ipynb #d6849c87
@@ -217,9 +217,9 @@ def _offloading(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str
 def _wrapped(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """fsdp_transformer_layer_cls_to_wrap, which may name blocks of the model only."""
     name = "fsdp_transformer_layer_cls_to_wrap"
-    if name not in given:
+    family = records("models").get(str(values.get("model", "qwenimage")))
+    if name not in given or family is None:
         return {}
-    family = find_record("models", values.get("model", "qwenimage"))
     named = [part.strip() for part in str(given[name]).split(",") if part.strip()]
     if unknown := [part for part in named if part not in family.block_classes]:
         blocks = ",".join(family.block_classes)

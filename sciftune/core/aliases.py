@@ -37,7 +37,7 @@ from sciftune.core.accelerate_settings import (
     plain,
     switched_on,
 )
-from .registry import RegistryError, family_named, find_record, records
+from .registry import RegistryError, family_named, records
 from .secrets import masked
 from .sections import SECTIONS, RecipeError
 
@@ -351,7 +351,8 @@ def _half(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]
     """use_fp16, by which scripts of distillation mean autocast to bf16."""
     if not _on(given, "use_fp16"):
         return {}
-    if find_record("objectives", values.get("objective", "flow")).one_network:
+    objective = records("objectives").get(str(values.get("objective", "flow")))
+    if objective is None or objective.one_network:
         raise RecipeError(
             f"use_fp16: {given['use_fp16']!r}; nothing is trained in fp16: write "
             "precision='bf16-mixed'; leave use_fp16 out, or give false"
@@ -534,13 +535,15 @@ def _idle(
     reasons = {}
     called = {name: names.fields.get(name, name) for name in given}
     for name, field in called.items():
-        alone = int(values.get("num_machines") or 1) == 1
+        alone = plain(values.get("num_machines") or 1) == "1"
         if field == "main_process_ip" and alone and given[name] in _LOOPBACK:
             reasons[name] = "there is one machine"
-        reads = find_record("objectives", values.get("objective") or "flow").reads
+        objective = records("objectives").get(str(values.get("objective") or "flow"))
+        reads = objective.reads if objective else (field,)
         if field == "data_workers" != name and "data_workers" not in reads:
             reasons |= {name: _LONE_WORKER} if plain(given[name]) in ("0", "1") else {}
-    parts = find_record("models", values.get("model") or "qwenimage").parts
+    family = records("models").get(str(values.get("model") or "qwenimage"))
+    parts = family.parts if family else ()
     whole = given.get("model_path", "parts") != "parts"
     if parts and whole and all(given.get(part) for part in parts):
         reasons |= dict.fromkeys(parts, "model_path holds all parts")

@@ -393,6 +393,8 @@ def recipe_from(
         namespace: globals() of the notebook
     """
     given = parameters_of(namespace)
+    for name in given.keys() & {"accelerate_config", "deepspeed_config_file"}:
+        given[name] = absolute_path(str(given[name] or ""), project_root())
     written = given.get("format", FORMAT)  # of a kept recipe.yaml, given with papermill -f
     if written != FORMAT:
         raise LaunchError(f"recipe: format {written} is unknown; this version writes {FORMAT}")
