@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from .images import DataError
-from .readers import CAPTION_KEYS, captions_of
+from .readers import CAPTION_KEYS, caption_value, captions_of
 
 
 # %% ../../nbs/2_data/05_captions.ipynb #9e0cc182
@@ -37,13 +37,12 @@ def record_captions(
         record: Text, list of texts, or an object with a caption key
     """
     if isinstance(record, dict):
-        key = next((k for k in CAPTION_KEYS if record.get(k) is not None), None)
-        if key is None:
+        keys, record = record, caption_value(record)
+        if record is None:
             raise DataError(
                 f"{source}: no caption: expected one of the keys {', '.join(CAPTION_KEYS)}, "
-                f"got {', '.join(map(str, record)) or 'none'}"
+                f"got {', '.join(map(str, keys)) or 'none'}"
             )
-        record = record[key]
     try:
         return list(captions_of(record))
     except DataError as e:

@@ -122,15 +122,15 @@ class FolderFiles:
     """The files of a folder: those that may be data, and an account of all others.
 
     Args:
-        root: Resolved
+        root: Folder
     """
 
     def __init__(
         self,
-        root: Path,  # Resolved
+        root: str | Path,  # Folder
     ):
         check_place(root)
-        self.root = os.fspath(root)
+        self.root = os.path.realpath(root)
         self.names = []  # Relative to the root, with forward slashes, sorted
         self.aside = Account()
         self.repeats = []  # Folders whose names begin with a number, as 10_name
@@ -197,6 +197,18 @@ class FolderFiles:
         found = [name for name in self.names if name.lower().endswith(suffixes)]
         top = [name for name in found if "/" not in name]
         return [Path(self.root, name) for name in top or found]
+
+    def lists(
+        self,
+        *suffixes: str,  # In small letters, in the order in which they are looked for
+    ) -> list[Path]:
+        """The files of the root itself that may list its images.
+
+        Args:
+            *suffixes: In small letters, in the order in which they are looked for
+        """
+        names = [name for end in suffixes for name in self.names if name.endswith(end)]
+        return [Path(self.root, n) for n in names if "/" not in n and n != "quarantine.jsonl"]
 
     def account(
         self,

@@ -29,6 +29,7 @@ __all__ = [
     "FORMATS",
     "SUFFIXES",
     "OTHER_SUFFIXES",
+    "MAX_BYTES",
     "TURNS",
     "SAME_COLOURS",
     "PIXELS_VERSION",
@@ -144,11 +145,16 @@ def check_regular(
         raise DataError(f"no file but a {kind}: {path}")
 
 
+MAX_BYTES = 1 << 30  # Of an encoded image
+
+
 def file_bytes(
     path: str | Path,
 ) -> bytes:
-    """Read a file. Raises DataError for a pipe, socket or device, which could block for ever."""
+    """Read a file. Raises DataError for what could block for ever, and for more than 1 GiB."""
     check_regular(path)
+    if (size := os.stat(path).st_size) > MAX_BYTES:
+        raise DataError(f"file of {size / 2**30:.1f} GiB: an image has at most 1 GiB")
     return Path(path).read_bytes()
 
 

@@ -26,6 +26,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from ..core.progress import progress
+from .files import FolderFiles, check_place
 from .images import DataError, Sample
 from sciftune.data.readers import (
     CAPTION_KEYS,
@@ -33,6 +34,7 @@ from sciftune.data.readers import (
     Files,
     Parquet,
     Row,
+    caption_value,
     captions_of,
     inside,
     json_records,
@@ -125,7 +127,7 @@ def pair_row(
         given = _value(record, ID_KEYS)
         own = f"{name}|{other}" if given is None else str(given)
         beside = (Row(source, other, REJECTED),)
-        return Row(source, name, own, captions_of(_value(record, CAPTION_KEYS)), references=beside)
+        return Row(source, name, own, captions_of(caption_value(record)), references=beside)
     except DataError as e:
         return Row(source, fault=str(e))
 
@@ -211,10 +213,11 @@ def find_pairs(
     """
     place = Path(metadata or path).expanduser()
     if glob.has_magic(str(path)) and not place.exists():
-        found = sorted(Path(p).resolve() for p in glob.glob(str(place)))
+        found = sorted(Path(p).parent.resolve() / Path(p).name for p in glob.glob(str(place)))
         return _shards(path, found[0].parent if found else place, found)
     if not place.exists():
         raise DataError(f"{path}: no such file or folder")
+    check_place(place)
     home = Path(path).expanduser()
     root = (home if home.is_dir() else home.parent).resolve()
     if place.is_file() and place.suffix == ".parquet":
@@ -230,8 +233,8 @@ def find_pairs(
 
 def _lists(folder: Path) -> list[Path]:
     """metadata.jsonl or metadata.json of a folder, else its .jsonl files."""
-    named = [p for p in (folder / "metadata.jsonl", folder / "metadata.json") if p.exists()]
-    return named or [p for p in sorted(folder.glob("*.jsonl")) if p.name != "quarantine.jsonl"]
+    named = [p for p in (folder / "metadata.jsonl", folder / "metadata.json") if p.is_file()]
+    return named or FolderFiles(folder).lists(".jsonl")
 
 
 def _listed(path: str | Path, root: Path, listing: Path) -> Files:

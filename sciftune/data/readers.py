@@ -12,7 +12,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +22,15 @@ import pyarrow.parquet as pq
 
 from ..core.progress import progress
 from ..core.secrets import bare
-from .images import SUFFIXES, DataError, open_image
+from .files import FolderFiles, composed, stored_name, valid_text
+from sciftune.data.images import (
+    OTHER_SUFFIXES,
+    SUFFIXES,
+    DataError,
+    check_regular,
+    file_bytes,
+    open_image,
+)
 from sciftune.data.references import (
     EDITED_KEYS,
     ColumnContent,
@@ -38,9 +46,12 @@ from sciftune.data.references import (
 # %% auto #0
 __all__ = [
     "NO_CAPTION",
+    "MAX_CAPTION",
     "IMAGE_KEYS",
     "CAPTION_KEYS",
     "ID_KEYS",
+    "BESIDE",
+    "MAX_BESIDE",
     "MAX_ROW_GROUP",
     "IMAGE_COLUMNS",
     "captions_of",
@@ -50,12 +61,16 @@ __all__ = [
     "give_references",
     "listed_row",
     "record_texts",
+    "caption_value",
     "listed_rows",
+    "file_captions",
+    "captions_beside",
     "folder_rows",
     "json_records",
     "json_rows",
     "csv_rows",
     "Files",
+    "folder_reader",
     "Parquet",
     "parquet_shards",
     "Cell",
@@ -69,6 +84,7 @@ __all__ = [
 
 # %% ../../nbs/2_data/02_readers.ipynb #9338706e
 NO_CAPTION = "empty caption"  # How the fault of a row begins that lacks nothing else
+MAX_CAPTION = 100_000  # Characters of all captions of an image
 
 
 def captions_of(
@@ -76,7 +92,8 @@ def captions_of(
 ) -> tuple[str, ...]:
     """Check the captions in `value`.
 
-    Raises DataError for none, for other types, and for text that UTF-8 cannot hold.
+    Raises DataError for none, for other types, for more than `MAX_CAPTION` characters, and for text
+    that UTF-8 cannot hold.
 
     Args:
         value: Text, a list of texts, or anything else found in a file
@@ -89,17 +106,38 @@ def captions_of(
     for t in texts:
         if not isinstance(t, str):
             raise DataError(f"caption is {type(t).__name__}: expected text or a list of texts")
-        try:
-            t.encode()
-        except UnicodeEncodeError:
-            raise DataError(f"caption is not valid Unicode: {ascii(t)[:80]}") from None
-    texts = tuple(t.strip() for t in texts if t.strip())
+    if (size := sum(map(len, texts))) > MAX_CAPTION:
+        raise DataError(f"caption of {size:,} characters: at most {MAX_CAPTION:,} are read")
+    texts = tuple(valid_text("caption", t.strip()) for t in texts if t.strip())
     if not texts:
         raise DataError(NO_CAPTION)
     return texts
 
 
 # %% ../../nbs/2_data/02_readers.ipynb #a7170f90
+@functools.lru_cache(256)
+def _homes(root: str) -> tuple[str, ...]:
+    """Where the files of a collection may lie: below its root, or in the blobs of a hub snapshot."""
+    homes = [os.path.join(root, "")]
+    for folder in (Path(root), *Path(root).parents):
+        if folder.parent.name == "snapshots" and (folder.parents[1] / "blobs").is_dir():
+            homes.append(os.path.join(folder.parents[1], "blobs", ""))
+    return tuple(homes)
+
+
+def _relative(root: Path, name: str) -> str:
+    """An absolute path relative to the root, which may have been reached by another name."""
+    top = os.path.join(root, "")
+    if not os.path.normpath(name).startswith(top):
+        name = os.path.join(os.path.realpath(os.path.dirname(name)), os.path.basename(name))
+    if not os.path.normpath(name).startswith(top):
+        raise DataError(
+            f"path outside the data root: {name}: expected a path relative to the folder "
+            "of the collection, or one below it"
+        )
+    return os.path.relpath(name, root)
+
+
 def inside(
     root: Path,  # Data root, already resolved
     name: str,  # Path as written in a row
@@ -115,21 +153,20 @@ def inside(
     """
     if not isinstance(name, str) or not name.strip():
         raise DataError("no image path")
-    if os.path.isabs(name):  # lists of other trainers have such paths
-        if not os.path.normpath(name).startswith(os.path.join(root, "")):
-            raise DataError(
-                f"path outside the data root: {name}: expected a path relative to the folder "
-                "of the collection, or one below it"
-            )
-        name = os.path.relpath(name, root)
+    valid_text("image path", name)
     try:
+        if os.path.isabs(name):  # lists of other trainers have such paths
+            name = _relative(root, name)
+        name = stored_name(root, name)
         real = os.path.realpath(os.path.join(root, name))
+    except DataError:
+        raise
     except (ValueError, OSError) as e:
         raise DataError(f"bad image path: {ascii(name)[:80]}: {e}") from None
-    if not real.startswith(os.path.join(root, "")):
+    if not real.startswith(_homes(os.fspath(root))):
         raise DataError(f"path outside the data root: {name}")
     if not os.path.isfile(real):
-        raise DataError(f"missing file: {name}")
+        raise DataError(f"{'no file' if os.path.exists(real) else 'missing file'}: {name}")
     return os.path.normpath(name).replace(os.sep, "/")
 
 
@@ -252,7 +289,7 @@ def listed_row(
             raise DataError(f"no image path: expected one of the keys {', '.join(IMAGE_KEYS)}")
         row.key = inside(root, target)
         given = _first(record, ID_KEYS)
-        row.id = row.key if given is None else str(given)
+        row.id = row.key if given is None else valid_text("id", str(given))
         row.captions = record_texts(record)
     except DataError as e:
         row.fault = str(e)
@@ -263,10 +300,28 @@ def record_texts(
     record: dict,
 ) -> tuple[str, ...]:
     """Return the captions of a record. Raises DataError naming the keys where there are none."""
-    value = _first(record, CAPTION_KEYS)
+    value = caption_value(record)
     if value is None:
         raise DataError(f"{NO_CAPTION}: none of the keys {', '.join(CAPTION_KEYS)}")
     return captions_of(value)
+
+
+def caption_value(
+    record: Mapping[str, object],
+) -> object:  # Text, texts, or anything else; None = there is no such key
+    """The first caption of a record that is not empty: other keys may hold what one lacks.
+
+    Returns:
+        Text, texts, or anything else; None = there is no such key
+    """
+
+    def empty(value: object) -> bool:
+        if isinstance(value, (list, tuple)):
+            return all(map(empty, value))
+        return isinstance(value, str) and not value.strip()
+
+    values = [record[key] for key in CAPTION_KEYS if record.get(key) is not None]
+    return next((value for value in values if not empty(value)), values[0] if values else None)
 
 
 def listed_rows(
@@ -313,15 +368,6 @@ def _resolve_references(root: Path, named: list[tuple[Row, dict]], edited: bool,
 
 
 # %% ../../nbs/2_data/02_readers.ipynb #5990ae7b
-def _image_names(root: Path) -> Iterator[str]:
-    """Paths of images relative to the root, with forward slashes."""
-    for folder, _, files in os.walk(root):
-        progress(f"{folder} listed")
-        for file in files:
-            if not file.startswith(".") and Path(file).suffix.lower() in SUFFIXES:
-                yield os.path.relpath(os.path.join(folder, file), root).replace(os.sep, "/")
-
-
 def _references_beside(names: list[str]) -> dict[str, list[str]]:
     """Target -> its references in order, of images whose names say so."""
     targets = {name.rpartition(".")[0]: name for name in names}
@@ -335,40 +381,120 @@ def _references_beside(names: list[str]) -> dict[str, list[str]]:
     return {target: [name for _, name in sorted(beside)] for target, beside in found.items()}
 
 
-def _caption_file(root: Path, name: str) -> str:
-    """The file with the caption of an image. Raises DataError where there is none."""
-    file = Path(name).with_suffix(".txt")
-    if not os.path.lexists(root / file):
-        raise DataError(f"{NO_CAPTION}: no {file.name} beside it")
-    return inside(root, str(file))
+BESIDE = (".txt", ".caption", ".json")  # Files with the captions of an image
+MAX_BESIDE = 16 << 20  # Bytes of such a file
+
+
+def file_captions(
+    suffix: str,  # Of `BESIDE`
+    data: bytes,  # The file's content
+) -> tuple[str, ...]:
+    """Read the captions in a file beside an image. Raises DataError for what is none.
+
+    Args:
+        suffix: Of `BESIDE`
+        data: The file's content
+    """
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise DataError("caption is not valid Unicode: expected UTF-8") from None
+    if suffix != ".json":
+        return captions_of(text)
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise DataError(f"bad JSON: {e}") from None
+    if not isinstance(record, dict):
+        raise DataError("not a JSON object")
+    return record_texts(record)
+
+
+def captions_beside(
+    files: Iterable[tuple[str, int, Callable]],  # Suffix, bytes, () -> content; in order of trust
+    missing: str,  # What is not there where there is no such file
+) -> tuple[str, ...]:
+    """The captions in the first of some files that holds any. Raises DataError where none does.
+
+    Args:
+        files: Suffix, bytes, () -> content; in order of trust
+        missing: What is not there where there is no such file
+    """
+    faults = []
+    for suffix, size, read in files:
+        try:
+            if size > MAX_BESIDE:
+                raise DataError(f"caption file of {size:,} bytes: at most {MAX_BESIDE:,} are read")
+            return file_captions(suffix, read())
+        except DataError as e:
+            faults.append(e)
+        except OSError as e:
+            faults.append(DataError(f"caption file cannot be read: {e.strerror or e}"))
+    raise faults[0] if faults else DataError(f"{NO_CAPTION}: {missing}")
+
+
+def _split(name: str) -> tuple[str, str]:
+    """A path without its ending, in one Unicode form, and the ending in small letters."""
+    stem, dot, suffix = name.rpartition(".")
+    return (composed(stem), f".{suffix.lower()}") if dot and "/" not in suffix else (name, "")
+
+
+def _captions_in(root: Path, beside: dict[str, str], name: str) -> tuple[str, ...]:
+    """The captions in the files beside an image."""
+    files = []
+    for suffix in BESIDE:
+        if suffix in beside:
+            path = root / inside(root, beside[suffix])
+            files.append((suffix, os.stat(path).st_size, functools.partial(file_bytes, path)))
+    return captions_beside(files, f"no {Path(name).with_suffix('.txt').name} beside it")
 
 
 def folder_rows(
     root: Path,  # Data root, resolved
+    files: FolderFiles | None = None,  # Those of the root; None = look
+    captions: dict[str, str] | None = None,  # Name of each caption file that is used -> 'caption'
 ) -> list[Row]:
     """List images under the root, each with the caption in the `.txt` of the same name.
 
+    A picture with a caption in a format that is not read is a bad row.
+
     Args:
         root: Data root, resolved
+        files: Those of the root; None = look
+        captions: Name of each caption file that is used -> 'caption' is added to it
     """
-    rows = []
-    names = sorted(_image_names(root))
-    references = _references_beside(names)
+    files, captions = files or FolderFiles(root), {} if captions is None else captions
+    texts, pictures, others = {}, {}, {}
+    for name in files.names:
+        stem, suffix = _split(name)
+        if suffix in BESIDE:
+            texts.setdefault(stem, {})[suffix] = name
+        elif suffix in SUFFIXES:
+            pictures[name] = stem
+        elif suffix in OTHER_SUFFIXES:
+            others[name] = stem
+    shown = set(pictures.values())
+    others = {name: stem for name, stem in others.items() if stem in texts and stem not in shown}
+    references = _references_beside(list(pictures))
     own = {name for beside in references.values() for name in beside}
-    for name in names:
-        if name in own:
-            continue
+    rows = []
+    for name in sorted({*pictures, *others} - own):
         progress(f"{name} listed")
         row = Row(name, name, name)
         rows.append(row)
+        beside = texts.get(pictures.get(name) or others.get(name), {})
+        captions.update(dict.fromkeys(beside.values(), "caption"))
         try:
             inside(root, name)
-            text = root / _caption_file(root, name)
-            row.captions = captions_of(text.read_text("utf-8-sig"))
-        except UnicodeDecodeError:
-            row.fault = "caption is not valid Unicode: expected UTF-8"
+            if name in others:
+                raise DataError(
+                    f"format that is not read: {_split(name)[1]}: save the picture as PNG or JPEG"
+                )
+            row.captions = _captions_in(root, beside, name)
         except DataError as e:
             row.fault = str(e)
+        except OSError as e:
+            row.fault = f"unreadable file: {e.strerror or e}"
         give_references(row, (reference_row(root, name, r) for r in references.get(name, ())))
     return rows
 
@@ -474,10 +600,22 @@ class Files:
         self.root = root
         self.rows = rows
         self.notes = notes or []
+        self.files = None  # All that the folder holds, where it was looked at
+        self.claimed = {}  # Name of a file beside images that is read -> its kind
+
+    def used(self) -> dict[str, str]:
+        """Name of each file that is read -> its kind, see `data.files.Account`."""
+        kinds = dict(self.claimed)
+        for row in self.rows:
+            kinds.update((reference.key, "reference") for reference in row.references)
+        kinds.update((row.key, "set aside") for row in self.rows if row.fault)
+        kinds.update((row.key, "image") for row in self.rows if not row.fault)
+        kinds.pop(None, None)  # of a row that names no file
+        return kinds
 
     def read(self, row: Row) -> bytes:
         """Read the file of a row."""
-        return (self.root / row.key).read_bytes()
+        return file_bytes(self.root / row.key)
 
     def stamp(self, row: Row) -> str:
         """Name, size and modification time of the file."""
@@ -487,6 +625,25 @@ class Files:
     def chunks(self) -> list[list[Row]]:
         """Group neighbouring rows, 32 at a time."""
         return [self.rows[i : i + 32] for i in range(0, len(self.rows), 32)]
+
+
+def folder_reader(
+    root: Path,  # Data root, resolved
+) -> Files:
+    """The reader of a folder of images with captions beside them.
+
+    Args:
+        root: Data root, resolved
+    """
+    files, captions = FolderFiles(root), {}
+    source = Files(root, folder_rows(root, files, captions))
+    source.files, source.claimed = files, captions
+    if files.repeats:
+        source.notes.append(
+            f"{len(files.repeats)} folders with names such as {files.repeats[0]}: the number in "
+            "front repeats nothing; weigh folders by data=FOLDER:3,OTHER:1"
+        )
+    return source
 
 
 # %% ../../nbs/2_data/02_readers.ipynb #dda263bc
@@ -637,7 +794,9 @@ def _image_bytes(value, source, key) -> bytes:
     if isinstance(value, dict):
         if value.get("bytes") is None and value.get("path"):
             source.loose.add(key)
-            return (source.root / inside(source.root, value["path"])).read_bytes()
+            name = inside(source.root, value["path"])
+            source.claimed[name] = "image"
+            return file_bytes(source.root / name)
         value = value.get("bytes")
     return value or b""
 
@@ -665,6 +824,7 @@ class Parquet:
         self.reference_columns = []  # per shard
         self.stamps = []  # per shard
         self.loose = set()
+        self.claimed = {}  # Name of a file that a cell names -> its kind
         self.notes = []  # How columns were understood
         for n, path in enumerate(paths):
             try:
@@ -677,7 +837,13 @@ class Parquet:
 
     def open_file(self, path: Path) -> pq.ParquetFile:
         """Open a shard through a memory map."""
+        check_regular(path)
         return pq.ParquetFile(path, memory_map=True)
+
+    def used(self) -> dict[str, str]:
+        """Name of each file that is read -> its kind, see `data.files.Account`."""
+        names = (os.path.relpath(bare(str(path)), self.root) for path in self.paths)
+        return self.claimed | dict.fromkeys(names, "shard")
 
     def version(self, path: Path) -> str:
         """Size and modification time of a shard."""
@@ -781,7 +947,7 @@ def parquet_shards(
     Returns:
         Sorted
     """
-    paths = sorted(root.glob("*.parquet")) or sorted(root.rglob("*.parquet"))
+    paths = FolderFiles(Path(root)).with_suffix(".parquet")
     splits = {}
     for path in paths:
         match = re.fullmatch(r"(\w+)-\d{5}-of-\d{5}(?:-\w+)?", path.stem)
@@ -852,6 +1018,7 @@ def cell_bytes(
         count: Items that its list must have; None = any
     """
     cell = parse_cell(path)
+    check_regular(cell.file)
     status = os.stat(cell.file)
     at = (*cell[:2], cell.column, status.st_size, status.st_mtime_ns)
     if getattr(_local, "cell_at", None) != at:
@@ -879,15 +1046,15 @@ def image_bytes(
     Args:
         path: Of a file, or of a cell
     """
-    return cell_bytes(str(path)) if parse_cell(str(path)) else Path(path).read_bytes()
+    return cell_bytes(str(path)) if parse_cell(str(path)) else file_bytes(path)
 
 
 # %% ../../nbs/2_data/02_readers.ipynb #30b8f31b
 def _described(file: Path) -> dict:
     """The object in a JSON file of a Hugging Face dataset. Raises DataError."""
     try:
-        found = json.loads(file.read_text())
-    except ValueError as error:
+        found = json.loads(file_bytes(file))
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{file} is not valid JSON: {error}; copy it again") from None
     if not isinstance(found, dict):
         raise DataError(f"{file} holds no object; copy it again")
@@ -965,6 +1132,7 @@ class HuggingFace:
             self.data = self.data["train"]
         self.root = root
         self.loose = set()
+        self.claimed = {}
         self.notes = []
         schema = self.data.features.arrow_schema
         self.column, caption, ident = _columns(root, schema)
@@ -996,6 +1164,15 @@ class HuggingFace:
                 for number in range(counted[i])
             )
             self.rows.append(_checked(row, text, missing))
+
+    def used(self) -> dict[str, str]:
+        """Name of each file that is read -> its kind, see `data.files.Account`."""
+        shards = (os.path.relpath(f["filename"], self.root) for f in self.data.cache_files)
+        kinds = dict.fromkeys(shards, "shard")
+        for folder in {"", *(f"{os.path.dirname(name)}/" for name in kinds if "/" in name)}:
+            for name in ("state.json", "dataset_info.json", "dataset_dict.json"):
+                kinds[f"{folder}{name}"] = "list"
+        return self.claimed | kinds
 
     def read(self, row: Row) -> bytes:
         """Read the stored bytes of an image, undecoded."""

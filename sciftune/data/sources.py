@@ -12,6 +12,7 @@ import glob
 import hashlib
 import itertools
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ import pyarrow.parquet as pq
 from ..core.progress import progress
 from ..core.rundir import cores, write_atomic
 from ..core.secrets import masked
+from .files import FolderFiles, check_place, unread_kind
 from .images import MAX_PIXELS, DataError, Sample, examine
 from sciftune.data.readers import (
     NO_CAPTION,
@@ -33,7 +35,7 @@ from sciftune.data.readers import (
     Parquet,
     Row,
     csv_rows,
-    folder_rows,
+    folder_reader,
     json_rows,
     parquet_shards,
 )
@@ -45,6 +47,7 @@ __all__ = [
     "Findings",
     "KINDS_NAMED",
     "find_source",
+    "files_line",
     "verify_images",
     "findings_file",
     "known_findings",
@@ -77,9 +80,7 @@ def _find_list(root: Path, text: str) -> Path | None:
     """The list of a folder: metadata.*, else the only .jsonl or .csv there is."""
     names = [f"metadata.{suffix}" for suffix in ("jsonl", "json", "csv")]
     found = [root / name for name in names if (root / name).exists()]
-    if not found:
-        found = [p for pattern in ("*.jsonl", "*.csv") for p in sorted(root.glob(pattern))]
-        found = [p for p in found if p.name != "quarantine.jsonl"]
+    found = found or FolderFiles(root).lists(".jsonl", ".csv")
     if len(found) > 1:
         names = ", ".join(p.name for p in found)
         raise DataError(f"{text}: {names} could all be the list: name one of them")
@@ -94,7 +95,9 @@ def _list_reader(root: Path, listing: Path) -> Files:
             f"{listing}: unknown kind of list: expected .json, .jsonl, .csv or .parquet"
         )
     notes = []
-    return Files(root, _LISTS[listing.suffix](root, listing, notes), notes)
+    source = Files(root, _LISTS[listing.suffix](root, listing, notes), notes)
+    source.claimed[os.path.relpath(listing, root)] = "list"
+    return source
 
 
 def find_source(
@@ -112,12 +115,13 @@ def find_source(
         return remote_source(text)
     path = Path(path).expanduser()
     if glob.has_magic(text) and not path.exists():
-        found = sorted(Path(p).resolve() for p in glob.glob(str(path)))
+        found = sorted(Path(p).parent.resolve() / Path(p).name for p in glob.glob(str(path)))
         if not found:
             raise DataError(f"{text}: no file has such a name")
         return _shard_reader(found[0].parent, found)
     if not path.exists():
         raise DataError(f"{text}: no such file or folder")
+    check_place(path)
     root = (path if path.is_dir() else path.parent).resolve()
     if path.is_file() and path.suffix in (".parquet", ".tar"):
         return _shard_reader(root, [root / path.name])
@@ -127,9 +131,34 @@ def find_source(
         return _list_reader(root, Path(metadata).expanduser())
     if listing := path if path.is_file() else _find_list(root, text):
         return _list_reader(root, listing)
-    if found := parquet_shards(root) or sorted(root.rglob("*.tar")):
+    if found := parquet_shards(root) or FolderFiles(root).with_suffix(".tar"):
         return _shard_reader(root, found)
-    return Files(root, folder_rows(root))
+    return folder_reader(root)
+
+
+def files_line(
+    source: Reader,
+    path: str | Path,  # That it was found for
+) -> str:  # '' where the path is no folder
+    """Say what became of every file of a folder; rows that were set aside count as that.
+
+    Args:
+        path: That it was found for
+
+    Returns:
+        '' where the path is no folder
+    """
+    folder = Path(path).expanduser()
+    if "://" in str(path) or not folder.is_dir() or not hasattr(source, "used"):
+        return ""
+    files = getattr(source, "files", None) or FolderFiles(folder)
+    used = {name.removeprefix(f"{files.root}/"): kind for name, kind in source.used().items()}
+    splits = {".parquet": "another split", ".arrow": "another split"}
+
+    def other(name: str) -> str:
+        return splits.get(os.path.splitext(name)[1]) or unread_kind(name)
+
+    return f"files of {path}: {files.account(used, other).line()}"
 
 
 # %% ../../nbs/2_data/04_sources.ipynb #d0533759
@@ -163,6 +192,8 @@ def _verify_image(source: Reader, row: Row, max_pixels: int, known: Findings, fo
         if isinstance(source, Parquet):
             raise DataError(str(e)) from e
         row.fault = f"unreadable file: {e.strerror or e}"
+    except ValueError as e:  # of a name that no file can have
+        row.fault = f"bad image path: {e}"
 
 
 def verify_images(
@@ -534,8 +565,11 @@ def open_collection(
         raise DataError(refusal)
     verify_once(source, f"{Path(path).absolute()}|{metadata}", cache, max_pixels, workers)
     _check_references(source.rows, reference_fault)
+    files = files_line(source, path)
     kept, rejected = set_aside(source.rows, max_bad_fraction, quarantine, path)
-    return Collection(source, kept, rejected)
+    collection = Collection(source, kept, rejected)
+    collection.notes += [files] if files else []
+    return collection
 
 
 # %% ../../nbs/2_data/04_sources.ipynb #850f8457

@@ -38,6 +38,7 @@ from ..data.readers import Files, Row
 from sciftune.data.sources import (
     check_bad_rows,
     counted_reasons,
+    files_line,
     find_source,
     give_captions,
     known_findings,
@@ -901,7 +902,7 @@ def quick_look(
         bad = [dict(source=row.source, reason=row.fault) for row in source.rows if row.fault]
         check_bad_rows(bad, len(source.rows), recipe.max_bad_fraction, path)
         rejected += bad
-        columns += source.notes
+        columns += [*source.notes, *filter(None, [files_line(source, path)])]
         total += len(source.rows)
     ids, shapes = [row.id for row in rows], [(row.width, row.height) for row in rows]
     captions = [row.captions for row in rows]

@@ -28,6 +28,7 @@ import yaml
 from ...core.randomness import share
 from ...core.recipe import Recipe
 from ...core.rundir import cache_root
+from ...data.files import is_hidden
 from ...data.released import ReleasedGroup, is_released, open_parquet, read_released
 from sciftune.data.sequences import (
     DataError,
@@ -103,7 +104,9 @@ def data_files(
     path = Path(recipe.data)
     if path.suffix in (".yaml", ".yml"):
         return read_mixture(path)
-    found = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    found = [path]
+    if path.is_dir():
+        found = [p for p in sorted(path.glob("*.jsonl")) if not is_hidden(p.name)]
     if not found and not list(path.glob("*.parquet")):
         raise DataError(f"data: {path} holds no .jsonl and no .parquet file")
     return {file.stem: dict(data=file) for file in found or [path]}
