@@ -324,8 +324,10 @@ def find_record(
         name: What a recipe says
     """
     known = records(kind)
+    singular = dict(models="model", strategies="strategy", objectives="objective")[kind]
+    if not isinstance(name, str):
+        raise RegistryError(f"{singular}: must be one short name; got {name!r}")
     if name not in known:
-        singular = dict(models="model", strategies="strategy", objectives="objective")[kind]
         raise RegistryError(f"{singular}: unknown '{name}'{nearest(name, known)}")
     return known[name]
 

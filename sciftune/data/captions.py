@@ -18,11 +18,17 @@ import hashlib
 import json
 from pathlib import Path
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from .images import DataError
-from .readers import CAPTION_KEYS, caption_value, captions_of
+from sciftune.data.readers import (
+    BROKEN_PARQUET,
+    CAPTION_KEYS,
+    caption_value,
+    captions_of,
+    cell_values,
+    check_row_group,
+)
 
 
 # %% ../../nbs/2_data/05_captions.ipynb #9e0cc182
@@ -104,8 +110,10 @@ def parquet_captions(
                 f"{path}: no caption column among {', '.join(f.schema_arrow.names)}: "
                 f"expected one of {', '.join(CAPTION_KEYS)}"
             )
-        values = f.read(columns=[column])[column].to_pylist()
-    except (pa.ArrowException, OSError) as e:
+        for group in range(f.num_row_groups):
+            check_row_group(path, f, group, (column,))
+        values = cell_values(f.read(columns=[column])[column])
+    except BROKEN_PARQUET as e:
         raise DataError(f"{path}: not a readable parquet file: {e}") from e
     return [c for i, v in enumerate(values) for c in record_captions(f"{path}:{i}", v)]
 

@@ -36,6 +36,7 @@ from sciftune.data.readers import (
     Row,
     caption_value,
     captions_of,
+    check_row_group,
     inside,
     json_records,
     parquet_shards,
@@ -157,6 +158,7 @@ class PairParquet(Parquet):
         self.stamps.append(f"{name}|{self.version(path)}")
         read, at = [c for c in (caption, ident, *labels) if c], 0
         for group in range(file.num_row_groups):
+            check_row_group(path, file, group, (caption, ident))
             for r, record in enumerate(file.read_row_group(group, columns=read).to_pylist()):
                 given = record[ident] if ident else None
                 row = Row(f"{name} row {at}", (n, group, r))

@@ -52,7 +52,11 @@ __all__ = [
     "ID_KEYS",
     "BESIDE",
     "MAX_BESIDE",
+    "UNREAD",
+    "BROKEN_PARQUET",
     "MAX_ROW_GROUP",
+    "MAX_TEXT",
+    "MAX_UNPACKED",
     "IMAGE_COLUMNS",
     "captions_of",
     "inside",
@@ -71,6 +75,8 @@ __all__ = [
     "csv_rows",
     "Files",
     "folder_reader",
+    "check_row_group",
+    "cell_values",
     "Parquet",
     "parquet_shards",
     "Cell",
@@ -117,7 +123,7 @@ def captions_of(
 # %% ../../nbs/2_data/02_readers.ipynb #a7170f90
 @functools.lru_cache(256)
 def _homes(root: str) -> tuple[str, ...]:
-    """Where the files of a collection may lie: below its root, or in the blobs of a hub snapshot."""
+    """Where files of a collection may lie: below its root, or in the blobs of a hub snapshot."""
     homes = [os.path.join(root, "")]
     for folder in (Path(root), *Path(root).parents):
         if folder.parent.name == "snapshots" and (folder.parents[1] / "blobs").is_dir():
@@ -383,6 +389,7 @@ def _references_beside(names: list[str]) -> dict[str, list[str]]:
 
 BESIDE = (".txt", ".caption", ".json")  # Files with the captions of an image
 MAX_BESIDE = 16 << 20  # Bytes of such a file
+UNREAD = "format that is not read"  # How the fault of a picture begins that nobody has damaged
 
 
 def file_captions(
@@ -487,9 +494,7 @@ def folder_rows(
         try:
             inside(root, name)
             if name in others:
-                raise DataError(
-                    f"format that is not read: {_split(name)[1]}: save the picture as PNG or JPEG"
-                )
+                raise DataError(f"{UNREAD}: {_split(name)[1]}: save the picture as PNG or JPEG")
             row.captions = _captions_in(root, beside, name)
         except DataError as e:
             row.fault = str(e)
@@ -647,7 +652,10 @@ def folder_reader(
 
 
 # %% ../../nbs/2_data/02_readers.ipynb #dda263bc
+BROKEN_PARQUET = (pa.ArrowException, OSError, UnicodeDecodeError)  # What a damaged file raises
 MAX_ROW_GROUP = 4 << 30
+MAX_TEXT = 64 << 20, 64 << 10  # Bytes of text in a row group, and in each of its rows beyond
+MAX_UNPACKED = 256 << 20, 200  # Bytes of a row group, and how many times its size in the file
 IMAGE_COLUMNS = ("image", "img", "jpg", "png", "bytes", *EDITED_KEYS)
 _local = threading.local()
 
@@ -670,6 +678,59 @@ def _holds_texts(kind: pa.DataType) -> bool:
     types = pa.types
     listed = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     return _holds_text(kind.value_type) if listed else _holds_text(kind)
+
+
+def check_row_group(
+    path: str | Path,  # Of the file, for messages
+    file: pq.ParquetFile,
+    group: int,
+    texts: Iterable[str | None],  # Columns of captions and ids
+):
+    """Raise DataError for a row group that would take unreasonable memory, before it is read.
+
+    Args:
+        path: Of the file, for messages
+        texts: Columns of captions and ids
+    """
+    metadata = file.metadata.row_group(group)
+    size, rows = metadata.total_byte_size, metadata.num_rows
+    if size > MAX_ROW_GROUP:
+        raise DataError(
+            f"{path}: row group {group} has {size / 2**30:.1f} GiB: "
+            "write it with row_group_size=64 or so"
+        )
+    columns = [metadata.column(i) for i in range(metadata.num_columns)]
+    stored = sum(column.total_compressed_size for column in columns)
+    if size > MAX_UNPACKED[0] and size > MAX_UNPACKED[1] * stored:
+        raise DataError(
+            f"{path}: row group {group} unpacks from {stored / 2**20:.2f} to "
+            f"{size / 2**20:.0f} MiB: that is no data of images and captions"
+        )
+    text = sum(
+        c.total_uncompressed_size for c in columns if c.path_in_schema.split(".")[0] in texts
+    )
+    if text > max(MAX_TEXT[0], MAX_TEXT[1] * rows):
+        raise DataError(
+            f"{path}: row group {group} has {text / 2**20:.0f} MiB of text in {rows} rows: "
+            f"at most {MAX_CAPTION:,} characters of a row are read"
+        )
+
+
+def cell_values(
+    cells: pa.ChunkedArray,
+) -> list:
+    """The values of a column; text that is not UTF-8 becomes bytes, which no caption is."""
+
+    def value(cell: pa.Scalar) -> object:
+        try:
+            return cell.as_py()
+        except UnicodeDecodeError:
+            return b""
+
+    try:
+        return cells.to_pylist()
+    except UnicodeDecodeError:
+        return [value(cell) for cell in cells]
 
 
 def _column(path, schema: pa.Schema, what: str, names: tuple, fits, expected: str) -> str:
@@ -750,8 +811,8 @@ def _columns(path, schema: pa.Schema) -> tuple[str, str | None, str | None]:
 
 
 def _texts_and_ids(table: pa.Table, caption: str | None, ident: str | None, count: int):
-    texts = table[caption].to_pylist() if caption else [None] * count
-    ids = table[ident].to_pylist() if ident else [None] * count
+    texts = cell_values(table[caption]) if caption else [None] * count
+    ids = cell_values(table[ident]) if ident else [None] * count
     return zip(texts, ids, strict=True)
 
 
@@ -829,7 +890,7 @@ class Parquet:
         for n, path in enumerate(paths):
             try:
                 self._list(n, path)
-            except (pa.ArrowException, OSError) as e:
+            except BROKEN_PARQUET as e:
                 raise DataError(
                     f"{path}: not a readable parquet file: {e}; "
                     "a shard that was copied only partly must be copied again"
@@ -860,12 +921,7 @@ class Parquet:
         missing = "" if caption else _no_column(file.schema_arrow)
         at = 0
         for group in range(file.num_row_groups):
-            size = file.metadata.row_group(group).total_byte_size
-            if size > MAX_ROW_GROUP:
-                raise DataError(
-                    f"{path}: row group {group} has {size / 2**30:.1f} GiB: "
-                    "write it with row_group_size=64 or so"
-                )
+            check_row_group(path, file, group, (caption, ident))
             table = file.read_row_group(group, columns=[c for c in (caption, ident) if c])
             counts = self._reference_counts(n, file, group)
             lines = file.metadata.row_group(group).num_rows
@@ -918,7 +974,7 @@ class Parquet:
         if column not in _local.columns:
             try:
                 group = self.open_file(self.paths[n]).read_row_group(g, columns=[column])
-            except (pa.ArrowException, OSError) as e:
+            except BROKEN_PARQUET as e:
                 raise OSError(
                     f"{self.paths[n]}: row group {g} cannot be read: {e}; copy the shard again"
                 ) from e
@@ -1025,7 +1081,7 @@ def cell_bytes(
         try:
             file = pq.ParquetFile(cell.file, memory_map=True)
             _local.cells = file.read_row_group(cell.group, columns=[cell.column]).column(0)
-        except (pa.ArrowException, OSError) as e:
+        except BROKEN_PARQUET as e:
             raise OSError(f"{cell.file}: row group {cell.group} cannot be read: {e}") from e
         _local.cell_at = at
     value = _local.cells[cell.row]

@@ -36,14 +36,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
 from ..core.progress import progress
 from .files import is_hidden
 from .images import DataError
-from .readers import Row, cell_bytes, cell_path, parse_cell
+from sciftune.data.readers import (
+    BROKEN_PARQUET,
+    Row,
+    cell_bytes,
+    cell_path,
+    cell_values,
+    check_row_group,
+    parse_cell,
+)
 from sciftune.data.sequences import (
     Example,
     Resize,
@@ -154,7 +161,7 @@ def parquet_examples(
     try:
         file = pq.ParquetFile(path, memory_map=True)
         columns = set(file.schema_arrow.names)
-    except (pa.ArrowException, OSError) as error:
+    except BROKEN_PARQUET as error:
         raise DataError(f"{path}: not a readable parquet file: {error}") from error
     if {"image_list", "instruction_list"} <= columns:
         column, kind = "instruction_list", EditChain
@@ -167,9 +174,7 @@ def parquet_examples(
         )
     at = 0
     for group in range(file.num_row_groups):
-        for row, text in enumerate(
-            file.read_row_group(group, columns=[column]).column(0).to_pylist()
-        ):
+        for row, text in enumerate(_texts(path, file, group, column)):
             where = f"{name} row {at}"
             progress(f"{where} read")
             try:
@@ -178,6 +183,17 @@ def parquet_examples(
                 segments, fault = (), str(error)
             yield kind(f"{prefix}{name}:{at}", segments, where, fault)
             at += 1
+
+
+def _texts(path: Path, file: pq.ParquetFile, group: int, column: str) -> list:
+    """The texts in a row group. Raises DataError when it cannot be read."""
+    try:
+        check_row_group(path, file, group, (column,))
+        return cell_values(file.read_row_group(group, columns=[column]).column(0))
+    except BROKEN_PARQUET as error:
+        raise DataError(
+            f"{path}: row group {group} cannot be read: {error}; copy the file again"
+        ) from error
 
 
 def _row_segments(

@@ -13,7 +13,6 @@ from pathlib import PurePosixPath
 from typing import BinaryIO
 
 import fsspec
-import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 
@@ -21,7 +20,7 @@ from ..core.progress import progress
 from ..core.secrets import bare, reveal
 from .files import Account, is_hidden, valid_text
 from .images import SUFFIXES, DataError, check_regular
-from .readers import BESIDE, Parquet, Row, captions_beside
+from .readers import BESIDE, BROKEN_PARQUET, Parquet, Row, captions_beside
 from .references import is_target, reference_number
 
 
@@ -229,7 +228,7 @@ def remote_source(
         if shards := [p for p in found if bare(p).endswith(suffix)]:
             try:
                 return kind(fs, shards)
-            except (pa.ArrowException, OSError) as e:
+            except BROKEN_PARQUET as e:
                 raise DataError(f"{url}: {e}") from e
     raise DataError(
         f"{url}: no .parquet or .tar shard there; single images are read from local folders only"

@@ -30,6 +30,7 @@ from .files import FolderFiles, check_place, unread_kind
 from .images import MAX_PIXELS, DataError, Sample, examine
 from sciftune.data.readers import (
     NO_CAPTION,
+    UNREAD,
     Files,
     HuggingFace,
     Parquet,
@@ -54,6 +55,7 @@ __all__ = [
     "verify_once",
     "Collection",
     "counted_reasons",
+    "bad_rows",
     "check_bad_rows",
     "without_captions",
     "give_captions",
@@ -422,6 +424,24 @@ def counted_reasons(
     return "; ".join(said[:KINDS_NAMED] + more)
 
 
+def bad_rows(
+    rejected: Sequence[dict],  # source and reason of each
+    count: int,  # Rows of the collection
+) -> tuple[list[dict], int]:  # Those that count as bad, of how many
+    """Leave out pictures in formats that are not read, unless there is nothing else.
+
+    Args:
+        rejected: source and reason of each
+        count: Rows of the collection
+
+    Returns:
+        Those that count as bad, of how many
+    """
+    bad = [row for row in rejected if not row["reason"].startswith(UNREAD)]
+    unread = len(rejected) - len(bad)
+    return (bad, count - unread) if unread < count else (list(rejected), count)
+
+
 def check_bad_rows(
     rejected: Sequence[dict],  # source and reason of each
     count: int,  # Rows of the collection
@@ -438,6 +458,7 @@ def check_bad_rows(
         where: The collection, for the message
         quarantine: File that has them all
     """
+    rejected, count = bad_rows(rejected, count)
     if len(rejected) <= max_bad_fraction * count and len(rejected) < count:
         return
     limit = f", more than max_bad_fraction={max_bad_fraction:g} allows"

@@ -36,6 +36,7 @@ from ..data.images import DataError, header_size
 from ..data.pairs import find_pairs
 from ..data.readers import Files, Row
 from sciftune.data.sources import (
+    bad_rows,
     check_bad_rows,
     counted_reasons,
     files_line,
@@ -541,7 +542,8 @@ def unreadable_rows(
     listed = counted_reasons(rejected)
     says = f"{len(rejected)} of {total} rows ({percent(share)}) cannot be used: {listed}"
     cure = "repair or remove them"
-    if share > allowed:
+    bad, count = bad_rows(rejected, total)
+    if len(bad) > allowed * count:
         cure += f": more than max_bad_fraction={allowed:g} ends the run"
     faults = [Fault(row["source"], row["reason"], row["reason"]) for row in rejected]
     return [DataFinding("unreadable", says, cure, share, faults)]

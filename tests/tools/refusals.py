@@ -182,6 +182,14 @@ def collection(wrong: str, says: str, files: dict[str, bytes], name: str = "") -
     return Case("Data", wrong, says, give)
 
 
+def pipe(folder: Path) -> None:
+    """A named pipe that nobody writes to."""
+    file = folder / "pipe.parquet"
+    if not file.exists():
+        os.mkfifo(file)
+    open_collection(file)
+
+
 def listed(*rows: dict, suffix: str = "jsonl") -> dict[str, bytes]:
     """A picture and a list that should name it."""
     lines = "\n".join(json.dumps(row) for row in rows)
@@ -191,7 +199,7 @@ def listed(*rows: dict, suffix: str = "jsonl") -> dict[str, bytes]:
 def table(**columns: list) -> bytes:
     """A parquet file."""
     made = io.BytesIO()
-    pq.write_table(pa.table(columns), made)
+    pq.write_table(pa.table(columns), made, compression="zstd")
     return made.getvalue()
 
 
@@ -607,6 +615,18 @@ CASES = [
     collection("a CSV of other columns", "expected one of file_path", {"metadata.csv": b"a,b\n"}),
     collection("an unknown kind of list", "expected .json, .jsonl, .csv", {"a.xml": b""}, "a.xml"),
     collection("two lists", "name one of them", {"a.csv": b"", "b.jsonl": b""}),
+    collection(
+        "photos in a format that is not read",
+        "1 x format that is not read: .heic: save the picture as PNG or JPEG (a.heic)",
+        {"a.heic": b"?", "a.txt": b"a chart"},
+    ),
+    collection(
+        "a caption of 70 MB in a parquet of 5 KB",
+        "67 MiB of text in 1 rows: at most 100,000 characters of a row are read",
+        {"a.parquet": table(image=[png()], text=["x" * 70_000_000])},
+    ),
+    Case("Data", "`-p data /proc`", "not of data", lambda folder: open_collection("/proc")),
+    Case("Data", "a named pipe", "no file but a pipe: FOLDER/pipe.parquet", pipe),
     collection("half a parquet", "must be copied again", {"a.parquet": table(a=[1])[:-20]}),
     collection("a parquet of no images", "no image column", {"a.parquet": table(text=["x"])}),
     collection("half a tar", "copy the shard again", {"a.tar": tar(700)}),
