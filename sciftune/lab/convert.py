@@ -63,7 +63,7 @@ def checkpoint_recipe(
 def convert_checkpoint(
     checkpoint: Path,  # A complete checkpoint
     out: Path,  # New folder
-    dtype: str = "bf16",  # Of `TYPES`; adapters are always float32
+    dtype: str = "bf16",  # Of `TYPES`
     ema: bool = False,  # The moving average instead of the weights
     max_shard_size: str = "10GB",
     pipeline: bool = False,  # Everything that the model needs, not the trained component alone
@@ -76,7 +76,7 @@ def convert_checkpoint(
     Args:
         checkpoint: A complete checkpoint
         out: New folder
-        dtype: Of `TYPES`; adapters are always float32
+        dtype: Of `TYPES`
         ema: The moving average instead of the weights
         pipeline: Everything that the model needs, not the trained component alone
 
@@ -87,7 +87,7 @@ def convert_checkpoint(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists; give a new folder")
     state = "ema" if ema else "weight"
-    export = Export(checkpoint, out, recipe, state, TYPES[dtype], pipeline)
+    export = Export(checkpoint, out, recipe, state, TYPES[dtype], pipeline, TYPES[dtype])
     written = get_task(recipe.objective).write_model(export)
     if not written:
         raise ValueError(f"objective {recipe.objective} writes no model")

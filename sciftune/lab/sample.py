@@ -161,26 +161,36 @@ def checkpoint_source(
         )
     export = Export(checkpoint, Path(), recipe, state)
     if state == "base":
-        return _source("base", "base", 0, family, export.base(), export.earlier() or {}, recipe)
-    changed = _adapted(export) if recipe.lora_rank else _trained(export)
+        return _source("base", "base", 0, family, export.base(), _began_with(export), recipe)
+    changed = _changed(export)
     series = "weights" if state == "weight" else state
     name = checkpoint.name + ("" if state == "weight" else f"-{state}")
     return _source(name, series, info["step"], family, export.base(), changed, recipe)
 
 
-def _trained(export: Export) -> Mapping[str, Tensor]:
-    """What a checkpoint of a full fine-tuning changed, each tensor read when it is asked for."""
-    trained = trained_tensors(export.checkpoint, "denoiser", export.state)
-    return ChainMap(trained, export.earlier() or {})
+def _began_with(export: Export) -> Mapping[str, Tensor]:
+    """Return what a run changed of its base before the first step."""
+    recipe = export.recipe
+    if recipe.start_from:
+        start = Path(recipe.start_from)
+        state = "ema" if recipe.start_from_ema else "weight"
+        return _changed(Export(start, Path(), restored(checkpoint_info(start)["recipe"]), state))
+    if recipe.lora_path:
+        return Merged(recipe.lora_path, export.family, export.base())
+    return {}
 
 
-def _adapted(export: Export) -> Mapping[str, Tensor]:
-    """The merged weights of a checkpoint with adapters."""
+def _changed(export: Export) -> Mapping[str, Tensor]:
+    """Return what a checkpoint changed of its base; a tensor is read when it is asked for."""
+    earlier = export.earlier()
+    if not export.recipe.lora_rank:
+        trained = trained_tensors(export.checkpoint, "denoiser", export.state, export.left_out)
+        return ChainMap(trained, earlier)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "lora"
         adapters = Export(export.checkpoint, out, export.recipe, export.state, pipeline=False)
         get_task(export.recipe.objective).write_model(adapters)
-        return Merged(out, export.family, export.family.denoiser_weights(export.base()))
+        return ChainMap(Merged(out, export.family, export.base(), earlier=earlier), earlier)
 
 
 # %% ../../nbs/9_lab/19_sample.ipynb #0d7adfec
@@ -188,6 +198,7 @@ def adapter_source(
     where: Path,  # LoRA file or folder
     base: str | Path,  # Pipeline folder, hub id, or the family of a nano model
     recipe: Recipe | None = None,  # Of the run that wrote it
+    earlier: Mapping | None = None,  # What earlier runs had trained of the base
 ) -> ModelSource:
     """The base with an adapter. Raises ValueError where they do not belong together.
 
@@ -195,9 +206,11 @@ def adapter_source(
         where: LoRA file or folder
         base: Pipeline folder, hub id, or the family of a nano model
         recipe: Of the run that wrote it
+        earlier: What earlier runs had trained of the base
     """
     below = model_source(base)
-    changed = Merged(where, below.family, below.family.denoiser_weights(below.base))
+    merged = Merged(where, below.family, below.base, earlier=earlier)
+    changed = ChainMap(merged, earlier or {})
     step = recipe.steps if recipe else -1
     made = _source(where.stem, "adapter", step, below.family, below.base, changed, recipe)
     given = dict(side=below.side, steps=below.steps, guidance=below.guidance)
@@ -223,7 +236,9 @@ def run_source(
     if state != "weight" or not run.model.is_dir():
         raise ValueError(f"{run.path} holds no {state}: no complete checkpoint, and no model/")
     if recipe.lora_rank:
-        return adapter_source(run.model, weights_path(recipe, get_family(recipe.model)), recipe)
+        earlier = Export(Path(), Path(), recipe).earlier()
+        base = weights_path(recipe, get_family(recipe.model))
+        return adapter_source(run.model, base, recipe, earlier)
     family = family_of(run.model)
     if recipe.distils:
         few = dict(validation_sample_steps=recipe.denoising_steps, validation_guidance=0.0)

@@ -8,6 +8,8 @@ __all__ = [
     "NF4_BLOCK",
     "NARROW_BYTES",
     "PEFT_PREFIX",
+    "LORA_FILES",
+    "ADAPTER",
     "adapter_layers",
     "chosen_layers",
     "Adapter",
@@ -27,7 +29,9 @@ __all__ = [
     "quantise_base",
     "not_for_ddp",
     "save_lora",
-    "lora_record",
+    "adapter_layers_of",
+    "tensor_name",
+    "load_adapters",
     "read_lora",
     "lora_flops",
     "family_of",
@@ -37,16 +41,23 @@ __all__ = [
 # %% ../../nbs/5_strategies/07_lora.ipynb #1018a045
 import contextlib
 import functools
+import inspect
 import json
-from collections.abc import Callable, Mapping
+import math
+import re
+from collections import ChainMap, Counter
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
-from safetensors import SafetensorError
+from diffusers.loaders import StableDiffusionXLLoraLoaderMixin
+from diffusers.utils import convert_unet_state_dict_to_peft
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..core.digests import folder_damage, write_digests
 from ..core.randomness import stream
@@ -175,30 +186,23 @@ def base_name(
 def first_values(
     recipe: Recipe,
     family: Family,
+    denoiser: nn.Module,  # With its adapters
 ) -> Callable:  # (parameter name, shape) -> fp32 tensor on the CPU
-    """Where the adapters start.
+    """Return the function that gives adapters their first values.
 
-    Raises RecipeError for a `lora_path` of another rank, scale or model.
+    Raises RecipeError for a `lora_path` that this run cannot go on from exactly.
+
+    Args:
+        denoiser: With its adapters
 
     Returns:
         (parameter name, shape) -> fp32 tensor on the CPU
     """
-    known = read_lora(recipe.lora_path, family, recipe) if recipe.lora_path else None
+    known = read_lora(recipe, family, denoiser) if recipe.lora_path else None
 
     def value(name: str, shape: torch.Size) -> Tensor:  # of that shape
         if known is not None:
-            key = name.replace(".default.", ".")
-            if key not in known:
-                raise RecipeError(
-                    f"lora_path: {recipe.lora_path} has no {key}; set lora_targets to the layers "
-                    "that it holds"
-                )
-            if known[key].shape != shape:
-                raise RecipeError(
-                    f"lora_path: {key} is {tuple(known[key].shape)} there, {tuple(shape)} here: "
-                    "made for another model"
-                )
-            return known[key].float()
+            return known[name]
         if ".lora_B." in name:
             return torch.zeros(shape)
         return torch.randn(shape, generator=stream(recipe.seed, "lora", name)) / recipe.lora_rank
@@ -237,7 +241,8 @@ def add_lora(
     """Freeze the denoiser and put adapters in.
 
     Real ones get their values, those of a meta model stay on meta.
-    Raises RecipeError where `lora_path` holds other adapters than the recipe asks for.
+    Raises RecipeError where `lora_path` holds other adapters than the recipe asks for; on meta,
+    too, so that a plan says so.
 
     Args:
         denoiser: Real, or on meta
@@ -247,8 +252,8 @@ def add_lora(
     """
     denoiser.requires_grad_(False)
     config = lora_config(recipe, chosen_layers(denoiser, family, recipe))
-    value = first_values(recipe, family)
     denoiser.add_adapter(config)
+    value = first_values(recipe, family, denoiser)
     for m in denoiser.modules():
         if hasattr(m, "lora_A"):
             m.cast_input_dtype_enabled = False
@@ -259,7 +264,7 @@ def add_lora(
         p = m.weight
         if p.is_meta and not recipe.lora_path:
             new = torch.empty(p.shape, dtype=torch.float32, device="meta")
-        else:  # read on meta, too: the plan refuses adapters of other layers
+        else:
             new = value(name + ".weight", p.shape).to(p.device)
         m.weight = nn.Parameter(new)
     return value
@@ -553,6 +558,7 @@ def save_lora(
     base: str | Path | None,  # Pipeline folder or hub id; None = published size
     out: Path,  # New folder
     scheduler: diffusers.SchedulerMixin | None = None,  # Written beside them, where it is special
+    dtype: torch.dtype = torch.float32,  # Of the adapters
 ) -> int:  # Adapter tensors
     """Write the adapters as `pipe.load_lora_weights(out)` reads them.
 
@@ -561,6 +567,7 @@ def save_lora(
         base: Pipeline folder or hub id; None = published size
         out: New folder
         scheduler: Written beside them, where it is special
+        dtype: Of the adapters
 
     Returns:
         Adapter tensors
@@ -569,7 +576,7 @@ def save_lora(
     layers = chosen_layers(model, family, recipe)
     add_lora(model, family, recipe)
     state = {
-        n.replace(".default.", "."): tensors[n].reshape(p.shape).float().cpu().contiguous()
+        n.replace(".default.", "."): tensors[n].reshape(p.shape).to("cpu", dtype).contiguous()
         for n, p in model.named_parameters()
         if is_adapter(n)
     }
@@ -593,6 +600,7 @@ def _write_diffusers(state: dict, config: dict, family: Family, folder: Path):
 
 
 PEFT_PREFIX = "base_model.model."  # Before every name in peft's own files
+LORA_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")  # Usual names
 
 
 def _write_peft(state: dict, recipe: Recipe, layers: list[str], folder: Path):
@@ -614,109 +622,304 @@ def _write_peft(state: dict, recipe: Recipe, layers: list[str], folder: Path):
 
 
 # %% ../../nbs/5_strategies/07_lora.ipynb #a2227b4e
-def _refuse_pickles(where: Path) -> None:
-    """Raise RecipeError for an adapter that only a pickle holds."""
-    files = sorted(where.iterdir()) if where.is_dir() else [where]
+ADAPTER = "default"  # peft's name of the adapters
+
+
+def _lora_file(path: str | Path) -> Path:
+    """Return the file that holds the adapters. RecipeError for a pickle, damage, or a choice."""
+    where = Path(path).expanduser()
+    if not where.exists():
+        raise RecipeError(f"lora_path: {path} does not exist")
+    files = sorted(p for p in where.iterdir() if p.is_file()) if where.is_dir() else [where]
+    found = [file for file in files if file.suffix == ".safetensors"]
     pickles = [file for file in files if file.suffix in PICKLES]
-    if pickles and not any(file.suffix == ".safetensors" for file in files):
+    if pickles and not found:
         raise RecipeError(
             f"lora_path: {pickles[0]} is a pickle, which can run code when opened, and is refused; "
             "save the adapter again as safetensors"
         )
+    if not found:
+        raise RecipeError(f"lora_path: {path} holds no .safetensors file with adapters")
+    usual = [file for file in found if file.name in LORA_FILES]
+    if len(usual or found) > 1:
+        names = ", ".join(file.name for file in usual or found)
+        raise RecipeError(f"lora_path: {path} holds {names}; give one of these files")
+    file = (usual or found)[0]
+    if damaged := folder_damage(file.parent):
+        raise RecipeError(f"lora_path: {damaged}")
+    return file
 
 
-def lora_record(
+class _Scalars(TorchFunctionMode):
+    """Note every tensor whose value is read as a number, as a scale per layer is."""
+
+    def __init__(self):
+        super().__init__()
+        self.read = set()
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None):
+        if getattr(func, "__name__", "") in ("item", "__float__", "__int__"):
+            self.read.add(id(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+def _unused_tensors(tensors: Mapping[str, Tensor], outputs: Iterable, read: set) -> list[str]:
+    """Name the tensors that are neither among the outputs nor in their computation."""
+    seen, waiting = set(read), []
+    for tensor in outputs:
+        seen.add(id(tensor))
+        waiting.append(getattr(tensor, "grad_fn", None))
+    visited = set()
+    while waiting:
+        step = waiting.pop()
+        if step is None or step in visited:
+            continue
+        visited.add(step)
+        seen.add(id(getattr(step, "variable", None)))
+        waiting += [before for before, _ in step.next_functions]
+    return [name for name, tensor in tensors.items() if id(tensor) not in seen]
+
+
+def _some(names: list[str]) -> str:
+    """Name the first, and say how many more there are."""
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def _read_pipeline_layout(
+    path: str | Path, raw: dict, family: Family, model: nn.Module
+) -> tuple[dict, dict]:
+    """Convert a file's names as the pipeline does; returns tensors and scales per layer.
+
+    Raises RecipeError for a tensor that the conversion leaves out, or that is not the denoiser's.
+    """
+    cls, part = getattr(diffusers, family.pipeline_class), family.denoiser_component
+    flags = dict(return_lora_metadata=True)
+    if "return_alphas" in inspect.signature(cls.lora_state_dict).parameters:
+        flags["return_alphas"] = True
+    if issubclass(cls, StableDiffusionXLLoraLoaderMixin):
+        flags["unet_config"] = model.config
+    traced = {n: t.requires_grad_() if t.is_floating_point() else t for n, t in raw.items()}
+    with _Scalars() as scalars, torch.enable_grad():
+        state, *rest = cls.lora_state_dict(dict(traced), **flags)
+        if part == "unet":
+            state = convert_unet_state_dict_to_peft(state)
+    alphas = (rest[0] if len(rest) == 2 else None) or {}
+    lost = _unused_tensors(traced, [*state.values(), *alphas.values()], scalars.read)
+    alphas = {k: v.item() if isinstance(v, Tensor) else v for k, v in alphas.items()}
+    if lost:
+        raise RecipeError(
+            f"lora_path: {path} holds {_some(lost)}, which {cls.__name__} leaves out when it loads "
+            "adapters; it would not act as it was trained"
+        )
+    if text := [key for key in (*state, *alphas) if key.startswith("text_encoder")]:
+        raise RecipeError(
+            f"lora_path: {path} also changes the text encoder ({_some(text)}), which is neither "
+            f"trained nor merged here; give a file with the adapters of the {part} alone"
+        )
+    known = (".lora_", ".lokr_")
+    other = [k for k in state if not k.startswith(f"{part}.") or not any(n in k for n in known)]
+    if other:
+        raise RecipeError(
+            f"lora_path: {path} holds {_some(other)}, which is no adapter of the {part} that "
+            f"{cls.__name__} knows"
+        )
+    return {k: v.detach() for k, v in state.items()}, alphas
+
+
+def _read_peft_layout(raw: dict, about: Path) -> tuple[dict, Any]:
+    """Take peft's own names and configuration, of which every field must be known."""
+    from peft import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    fields = json.loads(about.read_text())
+    config = PEFT_TYPE_TO_CONFIG_MAPPING[fields.pop("peft_type")](**fields)
+    return {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in raw.items()}, config
+
+
+def _check_start(path: str | Path, begin: bool | str | None):
+    """Raise RecipeError where the adapters belong to weights that their start has changed."""
+    if isinstance(begin, str) and begin not in ("gaussian", "eva", "orthogonal"):
+        raise RecipeError(
+            f"lora_path: {path} began with init_lora_weights={begin!r}, which changes the weights "
+            "of the base, too; convert it to plain LoRA with peft first"
+        )
+
+
+def adapter_layers_of(model: nn.Module) -> dict:  # Name of a layer of the base -> peft's layer
+    """Return the layers that have adapters.
+
+    Returns:
+        Name of a layer of the base -> peft's layer
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return {name: m for name, m in model.named_modules() if isinstance(m, BaseTunerLayer)}
+
+
+def _place_adapters(path: str | Path, file: Path, family: Family, model: nn.Module) -> dict:
+    """Put the adapters of a file on a model as the pipeline's own loader does; returns tensors."""
+    from peft import inject_adapter_in_model, set_peft_model_state_dict
+
+    with safe_open(file, "pt") as opened:
+        about = json.loads((opened.metadata() or {}).get("lora_adapter_metadata", "null"))
+    raw, part = load_file(file), family.denoiser_component
+    own = file.with_name("adapter_config.json")
+    if family.lora_layout == "peft" or own.is_file():
+        state, config = _read_peft_layout(raw, own)
+        _check_start(path, getattr(config, "init_lora_weights", True))
+        light = dict(adapter_name=ADAPTER, low_cpu_mem_usage=True)
+        inject_adapter_in_model(config, model, state_dict=state, **light)
+        set_peft_model_state_dict(model, state, **light)
+        return state
+    _check_start(path, (about or {}).get(f"{part}.init_lora_weights", True))
+    state, alphas = _read_pipeline_layout(path, raw, family, model)
+    model.load_lora_adapter(
+        state,
+        prefix=part,
+        network_alphas=alphas,
+        metadata=about,
+        adapter_name=ADAPTER,
+        low_cpu_mem_usage=True,
+    )
+    placed = (getattr(layer, "lora_alpha", {}) for layer in adapter_layers_of(model).values())
+    taken = Counter(float(alpha[ADAPTER]) for alpha in placed if alpha)
+    if alphas and taken != Counter(alphas.values()):
+        raise RecipeError(
+            f"lora_path: {path} holds scales of layers (…alpha) that {family.pipeline_class} gives "
+            "to other layers; it would not act as it was trained"
+        )
+    return {key.removeprefix(f"{part}."): tensor for key, tensor in state.items()}
+
+
+def tensor_name(
+    name: str,  # Parameter name in an adapted model
+) -> str:
+    """Return the name that an adapter's parameter has in a file.
+
+    Args:
+        name: Parameter name in an adapted model
+    """
+    name = re.sub(rf"\.{ADAPTER}(?=\.|$)", "", name)
+    return name.removesuffix(".weight") if ".lora_magnitude_vector" in name else name
+
+
+def load_adapters(
     path: str | Path,  # LoRA file or folder
     family: Family,
-) -> tuple[dict, int, float]:  # (parameter name without 'default' -> tensor, rank, alpha)
-    """What a LoRA holds. Raises RecipeError for pickles, damage, and what does not suit.
+    model: nn.Module,  # On meta; comes back with zeros for weights
+) -> dict:  # Name of a layer of the base -> peft's layer with its adapters, fp32
+    """Put the adapters of a file on a model, by the code of diffusers and peft.
+
+    Raises RecipeError for a pickle, damage, and for everything in it that would have no effect.
 
     Args:
         path: LoRA file or folder
+        model: On meta; comes back with zeros for weights
 
     Returns:
-        (parameter name without 'default' -> tensor, rank, alpha)
+        Name of a layer of the base -> peft's layer with its adapters, fp32
     """
-    where = Path(path).expanduser()
-    if not where.exists():
-        raise RecipeError(f"lora_path: {path} does not exist")
-    _refuse_pickles(where)
-    if damaged := folder_damage(where if where.is_dir() else where.parent):
-        raise RecipeError(f"lora_path: {damaged}")
-    if family.lora_layout == "peft":
-        return _read_peft(where if where.is_dir() else where.parent)
-    cls, part = getattr(diffusers, family.pipeline_class), family.denoiser_component
-    flags = dict(return_lora_metadata=True, use_safetensors=True) | (
-        {"return_alphas": True} if family.name == "flux1" else {}
-    )
+    file = _lora_file(path)
+    for layer in model.modules():
+        for name, parameter in layer._parameters.items():
+            if parameter is not None:  # peft sends adapters to the device of the weights
+                zeros = torch.zeros((), device="cpu").expand(parameter.shape)
+                layer._parameters[name] = nn.Parameter(zeros, requires_grad=False)
     try:
-        found = cls.lora_state_dict(
-            str(where if where.is_dir() else where.parent),
-            weight_name=None if where.is_dir() else where.name,
-            local_files_only=True,
-            **flags,
-        )
-    except Exception as e:
+        state = _place_adapters(path, file, family, model)
+    except RecipeError:
+        raise
+    except Exception as e:  # of any type, for what others wrote
+        why = " ".join(str(e).split())[:400]
         raise RecipeError(
-            f"lora_path: {path} is no LoRA that {cls.__name__} can read ({type(e).__name__}: {e})"
+            f"lora_path: {path} holds no adapters that {family.pipeline_class} can load "
+            f"({type(e).__name__}: {why})"
         ) from e
-    state, *rest = found
-    meta = rest[-1] or {}
-    alphas = {float(v) for d in rest[:-1] if d for v in d.values()}
-    if part == "unet":
-        from diffusers.utils import convert_unet_state_dict_to_peft
-
-        state = convert_unet_state_dict_to_peft(
-            {k: v for k, v in state.items() if k.startswith("unet.")}
-        )
-    tensors = {k.removeprefix(part + "."): v for k, v in state.items() if k.startswith(part + ".")}
-    ranks = {v.shape[0] for k, v in tensors.items() if ".lora_A." in k}
-    if len(ranks) != 1 or len(alphas) > 1:
+    layers = adapter_layers_of(model)
+    parts = {
+        name: p for name, p in model.named_parameters() if re.search(rf"\.{ADAPTER}(\.|$)", name)
+    }
+    held = {tensor_name(name) for name in parts}
+    if lost := [key for key in state if tensor_name(key) not in held]:
         raise RecipeError(
-            f"lora_path: {path} has adapters of ranks {sorted(ranks)} and scales "
-            f"{sorted(alphas)} for the {part}; only one rank and scale can be trained on"
+            f"lora_path: {path} was made for another model, or holds more than adapters: "
+            f"{_some(lost)} has no place in {family.name}"
         )
-    rank = ranks.pop()
-    return tensors, rank, float(meta.get(f"{part}.lora_alpha", alphas.pop() if alphas else rank))
+    if torn := [tensor_name(name) for name, p in parts.items() if p.is_meta]:
+        raise RecipeError(f"lora_path: {path} is no whole LoRA: {_some(torn)} is missing")
+    if strange := next(filter(None, map(_not_mergeable, layers.values())), ""):
+        raise RecipeError(f"lora_path: {path} {strange}")
+    return layers
 
 
-def _read_peft(folder: Path) -> tuple[dict, int, float]:
-    """Tensors, rank and alpha of peft's own files. Raises RecipeError where they are not."""
-    try:
-        config = json.loads((folder / "adapter_config.json").read_text())
-        tensors = load_file(folder / "adapter_model.safetensors")
-        rank, alpha = config["r"], float(config["lora_alpha"])
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as e:
-        why = f"{type(e).__name__}: {e}"
-        raise RecipeError(f"lora_path: {folder} holds no adapters of peft ({why})") from e
-    names = {name: name.removeprefix(PEFT_PREFIX) for name in tensors}
-    return {names[n]: t for n, t in tensors.items()}, rank, alpha
+def _not_mergeable(layer: nn.Module) -> str:
+    """Say why a layer's adapters have no merged weight; '' where they have."""
+    variant = getattr(layer, "lora_variant", {}).get(ADAPTER)
+    if variant is not None and not type(variant).__name__.startswith("Dora"):
+        return f"holds adapters of a kind that cannot be merged ({type(variant).__name__})"
+    if getattr(layer, "lora_bias", {}).get(ADAPTER) and layer.get_base_layer().bias is None:
+        return "trains the bias of a layer that has none (lora_bias)"
+    return ""
+
+
+def _trained_alike(path: str | Path, layers: dict) -> tuple[int, float]:
+    """Return the one rank and scale of a LoRA. RecipeError where a run cannot train it as it is."""
+    merge = "merge it with sciftune merge_lora, and give the folder as model_path"
+    for layer in layers.values():
+        if not hasattr(layer, "lora_alpha"):
+            raise RecipeError(f"lora_path: {path} holds adapters that are not LoRA; {merge}")
+        for name in ("use_dora", "lora_bias"):
+            if getattr(layer, name).get(ADAPTER):
+                raise RecipeError(
+                    f"lora_path: {path} has {name}, which is not trained here; {merge}"
+                )
+    ranks, scales = ({getattr(m, n)[ADAPTER] for m in layers.values()} for n in ("r", "scaling"))
+    if len(ranks) > 1 or len(scales) > 1:
+        raise RecipeError(
+            f"lora_path: {path} has layers of ranks {sorted(ranks)} and scales {sorted(scales)}, "
+            f"and a run trains one rank and scale; {merge}"
+        )
+    return ranks.pop(), scales.pop()
 
 
 def read_lora(
-    path: str | Path,  # LoRA file or folder
+    recipe: Recipe,
     family: Family,
-    recipe: Recipe,  # Its rank and scale
-) -> dict:  # Parameter name without 'default' -> tensor
-    """The tensors of a LoRA that `recipe` goes on from; rank, scale and layers must be its own.
+    denoiser: nn.Module,  # With its adapters
+) -> dict:  # Parameter name -> tensor, fp32
+    """Return the adapters of `lora_path`; rank, scale and layers must be those of the run.
 
     Args:
-        path: LoRA file or folder
-        recipe: Its rank and scale
+        denoiser: With its adapters
 
     Returns:
-        Parameter name without 'default' -> tensor
+        Parameter name -> tensor, fp32
     """
-    tensors, rank, alpha = lora_record(path, family)
+    path = recipe.lora_path
+    config = {name: value for name, value in denoiser.config.items() if name[0] != "_"}
+    layers = load_adapters(path, family, family.empty_denoiser(config))
+    rank, scale = _trained_alike(path, layers)
     for name, there, here in (
         ("lora_rank", rank, recipe.lora_rank),
-        ("lora_alpha", alpha, recipe.lora_alpha or recipe.lora_rank),
+        ("lora_alpha", scale * rank, recipe.lora_alpha or recipe.lora_rank),
     ):
-        if there != here:
+        if not math.isclose(there, here, rel_tol=1e-6):
             raise RecipeError(
-                f"{name}: {path} has {there:g}, the recipe says {here:g}; set {name}={there:g}"
+                f"{name}: {path} has {there:.9g}, the recipe says {here:g}; set {name}={there:.9g}"
             )
-    return tensors
+    wanted = adapter_layers_of(denoiser)
+    if differ := [name for name in (*wanted, *layers) if (name in wanted) != (name in layers)]:
+        has, trains = ("no", "trains") if differ[0] in wanted else ("an", "does not train")
+        ends = sorted({re.split(r"\.\d+\.", name)[-1] for name in layers})
+        raise RecipeError(
+            f"lora_path: {path} has {has} adapter for {differ[0]}, which the run {trains} (layers: "
+            f"{len(layers)} in the file, {len(wanted)} in the run); set lora_targets to the layers "
+            f"that it holds ({', '.join(ends)})"
+        )
+    return {
+        f"{name}.lora_{k}.{ADAPTER}.weight": getattr(layer, f"lora_{k}")[ADAPTER].weight.detach()
+        for name, layer in layers.items()
+        for k in "AB"
+    }
 
 
 # %% ../../nbs/5_strategies/07_lora.ipynb #96ae8e64
@@ -773,44 +976,56 @@ def family_of(
 
 
 class Merged(Mapping):
-    """Base tensor name -> its merged value, fp32, for the layers that a LoRA changes.
+    """Base tensor name -> its merged value, fp32, for the tensors that an adapter changes.
+
+    peft merges one layer at a time, on the base's weights.
 
     Args:
         lora: LoRA file or folder
-        weights: Of the base: name -> tensor
+        base: Pipeline folder or hub id
+        revision: Of the hub
+        earlier: Tensors of the base that an earlier run has trained
     """
 
     def __init__(
         self,
         lora: str | Path,  # LoRA file or folder
         family: Family,
-        weights: Mapping,  # Of the base: name -> tensor
+        base: str | Path,  # Pipeline folder or hub id
+        revision: str | None = None,  # Of the hub
+        earlier: Mapping | None = None,  # Tensors of the base that an earlier run has trained
     ):
-        self.tensors, rank, alpha = lora_record(lora, family)
-        self.scale, self.weights = alpha / rank, weights
-        pairs = {k: k.replace(".lora_A.", ".lora_B.") for k in self.tensors if ".lora_A." in k}
-        if torn := [b for b in pairs.values() if b not in self.tensors]:
-            raise ValueError(f"{lora} is no whole LoRA: {torn[0]} is missing")
-        self.names = {k.replace(".lora_A.", ".") for k in pairs}
-        if lost := sorted(self.names - set(weights)):
-            raise ValueError(f"{lora} was made for another model: {lost[0]} is not in the base")
-        for name in sorted(self.names):
-            a, b = self._pair(name)
-            if weights.shape(name).numel() != len(b) * a[0].numel():
-                raise ValueError(f"{lora} was made for another model: {name} has another shape")
-
-    def _pair(self, name: str) -> list[Tensor]:
-        """A (rank, in) and B (out, rank) of a weight."""
-        layer = name.removesuffix(".weight")
-        return [self.tensors[f"{layer}.lora_{k}.weight"].float() for k in "AB"]
+        self.stored = family.denoiser_weights(base, revision)
+        self.weights = ChainMap(earlier or {}, self.stored)
+        self.layers = {}  # Name of a tensor -> the layer that it belongs to
+        for name, layer in load_adapters(
+            lora, family, family.empty_denoiser(base, revision)
+        ).items():
+            bias = getattr(layer, "lora_bias", {}).get(ADAPTER)
+            self.layers |= {
+                f"{name}.{part}": layer for part in ("weight", "bias")[: 1 + bool(bias)]
+            }
+        if lost := sorted(self.layers.keys() - set(self.stored)):
+            raise ValueError(f"{lora} was made for another model: {_some(lost)} is not in the base")
 
     def __len__(self):
-        return len(self.names)
+        return len(self.layers)
 
     def __iter__(self):
-        return iter(self.names)
+        return iter(self.layers)
 
     def __getitem__(self, name: str) -> Tensor:  # Of the base tensor's shape
-        a, b = self._pair(name)
-        w = self.weights[name].float()
-        return w + self.scale * (b.flatten(1) @ a.flatten(1)).reshape(w.shape)
+        layer, (stem, _, part) = self.layers[name], name.rpartition(".")
+        base = layer.get_base_layer()
+        zeros = {p: getattr(base, p).data for p in ("weight", part)}
+        for p, value in zeros.items():
+            own = self.weights[f"{stem}.{p}"].to(torch.float32, copy=True)
+            getattr(base, p).data = own.reshape(value.shape)
+        if part == "weight" and getattr(layer, "lora_bias", {}).get(ADAPTER):
+            base.bias.data = base.bias.data.clone()  # merged, too, and thrown away
+        layer.merge()
+        merged = getattr(base, part).data.reshape(self.stored.shape(name))
+        for p, value in zeros.items():
+            getattr(base, p).data = value
+        layer.merged_adapters.clear()
+        return merged

@@ -206,6 +206,7 @@ def trained_tensors(
     checkpoint: Path,  # A complete checkpoint
     network: str,  # Name of the trained network in it
     state: str,  # 'weight' or 'ema'
+    left_out: tuple = (),  # Prefixes of tensors that are not wanted
 ) -> CheckpointTensors:
     """What a checkpoint trained. Raises ValueError where it has no such network or state.
 
@@ -213,8 +214,11 @@ def trained_tensors(
         checkpoint: A complete checkpoint
         network: Name of the trained network in it
         state: 'weight' or 'ema'
+        left_out: Prefixes of tensors that are not wanted
     """
     trained = CheckpointTensors(checkpoint, network, state)
+    for name in [n for n in trained if n.startswith(left_out or ("\0",))]:
+        del trained.sizes[name]
     if not trained:
         hint = "; it was trained without ema_decay" if state == "ema" else ""
         raise ValueError(f"{checkpoint} holds no {network}/{state}{hint}")
@@ -232,6 +236,7 @@ def export_component(
     network: str = "denoiser",  # Name of the trained network in the checkpoint
     earlier: Mapping[str, Tensor] | None = None,  # Of an earlier run that this one began with
     revision: str | None = None,  # Of a hub id
+    left_out: tuple = (),  # Prefixes of trained tensors that are not written
 ) -> Counter:  # How many tensors of each type were written
     """Write the trained denoiser with the base's configuration.
 
@@ -245,11 +250,12 @@ def export_component(
         network: Name of the trained network in the checkpoint
         earlier: Of an earlier run that this one began with
         revision: Of a hub id
+        left_out: Prefixes of trained tensors that are not written
 
     Returns:
         How many tensors of each type were written
     """
-    trained = trained_tensors(checkpoint, network, state)
+    trained = trained_tensors(checkpoint, network, state, left_out)
     weights = family.denoiser_weights(base, revision)
     if extra := sorted(set(trained) - set(weights)):
         raise ValueError(
@@ -350,6 +356,7 @@ def export_pipeline(
     earlier: Mapping[str, Tensor] | None = None,  # Of an earlier run that this one began with
     revision: str | None = None,  # Of a hub id
     scheduler: SchedulerMixin | None = None,  # In the place of the base's
+    left_out: tuple = (),  # Prefixes of trained tensors that are not written
 ) -> Counter:  # How many tensors of each type were written
     """Write the pipeline with the trained denoiser. Raises ValueError like `export_component`.
 
@@ -362,6 +369,7 @@ def export_pipeline(
         earlier: Of an earlier run that this one began with
         revision: Of a hub id
         scheduler: In the place of the base's
+        left_out: Prefixes of trained tensors that are not written
 
     Returns:
         How many tensors of each type were written
@@ -379,6 +387,7 @@ def export_pipeline(
             network,
             earlier,
             revision,
+            left_out,
         )
         family.save_pipeline(base, component, out, revision, scheduler)
     return count
@@ -428,7 +437,7 @@ def merge_lora(
     if damaged := export_damage(family.resolve(base, revision=revision)):
         raise ValueError(damaged)
     weights = family.denoiser_weights(base, revision)
-    merged = Merged(lora, family, weights)
+    merged = Merged(lora, family, base, revision)
     out = Path(out)
     with _folder_beside(out) as component:
         _write_denoiser(merged, weights, family, base, component, dtype, max_shard_size, revision)

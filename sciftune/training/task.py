@@ -9,6 +9,7 @@ __all__ = [
     "build_denoiser",
     "ParameterSource",
     "parameter_source",
+    "BaseTensors",
     "EarlierRun",
     "Export",
     "export_trained",
@@ -27,7 +28,7 @@ import torch.distributed.checkpoint as dcp
 from diffusers import SchedulerMixin
 from torch import Tensor, nn
 
-from ..core.checkpoint_folders import check_start_from
+from ..core.checkpoint_folders import check_start_from, checkpoint_info
 from ..core.plan import Plan
 from ..core.progress import progress
 from ..core.randomness import stream_seed
@@ -137,6 +138,7 @@ class ParameterSource:
         base: Pipeline folder; None = random weights
         device: Where random weights are drawn
         shapes: Parameter name, as in a model without adapters -> shape
+        adapters: (parameter name, shape) -> first value of an adapter
     """
 
     def __init__(
@@ -146,11 +148,12 @@ class ParameterSource:
         base: Path | None,  # Pipeline folder; None = random weights
         device: torch.device,  # Where random weights are drawn
         shapes: dict,  # Parameter name, as in a model without adapters -> shape
+        adapters: Callable | None = None,  # (parameter name, shape) -> first value of an adapter
     ):
         self.seed = recipe.seed
         self.device = device
         self.shapes = shapes
-        self.adapters = first_values(recipe, family) if recipe.lora_rank else None
+        self.adapters = adapters
         self.weights = None
         if base is not None:
             self.weights = family.denoiser_weights(base, recipe.revision or None)
@@ -215,12 +218,48 @@ def parameter_source(
     if not engine.builds_on_meta:
         return None
     shapes = {base_name(n): p.shape for n, p in model.named_parameters()}
-    return ParameterSource(recipe, family, base, engine.device, shapes)
+    adapters = first_values(recipe, family, model) if recipe.lora_rank else None
+    return ParameterSource(recipe, family, base, engine.device, shapes, adapters)
 
 
 # %% ../../nbs/7_training/09_task.ipynb #7a832f25
+def _trained_a_part(recipe: Mapping) -> bool:
+    """Return whether a run left a part of its network as it was; `recipe` as in info.json."""
+    frozen = any(value is True for name, value in recipe.items() if name.startswith("freeze_"))
+    part = recipe.get("autoencoder_part") == "decoder"
+    return bool(recipe.get("lora_rank") or recipe.get("trained_layers") or frozen or part)
+
+
+class BaseTensors(Mapping):
+    """Name of a tensor -> its value as earlier runs have trained it; without adapters.
+
+    Args:
+        runs: The last one first
+    """
+
+    def __init__(
+        self,
+        runs: list["EarlierRun"],  # The last one first
+    ):
+        self.of = {}
+        for run in reversed(runs):
+            names = [n for n in run.tensors if not is_adapter(n) and not n.startswith(run.helpers)]
+            self.of |= dict.fromkeys(names, run.tensors)
+
+    def __len__(self):
+        return len(self.of)
+
+    def __iter__(self):
+        return iter(self.of)
+
+    def __getitem__(self, name: str) -> Tensor:  # Flat
+        return self.of[name][name]
+
+
 class EarlierRun:
     """The weights of a network in an earlier run's checkpoint. RecipeError without them.
+
+    Where that run trained a part of the network, the rest is of the run that it began with.
 
     Args:
         path: Checkpoint folder
@@ -253,6 +292,31 @@ class EarlierRun:
             raise RecipeError(
                 f"start_from: {path} holds no {self.state} of a network '{network}'; {hint}"
             )
+        recipe = checkpoint_info(self.path).get("recipe") or {}
+        task = get_task(recipe["objective"]) if recipe else Task
+        self.helpers = task.not_exported or ("\0",)
+        self.runs = [self]  # and those before it
+        if recipe.get("start_from") and _trained_a_part(recipe):
+            averaged = recipe["start_from_ema"] and network in (task.averaged or (network,))
+            try:
+                before = EarlierRun(recipe["start_from"], averaged, network, optional)
+            except RecipeError as e:
+                raise RecipeError(
+                    f"start_from: {path} trained a part of the network, and the rest is of the "
+                    f"run that it began with: {str(e).removeprefix('start_from: ')}"
+                ) from e
+            self.runs += before.runs
+
+    @property
+    def base(self) -> BaseTensors:
+        """What has been trained, but for adapters and what is not exported."""
+        return BaseTensors(self.runs)
+
+    def _holder(self, name: str) -> "EarlierRun | None":
+        """Return the last run that trained a tensor."""
+        own_only = name.startswith(self.optional or ("\0",))
+        runs = self.runs[:1] if own_only else self.runs
+        return next((run for run in runs if name in run.tensors), None)
 
     def check_size(
         self,
@@ -288,17 +352,17 @@ class EarlierRun:
             `values` with the checkpoint's tensors in front; None for a loaded model
         """
         known = {
-            name: (base_name(name), parameter.shape)
+            name: (run, base_name(name), parameter.shape)
             for name, parameter in model.named_parameters()
-            if not parameter.requires_grad and base_name(name) in self.tensors
+            if not parameter.requires_grad and (run := self._holder(base_name(name)))
         }
-        for stored, shape in known.values():
-            self.check_size(stored, shape.numel())
-            self.placed.add(stored)
+        for run, stored, shape in known.values():
+            run.check_size(stored, shape.numel())
+            run.placed.add(stored)
 
         def value(name: str) -> Tensor:
-            stored, shape = known[name]
-            return self.tensors[stored].reshape(shape)
+            run, stored, shape = known[name]
+            return run.tensors[stored].reshape(shape)
 
         def rows(name: str, first: int | None, last: int | None) -> Tensor:
             if name not in known:
@@ -314,16 +378,17 @@ class EarlierRun:
 
     def trained(self, network: Network) -> int:
         """Trained parameters take the checkpoint's values, each rank its part."""
-        reader = CheckpointReader(self.path)
+        readers = {run: CheckpointReader(run.path) for run in self.runs}
         names = set()
         for held in network.held():
-            if held.name not in self.tensors:
+            run = self._holder(held.name)
+            if run is None:
                 continue
-            self.check_size(held.name, held.total)
+            run.check_size(held.name, held.total)
             names.add(held.name)
-            key = f"{self.network}/{self.state}/{held.name}"
+            key = f"{self.network}/{run.state}/{held.name}"
             piece = {key: FlatShard.of(torch.zeros(held.count), held)}
-            dcp.load(piece, storage_reader=reader, no_dist=True)
+            dcp.load(piece, storage_reader=readers[run], no_dist=True)
             network.write(held, "weight", piece[key].plain())
         network.finish_write(0)
         self.placed |= names | (set(network.params) & self.tensors.keys())
@@ -333,7 +398,7 @@ class EarlierRun:
     def check_all_placed(self):
         """Raise RecipeError when a tensor of the checkpoint has no place in this run."""
         rest = sorted(self.tensors.keys() - self.placed)
-        rest = [name for name in rest if not name.startswith(self.optional or ("\0",))]
+        rest = [n for n in rest if not n.startswith((*self.optional, *self.helpers))]
         if not rest:
             return
         if is_adapter(rest[0]):
@@ -358,16 +423,18 @@ class Export:
         out: New folder
         recipe: Of the run that wrote the checkpoint
         state: or 'ema'
-        dtype: Of weights; adapters are float32
+        dtype: Of weights
         pipeline: A whole pipeline; False = the trained component alone
+        adapter_dtype: Of adapters
     """
 
     checkpoint: Path  # A complete checkpoint
     out: Path  # New folder
     recipe: Recipe  # Of the run that wrote the checkpoint
     state: str = "weight"  # or 'ema'
-    dtype: torch.dtype = torch.bfloat16  # Of weights; adapters are float32
+    dtype: torch.dtype = torch.bfloat16  # Of weights
     pipeline: bool = True  # A whole pipeline; False = the trained component alone
+    adapter_dtype: torch.dtype = torch.float32  # Of adapters
 
     @property
     def family(self) -> Family:
@@ -396,11 +463,16 @@ class Export:
             )
         return self.family.resolve(base, components, self.revision)
 
-    def earlier(self) -> CheckpointTensors | None:
-        """The run that this one began with: what it did not train comes from there."""
+    @property
+    def left_out(self) -> tuple:
+        """Prefixes of the trained tensors that are not exported."""
+        return get_task(self.recipe.objective).not_exported
+
+    def earlier(self, network: str = "denoiser") -> Mapping[str, Tensor]:
+        """What the runs that this one began with have trained; {} where it began with the base."""
         if not self.recipe.start_from:
-            return None
-        return EarlierRun(self.recipe.start_from, self.recipe.start_from_ema).tensors
+            return {}
+        return EarlierRun(self.recipe.start_from, self.recipe.start_from_ema, network).base
 
 
 def export_trained(
@@ -424,8 +496,14 @@ def export_trained(
     recipe, family, base, out = export.recipe, export.family, export.base(), export.out
     if recipe.lora_rank:
         tensors = trained_tensors(export.checkpoint, network, export.state)
-        count = save_lora(tensors, family, recipe, base, out, scheduler)
-        return f"an adapter of {count} tensors to {out}"
+        count = save_lora(tensors, family, recipe, base, out, scheduler, export.adapter_dtype)
+        written = f"an adapter of {count} tensors to {out}"
+        if earlier:
+            written += (
+                f", for the model of {recipe.start_from}: convert that checkpoint with "
+                "sciftune zero_to_bf16 --pipeline, and use the adapter with it"
+            )
+        return written
     whole = export.pipeline or family.denoiser_component == "."
     write = partial(export_pipeline, scheduler=scheduler) if whole else export_component
     count = write(
@@ -439,6 +517,7 @@ def export_trained(
         network,
         earlier,
         export.revision,
+        left_out=export.left_out,
     )
     types = ", ".join(f"{n} {kind}" for kind, n in count.items())
     return f"{sum(count.values())} tensors ({types}) to {out}"
@@ -462,6 +541,8 @@ class Task:
         done: Optimizer steps taken, set by the trainer; batches are asked for further ahead
         averaged: Networks that ema_decay is for; () = all
         optional_parts: Prefixes of parameters that `start_from` may lack or have unused
+        exported: Network that `write_model` writes; '' = it is not one of a family's
+        not_exported: Prefixes of its trained parameters that are not written: helpers
     """
 
     networks: dict[str, Network]  # Trained networks by name
@@ -472,6 +553,8 @@ class Task:
     done: int = 0  # Optimizer steps taken, set by the trainer; batches are asked for further ahead
     averaged: tuple = ()  # Networks that ema_decay is for; () = all
     optional_parts: tuple = ()  # Prefixes of parameters that `start_from` may lack or have unused
+    exported: str = ""  # Network that `write_model` writes; '' = it is not one of a family's
+    not_exported: tuple = ()  # Prefixes of its trained parameters that are not written: helpers
 
     def __init__(
         self,
@@ -509,12 +592,15 @@ class Task:
         """
         recipe = recipe or self.recipe
         if not recipe.start_from:
-            return self.engine.network(model, name, values, recipe)
+            network = self.engine.network(model, name, values, recipe)
+            self._check_exported(network, name)
+            return network
         average = recipe.start_from_ema and name in (self.averaged or (name,))
         earlier = EarlierRun(recipe.start_from, average, name, self.optional_parts)
         if not self.started:
-            self._verify(earlier.path)
-        if recipe.lora_base != "bf16" and not all(map(is_adapter, earlier.tensors.keys())):
+            for run in earlier.runs:
+                self._verify(run.path)
+        if recipe.lora_base != "bf16" and earlier.base:
             raise RecipeError(
                 f"start_from: {recipe.start_from} holds full weights, and lora_base="
                 f"{recipe.lora_base!r} stores the base in fewer bits: use lora_base='bf16', or "
@@ -523,10 +609,30 @@ class Task:
         if replace_frozen:
             values = earlier.frozen(model, values)
         network = self.engine.network(model, name, values, recipe)
+        self._check_exported(network, name)
         taken = earlier.trained(network)
         self.started[name] = earlier
         self.say(f"{name} began with {recipe.start_from}; {taken} of its tensors go on training")
         return network
+
+    def _check_exported(self, network: Network, name: str):
+        """Raise RecipeError before the first step where `write_model` would refuse the weights."""
+        base = weights_path(self.recipe, self.family)
+        if name != self.exported or base is None or self.recipe.model_path.startswith("random"):
+            return
+        stored = self.family.denoiser_weights(base, self.recipe.revision or None)
+        helpers = self.not_exported or ("\0",)
+        lost = [
+            key
+            for key in network.params
+            if not is_adapter(key) and not key.startswith(helpers) and base_name(key) not in stored
+        ]
+        if lost:
+            raise RecipeError(
+                f"objective: '{self.recipe.objective}' trains {lost[0]}, which {base} does not "
+                f"hold, so its {name} could not be exported; name it in not_exported of "
+                f"{type(self).__name__}"
+            )
 
     def _verify(self, path: Path):
         """Compare the bytes of an earlier run's checkpoint, each rank its share. All ranks."""

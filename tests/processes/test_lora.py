@@ -154,6 +154,23 @@ def test_going_on_from_a_lora_and_resuming(root, single):
     assert codes == [2] and "set lora_rank=4" in log(wrong)
 
 
+def test_a_checkpoint_of_adapters_goes_on_and_draws(root, single):
+    from sciftune.core.checkpoint_folders import find_checkpoint
+    from sciftune.lab.sample import checkpoint_source, load_source
+
+    begun = find_checkpoint(single[1], "latest")
+    run = RunDir(root / "from")
+    train(run, **dict(BASE, steps=2, start_from=str(begun)))
+    first = checkpoint_source(begun).changed
+    base, made = (checkpoint_source(find_checkpoint(run, "latest"), s) for s in ("base", "weight"))
+    assert set(base.changed) == set(made.changed) == set(first)
+    assert all(torch.equal(base.changed[n], first[n]) for n in first)
+    assert any(not torch.equal(made.changed[n], first[n]) for n in first)
+    for source in (base, made):
+        load_source(source)
+    assert (run.model / WEIGHTS).is_file()
+
+
 def test_a_replicated_base_under_fsdp_trains_the_same(root, single):
     m = train(
         RunDir(root / "replicated"),

@@ -26,7 +26,9 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 from PIL import Image
+from safetensors.torch import save
 
 from sciftune.core.recipe import RecipeError, resolve
 from sciftune.core.registry import RegistryError
@@ -144,6 +146,21 @@ def asked(topic: str, says: str, **given: object) -> Case:
     values = {n: shlex.quote(str(v).format(folder="FOLDER")) for n, v in given.items()}
     words = " ".join(f"-p {n} {v}" for n, v in values.items())
     return Case(topic, f"`{words}`", says, functools.partial(give, **given))
+
+
+def adapter(wrong: str, says: str, *keys: str, ranks: tuple = (4,)) -> Case:
+    """Adapters in a file, with these tensors more, as `lora_path`."""
+
+    def give(folder: Path) -> None:
+        layers = [f"transformer.transformer_blocks.0.attn.to_{n}" for n in "qkv"[: len(ranks)]]
+        tensors = {key: torch.ones(4, 32) for key in keys}
+        for layer, rank in zip(layers, ranks, strict=True):
+            tensors[f"{layer}.lora_A.weight"] = torch.ones(rank, 32)
+            tensors[f"{layer}.lora_B.weight"] = torch.ones(32, rank)
+        with written(folder, {"lora.safetensors": save(tensors)}) as place:
+            planned(folder, lora_rank=4, lora_path=str(place / "lora.safetensors"))
+
+    return Case("Layers and adapters", wrong, says, give)
 
 
 def system_says(number: int) -> Callable[[Path], None]:
@@ -541,6 +558,18 @@ CASES = [
     asked("Files", "prompts: no such", model="sd15", objective="dmd2", prompts="/no.txt"),
     asked("Layers and adapters", "lora_targets: no linear layer", lora_rank=4, lora_targets="fc"),
     asked("Layers and adapters", "lora_path: FOLDER/file", lora_rank=4, lora_path="{folder}/file"),
+    adapter(
+        "`-p lora_path` of a DoRA that kohya-ss wrote",
+        "dora_scale, which QwenImagePipeline leaves out",
+        "transformer.transformer_blocks.0.attn.to_q.dora_scale",
+    ),
+    adapter(
+        "`-p lora_path` of adapters of the text encoder, too",
+        "also changes the text encoder",
+        "text_encoder.layers.0.q_proj.lora_A.weight",
+    ),
+    adapter("`-p lora_path` of adapters of two ranks", "of ranks [2, 4]", ranks=(2, 4)),
+    adapter("`-p lora_path` of adapters on one layer", "set lora_targets to the layers"),
     asked("Layers and adapters", "trained_layers: qwenimage has no 'fc'", trained_layers="fc"),
     asked("Layers and adapters", "model_path '/no' is not a folder that exists", model_path="/no"),
     asked("Checkpoint", "'latest' with the name of a run", resume="/nowhere"),

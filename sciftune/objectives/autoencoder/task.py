@@ -13,6 +13,7 @@ __all__ = [
 
 # %% ../../../nbs/8_objectives/autoencoder/04_task.ipynb #fbb379fb
 import json
+from collections import ChainMap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -103,6 +104,7 @@ def trained_vae(
         fp32, on the CPU
     """
     trained = trained_tensors(export.checkpoint, "autoencoder", export.state)
+    trained = ChainMap(trained, export.earlier("autoencoder"))
     vae = export.family.load_vae(export.base(("vae",)))
     parameters = dict(vae.named_parameters())
     for name in trained:
@@ -226,7 +228,7 @@ class AutoencoderTask(Task):
         recipe, base, out = export.recipe, export.base(("vae",)), export.out
         device = "cuda" if torch.cuda.is_available() and not recipe.cpu else "cpu"
         vae, what = trained_vae(export).to(device), "the decoder"
-        if recipe.autoencoder_part == "all":
+        if recipe.autoencoder_part == "all" or recipe.start_from:  # an encoder that was trained
             seen = write_statistics(Coder(vae), training_pictures(recipe, 1024, 16, device))
             what = f"the autoencoder, statistics of {seen} pictures"
         if export.pipeline:

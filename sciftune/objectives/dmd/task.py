@@ -393,6 +393,7 @@ class DistillationTask(Task):
     """Generator and critic on the engine, teacher beside them."""
 
     averaged = ("generator",)
+    exported = "generator"
     optional_parts = ("head.",)
 
     def __init__(self, *args, **kwargs):

@@ -88,6 +88,7 @@ class FlowTask(Task):
 
     objective_class = FlowMatching
     batches_class = FlowBatches
+    exported = "denoiser"
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

@@ -64,6 +64,7 @@ class GRPOTask(Task):
 
     objective_class = FlowGRPO
     batches_class = GRPOBatches
+    exported = "denoiser"
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

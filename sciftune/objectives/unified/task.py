@@ -279,6 +279,8 @@ class PackOrder:
 class UnifiedTask(Task):
     """BAGEL on packed sequences."""
 
+    exported = "denoiser"
+
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         recipe, engine = self.recipe, self.engine
