@@ -159,6 +159,7 @@ class StrategyRecord(Record):
         hooks_layers: Whether it gathers in hooks on every layer, as ZeRO-3 does
         own_master_weights: Keeps fp32 ones itself: bf16-master24 saves nothing
         flashadamw: Values of `offload` with which FlashAdamW can train
+        packages: Modules that it imports and that need not be installed
     """
 
     summary: str  # One line for people
@@ -169,6 +170,7 @@ class StrategyRecord(Record):
     hooks_layers: bool = False  # Whether it gathers in hooks on every layer, as ZeRO-3 does
     own_master_weights: bool = False  # Keeps fp32 ones itself: bf16-master24 saves nothing
     flashadamw: tuple[str, ...] = ("none",)  # Values of `offload` with which FlashAdamW can train
+    packages: tuple[str, ...] = ()  # Modules that it imports and that need not be installed
     # Settings of other scripts that choose it: names -> value -> recipe fields besides `strategy`,
     # None = must be given too
     aliases: dict[tuple[str, ...], dict[str, dict]] = {}

@@ -412,8 +412,11 @@ def lab_options(
 
 def lab_command(
     words: Sequence[str],  # Options of JupyterLab
-) -> int:
-    """Open the notebooks in JupyterLab. Raises CommandError where it is not installed.
+) -> None:
+    """Become JupyterLab with the notebooks. Raises CommandError where it is not installed.
+
+    The server takes the place of this process, so every signal to it reaches the server and none
+    leaves a server behind. Jobs of runs are sessions of their own, which go on.
 
     Args:
         words: Options of JupyterLab
@@ -426,7 +429,9 @@ def lab_command(
     print(f"{where}whoever has this token can run commands as you: {token}", file=sys.stderr)
     root, notebook = opened_in_lab()
     call = [sys.executable, "-m", "jupyterlab", str(notebook), *options]
-    return subprocess.call(call, cwd=root)
+    print("runs that are started here go on when JupyterLab ends", file=sys.stderr, flush=True)
+    os.chdir(root)
+    os.execv(sys.executable, call)
 
 
 def opened_in_lab() -> tuple[Path, Path]:  # (folder of JupyterLab, notebook in it)

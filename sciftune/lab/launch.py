@@ -120,6 +120,7 @@ from sciftune.core.ownership import (
     folder_owner,
     owned_folder,
 )
+from ..core.packages import check_packages
 from ..core.plan import Plan
 from ..core.processes import ENDINGS, processes_here, world_size
 from sciftune.core.recipe import (
@@ -349,17 +350,13 @@ def continued_recipe(
         None: these parameters name no run or checkpoint that is there
     """
     names = foreign_names()
-    wanted = {"resume", "name", "run_root", "output_dir", "preset", "objective"}
-    wanted |= {"model", "model_type", "sdxl"}
-    switches = {"resume_from", "auto_resume", "resume_model_only", "finetune_from_ema"}
-    about = {
-        name: value
-        for name, value in given.items()
-        if value is not None and names.fields.get(name, name) in wanted | switches
-    }
+    wanted = {"resume", "name", "run_root", "output_dir"}
+    wanted |= {"resume_from", "auto_resume", "resume_model_only", "finetune_from_ema"}
+    plain = {n: v for n, v in given.items() if isinstance(v, (str, bool, int, float))}
+    about = {n: v for n, v in plain.items() if names.fields.get(n, n) in wanted}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # `resolve` says them
-        place = translated(with_family(about), names=names)
+        place = translated(about, names=names)
     if not (resume := str(place.get("resume") or "")):
         return None
     root = _absolute_root(str(place.get("run_root") or Recipe().run_root))
@@ -370,7 +367,8 @@ def continued_recipe(
         earlier = kept_recipe(run)
     if not earlier and resume != "latest":
         earlier = _recipe_of_checkpoint(Path(absolute_path(resume, project_root())))
-    kinds = {kind: place.get(kind) for kind in ("model", "preset", "objective")}
+    named = with_family(plain)
+    kinds = {kind: named.get(kind) for kind in ("model", "preset", "objective")}
     another = earlier and any(v and v != getattr(earlier, k) for k, v in kinds.items())
     return None if another else earlier
 
@@ -861,6 +859,7 @@ def prepare_run(
     recipe = with_absolute_paths(recipe)
     try:
         _check_run_root(Path(recipe.run_root))
+        _check_prerequisites(recipe)
         recipe = with_steps(recipe)
         world = world_size(recipe)
         run = choose_folder(recipe)
@@ -878,6 +877,21 @@ def prepare_run(
         raise LaunchError(_refused_by_system(recipe, error)) from None
     announce(run)
     return run
+
+
+def _check_prerequisites(recipe: Recipe):
+    """Raise RecipeError for what only a rank would miss: packages, names of drawn figures."""
+    if recipe.launcher != "print":  # files for another machine
+        check_packages(recipe)
+    drawn = {path for path, _ in recipe.sources} & set(BUILT_IN)
+    if "figures" in drawn:
+        from sciftune.toys.charts import check_drawn
+
+        check_drawn(recipe)
+    if "edits" in drawn:
+        from sciftune.toys.edits import check_drawn_edits
+
+        check_drawn_edits(recipe)
 
 
 def _check_run_root(root: Path):

@@ -45,6 +45,7 @@ from .strategy import Strategy, engines_on_cpu
 RECORDS = [
     StrategyRecord(
         name="zero1",
+        packages=("deepspeed",),
         implementation="Zero1",
         aliases={("zero_stage",): {"1": {}}},
         summary="DeepSpeed ZeRO-1: optimizer states spread over the processes",
@@ -54,6 +55,7 @@ RECORDS = [
     ),
     StrategyRecord(
         name="zero2",
+        packages=("deepspeed",),
         implementation="Zero2",
         aliases={("zero_stage",): {"2": {}}},
         summary="DeepSpeed ZeRO-2: optimizer states and gradients spread",
@@ -63,6 +65,7 @@ RECORDS = [
     ),
     StrategyRecord(
         name="zero3",
+        packages=("deepspeed",),
         implementation="Zero3",
         aliases={("zero_stage",): {"3": {}}},
         summary="DeepSpeed ZeRO-3: parameters, gradients and optimizer states spread",

@@ -55,6 +55,7 @@ __all__ = [
     "draw_chart",
     "claims",
     "make_charts",
+    "check_drawn",
     "drawn",
     "vocabulary",
 ]
@@ -668,17 +669,17 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(p.strip() for p in text.split(",") if p.strip())
 
 
-def drawn(
-    recipe: Recipe,  # figures, figures_side, figures_style, figures_kinds, figures_seed
-) -> Path:
-    """Draw, or find, the collection that `data='figures'` means.
-
-    Raises RecipeError for unknown styles and kinds.
+def check_drawn(
+    recipe: Recipe,  # figures_side, figures_style, figures_kinds
+) -> tuple[tuple[str, ...], tuple[str, ...]]:  # Styles, kinds
+    """Read the styles and kinds of figures. Raises RecipeError for unknown ones.
 
     Args:
-        recipe: figures, figures_side, figures_style, figures_kinds, figures_seed
+        recipe: figures_side, figures_style, figures_kinds
+
+    Returns:
+        Styles, kinds
     """
-    folder = cache_root(recipe.run_root) / "figures"
     styles = _names(recipe.figures_style)
     kinds = _names(recipe.figures_kinds)
     known, all_kinds, what = (
@@ -693,18 +694,25 @@ def drawn(
         raise RecipeError(
             f"figures_kinds: {recipe.figures_kinds!r}; kinds of {what}: {', '.join(all_kinds)}"
         )
-    if what == "charts":
-        return make_charts(
-            folder,
-            recipe.figures,
-            recipe.figures_seed,
-            styles,
-            kinds or all_kinds,
-            recipe.figures_side,
-        )
-    return make_figures(
-        folder, recipe.figures, recipe.figures_seed, style=styles[0], kinds=kinds or all_kinds
-    )
+    return styles, kinds or tuple(all_kinds)
+
+
+def drawn(
+    recipe: Recipe,  # figures, figures_side, figures_style, figures_kinds, figures_seed
+) -> Path:
+    """Draw, or find, the collection that `data='figures'` means.
+
+    Raises RecipeError for unknown styles and kinds.
+
+    Args:
+        recipe: figures, figures_side, figures_style, figures_kinds, figures_seed
+    """
+    folder = cache_root(recipe.run_root) / "figures"
+    styles, kinds = check_drawn(recipe)
+    given = (folder, recipe.figures, recipe.figures_seed)
+    if recipe.figures_side:
+        return make_charts(*given, styles, kinds, recipe.figures_side)
+    return make_figures(*given, style=styles[0], kinds=kinds)
 
 
 def vocabulary() -> list[str]:

@@ -62,6 +62,7 @@ __all__ = [
     "draw_chart_edit",
     "edit_sheet",
     "make_edits",
+    "check_drawn_edits",
     "drawn_edits",
 ]
 
@@ -1035,6 +1036,30 @@ def _checked_names(what: str, given: tuple, known: object):
         raise ValueError(f"{what} {', '.join(given)!r}: expected some of {', '.join(known)}")
 
 
+def _asked_names(
+    count: int, seed: int, chart_side: int, styles: tuple, kinds: tuple, edits: tuple
+) -> tuple[tuple, tuple]:
+    """Kinds and edits, all where none are named. Raises ValueError for what there is not."""
+    table, all_kinds = (CHART_EDITS, CHART_KINDS) if chart_side else (FIGURE_EDITS, KINDS)
+    kinds, edits = tuple(kinds) or all_kinds, tuple(edits) or tuple(table)
+    _checked_names("edits", edits, table)
+    _checked_names("styles", styles, CHART_STYLES if chart_side else STYLES)
+    _checked_names("kinds", kinds, all_kinds)
+    if chart_side and not possible_edits(edits, styles):
+        raise ValueError(f"edits {edits[0]!r}: expected a style that the charts do not have yet")
+    if lost := [e for e in edits if not set(table[e][1]) & set(kinds)]:
+        raise ValueError(
+            f"kinds {', '.join(kinds)!r}: edit {lost[0]} needs one of "
+            f"{', '.join(table[lost[0]][1])}"
+        )
+    if count < 1 or seed < 0 or 0 < chart_side < 32:
+        raise ValueError(
+            f"count {count}, seed {seed}, chart_side {chart_side}: expected a count from 1, a seed "
+            "from 0 and a side from 32 up"
+        )
+    return kinds, edits
+
+
 def make_edits(
     folder: str | Path,  # Where collections are kept
     count: int = 512,  # How many rows
@@ -1065,22 +1090,7 @@ def make_edits(
         Folder of the parquet shards, for `open_collection`
     """
     table, all_kinds = (CHART_EDITS, CHART_KINDS) if chart_side else (FIGURE_EDITS, KINDS)
-    kinds, edits = tuple(kinds) or all_kinds, tuple(edits) or tuple(table)
-    _checked_names("edits", edits, table)
-    _checked_names("styles", styles, CHART_STYLES if chart_side else STYLES)
-    _checked_names("kinds", kinds, all_kinds)
-    if chart_side and not possible_edits(edits, styles):
-        raise ValueError(f"edits {edits[0]!r}: expected a style that the charts do not have yet")
-    if lost := [e for e in edits if not set(table[e][1]) & set(kinds)]:
-        raise ValueError(
-            f"kinds {', '.join(kinds)!r}: edit {lost[0]} needs one of "
-            f"{', '.join(table[lost[0]][1])}"
-        )
-    if count < 1 or seed < 0 or 0 < chart_side < 32:
-        raise ValueError(
-            f"count {count}, seed {seed}, chart_side {chart_side}: expected a count from 1, a seed "
-            "from 0 and a side from 32 up"
-        )
+    kinds, edits = _asked_names(count, seed, chart_side, styles, kinds, edits)
     if chart_side:
         draw, args = draw_chart_edit, [seed, list(styles), list(kinds), list(edits), chart_side]
         name, version = f"charts{chart_side}-{'+'.join(styles)}", CHARTS_VERSION
@@ -1102,6 +1112,31 @@ def _names(text: str) -> tuple[str, ...]:
 FIGURE_SIDE = 512  # Longer side of a figure as it comes, pixels
 
 
+def check_drawn_edits(
+    recipe: Recipe,  # edits, figures*
+) -> tuple:  # Of `make_edits`, from `count` to `edits`
+    """Read what `data='edits'` means. Raises RecipeError naming a field that asks for too much.
+
+    Args:
+        recipe: edits, figures*
+
+    Returns:
+        Of `make_edits`, from `count` to `edits`
+    """
+    styles = _names(recipe.figures_style)
+    if len(styles) > 1 and not recipe.figures_side:
+        raise RecipeError(f"figures_style: {recipe.figures_style!r}; edits of figures have one")
+    numbers = (recipe.figures, recipe.figures_seed, recipe.figures_side)
+    named = (styles, _names(recipe.figures_kinds), _names(recipe.edits))
+    try:
+        _asked_names(*numbers, *named)
+    except ValueError as error:
+        what, _, why = str(error).partition(" ")
+        field = dict(styles="figures_style", kinds="figures_kinds").get(what, what)
+        raise RecipeError(f"{field}: {why}") from None
+    return *numbers, *named
+
+
 def drawn_edits(
     recipe: Recipe,  # edits, figures*, reference_images, resolution
 ) -> Path:
@@ -1112,23 +1147,7 @@ def drawn_edits(
     Args:
         recipe: edits, figures*, reference_images, resolution
     """
-    styles = _names(recipe.figures_style)
-    if len(styles) > 1 and not recipe.figures_side:
-        raise RecipeError(f"figures_style: {recipe.figures_style!r}; edits of figures have one")
     own = dict(pictures=2 if recipe.reference_images > 1 else 1)
     own |= dict(side=recipe.resolution if recipe.resolution > FIGURE_SIDE else 0)
-    try:
-        return make_edits(
-            cache_root(recipe.run_root) / "figures",
-            recipe.figures,
-            recipe.figures_seed,
-            recipe.figures_side,
-            styles,
-            _names(recipe.figures_kinds),
-            _names(recipe.edits),
-            **({} if recipe.figures_side else own),
-        )
-    except ValueError as error:
-        what, _, why = str(error).partition(" ")
-        field = dict(styles="figures_style", kinds="figures_kinds").get(what, what)
-        raise RecipeError(f"{field}: {why}") from None
+    folder = cache_root(recipe.run_root) / "figures"
+    return make_edits(folder, *check_drawn_edits(recipe), **({} if recipe.figures_side else own))

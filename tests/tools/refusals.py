@@ -384,6 +384,8 @@ def command(name: str, says: str, *words: str) -> Case:
 
 KLEIN = json.dumps(dict(_class_name="Flux2KleinPipeline", transformer=["diffusers", "x"]))
 OTHER = {"model_index.json": '{"_class_name": "FluxPipeline"}', "transformer/config.json": "{}"}
+EDITS = dict(data="edits", reference_images=1, model="klein", edits="recolor")
+RATED = dict(objective="flow_grpo", reward="no_package:rate")
 CASES = [
     asked("Recipe", "unknown parameter 'modle' (did you mean 'model'?)", modle="klein"),
     asked("Recipe", "model: unknown 'qwen' (did you mean 'qwenimage'?)", model="qwen"),
@@ -549,6 +551,12 @@ CASES = [
     ),
     asked("Name and folders", "or resume=latest to continue it", name="done"),
     asked("Name and folders", "belongs to another recipe (steps", name="done", steps=7),
+    asked("Packages and names", "figures_kinds: 'lines'; kinds of", figures_kinds="lines"),
+    asked("Packages and names", "styles of charts: light", figures_side=96, figures_style="x"),
+    asked("Packages and names", "edits: 'recolor': expected", **EDITS),
+    asked("Packages and names", "known for s4://", data="s4://bucket/shards"),
+    asked("Packages and names", "no_package, which is not", **RATED),
+    asked("Packages and names", "warmup_steps: 1000 is more than", steps=10, warmup_steps=1000),
     asked("Files", "data: no such file or folder: /nowhere", data="/nowhere"),
     asked("Files", "metadata: no such file or folder: /no.csv", metadata="/no.csv"),
     asked("Files", "start_from: no such file or folder", start_from="/nowhere"),
