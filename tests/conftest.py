@@ -11,7 +11,17 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE = 1800  # seconds for a process: so long that only one that hangs needs them
-LONGEST = ("launch", "engines", "distill", "buckets", "epochs", "block_kernels", "lora", "unified")
+LONGEST = (
+    "families",
+    "launch",
+    "engines",
+    "distill",
+    "buckets",
+    "epochs",
+    "block_kernels",
+    "lora",
+    "unified",
+)
 SLOW = "slow: pytest -m slow, or SCIFTUNE_SLOW=1 for everything"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 gc.disable()  # until all is imported, see pytest_collection_finish
