@@ -831,8 +831,8 @@ def load_adapters(
     except Exception as e:  # of any type, for what others wrote
         why = " ".join(str(e).split())[:400]
         raise RecipeError(
-            f"lora_path: {path} holds no adapters that {family.pipeline_class} can load "
-            f"({type(e).__name__}: {why})"
+            f"lora_path: {path} was made for another model, or holds no adapters that "
+            f"{family.pipeline_class} can load ({type(e).__name__}: {why})"
         ) from e
     layers = adapter_layers_of(model)
     parts = {
