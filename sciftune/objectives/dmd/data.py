@@ -259,6 +259,8 @@ def _random_data(recipe: Recipe, family: Family) -> DistillationData:
 def _rejected(collection: Collection | None, engine: Engine, run_dir: RunDir, say: Callable) -> int:
     """How many rows of a collection were set aside, which is said."""
     rejected = len(collection.rejected) if collection else 0
+    for note in collection.notes if engine.main and collection else ():
+        say(note)
     if engine.main and rejected:
         say(f"{rejected} rows set aside, see {run_dir.quarantine}")
     return rejected
