@@ -7,6 +7,8 @@ __all__ = [
     "PACKAGES",
     "write_atomic",
     "replaced_folder",
+    "MetricRows",
+    "MetricsLog",
     "RunDir",
     "cache_root",
     "new_run",
@@ -17,6 +19,7 @@ __all__ = [
 
 # %% ../../nbs/1_core/06_rundir.ipynb #b7ac464d
 import json
+import math
 import os
 import platform
 import re
@@ -25,10 +28,14 @@ import subprocess
 import sys
 import time
 import uuid
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
+from typing import Self
+
+import numpy as np
 
 from .progress import progress
 from .recipe import Recipe
@@ -118,6 +125,140 @@ def replaced_folder(
         shutil.rmtree(old, ignore_errors=True)
 
 
+# %% ../../nbs/1_core/06_rundir.ipynb #c50cd836
+class MetricRows(list):
+    """Training lines in the order of their steps, with columns that are kept."""
+
+    def __init__(self, rows: Iterable[dict] = ()):
+        super().__init__(rows)
+        self.columns = {}  # key -> its values so far
+
+    def column(
+        self,
+        key: str,  # Of a row
+    ) -> np.ndarray:  # (len(self),) float, nan where there is none
+        """The values of `key`; only those of new rows are looked up.
+
+        Args:
+            key: Of a row
+
+        Returns:
+            (len(self),) float, nan where there is none
+        """
+        values = self.columns.setdefault(key, array("d"))
+        found = (row.get(key) for row in self[len(values) :])
+        values.extend(math.nan if value is None else float(value) for value in found)
+        return np.array(values)
+
+
+class MetricsLog:
+    """The rows of a metrics.jsonl, of which only what is new is read.
+
+    Args:
+        path: metrics.jsonl
+    """
+
+    def __init__(
+        self,
+        path: Path,  # metrics.jsonl
+    ):
+        self.path = path
+        self.parsed = 0  # Lines, over all looks
+        self.rewritten = 0  # How often rows have changed that were there before
+        self._names = {}
+        self._clear()
+
+    def _clear(self):
+        self.rows = []  # In the order in which they came
+        self.train = MetricRows()  # With a loss, in the order of their steps
+        self.others = []  # Events, validations, and whatever else is no training line
+        self.jobs = []  # Seconds until the first step, time of the first and of the last row
+        self.kept = {}  # What readers have worked out of the rows so far
+        self._places = {}
+        self._lines = self._offset = 0
+        self._file = None
+
+    def read(self) -> Self:
+        """Read the lines that have been added; everything, where the file is another one."""
+        try:
+            with open(self.path, "rb") as file:
+                status = os.fstat(file.fileno())
+                if self._file != status.st_ino or status.st_size < self._offset:
+                    self.rewritten += self._file is not None
+                    self._clear()
+                    self._file = status.st_ino
+                file.seek(self._offset)
+                self._take(file.read().split(b"\n"))
+        except FileNotFoundError:
+            self._clear()
+        return self
+
+    def _take(self, lines: list[bytes]):
+        """Add lines; the last one may still be without its end."""
+        disordered = False
+        for number, line in enumerate(lines):
+            whole = number < len(lines) - 1
+            try:
+                row = json.loads(line) if line.strip() else None
+            except ValueError:  # a line cut by a kill
+                row = None
+            if whole or row is not None:
+                self._offset += len(line) + whole
+                self._lines += whole
+            if isinstance(row, dict):
+                self.parsed += 1
+                disordered |= self._add({self._names.setdefault(k, k): row[k] for k in row})
+        if disordered:
+            self._sort()
+
+    def _add(self, row: dict) -> bool:
+        """Add a row; returns whether it stands before one that was there."""
+        self._count_time(row)
+        if "event" in row:
+            key = ("event", self._lines, len(self.rows))
+        else:
+            validated = not row.keys().isdisjoint(("held_out", "validation_time"))
+            key = ("held_out" if validated else "train", row.get("step"))
+        if key in self._places:
+            self.rows[self._places[key]] = row
+            return True
+        self._places[key] = len(self.rows)
+        self.rows.append(row)
+        trains = _trains(row)
+        if not trains or key[0] != "train":
+            self.others.append(row)
+        late = trains and bool(self.train) and row["step"] < self.train[-1]["step"]
+        if trains:
+            self.train.append(row)
+        return late
+
+    def _sort(self):
+        """Sort out the rows again, since earlier ones have changed."""
+        self.rewritten += 1
+        self.kept = {}
+        self.train = MetricRows(sorted(filter(_trains, self.rows), key=lambda row: row["step"]))
+        self.others = [
+            row
+            for row in self.rows
+            if not _trains(row) or not row.keys().isdisjoint(("held_out", "validation_time"))
+        ]
+
+    def _count_time(self, row: dict):
+        """Note when a job has begun and how far it came."""
+        if row.get("event") == "launch":
+            self.jobs.append([row.get("total", 0.0), None, None])
+        elif "time" in row and "loss" in row:
+            if not self.jobs:
+                self.jobs.append([0.0, None, None])
+            self.jobs[-1][1] = self.jobs[-1][1] or row["time"]
+            self.jobs[-1][2] = row["time"]
+
+
+def _trains(row: dict) -> bool:
+    """Whether a row is a training line."""
+    return "loss" in row and "step" in row and "event" not in row
+
+
 # %% ../../nbs/1_core/06_rundir.ipynb #c50cd834
 class RunDir:
     """The run folder `path` and the names in it.
@@ -131,6 +272,7 @@ class RunDir:
         path: str | Path,  # runs/<name>
     ):
         self.path = Path(path).absolute()
+        self._metrics_log = MetricsLog(self.metrics)
 
     @property
     def recipe(self) -> Path:
@@ -238,26 +380,16 @@ class RunDir:
                 cut = f.read(1) != b"\n"
             f.write(b"\n" * cut + json.dumps(row).encode() + b"\n")
 
+    def metrics_log(self) -> "MetricsLog":
+        """The rows of metrics.jsonl; what this object has read before is not read again."""
+        return self._metrics_log.read()
+
     def read_metrics(self) -> list[dict]:
         """Every complete line of metrics.jsonl.
 
         Where a resumed run repeated a step, its later line stands; events all stand.
         """
-        if not self.metrics.exists():
-            return []
-        rows = {}
-        for number, line in enumerate(self.metrics.read_text().splitlines()):
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                continue  # a line cut by a kill
-            if "event" in row:
-                key = ("event", number)
-            else:
-                validated = not row.keys().isdisjoint(("held_out", "validation_time"))
-                key = ("held_out" if validated else "train", row.get("step"))
-            rows[key] = row
-        return list(rows.values())
+        return list(self.metrics_log().rows)
 
 
 # %% ../../nbs/1_core/06_rundir.ipynb #6810b6ba

@@ -52,6 +52,7 @@ from sciftune.lab.plots import (
     smooth,
     train_rows,
     validation_rows,
+    without_formulas,
 )
 from .scores import SCORES, read_evaluation
 from .summary import outcome, picture_rows, typed_value
@@ -219,7 +220,7 @@ def plot_losses(
     if len(starts) == 1:
         axes[1].axhline(starts.pop(), color=COLORS["dark"], ls=":", lw=0.9)
     add_legend(axes[1])
-    return fig
+    return without_formulas(fig)
 
 
 # %% ../../nbs/9_lab/21_compare.ipynb #b7a78cf9
@@ -266,7 +267,7 @@ def plot_field(
     if numbers and min(values) > 0 and max(values) >= 5 * min(values):
         ax.set_xscale("log")
     add_legend(ax)
-    return fig
+    return without_formulas(fig)
 
 
 # %% ../../nbs/9_lab/21_compare.ipynb #1dcc6d51
@@ -304,4 +305,4 @@ def plot_pictures(
         for ax, found in zip(row[1:], pictures, strict=True):
             if prompt in found:
                 ax.imshow(imread(found[prompt]), cmap="gray")
-    return fig
+    return without_formulas(fig)

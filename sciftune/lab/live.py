@@ -85,9 +85,14 @@ def time_left(
     run: RunDir,
 ) -> TimeLeft:
     """The time that is left, from the rows of `run`."""
-    recipe = recipe_of(run)
-    left = TimeLeft(recipe.steps, recipe.validation_steps, recipe.checkpoint_steps)
-    for row in run.read_metrics():
+    log = run.metrics_log()
+    if "time left" not in log.kept:
+        recipe = recipe_of(run)
+        times = (recipe.steps, recipe.validation_steps, recipe.checkpoint_steps)
+        log.kept["time left"] = [0, TimeLeft(*times)]
+    seen, left = log.kept["time left"]
+    log.kept["time left"][0] = len(log.rows)
+    for row in log.rows[seen:]:
         if row.get("validation_time"):
             left.between("validation", row["validation_time"])
         elif row.get("event") == "checkpoint":

@@ -54,6 +54,7 @@ __all__ = [
     "CROPPED",
     "ENLARGED",
     "SHRUNK",
+    "CROP_CURES",
     "MANY",
     "HEADERS",
     "Fault",
@@ -171,6 +172,10 @@ def worst_findings(
 CROPPED = 0.05  # Share of an image's pixels
 ENLARGED = 1.1  # Times its size
 SHRUNK = 4.0  # Times smaller
+CROP_CURES = {
+    "crop": "fit=bucket keeps the aspect ratio, fit=pad every pixel",
+    "bucket": "fit=pad keeps every pixel; a wider range of bucket_min and bucket_max cuts less",
+}  # The `fit` that is set -> what would be right in its place
 
 
 def _ordered(faults: Iterable[Fault]) -> list[Fault]:
@@ -187,12 +192,14 @@ def cropped_images(
     ids: Sequence[str],
     shapes: Sequence[tuple[int, int]],  # (width, height) of every image
     sizes: Sequence[tuple[int, int]],  # (height, width) at which it is trained
+    fit: str = "crop",  # That made the sizes: 'crop' or 'bucket'
 ) -> list[DataFinding]:  # One, or none
     """Find images of which much is cut off.
 
     Args:
         shapes: (width, height) of every image
         sizes: (height, width) at which it is trained
+        fit: That made the sizes: 'crop' or 'bucket'
 
     Returns:
         One, or none
@@ -210,8 +217,7 @@ def cropped_images(
         f"{len(faults)} of {len(ids)} images lose more than {percent(CROPPED)} of their pixels, "
         f"at most {percent(max(lost))}; {percent(mean)} of all pixels are cut"
     )
-    cure = "fit=bucket keeps the aspect ratio, fit=pad every pixel"
-    return [DataFinding("cropped", says, cure, mean, _ordered(faults))]
+    return [DataFinding("cropped", says, CROP_CURES[fit], mean, _ordered(faults))]
 
 
 def scaled_images(
@@ -723,7 +729,7 @@ def _measured(recipe, ids, shapes, captions, rejected, total: int) -> DataLook:
     sizes = training_sizes(recipe, ids, shapes)
     found = unreadable_rows(rejected, total + len(rejected), recipe.max_bad_fraction)
     if recipe.fit != "pad":
-        found += cropped_images(ids, shapes, sizes)
+        found += cropped_images(ids, shapes, sizes, recipe.fit)
     found += scaled_images(ids, shapes, sizes)
     tokens, notes = [], []
     try:
@@ -778,7 +784,8 @@ def recommended_fields(
         side = recipe.resolution
         multiple, step = recipe.size_multiple, recipe.sides()[2]
         sides = {max(step, side * part // 4 // multiple * multiple) for part in (2, 3, 4)}
-        wanted["fit"] = recipe.fit if recipe.fit != "crop" else "bucket"
+        if recipe.fit == "crop":
+            wanted["fit"] = "bucket"
         wanted["bucket_sides"] = ",".join(map(str, sorted(sides)))
     if tokens := wanted_tokens(recipe, look.tokens):
         wanted["text_tokens"] = tokens

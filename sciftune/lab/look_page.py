@@ -32,7 +32,15 @@ from ..core.recipe import Recipe
 from ..data.buckets import Sizing
 from ..data.images import Sample, load_picture, pixels
 from .look import DataFinding, DataLook, percent
-from .plots import COLORS, PART_COLORS, Table, add_legend, empty_figure, figure
+from sciftune.lab.plots import (
+    COLORS,
+    PART_COLORS,
+    Table,
+    add_legend,
+    empty_figure,
+    figure,
+    without_formulas,
+)
 
 
 # %% ../../nbs/9_lab/26_look_page.ipynb #3f8182e2
@@ -211,7 +219,7 @@ def sample_page(
         row[2].text(0, 0.5, _sample_text(sample, look), fontsize=6, va="center")
     for ax in axes.flat:
         ax.axis("off")
-    return fig
+    return without_formulas(fig)
 
 
 def _sample_text(sample: Sample, look: DataLook) -> str:
@@ -276,4 +284,4 @@ def pairs_page(
             ax.set_title(textwrap.shorten(name, 28), fontsize=6)
     for ax in axes.flat:
         ax.axis("off")
-    return fig
+    return without_formulas(fig)

@@ -17,6 +17,7 @@ __all__ = [
     "smooth",
     "figure",
     "add_legend",
+    "without_formulas",
     "empty_figure",
     "body_limit",
     "readable_size",
@@ -66,13 +67,15 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import imread
+from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 
 from ..core.diagnosis import Case, recognise
+from ..core.markup import escaped
 from ..core.plan import Plan, PlanRow
 from ..core.processes import ENDINGS
 from ..core.recipe import Recipe
-from ..core.rundir import RunDir
+from ..core.rundir import MetricRows, RunDir
 
 
 # %% ../../nbs/9_lab/01_plots.ipynb #806a687b
@@ -102,9 +105,7 @@ def train_rows(
     Returns:
         Training lines in the order of their steps
     """
-    rows = as_run(run).read_metrics()
-    steps = [row for row in rows if {"loss", "step"} <= row.keys() and "event" not in row]
-    return sorted(steps, key=lambda row: row["step"])
+    return as_run(run).metrics_log().train
 
 
 # %% ../../nbs/9_lab/01_plots.ipynb #1e674235
@@ -119,7 +120,7 @@ def validation_rows(
     Returns:
         Validation lines in the order of their steps
     """
-    rows = [row for row in as_run(run).read_metrics() if row.get("held_out") is not None]
+    rows = [row for row in as_run(run).metrics_log().others if row.get("held_out") is not None]
     return sorted(rows, key=lambda row: row["step"])
 
 
@@ -137,6 +138,8 @@ def column(
     Returns:
         (len(rows),) float
     """
+    if isinstance(rows, MetricRows):
+        return rows.column(key)
     values = [row.get(key) for row in rows]
     return np.array([np.nan if value is None else float(value) for value in values])
 
@@ -160,6 +163,9 @@ def evenly(
 
 
 # %% ../../nbs/9_lab/01_plots.ipynb #9cd731da
+_STRETCH = 64  # Values that are averaged at once: no power of beta leaves the range of a float
+
+
 def smooth(
     values: np.ndarray | list[float],  # (n,), nan allowed
     beta: float | None = None,  # Memory of 1/(1-beta) values; None = a twentieth, 4 to 100 values
@@ -175,13 +181,18 @@ def smooth(
     """
     if beta is None:
         beta = 1 - 1 / min(100, max(4, len(values) / 20))
-    average, weight, smoothed = 0.0, 0.0, []
-    for value in np.asarray(values, float):
-        if np.isfinite(value):
-            average = beta * average + (1 - beta) * value
-            weight = beta * weight + (1 - beta)
-        smoothed.append(average / weight if weight else np.nan)
-    return np.array(smoothed)
+    values = np.asarray(values, float)
+    finite = np.isfinite(values)
+    known = values[finite]
+    averages, last = np.empty(len(known)), 0.0
+    powers = beta ** np.arange(1, _STRETCH + 1)
+    for begin in range(0, len(known), _STRETCH):
+        part = known[begin : begin + _STRETCH]
+        own = powers[: len(part)]
+        averages[begin : begin + len(part)] = own * (last + (1 - beta) * np.cumsum(part / own))
+        last = averages[begin + len(part) - 1]
+    averages /= 1 - beta ** np.arange(1, len(known) + 1)
+    return np.concatenate([[np.nan], averages])[np.cumsum(finite)]
 
 
 # %% ../../nbs/9_lab/01_plots.ipynb #d79ad962
@@ -251,6 +262,19 @@ def add_legend(
             borderaxespad=0.3,
             **options,
         )
+
+
+def without_formulas(
+    fig: Figure,
+) -> Figure:  # The same one
+    """Show names and captions in a figure as they are: `$` begins no formula.
+
+    Returns:
+        The same one
+    """
+    for text in fig.findobj(Text):
+        text.set_parse_math(False)
+    return fig
 
 
 # %% ../../nbs/9_lab/01_plots.ipynb #15a9766e
@@ -814,7 +838,7 @@ def plot_images(
         prompt = prompts[i] if i < len(prompts) else name
         text = textwrap.fill(textwrap.shorten(prompt, 110, placeholder=" …"), 22)
         ax.text(0, 0.5, text, fontsize=6, va="center", transform=ax.transAxes)
-    return fig
+    return without_formulas(fig)
 
 
 # %% ../../nbs/9_lab/01_plots.ipynb #50a5214d
@@ -881,9 +905,9 @@ class Table:
         return "\n".join("  ".join(line).rstrip() for line in padded)
 
     def _repr_markdown_(self) -> str:
-        lines = [self.header, ["---"] * len(self.header), *self.rows]
-        escaped = [[cell.replace("|", "\\|") for cell in line] for line in lines]
-        return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
+        lines = [[escaped(cell) for cell in line] for line in (self.header, *self.rows)]
+        lines.insert(1, ["---"] * len(self.header))
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 # %% ../../nbs/9_lab/01_plots.ipynb #4e3e3030
@@ -994,7 +1018,7 @@ def update_rows(
     Returns:
         One per network and measurement
     """
-    rows = as_run(run).read_metrics()
+    rows = as_run(run).metrics_log().others
     measured = [row for row in rows if row.get("event") == "updates" and row.get("blocks")]
     return sorted(measured, key=lambda row: row["step"])
 
@@ -1107,7 +1131,7 @@ def recognised_troubles(
         run: A run folder or its path
     """
     run = as_run(run)
-    events = [row for row in run.read_metrics() if row.get("event") == "trouble"]
+    events = [row for row in run.metrics_log().others if row.get("event") == "trouble"]
     rows = [(f"step {row['step']}", row["name"], row["cause"], row["cure"]) for row in events]
     if case := failure_of(run):
         found = [("at the end", one.name, one.cause, one.cure) for one in recognise(case)]

@@ -30,6 +30,7 @@ from pathlib import Path
 import nbformat
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
+from ..core.markup import escaped
 from ..core.recipe import Recipe
 from ..core.rundir import RunDir
 from .distillation import DISTILLATION_CELLS
@@ -142,7 +143,7 @@ def report_notebook(
     Returns:
         Without outputs
     """
-    cells = [new_markdown_cell(f"# {run.path.name}", id="title")]
+    cells = [new_markdown_cell(f"# {escaped(run.path.name)}", id="title")]
     for i, (text, code) in enumerate(report_cells(run)):
         if text:
             cells.append(new_markdown_cell(text, id=f"text-{i}"))

@@ -141,7 +141,7 @@ def for_page(
             ax.get_legend().remove()
         for line in ax.lines:
             line.set_data(*extremes(*map(np.asarray, line.get_data(orig=True))))
-    for text in figure.findobj(Text):
+    for text in plots.without_formulas(figure).findobj(Text):
         text.set_fontsize(text.get_fontsize() + 1.5)
     rows = -(-len(labels) // 2)
     figure.set_size_inches(4.7, max(2.3, height) + 0.2 * rows)
@@ -329,7 +329,7 @@ def event_rows(
         Step, event, the rest
     """
     rows = []
-    for row in run.read_metrics():
+    for row in run.metrics_log().others:
         if row.get("event") in (None, "trouble", "updates"):
             continue
         rest = {key: value for key, value in row.items() if key not in ("event", "step")}

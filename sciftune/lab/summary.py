@@ -36,7 +36,6 @@ __all__ = [
 # %% ../../nbs/9_lab/28_summary.ipynb #7ad14be2
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -200,7 +199,8 @@ def _ending(run: RunDir) -> str:
     """State and step, in a sentence."""
     steps, step, now = recipe_of(run).steps, reached_step(run), state(run)
     at = f"step {step:,} of {steps:,}"
-    if now == "finished" and any(row.get("event") == "stopped" for row in run.read_metrics()[-3:]):
+    last = run.metrics_log().rows[-3:]
+    if now == "finished" and any(row.get("event") == "stopped" for row in last):
         now = "stopped"  # by SIGUSR1, which schedulers count as well ended
     sentences = {
         "prepared": "Prepared; no job has been started.",
@@ -309,16 +309,6 @@ def verdict(
 
 
 # %% ../../nbs/9_lab/28_summary.ipynb #00da2e89
-def _raw_rows(run: RunDir) -> Iterator[dict]:
-    """Every whole line of metrics.jsonl in its order, repeated steps too."""
-    lines = run.metrics.read_text().splitlines() if run.metrics.exists() else []
-    for line in lines:
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            continue
-
-
 def seconds_used(
     run: RunDir | str | Path,  # A run folder or its path
 ) -> float:  # 0 where nothing was measured
@@ -331,16 +321,7 @@ def seconds_used(
         0 where nothing was measured
     """
     run = as_run(run)
-    jobs: list[list] = []  # seconds until the first step, time of the first and of the last row
-    before = 0.0
-    for row in _raw_rows(run):
-        if row.get("event") == "launch":
-            jobs.append([row.get("total", 0.0), None, None])
-        elif "time" in row and "loss" in row:
-            if not jobs:
-                jobs.append([0.0, None, None])
-            jobs[-1][1] = jobs[-1][1] or row["time"]
-            jobs[-1][2] = row["time"]
+    jobs, before = list(run.metrics_log().jobs), 0.0
     status = read_status(run)
     if jobs and status.get("started") and status.get("ended"):
         jobs.pop()
@@ -418,7 +399,7 @@ def evaluation_of(
 
 def _followed(run: RunDir) -> list[EvaluatedScore]:
     """What the reader of charts found in the validation pictures."""
-    rows = [row for row in run.read_metrics() if "follows" in row]
+    rows = [row for row in run.metrics_log().others if "follows" in row]
     labels = dict(follows_kind="kind of chart right", follows_count="number of marks right")
     return [
         EvaluatedScore(label, rows[0][key] if len(rows) > 1 else math.nan, rows[-1][key])

@@ -31,6 +31,7 @@ import diffusers
 import yaml
 from PIL import Image
 
+from ..core.markup import code_block, escaped
 from ..core.recipe import Recipe
 from ..core.registry import FamilyRecord, find_record
 from ..core.rundir import RunDir, write_atomic
@@ -261,9 +262,7 @@ Fine-tuned with sciftune {version} from {base}{licence}: {what}.
 FOLDER is this folder, or its name on a hub; BASE, where it stands, the pipeline that was trained
 from{given}.
 
-```python
 {code}
-```
 {student}
 ## Training
 | | |
@@ -272,8 +271,7 @@ from{given}.
 
 The recipe, where it differs from the defaults:
 
-```yaml
-{recipe}```
+{recipe}
 """
 STUDENT = """
 A distilled student: sample with `guidance_scale=0` and the scheduler that stands here; guidance
@@ -312,13 +310,13 @@ def what_was_trained(
 def _table_rows(run: RunDir) -> str:
     """Data, measured numbers and versions as rows of a table."""
     record = json.loads(run.record.read_text()) if run.record.exists() else {}
-    rows = [("fingerprint of the data (sha256)", f"`{record['data']}`")] if "data" in record else []
+    rows = [("fingerprint of the data (sha256)", record["data"])] if "data" in record else []
     rows += measured_rows(run)
     versions = record.get("packages", {})
     shown = ("sciftune", "torch", "diffusers", "transformers", "peft")
     if versions:
         rows.append(("versions", ", ".join(f"{n} {versions[n]}" for n in shown if n in versions)))
-    return "\n".join(f"| {what} | {value} |" for what, value in rows)
+    return "\n".join(f"| {escaped(what)} | {escaped(value)} |" for what, value in rows)
 
 
 def model_card(
@@ -340,19 +338,19 @@ def model_card(
     versions = json.loads(run.record.read_text())["packages"] if run.record.exists() else {}
     shown = "\n![Before and after, same prompts and noise](samples.png)\n" if pictures else ""
     return card_head(recipe) + CARD.format(
-        title=run.path.name,
-        version=versions.get("sciftune", ""),
-        base=base,
-        licence=f" (licence: {licence})" if licence else "",
-        what=what_was_trained(recipe),
+        title=escaped(run.path.name),
+        version=escaped(versions.get("sciftune", "")),
+        base=escaped(base),
+        licence=f" (licence: {escaped(licence)})" if licence else "",
+        what=escaped(what_was_trained(recipe)),
         pictures=shown,
         given="; source1.png and so on are the pictures to change"
         if recipe.reference_images
         else "",
-        code=loading_code(recipe, folder),
+        code=code_block(loading_code(recipe, folder), "python"),
         student=STUDENT if recipe.objective.startswith("dmd") else "",
         rows=_table_rows(run),
-        recipe=shown_recipe(recipe),
+        recipe=code_block(shown_recipe(recipe), "yaml"),
     )
 
 
