@@ -6,6 +6,7 @@
 __all__ = [
     "CheckpointError",
     "checkpoint_name",
+    "CheckpointInfo",
     "checkpoint_info",
     "checkpoint_fault",
     "checkpoint_damage",
@@ -22,7 +23,10 @@ __all__ = [
 from collections.abc import Callable
 from pathlib import Path
 
-from .digests import damage, unsealed
+from pydantic import BaseModel
+
+from .digests import DigestRecord, damage, unsealed
+from .files import of_kind, read_bytes
 from .recipe import Recipe, RecipeError, changed, restored
 from .rundir import RunDir
 
@@ -44,15 +48,40 @@ def checkpoint_name(
 
 
 # %% ../../nbs/1_core/13_checkpoint_folders.ipynb #09ea1f1a
+class CheckpointInfo(BaseModel):
+    """Types of what stands in `info.json`; the trainer writes all of it.
+
+    Attributes:
+        data: Fingerprint
+        files: Name -> bytes
+        steps: Of each network
+        clip: Of each network
+    """
+
+    step: int = 0
+    world_size: int = 1
+    recipe: dict | None = None
+    data: str = ""  # Fingerprint
+    task: dict = {}
+    files: dict[str, int] = {}  # Name -> bytes
+    digests: DigestRecord | None = None
+    steps: dict[str, int] = {}  # Of each network
+    clip: dict[str, float] = {}  # Of each network
+    ema: list[str] = []
+    finite: bool = True
+    not_finite: list[str] = []
+
+
 def checkpoint_info(
     folder: Path,  # A complete checkpoint
 ) -> dict:
-    """`info.json` of a checkpoint. Raises ValueError when it is damaged, OSError without it.
+    """`info.json` of a checkpoint. Raises ValueError when it is damaged or missing.
 
     Args:
         folder: A complete checkpoint
     """
-    return unsealed((Path(folder) / "info.json").read_bytes())
+    file = Path(folder) / "info.json"
+    return of_kind(CheckpointInfo, unsealed(read_bytes(file)), file)
 
 
 # %% ../../nbs/1_core/13_checkpoint_folders.ipynb #748f6892
@@ -66,12 +95,12 @@ def checkpoint_fault(
     """
     try:
         info = checkpoint_info(folder)
-        files = dict(info["files"])
-    except (OSError, ValueError, KeyError, TypeError) as e:
+        files = info["files"]
+    except (ValueError, KeyError) as e:
         return f"{folder}: no readable info.json ({e})"
     for name, size in files.items():
         file = Path(folder) / name
-        if Path(name).name != name:
+        if Path(name).name != name or len(name) > 255:
             return f"{folder}: info.json names {name}, which is not a file of the folder"
         if not file.exists():
             return f"{folder}: {name} is missing"

@@ -10,6 +10,8 @@ __all__ = [
     "BlockDigests",
     "DigestingFile",
     "file_digests",
+    "DigestRecord",
+    "Digests",
     "digest_record",
     "damage",
     "sealed",
@@ -28,6 +30,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
+from pydantic import BaseModel, PositiveInt
+
+from .files import FileError, of_kind, parsed_json, read_bytes
 from .progress import progress
 from .rundir import write_atomic
 
@@ -148,6 +153,24 @@ def file_digests(
 
 
 # %% ../../nbs/1_core/12_digests.ipynb #c482fa61
+class DigestRecord(BaseModel):
+    """What is kept of the digests of a folder.
+
+    Attributes:
+        block: Bytes
+        crc32: Path below the folder -> digests of its blocks
+    """
+
+    block: PositiveInt  # Bytes
+    crc32: dict[str, list[str]]  # Path below the folder -> digests of its blocks
+
+
+class Digests(BaseModel):
+    """A record that holds digests."""
+
+    digests: DigestRecord
+
+
 def digest_record(
     files: Mapping[str, list[str]],  # Path below the folder -> digests of its blocks
     block: int = DIGEST_BLOCK,  # Bytes
@@ -248,7 +271,7 @@ def unsealed(
         Without the seal
     """
     head, mark, tail = text.rpartition(SEAL.encode())
-    values = json.loads(text)
+    values = parsed_json(text)
     if not isinstance(values, dict):
         raise ValueError("it is no record")
     if mark and tail != f'{zlib.crc32(head):08x}"}}'.encode():
@@ -294,8 +317,10 @@ def read_digests(
     if not file.is_file():
         return digest_record({})
     try:
-        return unsealed(file.read_bytes())["digests"]
-    except (ValueError, KeyError) as error:
+        return of_kind(Digests, unsealed(read_bytes(file)), file)["digests"]
+    except FileError:
+        raise
+    except ValueError as error:
         raise ValueError(f"{file} is damaged ({error})") from None
 
 

@@ -15,6 +15,8 @@ __all__ = [
     "FolderInUseError",
     "Owner",
     "read_owner",
+    "lock_folder",
+    "is_locked_folder",
     "holder",
     "FolderLock",
     "folder_owner",
@@ -25,10 +27,12 @@ __all__ = [
 # %% ../../nbs/1_core/07_ownership.ipynb #edfd49f4
 import contextlib
 import ctypes
+import errno
 import fcntl
 import json
 import os
 import signal
+import stat
 import sys
 import threading
 import time
@@ -37,6 +41,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
+
+from .files import FileError, read_object
 
 # %% ../../nbs/1_core/07_ownership.ipynb #bd6d5d18
 LAUNCHER = "SCIFTUNE_LAUNCHER"  # Variable of the environment: process id of who launched the run
@@ -140,9 +146,12 @@ def read_owner(
         None: there is none, or nothing in it yet
     """
     try:
-        return Owner(**json.loads(Path(file).read_text()))
-    except (OSError, ValueError, TypeError):
+        owner = Owner(**read_object(file))
+    except (FileError, TypeError):
         return None
+    wanted = dict(role=str, host=str, pid=int, started=(int, float))
+    fits = all(isinstance(getattr(owner, name), kind) for name, kind in wanted.items())
+    return owner if fits and 0 <= owner.pid < 2**31 and 0 <= owner.started < 2**35 else None
 
 
 # %% ../../nbs/1_core/07_ownership.ipynb #fce53712
@@ -161,9 +170,47 @@ def _flock(handle: int, kind: int) -> bool | None:
         return None
 
 
+def lock_folder(
+    folder: str | Path,
+) -> int:  # Open; the lock ends when it is closed, or with the process
+    """Lock a folder that this process made.
+
+    Returns:
+        Open; the lock ends when it is closed, or with the process
+    """
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    _flock(handle, fcntl.LOCK_EX)
+    return handle
+
+
+def is_locked_folder(
+    folder: str | Path,
+) -> bool:
+    """Return whether a process has locked a folder, or whether that cannot be told."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        return not _flock(handle, fcntl.LOCK_EX)
+    finally:
+        os.close(handle)
+
+
 def _signs(handle: int) -> bool:
-    """Whether the last sign of life is recent."""
-    return time.time() - os.fstat(handle).st_mtime < SILENT_AFTER
+    """Whether the last sign of life is recent; one of the future, by another clock, is none."""
+    return abs(time.time() - os.fstat(handle).st_mtime) < SILENT_AFTER
+
+
+def _opened(file: Path, flags: int) -> int:
+    """Open a lock file without following a link. Raises FolderInUseError for what is no file."""
+    try:
+        handle = os.open(file, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise FolderInUseError(f"{file} is a link or no file; remove it") from None
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise FolderInUseError(f"{file} is no regular file; remove it")
+    return handle
 
 
 def holder(
@@ -178,7 +225,7 @@ def holder(
         None: nobody
     """
     try:
-        handle = os.open(file, os.O_RDONLY)
+        handle = _opened(file, os.O_RDONLY)
     except OSError:
         return None
     try:
@@ -249,7 +296,7 @@ class FolderLock:
         """
         _lasting_holder(self.file)  # which waits while the system ends one that was killed
         for _ in range(self.tries):
-            handle = os.open(self.file, os.O_RDWR | os.O_CREAT, 0o644)
+            handle = _opened(self.file, os.O_RDWR | os.O_CREAT)
             if _flock(handle, fcntl.LOCK_EX) is not False and self._is_there(handle):
                 break
             os.close(handle)

@@ -9,8 +9,9 @@ __all__ = ["PlanRow", "Plan"]
 import json
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
+from .files import read_kind
 from .rundir import write_atomic
 
 
@@ -122,10 +123,7 @@ class Plan(BaseModel):
         path = Path(path)
         if not path.exists():
             return cls()
-        try:
-            return cls.model_validate_json(path.read_text())
-        except ValidationError as e:
-            raise ValueError(f"{path} is not a plan: {e}") from None
+        return read_kind(cls, path)
 
     def save(
         self,

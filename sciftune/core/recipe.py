@@ -33,6 +33,7 @@ __all__ = [
     "restored",
     "foreign_names",
     "foreign_meanings",
+    "check_names",
     "resolve",
     "warmup_fault",
     "launch_preset",
@@ -63,6 +64,7 @@ from sciftune.core.aliases import (
     translated,
     with_family,
 )
+from .files import FileError, read_mapping
 from .presets import PresetError, preset_values
 from sciftune.core.registry import (
     ObjectiveRecord,
@@ -641,12 +643,11 @@ class Recipe(Fields):
             path: recipe.yaml
         """
         try:
-            values = yaml.safe_load(Path(path).read_text())
-        except (OSError, yaml.YAMLError) as error:
+            return restored(read_mapping(path))
+        except FileError as error:
+            raise RecipeError(f"recipe {error}") from None
+        except RecipeError as error:
             raise RecipeError(f"recipe {path}: {error}") from None
-        if not isinstance(values, dict):
-            raise RecipeError(f"recipe {path}: must hold one mapping of field names to values")
-        return restored(values)
 
     def yaml(self) -> str:
         """The whole record as YAML, in the order of the fields."""
@@ -753,6 +754,8 @@ def restored(
     Args:
         values: What recipe.yaml or a checkpoint holds
     """
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise RecipeError("recipe: must hold one mapping of field names to values")
     values = _with_fit(dict(values))
     written = values.pop("format", 1)
     if written == FORMAT:
@@ -827,6 +830,21 @@ def _fields_text(fields: Mapping[str, Any]) -> str:
 
 
 # %% ../../nbs/1_core/05_recipe.ipynb #a289270a
+def check_names(
+    given: Mapping[str, Any],  # Recipe fields and foreign names
+) -> None:
+    """Raise RecipeError for a model, preset, objective or folder that is of another type.
+
+    Args:
+        given: Recipe fields and foreign names
+    """
+    for name in ("model", "preset", "objective"):
+        _check_name(name, given.get(name) or "")
+    for name in ("name", "run_root", "resume"):
+        if not isinstance(given.get(name) or "", (str, int, float)):
+            raise RecipeError(f"{name}: must be text; got {_shortened(masked(repr(given[name])))}")
+
+
 def _check_name(field: str, name: Any):
     """Raise RecipeError for what cannot be the name of a record or preset."""
     if not isinstance(name, str) or not name.isprintable() or len(name) > 80:
@@ -849,8 +867,7 @@ def resolve(
     """
     given = with_family({k: v for k, v in params.items() if v is not None})
     written = given.pop("format", None)  # of a kept recipe.yaml, which may be older than a check
-    for name in ("model", "preset", "objective"):
-        _check_name(name, given.get(name, ""))
+    check_names(given)
     below = dict(earlier) if earlier else _preset_of(given)
     _refuse_others_names(given, given.get("objective") or below["objective"])
     given = _with_length(translated(given, below, foreign_names(), here))
@@ -907,7 +924,8 @@ def launch_preset(
     """
     given, names = with_family(given), foreign_names().fields
     named = {names.get(name, name) for name, value in given.items() if value is not None}
-    family = records("models").get(given.get("model") or "qwenimage")
+    model = given.get("model") or "qwenimage"
+    family = records("models").get(model) if isinstance(model, str) else None
     shown = family and family.nano and not named & {"model_path", "objective"}
     return "nano_style" if shown else "tiny"
 

@@ -4,8 +4,10 @@
 
 # %% auto #0
 __all__ = [
+    "UNFINISHED_AFTER",
     "PACKAGES",
     "write_atomic",
+    "sweep_unfinished",
     "replaced_folder",
     "MetricRows",
     "MetricsLog",
@@ -18,6 +20,7 @@ __all__ = [
 ]
 
 # %% ../../nbs/1_core/06_rundir.ipynb #b7ac464d
+import contextlib
 import json
 import math
 import os
@@ -37,12 +40,19 @@ from typing import Self
 
 import numpy as np
 
+from .files import read_object
+from .ownership import is_locked_folder, lock_folder
 from .progress import progress
 from .recipe import Recipe
 from .registry import package_folder
 
 
 # %% ../../nbs/1_core/06_rundir.ipynb #33ce4a35
+def _without_links(path: str, flags: int) -> int:
+    """Open a file that is no link."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 def write_atomic(
     path: str | Path,  # Where the file shall be
     text: str | bytes,  # Its content
@@ -56,7 +66,7 @@ def write_atomic(
     path = Path(path)
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with open(aside, "wb") as f:
+        with open(aside, "wb", opener=_without_links) as f:
             f.write(text.encode() if isinstance(text, str) else text)
             f.flush()
             os.fsync(f.fileno())
@@ -83,6 +93,34 @@ def _sync(folder: Path):
         progress(f"{path.name}: on the disk")
 
 
+UNFINISHED_AFTER = 60.0  # Seconds after which a folder that was to be replaced is nobody's
+
+
+def sweep_unfinished(
+    path: str | Path,  # Of a folder that `replaced_folder` writes
+) -> None:
+    """Remove what killed writers of `path` left beside it; what one was replacing comes back.
+
+    A writer locks the folder that it writes, and the lock ends with it.
+
+    Args:
+        path: Of a folder that `replaced_folder` writes
+    """
+    path = Path(path)
+    ours = re.compile(re.escape(f".{path.name}.") + r"[0-9a-f]{8}(?P<old>\.old)?")
+    found = path.parent.iterdir() if path.parent.is_dir() else ()
+    for place in [place for place in found if ours.fullmatch(place.name)]:
+        with contextlib.suppress(OSError):
+            if place.is_symlink() or is_locked_folder(place):
+                continue
+            if place.suffix != ".old":
+                shutil.rmtree(place)
+            elif time.time() - place.stat().st_ctime > UNFINISHED_AFTER:
+                if not path.exists():
+                    os.rename(place, path)
+                shutil.rmtree(place, ignore_errors=True)
+
+
 @contextmanager
 def replaced_folder(
     path: str | Path,  # Where the folder shall be
@@ -102,10 +140,14 @@ def replaced_folder(
         An empty folder beside it, to write into
     """
     path = Path(path)
+    sweep_unfinished(path)
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     old = path.with_name(f"{aside.name}.old")
-    aside.mkdir(parents=True)
+    new = path.with_name(f"{aside.name}.new")
+    new.mkdir(parents=True)
+    handle = lock_folder(new)
     try:
+        os.rename(new, aside)
         yield aside
         _sync(aside)
         if unless and path.exists() and unless(path):
@@ -119,10 +161,12 @@ def replaced_folder(
             if not (unless and unless(path)):
                 raise
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        for unfinished in (new, aside):
+            shutil.rmtree(unfinished, ignore_errors=True)
         if old.exists() and not path.exists():
             os.rename(old, path)
         shutil.rmtree(old, ignore_errors=True)
+        os.close(handle)
 
 
 # %% ../../nbs/1_core/06_rundir.ipynb #c50cd836
@@ -200,7 +244,7 @@ class MetricsLog:
             whole = number < len(lines) - 1
             try:
                 row = json.loads(line) if line.strip() else None
-            except ValueError:  # a line cut by a kill
+            except (ValueError, RecursionError):  # a line cut by a kill, or no row
                 row = None
             if whole or row is not None:
                 self._offset += len(line) + whole
@@ -343,6 +387,10 @@ class RunDir:
     def record(self) -> Path:
         """Code, versions, hardware."""
         return self.path / "record.json"
+
+    def read_record(self) -> dict:
+        """Code, versions, hardware and data; empty where training has not begun."""
+        return read_object(self.record, absent={})
 
     @property
     def status(self) -> Path:

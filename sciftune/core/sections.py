@@ -5,6 +5,9 @@
 # %% auto #0
 __all__ = [
     "WHOLE_LIMIT",
+    "NUMBER_LIMIT",
+    "ADDRESSED",
+    "PROSE",
     "BUILT_IN",
     "DRAWN",
     "Precisions",
@@ -168,6 +171,24 @@ def _without_secrets(data: str) -> str:
 
 
 WHOLE_LIMIT = 2**31  # What a whole number of a recipe stays below
+NUMBER_LIMIT = 1e9  # What any other number stays below
+ADDRESSED = ("data", "validation_data")  # Fields that may be an address
+PROSE = ("caption_prefix", "caption_template", "validation_prompts")  # Fields that are no place
+_ADDRESS_OR_DRIVE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
+
+
+def _check_place(name: str, value: str):
+    """Raise ValueError for an address where a file or folder of this machine is meant."""
+    if name not in (*ADDRESSED, *PROSE) and _ADDRESS_OR_DRIVE.match(value.strip()):
+        raise ValueError(
+            f"must be on this machine, not an address; only {' and '.join(ADDRESSED)} may be one"
+        )
+
+
+def _check_list(value: str):
+    """Raise ValueError for separators between nothing."""
+    if value.strip() and not value.strip(" ,|"):
+        raise ValueError("has separators and names nothing between them; leave it out, or name one")
 
 
 def _check_text(value: Any):
@@ -207,6 +228,9 @@ class Section(BaseModel):
     def _conceal(cls, value: Any, info: ValidationInfo) -> Any:
         for part in value if isinstance(value, (list, tuple)) else (value,):
             _check_text(part)
+        if isinstance(value, str):
+            _check_list(value)
+            _check_place(info.field_name, value)
         if not isinstance(value, str) or "://" not in value:
             return value
         if facts(cls, info.field_name)["weighted"]:
@@ -218,6 +242,8 @@ class Section(BaseModel):
     def _below_largest(cls, value: Any, info: ValidationInfo) -> Any:
         if cls.model_fields[info.field_name].annotation is int and value >= WHOLE_LIMIT:
             raise ValueError(f"must be below {WHOLE_LIMIT}")
+        if isinstance(value, float) and abs(value) >= NUMBER_LIMIT:
+            raise ValueError(f"must be below {NUMBER_LIMIT:.0e}")
         return value
 
     @staticmethod
@@ -803,7 +829,11 @@ class ValidationSection(Section):
         0, "denoising steps; 0 = the pipeline's own number", identity=False, optional=True, ge=0
     )
     validation_guidance: float = field(
-        -1.0, "guidance scale; below 0 = the pipeline's own", identity=False, optional=True
+        -1.0,
+        "guidance scale; below 0 = the pipeline's own",
+        identity=False,
+        optional=True,
+        le=1000,
     )
     validation_ema: bool = field(
         False,
@@ -912,6 +942,7 @@ class RunningSection(Section):
         "memory per device to plan for and to stay below; 0 = what the machine has",
         identity=False,
         ge=0,
+        le=1e5,
     )
     plan_device: str = field(
         "",

@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..core.digests import sealed, unsealed
+from ..core.files import read_object
 from ..core.rundir import write_atomic
 from .images import DataError
 
@@ -436,7 +437,7 @@ def check_hashes(
     """
     for name in list(cache._shards):
         try:
-            written = json.loads((cache.folder / f"{name}.json").read_text())["sha256"]
+            written = read_object(cache.folder / f"{name}.json").get("sha256")
             with open(cache.folder / f"{name}.safetensors", "rb") as f:
                 found = hashlib.file_digest(f, "sha256").hexdigest()
             if found != written:

@@ -157,7 +157,8 @@ def read_captions(
     Returns:
         Captions in the order of the files' names, SHA-256 of them all
     """
-    files = [Path(p) for p in sorted(glob.glob(str(path)))] or [Path(path)]
+    found = [] if Path(path).exists() else sorted(glob.glob(str(path)))
+    files = list(map(Path, found)) or [Path(path)]
     captions = [caption for file in files for caption in _captions_of_file(file)]
     if not captions:
         raise DataError(f"prompts: {path} holds no caption")

@@ -37,8 +37,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
-import yaml
 
+from ..core.files import YAML_BYTES, read_json, read_words, read_yaml
 from ..core.progress import progress
 from .files import is_hidden
 from .images import DataError
@@ -417,8 +417,8 @@ def dataset_info(
             ".json) beside it or above says where they lie"
         )
     try:
-        known = _literal(file) if file.suffix == ".py" else yaml.safe_load(file.read_text())
-    except (ValueError, SyntaxError, yaml.YAMLError) as error:
+        known = _literal(file) if file.suffix == ".py" else read_yaml(file)
+    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
         raise DataError(f"{file}: DATASET_INFO cannot be read as data: {error}") from None
     if not isinstance(known, dict):
         raise DataError(f"{file}: a mapping kind -> data set -> fields is needed")
@@ -427,7 +427,7 @@ def dataset_info(
 
 def _literal(file: Path) -> object:
     """The value of DATASET_INFO, of which no code runs."""
-    for node in ast.parse(file.read_text()).body:
+    for node in ast.parse(read_words(file, YAML_BYTES)).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "DATASET_INFO":
             return ast.literal_eval(node.value)
     raise ValueError("it is not assigned")
@@ -543,8 +543,8 @@ def _listed_files(known: dict, folder: Path) -> list[Path]:
         return files
     info = Path(known["parquet_info_path"])
     try:
-        names = {Path(name).name for name in json.loads(info.read_text())}
-    except (OSError, ValueError) as error:
+        names = {Path(name).name for name in read_json(info)}
+    except (TypeError, ValueError) as error:
         raise DataError(f"parquet_info_path: {info} cannot be read: {error}") from None
     kept = [file for file in files if file.name in names]
     if not kept:
@@ -574,7 +574,7 @@ def read_released(
         path: YAML
     """
     known, folder = dataset_info(path)
-    raw = yaml.safe_load(path.read_text())
+    raw = read_yaml(path)
     return {
         name: _group(name, group, known, folder, f"{path}: {name}") for name, group in raw.items()
     }

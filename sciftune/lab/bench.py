@@ -54,6 +54,7 @@ from pathlib import Path
 import psutil
 import yaml
 
+from ..core.files import read_yaml
 from ..core.plan import Plan
 from ..core.recipe import Recipe, RecipeError, resolve, why_unread
 from ..core.registry import find_record
@@ -615,7 +616,7 @@ def bench_row(
     auto = recipe.gradient_checkpointing == "auto"
     recompute = followed.recompute_blocks if auto else None
     numbers = summarise_steps(rows, recipe, recompute)
-    record = json.loads(run.record.read_text()) if run.record.exists() else run_record()
+    record = run.read_record() or run_record()
     row = {"label": own["label"] or run.path.name, "date": time.strftime("%Y-%m-%d")}
     row |= {"loop": own["loop"]} | described(recipe, followed)
     row |= {"recompute": recompute_words(recipe, recompute)} | numbers
@@ -713,7 +714,7 @@ def read_settings(
     settings = []
     for word in words:
         if word.endswith((".yaml", ".yml")):
-            settings += yaml.safe_load(Path(word).read_text())
+            settings += read_yaml(word)
         else:
             settings.append(parse_setting(word))
     return settings

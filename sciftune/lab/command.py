@@ -11,7 +11,9 @@ __all__ = [
     "CommandError",
     "papermill_options",
     "numbered",
+    "said_on_purpose",
     "Execution",
+    "check_settings",
     "run_notebook",
     "readable_gib",
     "plan_rows",
@@ -49,8 +51,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from ..core.files import FileError, parsed_yaml, read_mapping
 from ..core.plan import Plan, PlanRow
 from ..core.recipe import Recipe
 from ..core.registry import nearest
@@ -147,6 +148,22 @@ def numbered(
     return folder / f"{stem}-{number}.ipynb"
 
 
+def said_on_purpose(
+    trace: str,  # Of IPython
+) -> str:
+    """The sentence of an error that a `raise` statement made; any other trace as it is.
+
+    Args:
+        trace: Of IPython
+    """
+    arrows = list(re.finditer(r"^-+> *\d+ (.*)$", trace, re.M))
+    if not arrows or not arrows[-1][1].strip().startswith("raise "):
+        return trace
+    end = trace[arrows[-1].end() :]
+    sentence = re.search(r"^[A-Z]\w*(?:Error|Exception): .*", end, re.M | re.S)
+    return sentence[0] if sentence else trace
+
+
 @dataclass
 class Execution:
     """A notebook under papermill, in a folder of its own.
@@ -221,10 +238,37 @@ class Execution:
         _, found, after = text.partition("\nException encountered at ")
         if not found:
             return masked("\n".join(text.splitlines()[-15:]))
-        return masked(after.partition("\n")[2].strip())
+        return masked(said_on_purpose(after.partition("\n")[2].strip()))
 
 
 # %% ../../nbs/9_lab/20_command.ipynb #4db71cf6
+def check_settings(
+    notebook: Path,
+    options: Sequence[str],  # Of papermill
+) -> None:
+    """Raise CommandError or FileError for what a notebook cannot take, before it is started.
+
+    Recipe fields are left to the notebooks that make a recipe.
+
+    Args:
+        options: Of papermill
+    """
+    names, rest = [], list(options)
+    while rest:
+        option = rest.pop(0)
+        if option in PAIRS:
+            names.append(rest.pop(0))
+        value = rest.pop(0) if option in (*PAIRS, *VALUED) else ""
+        if option in ("-f", "--parameters_file") and "://" not in value:
+            names += read_mapping(value)
+    known = [name for name, *_ in parameters_of_notebook(notebook)]
+    if "recipe_from(" in notebook.read_text():
+        return
+    for name in names:
+        if name not in known:
+            raise CommandError(f"unknown parameter '{name}'{nearest(name, known)}")
+
+
 def run_notebook(
     name: str,  # Of the command
     words: Sequence[str],  # Its settings
@@ -239,6 +283,7 @@ def run_notebook(
         Exit code
     """
     options = papermill_options(words)
+    check_settings(packaged_notebooks()[name], options)
     runs = project_root() / "runs"
     runs.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=runs) as aside:
@@ -341,9 +386,12 @@ def settings_of(
         option = options.pop(0)
         if option in ("-p", "--parameters"):
             name, value = options.pop(0), options.pop(0)
-            found[name] = yaml.safe_load(value)
+            try:
+                found[name] = parsed_yaml(value)
+            except ValueError as error:
+                raise CommandError(f"{name}: {error}") from None
         elif option in ("-f", "--parameters_file"):
-            found = (yaml.safe_load(Path(options.pop(0)).read_text()) or {}) | found
+            found = read_mapping(options.pop(0)) | found
         else:
             raise CommandError(f"{option} is not taken here; write -p name value or -f FILE")
     return found
@@ -600,7 +648,7 @@ def call_command(
         return 0
     try:
         return known[name].call(rest) or 0
-    except (CommandError, LaunchError, OSError, yaml.YAMLError) as error:
+    except (CommandError, LaunchError, FileError, OSError) as error:
         print(f"sciftune {name}: {error}", file=sys.stderr)
         return 2 if isinstance(error, CommandError) else 1
 

@@ -29,6 +29,7 @@ __all__ = [
     "run_module",
     "LaunchFile",
     "write_launch_files",
+    "Status",
     "read_status",
     "job_process",
     "state",
@@ -112,6 +113,7 @@ from sciftune.core.checkpoint_folders import (
     find_checkpoint,
 )
 from ..core.diagnosis import Case, Finding, is_echo, recognise
+from ..core.files import of_kind, read_kind, read_object
 from sciftune.core.ownership import (
     LAUNCHER,
     FolderInUseError,
@@ -127,13 +129,14 @@ from sciftune.core.recipe import (
     FORMAT,
     Recipe,
     RecipeError,
+    check_names,
     foreign_meanings,
     foreign_names,
     launch_preset,
     resolve,
     restored,
 )
-from ..core.registry import find_record, nearest
+from ..core.registry import RegistryError, find_record, nearest
 from ..core.rundir import RunDir, new_run, write_atomic
 from ..core.secrets import keep_secrets, load_secrets, secrets_file
 from ..core.sections import BUILT_IN
@@ -191,7 +194,7 @@ def absolute_path(
     if not path:
         return path
     for place in (Path(path).expanduser().absolute(), (root / path).absolute()):
-        if place.exists():
+        if os.path.exists(place):  # False for a name that no system takes
             return str(place)
     return path
 
@@ -405,9 +408,13 @@ def recipe_from(
     if unknown:
         raise LaunchError("\n".join(unknown))
     try:
+        check_names(given)
         return _resolved(given)
-    except RecipeError as error:
+    except (RecipeError, RegistryError) as error:
         raise LaunchError(str(error)) from None
+    except OSError as error:  # a path that the system does not take
+        where = str(error.filename)[:80]
+        raise LaunchError(f"a setting names {where}...: {error.strerror}") from None
 
 
 def _resolved(given: dict[str, Any]) -> Recipe:
@@ -521,7 +528,7 @@ class LaunchFile(BaseModel):
         Args:
             run: With written files
         """
-        return cls.model_validate_json((run.path / "launch.json").read_text())
+        return read_kind(cls, run.path / "launch.json")
 
 
 def write_launch_files(
@@ -538,6 +545,25 @@ def write_launch_files(
 
 
 # %% ../../nbs/9_lab/02_launch.ipynb #de052a03
+class Status(BaseModel):
+    """Types of what stands in `status.json`.
+
+    Attributes:
+        started: Seconds since 1970
+        created: Likewise, of the process
+        log_offset: First byte of the job's output in the log
+    """
+
+    pid: int = 0
+    host: str = ""
+    started: float = 0  # Seconds since 1970
+    created: float = 0  # Likewise, of the process
+    log_offset: int = 0  # First byte of the job's output in the log
+    launcher: str = ""
+    ended: float = 0
+    exit_code: int = 0
+
+
 def read_status(
     run: RunDir,
 ) -> dict:
@@ -546,10 +572,7 @@ def read_status(
     `pid`, `host`, `started` (seconds since 1970) and `log_offset` (first byte of the job's output
     in the log); `ended` and `exit_code` when it has ended.
     """
-    try:
-        return json.loads(run.status.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
-        return {}
+    return of_kind(Status, read_object(run.status, absent={}), run.status)
 
 
 # %% ../../nbs/9_lab/02_launch.ipynb #87204829

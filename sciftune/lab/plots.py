@@ -56,7 +56,6 @@ __all__ = [
 # %% ../../nbs/9_lab/01_plots.ipynb #ea52f775
 import io
 import itertools
-import json
 import math
 import textwrap
 from pathlib import Path
@@ -71,6 +70,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 
 from ..core.diagnosis import Case, recognise
+from ..core.files import read_json, read_object
 from ..core.markup import escaped
 from ..core.plan import Plan, PlanRow
 from ..core.processes import ENDINGS
@@ -363,7 +363,7 @@ def trained_on_cpu(
         By the run's record, else by its recipe
     """
     run = as_run(run)
-    if run.record.exists() and not json.loads(run.record.read_text()).get("gpus"):
+    if run.record.exists() and not run.read_record().get("gpus"):
         return True
     return run.recipe.exists() and Recipe.load(run.recipe).cpu
 
@@ -775,7 +775,7 @@ def read_prompts(
     path = folder / "prompts.json"
     if not path.exists():
         return []
-    prompts = json.loads(path.read_text())
+    prompts = read_json(path)
     return [p if isinstance(p, str) else str(p.get("prompt", p)) for p in prompts]
 
 
@@ -1103,10 +1103,7 @@ def failure_of(
         None: it has not failed
     """
     run = as_run(run)
-    try:
-        status = json.loads(run.status.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
-        return None
+    status = read_object(run.status, absent={})
     ended = ENDINGS.get(status.get("exit_code", 0))
     if ended in ("finished", "stopped") or not run.log.exists():
         return None

@@ -22,6 +22,7 @@ __all__ = [
 ]
 
 # %% ../../nbs/9_lab/04_report.ipynb #33a8bf78
+import glob
 import os
 import subprocess
 import sys
@@ -155,15 +156,17 @@ def report_notebook(
 
 # %% ../../nbs/9_lab/04_report.ipynb #62bdcefc
 def nbconvert(
-    *arguments: str,  # Of its command line
+    *arguments: str,  # Of its command line, the notebook last
 ):
     """Run nbconvert of this Python. Raises RuntimeError with the end of its output.
 
     Args:
-        *arguments: Of its command line
+        *arguments: Of its command line, the notebook last
     """
+    *options, notebook = arguments  # which nbconvert would take as a pattern
+    words = ["--log-level", "ERROR", *options, glob.escape(notebook)]
     done = subprocess.run(
-        [sys.executable, "-m", "nbconvert", "--log-level", "ERROR", *arguments],
+        [sys.executable, "-m", "nbconvert", *words],
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,

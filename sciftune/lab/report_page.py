@@ -31,7 +31,6 @@ __all__ = [
 # %% ../../nbs/9_lab/29_page.ipynb #7c75c26d
 import base64
 import io
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,6 +44,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
 
+from ..core.files import read_json
 from ..core.rundir import RunDir, write_atomic
 from ..core.secrets import masked
 from . import distillation, plots
@@ -372,7 +372,7 @@ def answers_of(
         asked, expected, answer
     """
     files = sorted(run.validation_images.glob("step_*/texts.json"))
-    return json.loads(files[-1].read_text()) if files else []
+    return read_json(files[-1]) if files else []
 
 
 # %% ../../nbs/9_lab/29_page.ipynb #5c3b5315

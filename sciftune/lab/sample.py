@@ -51,6 +51,7 @@ from ..core.registry import nearest, records
 from ..core.rundir import RunDir
 from ..data.images import DataError, load_picture
 from ..models.family import Encoders, Family, get_family, image_batch, stack_references
+from ..models.weights import HUB_ID
 from ..planner.profile import weights_path
 from ..strategies.compilation import real_rotary
 from ..strategies.lora import Merged, family_of
@@ -131,6 +132,11 @@ def model_source(
         recipe = resolve(model=str(where), preset="nano_style")
         family, folder = get_family(recipe.model), nano_folder(recipe.model)
         return _source("base", "base", 0, family, folder, {}, recipe)
+    if not Path(where).expanduser().exists() and not HUB_ID.fullmatch(str(where)):
+        raise ValueError(
+            f"source: {str(where)!r} is no run, checkpoint, model folder or adapter here, and no "
+            f"nano model{nearest(str(where), nano)}; a hub id is owner/name"
+        )
     family = family_of(where)
     folder = family.resolve(where)
     if damaged := export_damage(folder):

@@ -34,11 +34,11 @@ __all__ = [
 ]
 
 # %% ../../nbs/9_lab/28_summary.ipynb #7ad14be2
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..core.files import FileError, read_object
 from ..core.plan import Plan
 from ..core.recipe import Recipe, RecipeError, resolve
 from ..core.registry import find_record
@@ -81,10 +81,7 @@ def read_record(
     Returns:
         Empty where training has not begun
     """
-    try:
-        return json.loads(run.record.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
-        return {}
+    return run.read_record()
 
 
 def recipe_of(
@@ -424,8 +421,8 @@ def data_findings(
         A row of `FINDING_COLUMNS` each; empty where nothing was found
     """
     try:
-        found = json.loads((as_run(run).path / "findings.json").read_text())["findings"]
-    except (OSError, ValueError, KeyError):  # not looked at, or cut off
+        found = read_object(as_run(run).path / "findings.json")["findings"]
+    except (OSError, FileError, KeyError):  # not looked at, or cut off
         return []
     return [
         [one["check"], one["says"], ", ".join(f["row"] for f in one["faults"][:3]), one["cure"]]

@@ -123,7 +123,7 @@ from sciftune.models.weights import (
     materialise,
     open_weights,
     randomise,
-    read_object,
+    read_config,
     readable,
     weight_files,
 )
@@ -2359,9 +2359,10 @@ class Bagel(Family):
             return BagelConfig(**path, **changes)
         folder, vit = self.resolve(path, revision=revision), None
         if (folder / "vit_config.json").is_file():
-            vit = read_object(folder / "vit_config.json")
-        llm, top = (read_object(folder / name) for name in ("llm_config.json", "config.json"))
-        config = config_from_json(llm, vit, top)
+            vit = read_config(folder / "vit_config.json")
+        llm, top = (read_config(folder / name) for name in ("llm_config.json", "config.json"))
+        with readable(f"{folder} (llm_config.json, vit_config.json, config.json)"):
+            config = config_from_json(llm, vit, top)
         files = {}
         with suppress(ValueError):  # configs are enough to plan; loading names the missing file
             files = release_files(folder)
@@ -2385,8 +2386,10 @@ class Bagel(Family):
             revision: Of a hub id
             **changes: Single fields
         """
-        with torch.device("meta"):
-            return BagelModel(self.config(path, revision, **changes))
+        config = self.config(path, revision, **changes)
+        whose = path if isinstance(path, (str, Path)) else "the model"
+        with torch.device("meta"), readable(f"llm_config.json, vit_config.json of {whose}"):
+            return BagelModel(config)
 
     def denoiser_weights(
         self,

@@ -14,6 +14,7 @@ __all__ = [
     "Place",
     "tensor_places",
     "new_tensor",
+    "PartsFile",
     "PartsWeights",
     "sampled_digest",
     "autoencoder_file",
@@ -34,9 +35,11 @@ from typing import NamedTuple
 
 import torch
 import transformers
+from pydantic import BaseModel
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..core.files import of_kind, read_object
 from ..core.progress import progress
 from ..core.randomness import stream, stream_seed
 from ..core.rundir import replaced_folder
@@ -53,7 +56,7 @@ from sciftune.models.bagel import (
     new_autoencoder,
     special_tokens,
 )
-from .weights import link_or_copy, open_weights, read_object, weight_files
+from .weights import link_or_copy, open_weights, weight_files
 from ..toys.tiny import qwen_tokenizer
 
 
@@ -287,6 +290,19 @@ def new_tensor(
 
 
 # %% ../../nbs/4_models/11_bagel_parts.ipynb #2bca2e2d
+class PartsFile(BaseModel):
+    """Of which parts a folder was assembled.
+
+    Attributes:
+        parts: Field of the recipe -> path
+        digests: Field -> digests of its weight files
+    """
+
+    parts: dict[str, str]  # Field of the recipe -> path
+    seed: int
+    digests: dict[str, list[str]]  # Field -> digests of its weight files
+
+
 class PartsWeights(ReleaseWeights):
     """The tensors of a model of `config`, out of the parts that `parts.json` names.
 
@@ -308,7 +324,7 @@ class PartsWeights(ReleaseWeights):
         tables = {"latent_pos_embed.pos_embed": config.latent_side}
         tables["vit_pos_embed.pos_embed"] = config.vit_side
         self.sides = {name: side for name, side in tables.items() if name in self.shapes}
-        said = read_object(self.folder / PARTS_FILE)
+        said = of_kind(PartsFile, read_object(self.folder / PARTS_FILE), self.folder / PARTS_FILE)
         self.seed = said["seed"]
         folders = (Path(said["parts"][field]) for field in ("llm_path", "vit_path"))
         self.places = tensor_places(self.shapes, *folders)
@@ -546,7 +562,8 @@ def parts_digests(
         By field; empty for a folder that is not of `assemble`
     """
     file = Path(folder or ".") / PARTS_FILE
-    return read_object(file)["digests"] if folder and file.is_file() else {}
+    said = of_kind(PartsFile, read_object(file), file) if folder and file.is_file() else {}
+    return said.get("digests", {})
 
 
 def check_same_parts(

@@ -31,7 +31,6 @@ __all__ = [
     "check_tokenizer_files",
     "check_processor_files",
     "load_image_processor",
-    "read_words",
     "own_mean",
     "image_batch",
     "TokenArguments",
@@ -50,25 +49,28 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import diffusers
 import numpy as np
 import torch
 import transformers
-from jinja2 import TemplateError
 from PIL import Image
 from torch import Tensor, nn
 
 from ..core.digests import read_digests, write_digests
+from ..core.files import FileError, read_object, read_words
 from ..core.randomness import stream
 from ..core.registry import FamilyRecord, find_record, load, records
 from ..core.rundir import replaced_folder
 from ..core.sections import RecipeError
+from .chat_templates import put_into_template
 from .published import write_configurations
 from sciftune.models.weights import (
     PICKLES,
     Weights,
+    bounded,
     build_on_meta,
     component_config,
     freeze,
@@ -77,14 +79,14 @@ from sciftune.models.weights import (
     materialise,
     pipeline_index,
     randomise,
-    read_object,
+    read_config,
     readable,
     resolve_folder,
     stored_numel,
     text_encoder_numel,
     weight_files,
 )
-from ..toys.tiny import save_stand_in
+from ..toys.tiny import QWEN3_CHAT_TEMPLATE, save_stand_in
 
 VOCABULARIES = (
     "tokenizer.json",
@@ -206,10 +208,11 @@ def build_scheduler(
         default: Class where the configuration names none
     """
     name = config.get("_class_name", default)
-    kind = getattr(diffusers, name, None)
+    kind = getattr(diffusers, name, None) if isinstance(name, str) else None
     if not (isinstance(kind, type) and issubclass(kind, diffusers.SchedulerMixin)):
         raise RecipeError(
-            f"model_path: scheduler_config.json names '{name}', which is no scheduler of diffusers"
+            f"model_path: scheduler_config.json names {name!r:.60}, which is no scheduler of "
+            "diffusers"
         )
     try:
         return kind.from_config(dict(config))
@@ -558,9 +561,13 @@ def chat_text(
             f"{tokenizer.name_or_path} has no chat template (chat_template.jinja, or in "
             "tokenizer_config.json); copy it again"
         )
+    values = tokenizer.special_tokens_map | options
     try:
-        return tokenizer.apply_chat_template(turns, tokenize=False, **options)
-    except TemplateError as error:
+        template = tokenizer.get_chat_template()
+        if template == QWEN3_CHAT_TEMPLATE:  # of this package
+            return tokenizer.apply_chat_template(turns, tokenize=False, **options)
+        return put_into_template(template, turns, values)
+    except ValueError as error:
         raise ValueError(
             f"the chat template of {tokenizer.name_or_path} (chat_template.jinja, or in "
             f"tokenizer_config.json) cannot be used: {error}; copy it again"
@@ -615,22 +622,6 @@ def load_image_processor(
     """
     check_processor_files(folder)
     return transformers.AutoImageProcessor.from_pretrained(folder, local_files_only=True)
-
-
-def read_words(
-    file: Path,  # Of a model folder
-) -> str:
-    """A file of text. Raises ValueError naming it when it is missing or no text.
-
-    Args:
-        file: Of a model folder
-    """
-    try:
-        return file.read_text()
-    except FileNotFoundError:
-        raise ValueError(f"{file} is missing; copy the folder again") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is no text: {error}; copy it again") from error
 
 
 def _check_merges(folder: Path) -> None:
@@ -947,9 +938,13 @@ class Family(ABC):
     def empty_denoiser(self, path: str | Path | Mapping = None, revision: str = None) -> nn.Module:
         """Denoiser on the meta device (rotary tables real); arguments of `config`."""
         config = self.config(path, revision)
-        whose = f"{'' if isinstance(path, Mapping) else path or ''} {self.denoiser_class}".strip()
-        with readable(f"config.json of {whose}"):
-            return build_on_meta(lambda: getattr(diffusers, self.denoiser_class)(**config))
+        build = partial(build_on_meta, lambda: getattr(diffusers, self.denoiser_class)(**config))
+        if path is None or isinstance(path, Mapping):
+            with readable(f"config.json of {self.denoiser_class}"):
+                return build()
+        folder = self.resolve(path, revision=revision, weights=False) / self.denoiser_component
+        with readable(f"config.json of {path} {self.denoiser_class}"), bounded(folder):
+            return build()
 
     def denoiser_weights(self, path: str | Path, revision: str = None) -> Weights:
         """Lazy weights of the denoiser, for strategies in which each rank reads its own part."""
@@ -1021,7 +1016,7 @@ class Family(ABC):
         component_config(folder, self.vae_class)
         stored_numel(folder)
         vae = getattr(diffusers, self.vae_class)
-        with readable(folder):
+        with readable(folder), bounded(folder):
             loaded = vae.from_pretrained(folder, dtype=dtype, use_safetensors=True)
         if lost := [name for name, p in loaded.named_parameters() if p.is_meta]:
             raise ValueError(f"{folder} lacks {lost[0]} (for {self.vae_class}); copy it again")
@@ -1039,10 +1034,16 @@ class Family(ABC):
         Returns:
             transformers class, its configuration
         """
-        kind = pipeline_index(folder.parent).get(folder.name, [None, None])[1]
-        if kind is None or not hasattr(transformers, kind):
-            raise ValueError(f"{folder.parent / 'model_index.json'} names no {folder.name}")
-        config = getattr(transformers, kind).config_class
+        named = pipeline_index(folder.parent).get(folder.name)
+        kind = named[1] if isinstance(named, list) and len(named) == 2 else None
+        found = getattr(transformers, kind, None) if isinstance(kind, str) else None
+        is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+        config = found.config_class if is_model else None
+        if config is None:
+            raise FileError(
+                f"{folder.parent / 'model_index.json'} names no {folder.name}: a model of "
+                f"transformers is needed; it is {named!r:.80}"
+            )
         return kind, config.from_pretrained(folder, local_files_only=True)
 
     def load_text(self, folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -1064,7 +1065,13 @@ class Family(ABC):
         without = ("tokenizer", "processor")
         encoders = tuple(c for c in self.text_components if not c.startswith(without))
         folder = self.resolve(path, encoders, revision, weights=False)
-        return sum(text_encoder_numel(*self.text_model(folder / name)) for name in encoders)
+        return sum(self._text_numel(folder / name) for name in encoders)
+
+    def _text_numel(self, folder: Path) -> int:
+        """`text_numel` of one text encoder."""
+        read_config(folder / "config.json")
+        with readable(folder), bounded(folder):
+            return text_encoder_numel(*self.text_model(folder))
 
     def load_tokenizer(self, folder: Path) -> transformers.PreTrainedTokenizerBase:
         """The tokenizer in a component folder."""
@@ -1153,7 +1160,7 @@ class Family(ABC):
                 elif name.startswith("processor"):
                     self.load_processor(place)
                 else:
-                    read_object(place / "config.json")
+                    read_config(place / "config.json")
                     if weights and Path(path).is_dir():
                         weight_files(place)
         if (folder / "scheduler").is_dir():
@@ -1185,14 +1192,14 @@ class Family(ABC):
             folder = self.resolve(path, self.text_components, revision)
             encoders.index = pipeline_index(folder)
             for component in self.text_components:
-                with readable(folder / component):
+                with readable(folder / component), bounded(folder / component):
                     if component.startswith("tokenizer"):
                         encoders.tokenizers[component] = self.load_tokenizer(folder / component)
                         continue
                     if component.startswith("processor"):
                         encoders.tokenizers[component] = self.load_processor(folder / component)
                         continue
-                    read_object(folder / component / "config.json")
+                    read_config(folder / component / "config.json")
                     encoders.text[component] = self.load_text(folder / component, dtype, device)
         return encoders
 

@@ -5,17 +5,21 @@
 # %% auto #0
 __all__ = [
     "HUB_ID",
+    "MOST_LAYERS",
+    "MOST_ITEMS",
     "PICKLES",
+    "MOST_TENSORS",
     "ENCODING_ROOM",
     "GIB",
     "fetch",
-    "read_object",
     "readable",
     "pipeline_index",
     "resolve_folder",
+    "read_config",
     "component_config",
     "open_weights",
     "weight_files",
+    "bounded",
     "Weights",
     "read_tensor",
     "build_on_meta",
@@ -36,7 +40,7 @@ __all__ = [
 
 # %% ../../nbs/4_models/01_weights.ipynb #4e3d6b3c
 import inspect
-import json
+import math
 import os
 import re
 import shutil
@@ -51,7 +55,9 @@ import safetensors
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from ..core.files import FileError, read_object
 from ..core.progress import progress, progress_by_bytes
 
 # %% ../../nbs/4_models/01_weights.ipynb #fd44349f
@@ -100,27 +106,6 @@ def fetch(
     return Path(folder)
 
 
-# %% ../../nbs/4_models/01_weights.ipynb #6a14e934
-def read_object(
-    file: Path,  # JSON of a model folder
-) -> dict:
-    """The object in a JSON file; ValueError naming the file when it holds none, or is missing.
-
-    Args:
-        file: JSON of a model folder
-    """
-    if not Path(file).is_file():
-        raise ValueError(f"{file} is missing; copy the folder again")
-    try:
-        found = json.loads(Path(file).read_text())
-    except ValueError as e:
-        raise ValueError(f"{file} is not valid JSON: {e}; copy it again") from e
-    if not isinstance(found, dict):
-        kind = "list" if isinstance(found, list) else "text" if isinstance(found, str) else "number"
-        raise ValueError(f"{file} holds a {kind} instead of an object; copy it again")
-    return found
-
-
 # %% ../../nbs/4_models/01_weights.ipynb #5f6e9ff8
 @contextmanager
 def readable(
@@ -136,10 +121,11 @@ def readable(
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # each library has errors of its own
-        if str(folder) in str(error):
-            raise ValueError(str(error)) from error
+        said = " ".join(str(error).split())[:400]
+        if str(folder) in said:
+            raise ValueError(said) from error
         kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
-        raise ValueError(f"{folder} cannot be read: {kind}{error}") from error
+        raise ValueError(f"{folder} cannot be read: {kind}{said}") from error
 
 
 # %% ../../nbs/4_models/01_weights.ipynb #0de55cc0
@@ -162,8 +148,8 @@ def pipeline_index(
             f"(it holds: {', '.join(found) or 'nothing'})"
         )
     index = read_object(file)
-    if "_class_name" not in index:
-        raise ValueError(f"{file} does not name a pipeline (_class_name is missing)")
+    if not isinstance(index.get("_class_name"), str):
+        raise FileError(f"{file} does not name a pipeline (_class_name is missing)")
     return index
 
 
@@ -197,12 +183,51 @@ def resolve_folder(
     index = pipeline_index(folder)
     for component in components:
         if not (folder / component).is_dir():
-            parts = [k for k, v in index.items() if isinstance(v, list) and v[0]]
+            parts = [k for k, v in index.items() if isinstance(v, list) and any(v)]
             raise ValueError(
                 f"{folder} has no component {component!r} (model_index.json lists: "
                 f"{', '.join(parts)}); is the download complete?"
             )
     return folder
+
+
+# %% ../../nbs/4_models/01_weights.ipynb #we000002
+MOST_LAYERS = 1000  # Of a kind in a configuration; the largest published models have below 130
+MOST_ITEMS = 10_000  # Of a list in a configuration
+_COUNTS = re.compile(r"(layers|blocks|depth)$|layers_per_block$")
+
+
+def _settings(value: object, name: str = "") -> Iterator[tuple[str, object]]:
+    """Every list and every number in a configuration, with the name that it stands under."""
+    if isinstance(value, dict):
+        for inner, part in value.items():
+            yield from _settings(part, inner)
+    elif isinstance(value, list):
+        yield name, value
+        for part in value[:MOST_ITEMS]:
+            yield from _settings(part, name)
+    elif isinstance(value, (int, float)):
+        yield name, value
+
+
+def read_config(
+    file: Path,  # config.json of a component
+) -> dict:
+    """The configuration in a file. Raises FileError for numbers that no network has.
+
+    Args:
+        file: config.json of a component
+    """
+    config = read_object(file)
+    for name, value in _settings(config):
+        if isinstance(value, list):
+            if len(value) > MOST_ITEMS:
+                raise FileError(f"{file}: {name} has {len(value):,} items, above {MOST_ITEMS:,}")
+        elif not math.isfinite(value) or abs(value) >= 2**31:
+            raise FileError(f"{file}: {name} is {value:g}, which no network has")
+        elif _COUNTS.search(name) and value > MOST_LAYERS:
+            raise FileError(f"{file}: {name} is {value:,}; at most {MOST_LAYERS:,} are built")
+    return config
 
 
 # %% ../../nbs/4_models/01_weights.ipynb #ba61cd96
@@ -223,14 +248,14 @@ def component_config(
         Its constructor arguments
     """
     file = Path(folder) / "config.json"
-    config = read_object(file)
+    config = read_config(file)
     if config.get("_class_name") != class_name:
         raise ValueError(f"{file} describes a {config.get('_class_name')}, not a {class_name}")
     known = inspect.signature(getattr(diffusers, class_name).__init__).parameters
     found = {k: v for k, v in config.items() if k in known}
     for name, value in found.items():
         wanted = _NUMBERS.get(known[name].annotation)
-        if wanted and isinstance(value, (str, dict)):
+        if wanted and isinstance(value, (str, dict, list)):
             raise ValueError(f"{file}: {name} must be {wanted}; it is {value!r:.60}")
     return found
 
@@ -312,6 +337,41 @@ def weight_files(
         f"{folder} holds no diffusion_pytorch_model.safetensors, model.safetensors "
         "or sharded index of them; copy the folder again"
     )
+
+
+# %% ../../nbs/4_models/01_weights.ipynb #we000004
+MOST_TENSORS = 100_000  # Of a network without weight files
+
+
+@contextmanager
+def bounded(
+    folder: Path,  # Component folder, with weight files or without
+) -> Iterator[None]:
+    """Raise FileError when a network with more parameters than its weight files is built.
+
+    Args:
+        folder: Component folder, with weight files or without
+    """
+    try:
+        tensors = len(weight_files(folder))
+    except ValueError:  # none here: a plan of configurations alone
+        tensors = MOST_TENSORS
+    count = 0
+
+    def counted(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        nonlocal count
+        count += parameter is not None
+        if count > 4 * tensors + 1000:
+            raise FileError(
+                f"{Path(folder) / 'config.json'} describes more than the {tensors:,} tensors of "
+                "its weight files; copy both again"
+            )
+
+    handle = register_module_parameter_registration_hook(counted)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 # %% ../../nbs/4_models/01_weights.ipynb #986d8746
@@ -719,7 +779,7 @@ def load_text_encoder(
     Returns:
         Frozen encoder
     """
-    read_object(Path(folder) / "config.json")
+    read_config(Path(folder) / "config.json")
     weights_gib = stored_numel(folder) * dtype.itemsize / GIB
     if torch.device(device).type == "cuda":
         kwargs |= text_encoder_placement(weights_gib, free_memory_gib(device), device)

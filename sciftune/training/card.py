@@ -23,7 +23,6 @@ __all__ = [
 
 # %% ../../nbs/7_training/16_card.ipynb #06d85f1b
 import inspect
-import json
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ import diffusers
 import yaml
 from PIL import Image
 
+from ..core.files import FileError, parsed_yaml, read_words
 from ..core.markup import code_block, escaped
 from ..core.recipe import Recipe
 from ..core.registry import FamilyRecord, find_record
@@ -42,8 +42,11 @@ def head_of(
     readme: Path,
 ) -> dict[str, Any]:
     """The YAML at the top of a model card; empty where there is none."""
-    parts = readme.read_text().split("---\n") if readme.is_file() else []
-    found = yaml.safe_load(parts[1]) if len(parts) > 2 and not parts[0] else None
+    parts = read_words(readme).split("---\n") if readme.is_file() else []
+    try:
+        found = parsed_yaml(parts[1]) if len(parts) > 2 and not parts[0] else None
+    except ValueError as error:
+        raise FileError(f"{readme}: its head is not valid YAML: {error}") from None
     return found if isinstance(found, dict) else {}
 
 
@@ -309,7 +312,7 @@ def what_was_trained(
 
 def _table_rows(run: RunDir) -> str:
     """Data, measured numbers and versions as rows of a table."""
-    record = json.loads(run.record.read_text()) if run.record.exists() else {}
+    record = run.read_record()
     rows = [("fingerprint of the data (sha256)", record["data"])] if "data" in record else []
     rows += measured_rows(run)
     versions = record.get("packages", {})
@@ -335,7 +338,7 @@ def model_card(
         Markdown
     """
     base, licence = base_and_licence(recipe)
-    versions = json.loads(run.record.read_text())["packages"] if run.record.exists() else {}
+    versions = run.read_record().get("packages", {})
     shown = "\n![Before and after, same prompts and noise](samples.png)\n" if pictures else ""
     return card_head(recipe) + CARD.format(
         title=escaped(run.path.name),

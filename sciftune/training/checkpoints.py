@@ -80,7 +80,7 @@ from sciftune.core.checkpoint_folders import (
 from ..core.digests import DigestingFile, digest_record, sealed
 from ..core.progress import ProgressFile, progress
 from ..core.recipe import RecipeError
-from ..core.rundir import RunDir, replaced_folder, write_atomic
+from ..core.rundir import RunDir, replaced_folder, sweep_unfinished, write_atomic
 from ..strategies.engine import Engine
 from ..strategies.locked_memory import host_memory, host_threads
 from ..strategies.network import STATES, Network, Range
@@ -441,6 +441,7 @@ class Checkpointer:
             self.group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
         if engine.main:
             run.checkpoints.mkdir(parents=True, exist_ok=True)
+            sweep_unfinished(run.model)
             self._tidy()
 
     def _tidy(self) -> None:

@@ -28,7 +28,6 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-import diffusers
 import torch
 from diffusers import SchedulerMixin
 from safetensors import safe_open
@@ -41,11 +40,12 @@ from sciftune.core.digests import (
     read_digests,
     write_digests,
 )
+from ..core.files import read_object
 from ..core.progress import ProgressFile
 from ..core.recipe import RecipeError
 from ..core.rundir import replaced_folder
 from ..core.sections import size_in_bytes
-from ..models.family import Family
+from ..models.family import Family, build_scheduler
 from ..models.weights import Weights
 from ..strategies.engine import Engine
 from ..strategies.lora import Merged, family_of
@@ -408,8 +408,7 @@ def lora_scheduler(
     folder = Path(lora).expanduser() / "scheduler"
     if not folder.is_dir():
         return None
-    config = json.loads((folder / "scheduler_config.json").read_text())
-    return getattr(diffusers, config["_class_name"]).from_config(config)
+    return build_scheduler(read_object(folder / "scheduler_config.json"), "")
 
 
 def merge_lora(

@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 
 import psutil
-import yaml
+
+from ..core.files import FileError, read_mapping
 
 
 # %% ../../nbs/7_training/04_timeline.ipynb #8e55fb89
@@ -69,8 +70,8 @@ def launch_summary(
 def _denoiser_files(recipe: Path) -> list[Path]:
     """Safetensors of the denoiser that recipe.yaml names; none for a hub id or a stand-in."""
     try:
-        given = str(yaml.safe_load(Path(recipe).read_text())["model_path"])
-    except (OSError, KeyError, TypeError, yaml.YAMLError):
+        given = str(read_mapping(recipe)["model_path"])
+    except (FileError, KeyError):
         return []
     folder = Path(given.removeprefix("random:")).expanduser()
     if not folder.is_dir():

@@ -7,7 +7,6 @@ __all__ = ["validation_pictures", "log_pictures", "reopened_trackers", "log_scor
 
 # %% ../../nbs/7_training/20_trackers.ipynb #f2d713e4
 import contextlib
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from ..core.files import read_json
 from ..core.recipe import Recipe
 from ..core.rundir import RunDir
 from ..strategies.engine import tracker_names, tracker_project, wandb_arguments
@@ -35,7 +35,7 @@ def validation_pictures(
     """
     folder = run.validation_images / f"step_{step:06d}"
     file = folder / "prompts.json"
-    prompts = dict(enumerate(json.loads(file.read_text()))) if file.exists() else {}
+    prompts = dict(enumerate(read_json(file))) if file.exists() else {}
     numbers = sorted(int(path.stem) for path in folder.glob("*.png") if path.stem.isdigit())
     return [(folder / f"{number:02d}.png", prompts.get(number, "")) for number in numbers]
 

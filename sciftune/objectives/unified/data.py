@@ -23,8 +23,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import yaml
-
+from ...core.files import read_yaml
 from ...core.randomness import share
 from ...core.recipe import Recipe
 from ...core.rundir import cache_root
@@ -65,7 +64,7 @@ def read_mixture(
     Returns:
         Group name -> data (path or ReleasedGroup), weight, mandatory
     """
-    raw = yaml.safe_load(path.read_text())
+    raw = read_yaml(path)
     if is_released(raw):
         return {
             name: dict(data=group, weight=group.weight, mandatory=group.mandatory)
