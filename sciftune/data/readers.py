@@ -468,7 +468,7 @@ def folder_rows(
     Args:
         root: Data root, resolved
         files: Those of the root; None = look
-        captions: Name of each caption file that is used -> 'caption' is added to it
+        captions: Name of each caption file that is used -> 'caption'
     """
     files, captions = files or FolderFiles(root), {} if captions is None else captions
     texts, pictures, others = {}, {}, {}
