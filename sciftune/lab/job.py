@@ -105,10 +105,10 @@ def run_job(
     write_status(status, **facts)
     with own_temporary_folder() as folder:
         code = _exit_code(command, children, folder)
-    if code == 0 and asked:
-        code = 128 + asked[0]
-    write_status(status, **facts, ended=int(time.time()), exit_code=code)
-    lock.release()
+        if code == 0 and asked:
+            code = 128 + asked[0]
+        write_status(status, **facts, ended=int(time.time()), exit_code=code)
+        lock.release()
     return code
 
 

@@ -1379,10 +1379,13 @@ def stop(
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
     _, alive = psutil.wait_procs(every, timeout=grace)
-    for process in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(alive, timeout=grace)
+    job = job_process(run)
+    ranks = [process for process in alive if process != job]
+    for some in (ranks, [process for process in alive if process == job]):
+        for process in some:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(alive, timeout=5.0)  # the job writes how its ranks ended
     status = read_status(run)
     if status and "exit_code" not in status:
         ended = {"ended": int(time.time()), "exit_code": -signal.SIGTERM}
