@@ -1,12 +1,14 @@
 """Kill real runs at random moments, resume them, and add what happened to docs/kills.jsonl.
 
     python tests/tools/kills.py [--kills 100] [--minutes 600] [--jobs 1] [--case NAME ...]
-                                [--table FOLDER] [--seed NUMBER] [--gpus]
+                                [--table FOLDER] [--seed NUMBER] [--gpus] [--term]
 
 `--jobs` runs at once, in processes of one program. It ends after the runs in which that many kills
 are reached. Shortly before so many minutes have passed it stops killing, and lets every run come
 to its end; what has not ended a minute after them is cut off, and its line says so. `--gpus` trains
-on the GPUs of the machine instead of its CPU; all jobs share them.
+on the GPUs of the machine instead of its CPU; all jobs share them. `--term` sends SIGTERM, as a
+cluster does before it takes a machine back, to the wrapper, the agent or all processes: each run
+must then say that it was stopped, without a traceback, and end with a checkpoint.
 
 Every run is started as `launch` starts it. One of its processes, or all, get SIGKILL: the wrapper,
 the agent (launcher), a rank, a process that makes batches; while it starts, after some steps,
@@ -19,6 +21,7 @@ lines, the others go on, and the exit code is 1.
 """
 
 import argparse
+import contextlib
 import datetime
 import fcntl
 import json
@@ -26,6 +29,7 @@ import multiprocessing
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -43,11 +47,13 @@ from sciftune.lab.launch import state
 
 ROOT = Path(__file__).resolve().parents[2]
 GONE = 10  # seconds until every process of a killed run must have ended
+STOPPED = 60  # the same where it was asked to stop, and writes a checkpoint first
 KILLS_OF_A_RUN, EXPORTS_OF_A_RUN = 12, 2  # a run that is to be exported makes no more steps
 OPENING = 15  # seconds that a start takes, about
 GRACE = 60  # seconds that runs get beyond their time
 UNKNOWN = 90  # seconds that a run is taken for before one of its case has ended
 WHO = ("rank", "agent", "wrapper", "worker", "all")
+ASKED = ("agent", "wrapper", "all")  # who gets SIGTERM
 WHEN = {"step": 4, "save": 3, "start": 2, "export": 1}  # and how often, of ten kills
 COMMON = dict(
     steps=60,
@@ -174,20 +180,21 @@ def moment(run, when, rng, deadline):
     return "step" if steps_done(run) > begun else "start"
 
 
-def kill(run, who, rng):
-    "SIGKILL; who was killed."
+def kill(run, who, rng, signal_number):
+    "Send the signal; who got it."
     found = processes_of(run) | dict(all=living(run))
     for name in (who, "rank", "agent", "wrapper"):  # a run has no such process, or not yet
         if victims := found[name]:
             for process in victims if name == "all" else [rng.choice(victims)]:
-                process.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal_number)
             return name
 
 
-def seconds_until_gone(run):
+def seconds_until_gone(run, limit=GONE):
     "How long processes of `run` live on, and how many have to be ended after all."
     began = time.monotonic()
-    while (left := living(run)) and time.monotonic() < began + GONE:
+    while (left := living(run)) and time.monotonic() < began + limit:
         time.sleep(0.05)
     taken = time.monotonic() - began
     for process in left:
@@ -199,8 +206,8 @@ def seconds_until_gone(run):
 class Series:
     "A run that is killed and resumed until its end, and what happened to it."
 
-    def __init__(self, folder, case, rng, gpu_names):
-        self.case, self.rng, self.gpu_names = case, rng, gpu_names
+    def __init__(self, folder, case, rng, gpu_names, term):
+        self.case, self.rng, self.gpu_names, self.term = case, rng, gpu_names, term
         name = f"{case.replace(', ', '-')}-{rng.getrandbits(32):x}"
         self.recipe = recipe_in(folder, name, **fields_of(case, not gpu_names))
         self.who, self.moments = Counter(), Counter()
@@ -223,15 +230,26 @@ class Series:
         self.starts += 1
         wanted = self.rng.choices(list(WHEN), WHEN.values())[0]
         when = moment(run, wanted, self.rng, deadline) if self.again else None
-        if when and (who := kill(run, self.rng.choice(WHO), self.rng)):
+        what = signal.SIGTERM if self.term else signal.SIGKILL
+        chosen = self.rng.choice(ASKED if self.term else WHO)
+        if when and (who := kill(run, chosen, self.rng, what)):
             self.who[who] += 1
             self.moments[when] += 1
-            taken, left = seconds_until_gone(run)
+            taken, left = seconds_until_gone(run, STOPPED if self.term else GONE)
+            if self.term:
+                self.check_stopped(when)
             self.slowest = max(self.slowest, taken)
             self.orphans += left
             return time.monotonic() < cut
         wait(lambda: state(run) != "running" or time.monotonic() > cut)
         return False
+
+    def check_stopped(self, when):
+        "A request to stop is no failure."
+        log = self.run.log.read_text()
+        told = state(self.run)
+        assert told in ("stopped", "finished") or when == "start", (told, log[-6000:])
+        assert "Traceback" not in log, log[-6000:]
 
     def line(self, reference):
         "Its line, when it has ended."
@@ -248,17 +266,22 @@ class Series:
     def facts(self):
         "What a line says of any run."
         where = dict(gpus=self.gpu_names) if self.gpu_names else {}
-        return where | dict(
-            case=self.case,
-            kills=self.kills,
-            who=dict(self.who),
-            moments=dict(self.moments),
-            starts=self.starts,
-            orphans=self.orphans,
-            slowest=round(self.slowest, 1),
-            date=str(datetime.date.today()),
-            torch=torch.__version__,
-            cores=os.cpu_count(),
+        asked = dict(signal="SIGTERM") if self.term else {}
+        return (
+            where
+            | asked
+            | dict(
+                case=self.case,
+                kills=self.kills,
+                who=dict(self.who),
+                moments=dict(self.moments),
+                starts=self.starts,
+                orphans=self.orphans,
+                slowest=round(self.slowest, 1),
+                date=str(datetime.date.today()),
+                torch=torch.__version__,
+                cores=os.cpu_count(),
+            )
         )
 
     def end(self):
@@ -321,8 +344,10 @@ def write_table(folder):
     lines = [line for line in lines if not line.get("cut")]
     if not lines:
         return
-    on_gpus = [line for line in lines if line.get("gpus")]
-    on_cpus = [line for line in lines if not line.get("gpus")]
+    asked = [line for line in lines if line.get("signal")]
+    killed = [line for line in lines if not line.get("signal")]
+    on_gpus = [line for line in killed if line.get("gpus")]
+    on_cpus = [line for line in killed if not line.get("gpus")]
     dates = sorted({line["date"] for line in lines})
     text = f"""# Kills of real runs
 
@@ -346,6 +371,9 @@ that were cut off by the end of their time before they could show that nothing w
     if on_gpus:
         on = f"{said_of(on_gpus, 'gpus')} (`--gpus`), several runs at once"
         text += f"\n{on}, torch {said_of(on_gpus, 'torch')}.\n\n{table_of(on_gpus)}"
+    if asked:
+        on = f"SIGTERM (`--term`), {said_of(asked, 'cores')} CPU cores"
+        text += f"\n{on}, torch {said_of(asked, 'torch')}.\n\n{table_of(asked)}"
     (folder / "generated").mkdir(exist_ok=True)
     (folder / "generated" / "kills.md").write_text(text)
 
@@ -425,7 +453,7 @@ class Shared:
     def series(self, at, rng):
         "One run, killed until its end."
         case, began, cut = self.cases[at], time.monotonic(), self.end + GRACE
-        series = Series(self.folder, case, rng, self.gpu_names)
+        series = Series(self.folder, case, rng, self.gpu_names, self.given.term)
         try:
             while series.life(self.deadline(at), cut):
                 pass
@@ -463,6 +491,7 @@ def main():
     parser.add_argument("--case", action="append", choices=CASES)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--gpus", action="store_true", help="train on this machine's GPUs")
+    parser.add_argument("--term", action="store_true", help="SIGTERM instead of SIGKILL")
     parser.add_argument("--table", type=Path, default=ROOT / "docs")
     given = parser.parse_args()
     given.table.mkdir(parents=True, exist_ok=True)
