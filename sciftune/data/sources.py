@@ -449,7 +449,7 @@ def check_bad_rows(
     where: str | Path,  # The collection, for the message
     quarantine: str | Path | None = None,  # File that has them all
 ):
-    """Raise DataError when too many rows are bad, or all of them.
+    """Raise DataError when too many rows are bad, or all of them, or there is none.
 
     Args:
         rejected: source and reason of each
@@ -458,6 +458,11 @@ def check_bad_rows(
         where: The collection, for the message
         quarantine: File that has them all
     """
+    if not count:
+        raise DataError(
+            f"{where}: nothing in it: expected images with .txt files, metadata.json|jsonl|csv, "
+            "parquet shards or a Hugging Face dataset"
+        )
     rejected, count = bad_rows(rejected, count)
     if len(rejected) <= max_bad_fraction * count and len(rejected) < count:
         return
@@ -527,11 +532,6 @@ def set_aside(
     kept, rejected = _separate(rows)
     if quarantine:
         _write_quarantine(quarantine, rejected)
-    if not rows:
-        raise DataError(
-            f"{where}: nothing in it: expected images with .txt files, metadata.json|jsonl|csv, "
-            "parquet shards or a Hugging Face dataset"
-        )
     check_bad_rows(rejected, len(rows), max_bad_fraction, where, quarantine)
     return kept, rejected
 

@@ -6,6 +6,7 @@
 __all__ = ["ideal_update", "block_of", "UpdateMeter", "types_in_use", "update_warning"]
 
 # %% ../../nbs/7_training/03_updates.ipynb #caacd068
+import math
 import re
 from collections import Counter
 
@@ -177,20 +178,19 @@ def types_in_use(
 # %% ../../nbs/7_training/03_updates.ipynb #50f1b3b3
 def update_warning(
     numbers: dict,  # Of `UpdateMeter.after`
-) -> str:  # '' when the updates arrive; '' too for NaN, of which the loss says more
+) -> str:  # '' when the updates arrive; '' too for NaN and inf, of which the loss says more
     """What is wrong with the updates, and what helps.
 
     Args:
         numbers: Of `UpdateMeter.after`
 
     Returns:
-        '' when the updates arrive; '' too for NaN, of which the loss says more
+        '' when the updates arrive; '' too for NaN and inf, of which the loss says more
     """
     changed = numbers["changed"]
     ratio = numbers["ratio"]
     arrives = changed > 0.5 and 0.9 < ratio < 1.1
-    is_nan = ratio != ratio
-    if arrives or is_nan:
+    if arrives or not math.isfinite(ratio):
         return ""
     return (
         f"only {changed:.0%} of the weights changed in this step and the update is {ratio:.2f} "

@@ -1,5 +1,6 @@
 """Checkpoints that are hostile, damaged, spoilt or in the way: whole runs, tiny models."""
 
+import math
 import os
 import pickle
 import random
@@ -319,8 +320,8 @@ def test_a_stall_right_after_a_save_keeps_the_checkpoint(root):
 # Weights that are no numbers
 
 
-def spoils(step):
-    "After this step the weights are no numbers."
+def spoils(step, value=math.nan):
+    "After this step all weights are this."
 
     def change(rank, run):
         real = trainer.train_step
@@ -329,7 +330,7 @@ def spoils(step):
             numbers = real(run, s, batches)
             if s == step:
                 for parameter in run.networks["denoiser"].parameters():
-                    parameter.data.fill_(float("nan"))
+                    parameter.data.fill_(value)
             return numbers
 
         trainer.train_step = train_step
@@ -355,15 +356,14 @@ def test_latest_passes_over_spoilt_weights_and_naming_them_is_refused(root, trai
     assert not checkpoint_fault(run.checkpoints / "step_000005")
 
 
-def test_a_rate_that_spoils_the_first_step(root):
+def test_a_first_step_that_spoils_the_weights(root):
     """The only checkpoint has finite weights of 1e30, which the next step cannot use.
 
     There is nothing to go on from, and no new start.
     """
-    huge = dict(learning_rate=1e30, steps=5, weight_decay=0)
-    codes, text = attempt(root, "huge", **huge)
+    codes, text = attempt(root, "huge", spoils(0, 1e30), steps=5)
     assert codes == [2] and "loss is nan at step 2" in text, text
-    codes, text = attempt(root, "huge", resume="latest", **huge)
+    codes, text = attempt(root, "huge", resume="latest", steps=5)
     assert codes == [2] and "none of the 1 checkpoints can be used" in text
 
 

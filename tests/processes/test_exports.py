@@ -46,6 +46,8 @@ def smaller(preset, model, more):
         fields |= dict(held_out=0, text_tokens=16)
     if values["objective"] in ("flow_grpo", "diffusion_dpo"):
         fields |= dict(held_out=0, group_size=2, rollout_steps=3)
+    if values.get("trained_sampling_steps"):
+        fields |= dict(trained_sampling_steps=2)
     if values["objective"] == "unified":
         fields |= dict(expected_tokens=320, max_tokens=400, max_sample_tokens=400)
         fields |= dict(vit_resolution=112)

@@ -1,6 +1,7 @@
 """The launch notebook under papermill, and what must hold in a fresh process."""
 
 import json
+import os
 import re
 import shlex
 import signal
@@ -11,6 +12,7 @@ import time
 import jobs
 import nbformat
 import pytest
+from PIL import Image
 from shared_figures import share_figures
 
 from sciftune.core.recipe import Recipe
@@ -170,7 +172,8 @@ def test_run_from_inside_nbs(papermill, root, runs):
 def test_failed_training_fails_the_notebook(papermill, tmp_path, runs):
     bad = tmp_path / "data"
     bad.mkdir()
-    (bad / "a.png").write_bytes(b"no picture")
+    Image.effect_noise((64, 64), 90).save(bad / "a.png")
+    os.truncate(bad / "a.png", 1000)  # its header says nothing of it
     (bad / "a.txt").write_text("a caption")
     own = {name: value for name, value in SMALL.items() if name != "figures"}
     r, _ = papermill(**own, name="bad", data=bad)

@@ -10,6 +10,7 @@ import traceback
 
 import jobs
 import pytest
+from PIL import Image
 from jobs import living, processes_of, ranks, recipe_in, wait
 
 from sciftune.core.ownership import holder
@@ -176,6 +177,8 @@ def test_one_of_several_launches_at_once_wins(folder, tmp_path, steps):
     context = multiprocessing.get_context("fork")
     data = tmp_path / "data"
     data.mkdir()
+    Image.new("RGB", (64, 64)).save(data / "a.png")
+    (data / "a.txt").write_text("a caption")
     for number in range(5):
         root = tmp_path / f"{number}"
         begin = context.Barrier(len(steps))
