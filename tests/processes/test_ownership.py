@@ -10,8 +10,8 @@ import traceback
 
 import jobs
 import pytest
-from PIL import Image
 from jobs import living, processes_of, ranks, recipe_in, wait
+from PIL import Image
 
 from sciftune.core.ownership import holder
 from sciftune.core.plan import Plan
