@@ -839,7 +839,7 @@ def check_names(
         given: Recipe fields and foreign names
     """
     for name in ("model", "preset", "objective"):
-        _check_name(name, given.get(name, ""))
+        _check_name(name, "" if given.get(name) is None else given[name])
     for name in ("name", "run_root", "resume"):
         if not isinstance(given.get(name) or "", (str, int, float)):
             raise RecipeError(f"{name}: must be text; got {_shortened(masked(repr(given[name])))}")

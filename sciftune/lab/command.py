@@ -192,7 +192,8 @@ class Execution:
         Args:
             options: Of papermill
         """
-        paths = str(self.notebook), str(self.aside / self.notebook.name)
+        paths = [str(path) for path in (self.notebook, self.aside / self.notebook.name)]
+        paths = [path.replace("{", "{{").replace("}", "}}") for path in paths]  # it formats them
         return [sys.executable, "-m", "papermill", *paths, *QUIET, *options]
 
     def execute(
