@@ -9,7 +9,7 @@ from statements import PAGE, STATEMENTS, SYSTEMS, page
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_every_statement_holds(system):
     rows = [row for row in STATEMENTS if row.system == system]
-    faults = [f"{row.says}: {row.fault()}" for row in rows if row.fault()]
+    faults = [f"{row.says}: {fault}" for row in rows if (fault := row.fault())]
     assert not faults, "\n".join(faults)
 
 

@@ -372,7 +372,8 @@ that were cut off by the end of their time before they could show that nothing w
         on = f"{said_of(on_gpus, 'gpus')} (`--gpus`), several runs at once"
         text += f"\n{on}, torch {said_of(on_gpus, 'torch')}.\n\n{table_of(on_gpus)}"
     if asked:
-        on = f"SIGTERM (`--term`), {said_of(asked, 'cores')} CPU cores"
+        on = f"SIGTERM (`--term`; an orphan is one after {STOPPED} s), "
+        on += f"{said_of(asked, 'cores')} CPU cores"
         text += f"\n{on}, torch {said_of(asked, 'torch')}.\n\n{table_of(asked)}"
     (folder / "generated").mkdir(exist_ok=True)
     (folder / "generated" / "kills.md").write_text(text)
