@@ -218,9 +218,20 @@ class Costs:
         The allocator keeps what was used on a stream for that stream, so these bytes are
         reserved also while the peak of all streams together holds fewer of them.
         """
-        held = [self.gathered_bytes(i) for i in range(len(self.model.blocks) + 1)]
+        moved = [self.moved_bytes(i) for i in range(len(self.model.blocks) + 1)]
         reduction = self.outer_reduction()
-        return max([*held, reduction[1] if reduction else 0.0])
+        return max([*moved, reduction[1] if reduction else 0.0])
+
+    def moved_bytes(
+        self,
+        position: int,  # Block that backward is in; the number of blocks: before the first
+    ) -> float:
+        """Return `gathered_bytes` without what stays gathered.
+
+        Args:
+            position: Block that backward is in; the number of blocks: before the first
+        """
+        return self.gathered_bytes(position)
 
     def outer_gathered_bytes(self) -> float:
         """What a forward-only pass leaves gathered."""

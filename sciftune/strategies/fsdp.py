@@ -385,12 +385,6 @@ class FSDPCosts(Costs):
         behind = model.blocks[position + 1 : position + 2]
         return gathered + self.reduce * sum(b.trained for b in behind)
 
-    def stream_bytes(self) -> float:
-        """Return what communication holds at a time, without blocks that stay gathered."""
-        moved = [self.moved_bytes(i) for i in range(len(self.model.blocks) + 1)]
-        reduction = self.outer_reduction()
-        return max([*moved, reduction[1] if reduction else 0.0])
-
     def reduction_excess(
         self,
         position: int,  # Block that backward is in

@@ -651,7 +651,7 @@ class Zero2Costs(ZeroCosts):
 class Zero3Costs(Zero2Costs):
     """Parameters spread, too."""
 
-    gaps = 0.21  # Measured: BAGEL and klein on four GPUs, .19 to .21
+    gaps = 0.21  # Rows of docs/bench.jsonl and docs/measured.md, BAGEL and klein: .16 to .21
     gradients_stay = True
 
     @property
