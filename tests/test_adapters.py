@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import get_peft_model_state_dict
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sciftune.core.recipe import RecipeError, resolve
@@ -234,7 +234,7 @@ def test_what_other_trainers_write(stand_in, tmp_path):
 
 
 def test_nothing_in_a_file_is_ignored(stand_in, tmp_path):
-    """A tensor more, or one less, in every layout: refused by its name."""
+    """A tensor more, or one less, in every layout: refused."""
     family, pipe, folder = stand_in
     net = getattr(pipe, family.denoiser_component)
     strange = (
@@ -253,6 +253,11 @@ def test_nothing_in_a_file_is_ignored(stand_in, tmp_path):
             file_of(file, pairs, write, *pair, alpha, **{key: extra})
             with pytest.raises(RecipeError):
                 Merged(file, family, folder)
+        torn = load_file(file_of(tmp_path / "whole.safetensors", pairs, write, *pair, alpha))
+        del torn[f"{first}.{pair[1]}.weight"]
+        save_file(torn, tmp_path / "torn.safetensors")
+        with pytest.raises(RecipeError):
+            Merged(tmp_path / "torn.safetensors", family, folder)
 
 
 def test_going_on_is_exact_or_refused(stand_in, tmp_path):

@@ -94,7 +94,7 @@ REFUSED = [  # (given, what the sentence must hold: the name, and what to write 
     (dict(tiny_vae=True), ("tiny_vae: needs objective 'dmd2'",)),
     (DMD | dict(initialize_generator=False), ("initialize_generator", "start_from")),
     (dict(use_fp16=True), ("use_fp16", "precision='bf16-mixed'")),
-    (dict(accelerate_config="no.yaml"), ("accelerate_config: no.yaml: No such file",)),
+    (dict(accelerate_config="no.yaml"), ("accelerate_config: no.yaml is missing",)),
     (BAGEL | dict(num_workers=4), ("data_workers: needs objective", "a thread makes the batches")),
     (dict(master_addr="10.0.0.1"), ("main_process_ip: needs num_machines > 1",)),
 ]
@@ -140,7 +140,7 @@ def accelerate_names():
     names = set(config_args.ClusterConfig.__dataclass_fields__)
     text = Path(questionnaire.__file__).read_text()
     asked = re.findall(r'(?:fsdp|deepspeed|fp8)_config\["(\w+)"\]', text)
-    names |= {name if name.startswith(("fsdp", "deep")) else name for name in asked}
+    names |= set(asked)
     command = Path(questionnaire.__file__).parents[1] / "launch.py"
     flags = re.findall(r'^ +"--(\w+)",?', command.read_text(), re.M)
     names |= {name for name in flags if name.startswith(("fsdp", "deepspeed", "zero3", "offload"))}

@@ -16,13 +16,11 @@ __all__ = [
 ]
 
 # %% ../../nbs/1_core/17_accelerate_settings.ipynb #10e471f1
-import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from .files import FileError, read_mapping, read_object
 from .registry import records
 from .sections import RecipeError
 
@@ -275,15 +273,11 @@ _RENAMED["fp8_optimization_level"] = "fp8_opt_level"
 
 def _contents(field: str, path: str) -> Mapping[str, Any]:
     """The settings in a YAML or JSON file. Raises RecipeError."""
-    read = json.loads if str(path).endswith(".json") else yaml.safe_load
+    read = read_object if str(path).endswith(".json") else read_mapping
     try:
-        found = read(Path(path).expanduser().read_text())
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        said = getattr(error, "strerror", None) or "is no YAML or JSON"
-        raise RecipeError(f"{field}: {path}: {said}") from None
-    if not isinstance(found, dict):
-        raise RecipeError(f"{field}: {path} must hold one mapping of settings")
-    return found
+        return read(Path(path).expanduser())
+    except FileError as error:
+        raise RecipeError(f"{field}: {error}") from None
 
 
 def _says(value: Any) -> bool:
@@ -382,7 +376,7 @@ def _zero(settings: Mapping[str, Any], where: str) -> Iterator[tuple[str, Any]]:
             if _says(value.get("nvme_path")) and value.get("device") == "nvme":
                 yield f"{name}_nvme_path", value["nvme_path"]
         elif name == "cpu_offload" and _says(value):
-            yield "offload_optimizer_device", "cpu" if value else "none"
+            yield "offload_optimizer_device", "cpu" if switched_on(value) else "none"
         elif name not in _CHOSEN_IN_ZERO and _says(value) and plain(value) != _OFF.get(name, "0"):
             raise RecipeError(f"{where}: zero_optimization.{full} is not used here; remove it")
 
@@ -403,7 +397,7 @@ def _deepspeed(settings: Mapping[str, Any], where: str) -> Iterator[tuple[str, A
             raise RecipeError(f"{where}: write {_INSTEAD[name]} instead of {name}")
         elif name in _CHOSEN_HERE or name in _NUMBERS or not _says(value):
             continue
-        elif on or not isinstance(value, dict) and plain(value) != "0":
+        elif on or (("enabled" not in value) if isinstance(value, dict) else plain(value) != "0"):
             raise RecipeError(f"{where}: {name} is not used here; remove it")
 
 
@@ -419,4 +413,10 @@ def deepspeed_file(
         Name -> value
     """
     where = f"deepspeed_config_file: {path}"
-    return dict(_deepspeed(_contents("deepspeed_config_file", path), where))
+    found = _contents("deepspeed_config_file", path)
+    try:
+        return dict(_deepspeed(found, where))
+    except RecipeError:
+        raise
+    except (AttributeError, TypeError, ValueError) as error:
+        raise RecipeError(f"{where}: a section is not as DeepSpeed writes it: {error}") from None

@@ -533,15 +533,15 @@ def _idle(
 ) -> dict[str, str]:  # Setting -> why it says nothing
     """Settings of other scripts that a run like theirs would not read, and that are right here."""
     reasons = {}
-    called = {name: names.fields.get(name, name) for name in given}
-    for name, field in called.items():
-        alone = plain(values.get("num_machines") or 1) == "1"
-        if field == "main_process_ip" and alone and given[name] in _LOOPBACK:
+    alone = plain(values.get("num_machines") or 1) == "1"
+    objective = records("objectives").get(str(values.get("objective") or "flow"))
+    threaded = objective and "data_workers" not in objective.reads
+    for name, value in given.items():
+        field = names.fields.get(name, name)
+        if field == "main_process_ip" and alone and value in _LOOPBACK:
             reasons[name] = "there is one machine"
-        objective = records("objectives").get(str(values.get("objective") or "flow"))
-        reads = objective.reads if objective else (field,)
-        if field == "data_workers" != name and "data_workers" not in reads:
-            reasons |= {name: _LONE_WORKER} if plain(given[name]) in ("0", "1") else {}
+        if field == "data_workers" != name and threaded and plain(value) in ("0", "1"):
+            reasons[name] = _LONE_WORKER
     family = records("models").get(str(values.get("model") or "qwenimage"))
     parts = family.parts if family else ()
     whole = given.get("model_path", "parts") != "parts"

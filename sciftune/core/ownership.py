@@ -5,11 +5,13 @@
 # %% auto #0
 __all__ = [
     "LAUNCHER",
+    "REQUESTS",
     "ROLES",
     "SIGN_EVERY",
     "SILENT_AFTER",
     "RELEASED_AFTER",
     "is_orphan",
+    "on_request",
     "end_with_parent",
     "end_process",
     "FolderInUseError",
@@ -36,7 +38,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -63,6 +65,22 @@ def is_orphan(
     if not launcher:
         return False
     return int(launcher) not in {process.pid for process in psutil.Process().parents()}
+
+
+REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # End after the step, and save
+
+
+def on_request(
+    handler: Callable,  # Of (number of the signal, frame)
+) -> None:
+    """Call `handler` for each of `REQUESTS` that is not ignored, as nohup ignores SIGHUP.
+
+    Args:
+        handler: Of (number of the signal, frame)
+    """
+    for number in REQUESTS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def end_with_parent(

@@ -99,7 +99,7 @@ class FamilyRecord(Record):
         packing: Samples of several sizes can stand one behind another
         float32_arguments: Of the denoiser's call, or entries of a dict in it: no engine casts them
         nano: A small trained model of it is in the package
-        guides_above: Scale above which its pipeline makes a second prediction,
+        guides_above: Scale above which its pipeline guides; None = it never does
         values: Recipe fields that it changes in every preset
         presets: Recipe fields that it changes in one; may add it to a preset
     """
@@ -129,8 +129,7 @@ class FamilyRecord(Record):
         "guidance",
     )  # Of the denoiser's call, or entries of a dict in it: no engine casts them
     nano: bool = False  # A small trained model of it is in the package
-    guides_above: float | None = 1.0  # Scale above which its pipeline makes a second prediction,
-    # without the caption; None = it never does: the model is told the scale
+    guides_above: float | None = 1.0  # Scale above which its pipeline guides; None = it never does
     values: dict = {}  # Recipe fields that it changes in every preset
     presets: dict[str, dict] = {}  # Recipe fields that it changes in one; may add it to a preset
 

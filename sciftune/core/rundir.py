@@ -107,7 +107,7 @@ def sweep_unfinished(
         path: Of a folder that `replaced_folder` writes
     """
     path = Path(path)
-    ours = re.compile(re.escape(f".{path.name}.") + r"[0-9a-f]{8}(?P<old>\.old)?")
+    ours = re.compile(re.escape(f".{path.name}.") + r"[0-9a-f]{8}(\.old)?")
     found = path.parent.iterdir() if path.parent.is_dir() else ()
     for place in [place for place in found if ours.fullmatch(place.name)]:
         with contextlib.suppress(OSError):
@@ -209,7 +209,6 @@ class MetricsLog:
         self.path = path
         self.parsed = 0  # Lines, over all looks
         self.rewritten = 0  # How often rows have changed that were there before
-        self._names = {}
         self._clear()
 
     def _clear(self):
@@ -251,7 +250,7 @@ class MetricsLog:
                 self._lines += whole
             if isinstance(row, dict):
                 self.parsed += 1
-                disordered |= self._add({self._names.setdefault(k, k): row[k] for k in row})
+                disordered |= self._add({sys.intern(k): row[k] for k in row})
         if disordered:
             self._sort()
 

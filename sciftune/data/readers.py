@@ -753,11 +753,11 @@ def _is_listed(kind: pa.DataType) -> bool:
 
 def _first_values(cells: pa.ChunkedArray | pa.Array) -> list:
     """The values in some cells of a column, those of lists one by one, without empty ones."""
-    listed = (cell if isinstance(cell, list) else [cell] for cell in cells.to_pylist())
+    listed = (cell if isinstance(cell, list) else [cell] for cell in cell_values(cells))
     return [value for cell in listed for value in cell if value is not None and value != ""]
 
 
-def _is_image(root: Path, value: object) -> bool:
+def _is_image(value: object) -> bool:
     """Whether a value is the bytes of an image, or a struct of bytes and path of one."""
     if isinstance(value, dict):
         if value.get("bytes") is None:
@@ -783,7 +783,7 @@ def _reference_columns(
         kind = schema.field(name).type
         values = _first_values(first(name))
         if _holds_bytes(kind.value_type if _is_listed(kind) else kind):
-            if not values or any(_is_image(root, value) for value in values):
+            if not values or any(map(_is_image, values)):
                 used.append(name)
                 notes.append(f"reference images: column {name}")
                 continue
@@ -915,13 +915,14 @@ class Parquet:
         name = os.path.relpath(bare(str(path)), self.root).replace(os.sep, "/")
         file = self.open_file(path)
         image, caption, ident = _columns(path, file.schema_arrow)
+        for group in range(file.num_row_groups):
+            check_row_group(path, file, group, (caption, ident))
         self.column.append(image)
         self.reference_columns.append(self._references(path, file))
         self.stamps.append(f"{name}|{self.version(path)}")
         missing = "" if caption else _no_column(file.schema_arrow)
         at = 0
         for group in range(file.num_row_groups):
-            check_row_group(path, file, group, (caption, ident))
             table = file.read_row_group(group, columns=[c for c in (caption, ident) if c])
             counts = self._reference_counts(n, file, group)
             lines = file.metadata.row_group(group).num_rows

@@ -272,8 +272,11 @@ def without_formulas(
     Returns:
         The same one
     """
+    axes = [axis for ax in fig.axes for axis in (ax.xaxis, ax.yaxis) if axis.get_scale() == "log"]
+    ticks = [t for axis in axes for t in (*axis.get_major_ticks(), *axis.get_minor_ticks())]
+    powers = {tick.label1 for tick in ticks}  # which matplotlib writes as formulas
     for text in fig.findobj(Text):
-        text.set_parse_math(False)
+        text.set_parse_math(text in powers)
     return fig
 
 

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import yaml
 
 from ..core.checkpoint_folders import complete_checkpoints
+from ..core.files import FileError, parsed_yaml, read_mapping
 from ..core.recipe import Recipe
 from ..core.rundir import RunDir
 from sciftune.lab.launch import (
@@ -291,11 +291,11 @@ def prove_command(
     parser.add_argument("--tolerance", type=float, default=1e-5, help="relative (1e-5)")
     asked = parser.parse_args(arguments)
     try:
-        read = yaml.safe_load(asked.f.read_text()) or {} if asked.f else {}
-        given = read | {name: yaml.safe_load(value) for name, value in asked.p}
-        changed = {name: yaml.safe_load(value) for name, value in asked.resume_with}
+        read = read_mapping(asked.f) if asked.f else {}
+        given = read | {name: parsed_yaml(value) for name, value in asked.p}
+        changed = {name: parsed_yaml(value) for name, value in asked.resume_with}
         proof = prove(given, asked.at, changed)
-    except (LaunchError, OSError, yaml.YAMLError) as error:
+    except (LaunchError, FileError, OSError, ValueError) as error:
         sys.exit(f"sciftune prove: {error}")
     print(f"\n{proof.table()}\n\n{proof.verdict(asked.tolerance)}")
     sys.exit(not proof.holds(asked.tolerance))

@@ -25,11 +25,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from ..core.recipe import Recipe
 from ..core.rundir import RunDir
-from .command import CommandError, papermill_options, run_notebook
+from .command import CommandError, papermill_options, run_notebook, settings_of
 from .compare import found_runs, results_table
 from .launch import recipe_from, state, with_absolute_paths
 from .tables import table_text
@@ -90,7 +88,7 @@ class Point:
 
     def recipe(self) -> Recipe:
         """Its recipe. Raises LaunchError where a setting is wrong."""
-        given = {n: yaml.safe_load(v) for n, v in self.settings.items()}
+        given = settings_of([w for n, v in self.settings.items() for w in ("-p", n, v)])
         return with_absolute_paths(recipe_from(given | dict(name=self.name)))
 
 

@@ -101,16 +101,19 @@ class TemplateProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
             )
+        line = b""
         try:
             self.child.stdin.write(request)
             self.child.stdin.flush()
             line = self.child.stdout.readline()
         except OSError:
-            line = b""
+            pass
+        finally:
+            if not line.endswith(b"\n"):  # after an interrupt its answer would be the next one's
+                self.child.kill()
+                self.child.communicate()
         if line.endswith(b"\n"):
             return json.loads(line)
-        self.child.kill()
-        self.child.communicate()
         return dict(error=f"it takes more than {SECONDS} s of computation")
 
 

@@ -574,7 +574,7 @@ def save_lora(
     """
     model = family.empty_denoiser(base, recipe.revision or None)
     layers = chosen_layers(model, family, recipe)
-    add_lora(model, family, recipe)
+    add_lora(model, family, recipe.model_copy(update=dict(lora_path="")))  # shapes alone
     state = {
         n.replace(".default.", "."): tensors[n].reshape(p.shape).to("cpu", dtype).contiguous()
         for n, p in model.named_parameters()

@@ -217,7 +217,7 @@ def trained_tensors(
         left_out: Prefixes of tensors that are not wanted
     """
     trained = CheckpointTensors(checkpoint, network, state)
-    for name in [n for n in trained if n.startswith(left_out or ("\0",))]:
+    for name in [n for n in trained if n.startswith(left_out)]:
         del trained.sizes[name]
     if not trained:
         hint = "; it was trained without ema_decay" if state == "ema" else ""

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from ..core.ownership import end_with_parent
+from ..core.ownership import REQUESTS, end_with_parent
 from .validation import to_device
 
 
@@ -45,7 +45,7 @@ def _begin_worker(parent: int, worker: int) -> None:
     When a scheduler asks all processes to end, the trainer ends its workers itself.
     """
     end_with_parent(parent)
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+    for number in REQUESTS:
         signal.signal(number, signal.SIG_IGN)
 
 

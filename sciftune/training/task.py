@@ -294,7 +294,7 @@ class EarlierRun:
             )
         recipe = checkpoint_info(self.path).get("recipe") or {}
         task = get_task(recipe["objective"]) if recipe else Task
-        self.helpers = task.not_exported or ("\0",)
+        self.helpers = task.not_exported
         self.runs = [self]  # and those before it
         if recipe.get("start_from") and _trained_a_part(recipe):
             averaged = recipe["start_from_ema"] and network in (task.averaged or (network,))
@@ -314,7 +314,7 @@ class EarlierRun:
 
     def _holder(self, name: str) -> "EarlierRun | None":
         """Return the last run that trained a tensor."""
-        own_only = name.startswith(self.optional or ("\0",))
+        own_only = name.startswith(self.optional)
         runs = self.runs[:1] if own_only else self.runs
         return next((run for run in runs if name in run.tensors), None)
 
@@ -617,15 +617,16 @@ class Task:
 
     def _check_exported(self, network: Network, name: str):
         """Raise RecipeError before the first step where `write_model` would refuse the weights."""
-        base = weights_path(self.recipe, self.family)
-        if name != self.exported or base is None or self.recipe.model_path.startswith("random"):
+        if name != self.exported or self.recipe.model_path.startswith("random"):
             return
+        base = weights_path(self.recipe, self.family)
         stored = self.family.denoiser_weights(base, self.recipe.revision or None)
-        helpers = self.not_exported or ("\0",)
         lost = [
             key
             for key in network.params
-            if not is_adapter(key) and not key.startswith(helpers) and base_name(key) not in stored
+            if not is_adapter(key)
+            and not key.startswith(self.not_exported)
+            and base_name(key) not in stored
         ]
         if lost:
             raise RecipeError(

@@ -4,7 +4,6 @@
 
 # %% auto #0
 __all__ = [
-    "REQUESTS",
     "BROKEN",
     "StopRequest",
     "SaveRequest",
@@ -46,7 +45,6 @@ if (
 import contextlib
 import json
 import re
-import signal
 import time
 import traceback
 import warnings
@@ -62,6 +60,7 @@ from sciftune.core.checkpoint_folders import (
     checkpoint_info,
     checkpoint_name,
 )
+from ..core.ownership import on_request
 from ..core.plan import Plan
 from ..core.processes import DIVERGED
 from ..core.progress import progress_by_bytes
@@ -87,18 +86,14 @@ from .prefetch import Prefetcher
 from .reporting import Reporter, UpdateChecks, check_finite, samples_line
 from .task import get_task
 
+
 # %% ../../nbs/7_training/14_trainer.ipynb #13e3c41d
-REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # End after the step, and save
-
-
 class StopRequest:
     """Whether this process was asked to stop."""
 
     def __init__(self):
         self.asked = False
-        for number in REQUESTS:
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup has SIGHUP ignored
-                signal.signal(number, self._ask)
+        on_request(self._ask)
 
     def _ask(self, *_):
         self.asked = True

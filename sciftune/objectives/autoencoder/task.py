@@ -151,7 +151,7 @@ class AutoencoderTask(Task):
         verify_base(engine, self.base, self.heartbeat)
         self.fingerprint = collection.fingerprint
         self.rejected = len(collection.rejected)
-        for note in collection.notes if engine.main else ():
+        for note in collection.notes:
             self.say(note)
         self.baseline = None  # Held-out error of the model as it started
         self.samples = (len(self.train), len(self.held))
