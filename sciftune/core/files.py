@@ -57,7 +57,7 @@ def read_bytes(
     try:
         handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
-        raise FileError(f"{file} is missing; copy the folder again") from None
+        raise FileError(f"{file} is missing") from None
     except (OSError, ValueError) as error:
         raise FileError(f"{file} cannot be read: {getattr(error, 'strerror', error)}") from None
     about = os.fstat(handle)

@@ -421,7 +421,7 @@ CASES = [
     asked("Recipe", "use_deepspeed: says no stage; write zero_stage=2 or 3", use_deepspeed=True),
     asked("Recipe", "FSDP2 no longer has it: prefetch=1", fsdp_forward_prefetch=True),
     asked("Recipe", "is no block of klein", model="klein", fsdp_transformer_layer_cls_to_wrap="A"),
-    asked("Recipe", "accelerate_config: no.yaml: No such file", accelerate_config="no.yaml"),
+    asked("Recipe", "accelerate_config: no.yaml is missing", accelerate_config="no.yaml"),
     asked("Recipe", "lora_path: needs objective", model="bagel", lora_rank=4, lora_path="a"),
     asked("Recipe", "fit: needs objective", model="sd15", objective="dmd2", fit="pad"),
     asked("Recipe", "'bucket', 'pad' or 'crop'", fit="squash"),
@@ -799,7 +799,7 @@ CASES = [
     ),
     tiny_model(
         "no scheduler_config.json",
-        "FOLDER/given/scheduler/scheduler_config.json is missing; copy the folder again",
+        "FOLDER/given/scheduler/scheduler_config.json is missing",
         lambda folder: (folder / "scheduler/scheduler_config.json").unlink(),
     ),
     tiny_model(
@@ -819,7 +819,7 @@ CASES = [
     ),
     lent_model(
         "klein without tokenizer_config.json",
-        "tokenizer/tokenizer_config.json is missing; copy the folder again",
+        "tokenizer/tokenizer_config.json is missing",
         "klein",
         removed("tokenizer/tokenizer_config.json"),
     ),
