@@ -29,18 +29,8 @@ from ..core.rundir import write_atomic
 from .images import DataError
 
 # %% auto #0
-__all__ = [
-    "cache_key",
-    "entry_digest",
-    "header_digest",
-    "save_shard",
-    "open_shard",
-    "Writer",
-    "sweep",
-    "TensorCache",
-    "check_hashes",
-]
-
+__all__ = ['cache_key', 'entry_digest', 'header_digest', 'save_shard', 'open_shard', 'Writer', 'sweep', 'TensorCache',
+           'check_hashes']
 
 # %% ../../nbs/2_data/08_cache.ipynb #2a33e01d
 def _canonical(name: str, value: object) -> object:
@@ -61,9 +51,7 @@ def _canonical(name: str, value: object) -> object:
     )
 
 
-def cache_key(
-    **parts: object,  # Everything that the cached tensors depend on
-) -> str:  # 64 hexadecimal digits
+def cache_key(**parts: object) -> str:
     """Hash the parts. Raises ValueError for none, and for types without a canonical form.
 
     Args:
@@ -80,11 +68,8 @@ def cache_key(
     text = json.dumps(canonical, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
-
 # %% ../../nbs/2_data/08_cache.ipynb #20b51c33
-def entry_digest(
-    tensors: dict[str, Tensor],  # name -> tensor on the CPU, any shape and dtype
-) -> str:  # 8 hexadecimal digits
+def entry_digest(tensors: dict[str, Tensor]) -> str:
     """CRC-32 of the bytes of all tensors, in their order.
 
     Args:
@@ -100,9 +85,7 @@ def entry_digest(
     return f"{crc:08x}"
 
 
-def header_digest(
-    path: Path,  # A safetensors file
-) -> str:  # 8 hexadecimal digits
+def header_digest(path: Path) -> str:
     """CRC-32 of what stands before the tensors: names, types, shapes and places.
 
     Args:
@@ -116,13 +99,8 @@ def header_digest(
         header = file.read(min(int.from_bytes(length, "little"), path.stat().st_size))
     return f"{zlib.crc32(length + header):08x}"
 
-
 # %% ../../nbs/2_data/08_cache.ipynb #e9fbf575
-def save_shard(
-    folder: Path,  # Of the cache
-    name: str,  # Without suffix, used by nobody else
-    entries: dict[str, dict[str, Tensor]],  # key -> {tensor name: tensor}
-):
+def save_shard(folder: Path, name: str, entries: dict[str, dict[str, Tensor]]):
     """Write one shard and then its index.
 
     Raises OSError when the disk is full; nothing half-written is left.
@@ -158,10 +136,7 @@ def save_shard(
     write_atomic(folder / f"{name}.json", sealed(index))
 
 
-def open_shard(
-    folder: Path,  # Of the cache
-    name: str,  # Without suffix
-) -> tuple[dict, safe_open]:  # Index, and the open file
+def open_shard(folder: Path, name: str) -> tuple[dict, safe_open]:
     """Open a complete shard by memory map.
 
     Raises ValueError, OSError or SafetensorError for a damaged one.
@@ -187,7 +162,6 @@ def open_shard(
         raise ValueError(f"{path.name}: the header was not written so")
     return index, safe_open(path, framework="pt")
 
-
 # %% ../../nbs/2_data/08_cache.ipynb #a39e4d4f
 class Writer:
     """Adds entries to a cache; one per process.
@@ -198,13 +172,7 @@ class Writer:
         flush_bytes: Bytes in a shard, about
     """
 
-    def __init__(
-        self,
-        cache: TensorCache,
-        rank: int,  # Part of the file names
-        flush_entries: int,  # Entries in a shard
-        flush_bytes: int,  # Bytes in a shard, about
-    ):
+    def __init__(self, cache: TensorCache, rank: int, flush_entries: int, flush_bytes: int):
         self.cache = cache
         self.rank = rank
         self.flush_entries = flush_entries
@@ -214,11 +182,7 @@ class Writer:
         self.count = 0  # shards written
         self.run = uuid.uuid4().hex[:12]
 
-    def add(
-        self,
-        key: str,  # From `cache_key`
-        tensors: dict[str, Tensor],  # name -> tensor of any shape, dtype and device
-    ):
+    def add(self, key: str, tensors: dict[str, Tensor]):
         """Keep a copy of the tensors. Raises ValueError for what cannot be cached.
 
         Args:
@@ -261,13 +225,8 @@ class Writer:
         self.flush()
         self.cache.refresh()
 
-
 # %% ../../nbs/2_data/08_cache.ipynb #4c996f7b
-def sweep(
-    folder: Path,  # Of the cache
-    damaged: list[str],  # Names of shards
-    stale: float = 3600,  # Age in seconds from which something incomplete is abandoned
-):
+def sweep(folder: Path, damaged: list[str], stale: float = 3600):
     """Remove damaged shards and abandoned files.
 
     Args:
@@ -286,7 +245,6 @@ def sweep(
         if old and not path.with_suffix(".json").exists():
             path.unlink(missing_ok=True)
 
-
 # %% ../../nbs/2_data/08_cache.ipynb #39cec4a0
 class TensorCache:
     """key -> dict of tensors, in the shards of one folder.
@@ -295,10 +253,7 @@ class TensorCache:
         folder: Made when something is written
     """
 
-    def __init__(
-        self,
-        folder: str | Path,  # Made when something is written
-    ):
+    def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         self.faults = []  # shard and reason of each damaged one
         self._lock = threading.Lock()
@@ -391,10 +346,7 @@ class TensorCache:
             (self.folder / f"{name}.json").unlink()
 
     def writer(
-        self,
-        rank: int = 0,  # Of this process; part of the file names
-        flush_entries: int = 128,  # Entries in a shard
-        flush_bytes: int = 256 << 20,  # Bytes in a shard, about
+        self, rank: int = 0, flush_entries: int = 128, flush_bytes: int = 256 << 20
     ) -> Writer:
         """Open a writer for a `with` block.
 
@@ -425,11 +377,8 @@ class TensorCache:
     def __setstate__(self, folder: Path):
         self.__init__(folder)
 
-
 # %% ../../nbs/2_data/08_cache.ipynb #e6b691a0
-def check_hashes(
-    cache: TensorCache,
-) -> list[dict]:  # Its faults, the new ones included
+def check_hashes(cache: TensorCache) -> list[dict]:
     """Compare each shard with the hash of its index; shards that differ are dropped.
 
     Returns:

@@ -16,35 +16,15 @@ from ..core.rundir import cores
 from .images import load_picture
 
 # %% auto #0
-__all__ = [
-    "SMALL",
-    "WAVES",
-    "BITS",
-    "COARSE",
-    "BLANK",
-    "BANDS",
-    "MOST_BITS",
-    "LEAST_LIKENESS",
-    "small_copy",
-    "perceptual_bits",
-    "Signatures",
-    "signatures",
-    "joined_signatures",
-    "collection_signatures",
-    "candidate_pairs",
-    "likeness",
-    "near_duplicates",
-    "duplicate_groups",
-    "equal_digests",
-]
+__all__ = ['SMALL', 'WAVES', 'BITS', 'COARSE', 'BLANK', 'BANDS', 'MOST_BITS', 'LEAST_LIKENESS', 'small_copy', 'perceptual_bits',
+           'Signatures', 'signatures', 'joined_signatures', 'collection_signatures', 'candidate_pairs', 'likeness',
+           'near_duplicates', 'duplicate_groups', 'equal_digests']
 
 # %% ../../nbs/2_data/11_duplicates.ipynb #46280f4b
 SMALL = 32  # Pixels
 
 
-def small_copy(
-    data: bytes,  # Encoded image
-) -> np.ndarray:  # (32, 32, 3) uint8
+def small_copy(data: bytes) -> np.ndarray:
     """Decode an image onto 32 x 32 pixels. Raises DataError for what is no image.
 
     Args:
@@ -56,15 +36,12 @@ def small_copy(
     image = load_picture(data, least=4 * SMALL)
     return np.array(image.resize((SMALL, SMALL), Image.Resampling.BILINEAR))
 
-
 # %% ../../nbs/2_data/11_duplicates.ipynb #87df21d4
 WAVES = 16  # Per direction
 BITS = WAVES**2 - 1
 
 
-def perceptual_bits(
-    copies: np.ndarray,  # (n, 32, 32, 3) uint8
-) -> np.ndarray:  # (n, 255) bool
+def perceptual_bits(copies: np.ndarray) -> np.ndarray:
     """Hash small copies by the signs of their lowest frequencies about the median.
 
     Args:
@@ -79,7 +56,6 @@ def perceptual_bits(
     waves = waves.astype(np.float32)
     found = (waves @ grey @ waves.T).reshape(len(copies), WAVES**2)[:, 1:]
     return found > np.median(found, axis=1, keepdims=True)
-
 
 # %% ../../nbs/2_data/11_duplicates.ipynb #774c7b3b
 COARSE = 16  # Pixels of the copy that is kept
@@ -96,14 +72,12 @@ class Signatures:
         blank: (n,) bool: one colour
     """
 
-    bits: np.ndarray  # (n, 255) bool
-    colours: np.ndarray  # (n, 16, 16, 3) uint8
-    blank: np.ndarray  # (n,) bool: one colour
+    bits: np.ndarray
+    colours: np.ndarray
+    blank: np.ndarray
 
 
-def signatures(
-    copies: Iterable[np.ndarray],  # Of `small_copy`
-) -> Signatures:
+def signatures(copies: Iterable[np.ndarray]) -> Signatures:
     """Hash small copies, 256 at a time.
 
     Args:
@@ -115,9 +89,7 @@ def signatures(
     return Signatures(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
-def joined_signatures(
-    *parts: Signatures,  # Of collections
-) -> Signatures:
+def joined_signatures(*parts: Signatures) -> Signatures:
     """Signatures of several collections, one after another.
 
     Args:
@@ -146,10 +118,7 @@ def _batches(items: Iterable, count: int) -> Iterator[list]:
         yield some
 
 
-def collection_signatures(
-    collection: Sequence,  # Of samples with `image`, the encoded bytes
-    workers: int | None = None,  # Threads; None = one per available core
-) -> Signatures:
+def collection_signatures(collection: Sequence, workers: int | None = None) -> Signatures:
     """Read and decode every image of a collection once.
 
     Args:
@@ -165,17 +134,13 @@ def _decoded_ahead(collection: Sequence, pool: ThreadPoolExecutor) -> Iterator[n
     for some in _batches(range(len(collection)), 64):
         yield from list(pool.map(small_copy, [collection[i].image for i in some]))
 
-
 # %% ../../nbs/2_data/11_duplicates.ipynb #326f89bb
 BANDS = 17
 MOST_BITS = BANDS - 1  # Differences up to which a pair is found for certain
 LEAST_LIKENESS = 0.98
 
 
-def candidate_pairs(
-    bits: np.ndarray,  # (n, 255) bool
-    reach: int = 64,  # Images of one band that each is compared with
-) -> np.ndarray:  # (pairs, 2) int, i < j, each once
+def candidate_pairs(bits: np.ndarray, reach: int = 64) -> np.ndarray:
     """List the pairs of hashes that differ in at most 16 bits.
 
     Args:
@@ -203,10 +168,7 @@ def candidate_pairs(
     return np.unique(np.concatenate(found), axis=0)
 
 
-def likeness(
-    one: np.ndarray,  # (m, 16, 16, 3) uint8
-    other: np.ndarray,  # (m, 16, 16, 3) uint8
-) -> np.ndarray:  # (m,) from -1 to 1
+def likeness(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     """Compare coarse copies by the cosine of their deviations from their means.
 
     Args:
@@ -223,9 +185,7 @@ def likeness(
     return (a * b).sum(1) / np.maximum(norms, 1e-6)
 
 
-def near_duplicates(
-    found: Signatures,
-) -> list[tuple[int, int, float]]:  # (i, j, likeness), i < j
+def near_duplicates(found: Signatures) -> list[tuple[int, int, float]]:
     """List the pairs of images that are the same picture but for size and encoding.
 
     Returns:
@@ -237,11 +197,8 @@ def near_duplicates(
     kept = np.flatnonzero(alike >= LEAST_LIKENESS)
     return [(int(pairs[k, 0]), int(pairs[k, 1]), float(alike[k])) for k in kept]
 
-
 # %% ../../nbs/2_data/11_duplicates.ipynb #37904aa0
-def duplicate_groups(
-    pairs: Iterable[tuple[int, int]],  # Numbers of images
-) -> list[list[int]]:  # Each in ascending order, two members or more
+def duplicate_groups(pairs: Iterable[tuple[int, int]]) -> list[list[int]]:
     """Join pairs that have an image in common.
 
     Args:
@@ -261,9 +218,7 @@ def duplicate_groups(
     return sorted(unique.values())
 
 
-def equal_digests(
-    digests: Sequence[str],  # SHA-256 of each image; empty = unknown
-) -> list[list[int]]:  # As `duplicate_groups`
+def equal_digests(digests: Sequence[str]) -> list[list[int]]:
     """Group images of the same bytes.
 
     Args:

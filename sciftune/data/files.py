@@ -18,28 +18,15 @@ from ..core.progress import progress
 from .images import OTHER_SUFFIXES, SUFFIXES, DataError, check_regular
 
 # %% auto #0
-__all__ = [
-    "SYSTEM_FOLDERS",
-    "HIDDEN_NAMES",
-    "USED",
-    "is_hidden",
-    "check_place",
-    "valid_text",
-    "Account",
-    "FolderFiles",
-    "unread_kind",
-    "composed",
-    "stored_name",
-]
+__all__ = ['SYSTEM_FOLDERS', 'HIDDEN_NAMES', 'USED', 'is_hidden', 'check_place', 'valid_text', 'Account', 'FolderFiles',
+           'unread_kind', 'composed', 'stored_name']
 
 # %% ../../nbs/2_data/17_files.ipynb #1e590fe5
 SYSTEM_FOLDERS = ("/proc", "/sys", "/dev")
 HIDDEN_NAMES = ("__MACOSX", "lost+found", "@eaDir", "Thumbs.db", "desktop.ini")
 
 
-def is_hidden(
-    name: str,  # With forward slashes, below the root of the data
-) -> bool:
+def is_hidden(name: str) -> bool:
     """Whether a file, or a folder that it lies in, is not meant to be seen.
 
     Args:
@@ -61,10 +48,7 @@ def check_place(
         check_regular(real)
 
 
-def valid_text(
-    what: str,  # Named in the error
-    text: str,
-) -> str:
+def valid_text(what: str, text: str) -> str:
     """The text itself. Raises DataError where UTF-8 cannot hold it: half of a surrogate pair.
 
     Args:
@@ -75,7 +59,6 @@ def valid_text(
     except UnicodeEncodeError:
         raise DataError(f"{what} is not valid Unicode: {ascii(text)[:80]}") from None
     return text
-
 
 # %% ../../nbs/2_data/17_files.ipynb #528d5581
 USED = ("image", "reference", "caption", "list", "shard", "row", "set aside")
@@ -90,8 +73,8 @@ class Account:
         names: The first of each kind
     """
 
-    counts: Counter = field(default_factory=Counter)  # Files of each kind
-    names: dict[str, list[str]] = field(default_factory=dict)  # The first of each kind
+    counts: Counter = field(default_factory=Counter)
+    names: dict[str, list[str]] = field(default_factory=dict)
 
     def add(
         self,
@@ -116,7 +99,6 @@ class Account:
         more = ", …" if self.counts[kind] > len(self.names.get(kind, ())) else ""
         return f"{self.counts[kind]} x {kind}" + (f" ({names}{more})" if names else "")
 
-
 # %% ../../nbs/2_data/17_files.ipynb #49f9545f
 class FolderFiles:
     """The files of a folder: those that may be data, and an account of all others.
@@ -125,10 +107,7 @@ class FolderFiles:
         root: Folder
     """
 
-    def __init__(
-        self,
-        root: str | Path,  # Folder
-    ):
+    def __init__(self, root: str | Path):
         check_place(root)
         self.root = os.path.realpath(root)
         self.names = []  # Relative to the root, with forward slashes, sorted
@@ -185,10 +164,7 @@ class FolderFiles:
             return "linked folder whose files are here already"
         return "linked folder (name it in data, too: data=A,B)"
 
-    def with_suffix(
-        self,
-        *suffixes: str,  # In small letters
-    ) -> list[Path]:
+    def with_suffix(self, *suffixes: str) -> list[Path]:
         """The files with an ending, as paths: those of the root alone where it has some.
 
         Args:
@@ -198,10 +174,7 @@ class FolderFiles:
         top = [name for name in found if "/" not in name]
         return [Path(self.root, name) for name in top or found]
 
-    def lists(
-        self,
-        *suffixes: str,  # In small letters, in the order in which they are looked for
-    ) -> list[Path]:
+    def lists(self, *suffixes: str) -> list[Path]:
         """The files of the root itself that may list its images.
 
         Args:
@@ -212,8 +185,8 @@ class FolderFiles:
 
     def account(
         self,
-        used: Mapping[str, str],  # Name -> its kind of `USED`
-        other: Callable[[str], str] = lambda name: "no part of the data",  # Name -> why not
+        used: Mapping[str, str],
+        other: Callable[[str], str] = lambda name: "no part of the data",
     ) -> Account:
         """What became of every file.
 
@@ -238,7 +211,6 @@ def unread_kind(
         return "picture in a format that is not read"
     return "no part of the data"
 
-
 # %% ../../nbs/2_data/17_files.ipynb #ec1d26b2
 def composed(
     name: str,
@@ -253,10 +225,7 @@ def _entries(folder: str, changed: int) -> dict[str, str]:
     return {composed(name): name for name in os.listdir(folder)}
 
 
-def stored_name(
-    root: str | Path,
-    name: str,  # Below the root, as written in a list
-) -> str:  # As stored; the same where there is no such file
+def stored_name(root: str | Path, name: str) -> str:
     """Find a file whose stored name differs in its Unicode form only.
 
     Args:

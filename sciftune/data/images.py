@@ -24,30 +24,9 @@ from PIL import Image, ImageCms, PngImagePlugin, UnidentifiedImageError
 from ..core.secrets import masked
 
 # %% auto #0
-__all__ = [
-    "MAX_PIXELS",
-    "FORMATS",
-    "SUFFIXES",
-    "OTHER_SUFFIXES",
-    "MAX_BYTES",
-    "TURNS",
-    "SAME_COLOURS",
-    "PIXELS_VERSION",
-    "DataError",
-    "Sample",
-    "check_regular",
-    "file_bytes",
-    "open_image",
-    "orientation",
-    "grey8",
-    "to_rgb",
-    "load_picture",
-    "pixels",
-    "examine",
-    "says_more_after_pixels",
-    "header_size",
-]
-
+__all__ = ['MAX_PIXELS', 'FORMATS', 'SUFFIXES', 'OTHER_SUFFIXES', 'MAX_BYTES', 'TURNS', 'SAME_COLOURS', 'PIXELS_VERSION',
+           'DataError', 'Sample', 'check_regular', 'file_bytes', 'open_image', 'orientation', 'grey8', 'to_rgb',
+           'load_picture', 'pixels', 'examine', 'says_more_after_pixels', 'header_size']
 
 # %% ../../nbs/2_data/01_images.ipynb #7a3a5115
 class DataError(ValueError):
@@ -59,10 +38,7 @@ class DataError(ValueError):
         message: For people
     """
 
-    def __init__(
-        self,
-        message: str,  # For people
-    ):
+    def __init__(self, message: str):
         super().__init__(masked(message))
 
 
@@ -78,11 +54,11 @@ class Sample:
         height: Pixels, as shown
     """
 
-    id: str  # Unique in its collection: relative path, given id, or shard:row
-    image: bytes  # Encoded image, as stored
-    captions: tuple[str, ...]  # One or more, none empty
-    width: int  # Pixels, as shown
-    height: int  # Pixels, as shown
+    id: str
+    image: bytes
+    captions: tuple[str, ...]
+    width: int
+    height: int
 
     def __repr__(self) -> str:
         """Everything but the bytes."""
@@ -96,7 +72,6 @@ class Sample:
         shown = io.BytesIO()
         load_picture(self.image).save(shown, "PNG")
         return shown.getvalue()
-
 
 # %% ../../nbs/2_data/01_images.ipynb #c7c03b4f
 MAX_PIXELS = 178_956_970
@@ -158,10 +133,7 @@ def file_bytes(
     return Path(path).read_bytes()
 
 
-def open_image(
-    source: bytes | str | Path,  # Encoded image, or its file
-    max_pixels: int | None = None,  # Largest width*height; None = any
-) -> Image.Image:  # Opened, not yet decoded
+def open_image(source: bytes | str | Path, max_pixels: int | None = None) -> Image.Image:
     """Open an image by its header.
 
     Raises DataError above `max_pixels`, and Pillow's errors for what is no image.
@@ -189,7 +161,6 @@ def open_image(
         )
     return image
 
-
 # %% ../../nbs/2_data/01_images.ipynb #bc8f21d4
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -202,10 +173,7 @@ TURNS = {
 }
 
 
-def orientation(
-    image: Image.Image,
-    read: Callable = lambda image: image.getexif(),
-) -> int:  # EXIF's number, 1 to 8
+def orientation(image: Image.Image, read: Callable = lambda image: image.getexif()) -> int:
     """Read how a picture is to be turned; 1 where EXIF and XMP say nothing that is understood.
 
     Returns:
@@ -218,9 +186,7 @@ def orientation(
         return 1
 
 
-def grey8(
-    image: Image.Image,  # Modes I;16, I;16B, I or F
-) -> Image.Image:  # Mode L
+def grey8(image: Image.Image) -> Image.Image:
     """Scale deep greyscale to 8 bits.
 
     Args:
@@ -293,9 +259,7 @@ def _without_alpha(image: Image.Image) -> tuple[Image.Image, Image.Image | None]
     return image.getchannel("R") if grey else image, image.getchannel("A")
 
 
-def to_rgb(
-    image: Image.Image,  # Any mode, first frame
-) -> Image.Image:  # Mode RGB, upright, sRGB
+def to_rgb(image: Image.Image) -> Image.Image:
     """Undo EXIF rotation, scale deep grey to 8 bits, lay transparency on white, convert to sRGB.
 
     Raises Pillow's errors for damaged pixels.
@@ -317,7 +281,6 @@ def to_rgb(
         white.paste(rgb, mask=opaque)
         rgb = white
     return rgb.transpose(TURNS[turn]) if turn in TURNS else rgb
-
 
 # %% ../../nbs/2_data/01_images.ipynb #dc54cd76
 PIXELS_VERSION = 2  # Raise it when a change alters pixels: keys of cached latents have it
@@ -351,10 +314,8 @@ def _decoded(source: bytes | str | Path, max_pixels: int | None, least: int) -> 
 
 
 def load_picture(
-    source: bytes | str | Path,  # Encoded image, or its file
-    max_pixels: int | None = MAX_PIXELS,  # Largest width*height; None = any
-    least: int = 0,  # Pixels of the shorter side that suffice; 0 = decode all
-) -> Image.Image:  # Mode RGB, upright, sRGB
+    source: bytes | str | Path, max_pixels: int | None = MAX_PIXELS, least: int = 0
+) -> Image.Image:
     """Decode a picture. Every picture of a user is loaded by this function.
 
     Raises DataError with the reason when that fails.
@@ -369,14 +330,8 @@ def load_picture(
     """
     return _decoded(source, max_pixels, least)[0]
 
-
 # %% ../../nbs/2_data/01_images.ipynb #c65b4ffd
-def pixels(
-    data: bytes,  # Encoded image; the collection has checked it against the pixel bound
-    height: int,  # Wanted height in pixels
-    width: int,  # Wanted width in pixels
-    whole: bool = False,  # Keep all of it: both sides are scaled, each by its own factor
-) -> np.ndarray:  # (height, width, 3) uint8
+def pixels(data: bytes, height: int, width: int, whole: bool = False) -> np.ndarray:
     """Decode, scale to cover and crop at the centre, or scale the whole image.
 
     Raises DataError for what is no image.
@@ -399,12 +354,8 @@ def pixels(
     resized = image.resize((width, height), Image.Resampling.LANCZOS, box=kept, reducing_gap=3)
     return np.array(resized)
 
-
 # %% ../../nbs/2_data/01_images.ipynb #ccdeade3
-def examine(
-    data: bytes,  # Encoded image
-    max_pixels: int = MAX_PIXELS,  # Largest width*height
-) -> tuple[int, int, str]:  # Width and height as shown, SHA-256 of the bytes
+def examine(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int, str]:
     """Decode an image wholly. Raises DataError with the reason when that fails.
 
     Args:
@@ -417,11 +368,8 @@ def examine(
     _, (width, height) = _decoded(data, max_pixels, 1)
     return width, height, hashlib.sha256(data).hexdigest()
 
-
 # %% ../../nbs/2_data/01_images.ipynb #70888701
-def says_more_after_pixels(
-    file: BinaryIO,  # A PNG
-) -> bool:
+def says_more_after_pixels(file: BinaryIO) -> bool:
     """Whether text or EXIF stands behind the pixels of a PNG; the pixels are not read.
 
     Args:
@@ -439,9 +387,7 @@ def says_more_after_pixels(
     return more
 
 
-def header_size(
-    source: bytes | str | Path,  # Encoded image, or its file
-) -> tuple[int, int]:  # Width and height as shown
+def header_size(source: bytes | str | Path) -> tuple[int, int]:
     """Read the size of a picture, decoding only where nothing else tells how it is turned.
 
     Raises DataError for what is no image, and OSError for a file that is not there.

@@ -44,58 +44,19 @@ from sciftune.data.references import (
 )
 
 # %% auto #0
-__all__ = [
-    "NO_CAPTION",
-    "MAX_CAPTION",
-    "IMAGE_KEYS",
-    "CAPTION_KEYS",
-    "ID_KEYS",
-    "BESIDE",
-    "MAX_BESIDE",
-    "UNREAD",
-    "BROKEN_PARQUET",
-    "MAX_ROW_GROUP",
-    "MAX_TEXT",
-    "MAX_UNPACKED",
-    "IMAGE_COLUMNS",
-    "captions_of",
-    "inside",
-    "Row",
-    "reference_row",
-    "give_references",
-    "listed_row",
-    "record_texts",
-    "caption_value",
-    "listed_rows",
-    "file_captions",
-    "captions_beside",
-    "folder_rows",
-    "json_records",
-    "json_rows",
-    "csv_rows",
-    "Files",
-    "folder_reader",
-    "check_row_group",
-    "cell_values",
-    "Parquet",
-    "parquet_shards",
-    "Cell",
-    "cell_path",
-    "parse_cell",
-    "cell_bytes",
-    "image_bytes",
-    "check_listed_files",
-    "HuggingFace",
-]
+__all__ = ['NO_CAPTION', 'MAX_CAPTION', 'IMAGE_KEYS', 'CAPTION_KEYS', 'ID_KEYS', 'BESIDE', 'MAX_BESIDE', 'UNREAD',
+           'BROKEN_PARQUET', 'MAX_ROW_GROUP', 'MAX_TEXT', 'MAX_UNPACKED', 'IMAGE_COLUMNS', 'captions_of', 'inside',
+           'Row', 'reference_row', 'give_references', 'listed_row', 'record_texts', 'caption_value', 'listed_rows',
+           'file_captions', 'captions_beside', 'folder_rows', 'json_records', 'json_rows', 'csv_rows', 'Files',
+           'folder_reader', 'check_row_group', 'cell_values', 'Parquet', 'parquet_shards', 'Cell', 'cell_path',
+           'parse_cell', 'cell_bytes', 'image_bytes', 'check_listed_files', 'HuggingFace']
 
 # %% ../../nbs/2_data/02_readers.ipynb #9338706e
 NO_CAPTION = "empty caption"  # How the fault of a row begins that lacks nothing else
 MAX_CAPTION = 100_000  # Characters of all captions of an image
 
 
-def captions_of(
-    value: object,  # Text, a list of texts, or anything else found in a file
-) -> tuple[str, ...]:
+def captions_of(value: object) -> tuple[str, ...]:
     """Check the captions in `value`.
 
     Raises DataError for none, for other types, for more than `MAX_CAPTION` characters, and for text
@@ -118,7 +79,6 @@ def captions_of(
     if not texts:
         raise DataError(NO_CAPTION)
     return texts
-
 
 # %% ../../nbs/2_data/02_readers.ipynb #a7170f90
 @functools.lru_cache(256)
@@ -144,10 +104,7 @@ def _relative(root: Path, name: str) -> str:
     return os.path.relpath(name, root)
 
 
-def inside(
-    root: Path,  # Data root, already resolved
-    name: str,  # Path as written in a row
-) -> str:  # The same, relative to `root`, with forward slashes
+def inside(root: Path, name: str) -> str:
     """Check that a path names a file under the root. Raises DataError for anything else.
 
     Args:
@@ -175,7 +132,6 @@ def inside(
         raise DataError(f"{'no file' if os.path.exists(real) else 'missing file'}: {name}")
     return os.path.normpath(name).replace(os.sep, "/")
 
-
 # %% ../../nbs/2_data/02_readers.ipynb #bceb29f0
 @dataclass(slots=True)
 class Row:
@@ -189,15 +145,15 @@ class Row:
         references: Of its reference images, in order; without captions
     """
 
-    source: str  # Where it stands, for people: metadata.jsonl:3
-    key: object = None  # What the reader needs to fetch the image
+    source: str
+    key: object = None
     id: str = ""
     captions: tuple[str, ...] = ()
-    fault: str = ""  # Why it cannot be used; empty = nothing known against it
+    fault: str = ""
     width: int = 0
     height: int = 0
-    digest: str = ""  # SHA-256 of the image bytes, hex
-    references: tuple[Row, ...] = ()  # Of its reference images, in order; without captions
+    digest: str = ""
+    references: tuple[Row, ...] = ()
 
 
 IMAGE_KEYS = ("file_path", "file_name", "image")
@@ -231,11 +187,7 @@ def _target(record: dict) -> object:
     return edited if plain is None else plain
 
 
-def reference_row(
-    root: Path,  # Data root, resolved
-    source: str,  # Where the record stands, for messages
-    name: object,  # Path of a reference image, as written
-) -> Row:  # With `fault` set when it must not be read
+def reference_row(root: Path, source: str, name: object) -> Row:
     """Make the row of a reference image that is a file.
 
     Args:
@@ -252,10 +204,7 @@ def reference_row(
         return Row(source, fault=str(e))
 
 
-def give_references(
-    row: Row,  # Of the target
-    references: Iterable[Row],  # In order
-):
+def give_references(row: Row, references: Iterable[Row]):
     """Give a row its references. The first that is bad makes the row a bad one.
 
     Args:
@@ -268,11 +217,7 @@ def give_references(
             row.fault = f"reference image {number}: {reference.fault}"
 
 
-def listed_row(
-    root: Path,  # Data root, resolved
-    source: str,  # Where the record stands, for messages: list.jsonl:7
-    record: object,  # Anything that JSON or CSV gave
-) -> Row:  # With `fault` set when it cannot be used
+def listed_row(root: Path, source: str, record: object) -> Row:
     """Make a row of one record of a list, without its references.
 
     Args:
@@ -312,9 +257,7 @@ def record_texts(
     return captions_of(value)
 
 
-def caption_value(
-    record: Mapping[str, object],
-) -> object:  # Text, texts, or anything else; None = there is no such key
+def caption_value(record: Mapping[str, object]) -> object:
     """The first caption of a record that is not empty: other keys may hold what one lacks.
 
     Returns:
@@ -331,9 +274,7 @@ def caption_value(
 
 
 def listed_rows(
-    root: Path,  # Data root, resolved
-    records: Iterable[tuple[str, object]],  # Where each stands, and what JSON or CSV gave
-    notes: list[str] | None = None,  # How columns were understood is added to it
+    root: Path, records: Iterable[tuple[str, object]], notes: list[str] | None = None
 ) -> list[Row]:
     """Make the rows of a list; which columns hold references is told by all records together.
 
@@ -372,7 +313,6 @@ def _resolve_references(root: Path, named: list[tuple[Row, dict]], edited: bool,
         except DataError as e:
             row.fault = row.fault or str(e)
 
-
 # %% ../../nbs/2_data/02_readers.ipynb #5990ae7b
 def _references_beside(names: list[str]) -> dict[str, list[str]]:
     """Target -> its references in order, of images whose names say so."""
@@ -392,10 +332,7 @@ MAX_BESIDE = 16 << 20  # Bytes of such a file
 UNREAD = "format that is not read"  # How the fault of a picture begins that nobody has damaged
 
 
-def file_captions(
-    suffix: str,  # Of `BESIDE`
-    data: bytes,  # The file's content
-) -> tuple[str, ...]:
+def file_captions(suffix: str, data: bytes) -> tuple[str, ...]:
     """Read the captions in a file beside an image. Raises DataError for what is none.
 
     Args:
@@ -417,10 +354,7 @@ def file_captions(
     return record_texts(record)
 
 
-def captions_beside(
-    files: Iterable[tuple[str, int, Callable]],  # Suffix, bytes, () -> content; in order of trust
-    missing: str,  # What is not there where there is no such file
-) -> tuple[str, ...]:
+def captions_beside(files: Iterable[tuple[str, int, Callable]], missing: str) -> tuple[str, ...]:
     """The captions in the first of some files that holds any. Raises DataError where none does.
 
     Args:
@@ -457,9 +391,7 @@ def _captions_in(root: Path, beside: dict[str, str], name: str) -> tuple[str, ..
 
 
 def folder_rows(
-    root: Path,  # Data root, resolved
-    files: FolderFiles | None = None,  # Those of the root; None = look
-    captions: dict[str, str] | None = None,  # Name of each caption file that is used -> 'caption'
+    root: Path, files: FolderFiles | None = None, captions: dict[str, str] | None = None
 ) -> list[Row]:
     """List images under the root, each with the caption in the `.txt` of the same name.
 
@@ -503,11 +435,8 @@ def folder_rows(
         give_references(row, (reference_row(root, name, r) for r in references.get(name, ())))
     return rows
 
-
 # %% ../../nbs/2_data/02_readers.ipynb #a5b72486
-def json_records(
-    path: Path,  # .json with a list of objects, or .jsonl with one object per line
-) -> Iterator[tuple[str, object]]:  # Where it stands, and the record, or the DataError of a line
+def json_records(path: Path) -> Iterator[tuple[str, object]]:
     """Read a JSON or JSON-lines list. Raises DataError when a .json file as a whole is wrong.
 
     Args:
@@ -540,11 +469,7 @@ def json_records(
             yield f"{path.name}:{n}", record
 
 
-def json_rows(
-    root: Path,  # Data root, resolved
-    path: Path,  # .json with a list of objects, or .jsonl with one object per line
-    notes: list[str] | None = None,  # See `listed_rows`
-) -> list[Row]:
+def json_rows(root: Path, path: Path, notes: list[str] | None = None) -> list[Row]:
     """Read a JSON or JSON-lines list. Raises DataError when a .json file as a whole is wrong.
 
     Args:
@@ -554,13 +479,8 @@ def json_rows(
     """
     return listed_rows(root, json_records(path), notes)
 
-
 # %% ../../nbs/2_data/02_readers.ipynb #08edfe61
-def csv_rows(
-    root: Path,  # Data root, resolved
-    path: Path,  # .csv with a heading line
-    notes: list[str] | None = None,  # See `listed_rows`
-) -> list[Row]:
+def csv_rows(root: Path, path: Path, notes: list[str] | None = None) -> list[Row]:
     """Read a CSV list. Raises DataError for a wrong heading or encoding.
 
     Args:
@@ -583,7 +503,6 @@ def csv_rows(
     except (UnicodeDecodeError, csv.Error) as e:
         raise DataError(f"{path}: not a readable CSV file: {e}") from None
 
-
 # %% ../../nbs/2_data/02_readers.ipynb #144fd1a6
 class Files:
     """Images that are files under `root`; the rows name them.
@@ -596,12 +515,7 @@ class Files:
 
     loose = frozenset()
 
-    def __init__(
-        self,
-        root: Path,  # Data root, resolved
-        rows: list[Row],  # Their keys are paths relative to the root
-        notes: list[str] | None = None,  # How columns were understood
-    ):
+    def __init__(self, root: Path, rows: list[Row], notes: list[str] | None = None):
         self.root = root
         self.rows = rows
         self.notes = notes or []
@@ -632,9 +546,7 @@ class Files:
         return [self.rows[i : i + 32] for i in range(0, len(self.rows), 32)]
 
 
-def folder_reader(
-    root: Path,  # Data root, resolved
-) -> Files:
+def folder_reader(root: Path) -> Files:
     """The reader of a folder of images with captions beside them.
 
     Args:
@@ -649,7 +561,6 @@ def folder_reader(
             "front repeats nothing; weigh folders by data=FOLDER:3,OTHER:1"
         )
     return source
-
 
 # %% ../../nbs/2_data/02_readers.ipynb #dda263bc
 BROKEN_PARQUET = (pa.ArrowException, OSError, UnicodeDecodeError)  # What a damaged file raises
@@ -681,10 +592,7 @@ def _holds_texts(kind: pa.DataType) -> bool:
 
 
 def check_row_group(
-    path: str | Path,  # Of the file, for messages
-    file: pq.ParquetFile,
-    group: int,
-    texts: Iterable[str | None],  # Columns of captions and ids
+    path: str | Path, file: pq.ParquetFile, group: int, texts: Iterable[str | None]
 ):
     """Raise DataError for a row group that would take unreasonable memory, before it is read.
 
@@ -861,7 +769,6 @@ def _image_bytes(value, source, key) -> bytes:
         value = value.get("bytes")
     return value or b""
 
-
 # %% ../../nbs/2_data/02_readers.ipynb #7e80a035
 class Parquet:
     """Images in parquet shards.
@@ -873,11 +780,7 @@ class Parquet:
         paths: Shards, in order
     """
 
-    def __init__(
-        self,
-        root: Path,  # Data root, resolved
-        paths: list[Path],  # Shards, in order
-    ):
+    def __init__(self, root: Path, paths: list[Path]):
         self.root = root
         self.paths = paths
         self.rows = []
@@ -991,9 +894,7 @@ class Parquet:
         return [list(rows) for _, rows in itertools.groupby(self.rows, lambda r: r.key[:2])]
 
 
-def parquet_shards(
-    root: Path,  # Folder
-) -> list[Path]:  # Sorted
+def parquet_shards(root: Path) -> list[Path]:
     """List the parquet files of a folder, or below it when it holds none itself.
 
     Of several splits only `train` is taken.
@@ -1013,7 +914,6 @@ def parquet_shards(
         return [path for path in paths if splits[path] == "train"]
     return paths
 
-
 # %% ../../nbs/2_data/02_readers.ipynb #3ccee14d
 class Cell(NamedTuple):
     """Where an image lies in a parquet file.
@@ -1025,15 +925,13 @@ class Cell(NamedTuple):
     """
 
     file: str
-    group: int  # Row group
-    row: int  # In the row group
+    group: int
+    row: int
     column: str
-    item: int | None = None  # In a list of images
+    item: int | None = None
 
 
-def cell_path(
-    *where,  # As in `Cell`
-) -> str:
+def cell_path(*where) -> str:
     """A cell as a path.
 
     Args:
@@ -1044,9 +942,7 @@ def cell_path(
 
 
 @functools.lru_cache(1 << 16)
-def parse_cell(
-    path: str,  # Of an image
-) -> Cell | None:  # None = it is a file
+def parse_cell(path: str) -> Cell | None:
     """The cell that a path means.
 
     Args:
@@ -1062,10 +958,7 @@ def parse_cell(
     return Cell(file, int(group), int(row), column, None if item is None else int(item))
 
 
-def cell_bytes(
-    path: str,  # Of `cell_path`
-    count: int | None = None,  # Items that its list must have; None = any
-) -> bytes:
+def cell_bytes(path: str, count: int | None = None) -> bytes:
     """Read an image; its row group stays with this thread.
 
     Raises DataError for a list of another length, and OSError when the file cannot be read.
@@ -1095,16 +988,13 @@ def cell_bytes(
     return (value.get("bytes") if isinstance(value, dict) else value) or b""
 
 
-def image_bytes(
-    path: str | Path,  # Of a file, or of a cell
-) -> bytes:
+def image_bytes(path: str | Path) -> bytes:
     """The bytes of an image.
 
     Args:
         path: Of a file, or of a cell
     """
     return cell_bytes(str(path)) if parse_cell(str(path)) else file_bytes(path)
-
 
 # %% ../../nbs/2_data/02_readers.ipynb #30b8f31b
 def _described(file: Path) -> dict:
@@ -1118,9 +1008,7 @@ def _described(file: Path) -> dict:
     return found
 
 
-def check_listed_files(
-    root: Path,  # Folder that `save_to_disk` wrote, resolved
-) -> None:
+def check_listed_files(root: Path) -> None:
     """Raise DataError unless all files that a Hugging Face dataset names are below its folder.
 
     Args:
@@ -1138,7 +1026,6 @@ def check_listed_files(
         for kind in ("_data_files", "_indices_files"):
             for file in listed.get(kind) or ():
                 inside(root, os.path.join(root, split, file["filename"]))
-
 
 # %% ../../nbs/2_data/02_readers.ipynb #27de4947
 def _undecoded(feature: object) -> object:
@@ -1165,10 +1052,7 @@ class HuggingFace:
         root: Folder, resolved
     """
 
-    def __init__(
-        self,
-        root: Path,  # Folder, resolved
-    ):
+    def __init__(self, root: Path):
         try:
             import datasets
         except ImportError:

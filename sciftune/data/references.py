@@ -13,19 +13,8 @@ from pathlib import Path
 from .images import SUFFIXES, DataError
 
 # %% auto #0
-__all__ = [
-    "EDITED_KEYS",
-    "REFERENCE_KEYS",
-    "reference_columns",
-    "reference_values",
-    "names_image",
-    "ColumnContent",
-    "unnumbered",
-    "holds_references",
-    "column_note",
-    "reference_number",
-    "is_target",
-]
+__all__ = ['EDITED_KEYS', 'REFERENCE_KEYS', 'reference_columns', 'reference_values', 'names_image', 'ColumnContent', 'unnumbered',
+           'holds_references', 'column_note', 'reference_number', 'is_target']
 
 # %% ../../nbs/2_data/12_references.ipynb #83c0be60
 EDITED_KEYS = ("edited_image", "edited_img", "target_image", "target_img", "output_image")
@@ -51,9 +40,7 @@ REFERENCE_KEYS = (
 _NUMBERED = re.compile(rf"({'|'.join(REFERENCE_KEYS)})_?(\d*)")
 
 
-def reference_columns(
-    names: Iterable[str],  # Of the columns of a collection, or of the keys of a record
-) -> list[str]:  # In the order of their numbers
+def reference_columns(names: Iterable[str]) -> list[str]:
     """The columns that hold reference images. Raises DataError for two kinds of them.
 
     Args:
@@ -70,11 +57,8 @@ def reference_columns(
         )
     return [name for _, name, _ in found]
 
-
 # %% ../../nbs/2_data/12_references.ipynb #d6a6fd00
-def reference_values(
-    record: Mapping[str, object],  # One line of a list
-) -> dict[str, list]:  # Column -> its values, of the columns that are named as references are
+def reference_values(record: Mapping[str, object]) -> dict[str, list]:
     """The values of a record that may be reference images.
 
     Args:
@@ -108,15 +92,11 @@ class ColumnContent:
     """
 
     values: int = 0
-    names: int = 0  # Values that end as the name of an image does
-    images: int = 0  # Values that are images of the collection
-    other: object = None  # The first value that is none
+    names: int = 0
+    images: int = 0
+    other: object = None
 
-    def count(
-        self,
-        value: object,
-        here: bool,  # It is an image of the collection
-    ):
+    def count(self, value: object, here: bool):
         """Count a value.
 
         Args:
@@ -129,9 +109,7 @@ class ColumnContent:
             self.other = value
 
 
-def unnumbered(
-    column: str,  # Named as references are: source_2
-) -> str:
+def unnumbered(column: str) -> str:
     """Return the name of a column without its number.
 
     Args:
@@ -140,11 +118,7 @@ def unnumbered(
     return _NUMBERED.fullmatch(column)[1]
 
 
-def holds_references(
-    column: str,  # Its name
-    content: ColumnContent,
-    edited: bool = False,  # The target stands under one of `EDITED_KEYS`: there must be a source
-) -> bool:
+def holds_references(column: str, content: ColumnContent, edited: bool = False) -> bool:
     """Return whether the columns of a name hold reference images, by what stands in them.
 
     Args:
@@ -158,11 +132,7 @@ def holds_references(
     return content.images > 0
 
 
-def column_note(
-    column: str,
-    content: ColumnContent,
-    used: bool,  # As references
-) -> str:
+def column_note(column: str, content: ColumnContent, used: bool) -> str:
     """Say how a column is understood.
 
     Args:
@@ -176,15 +146,12 @@ def column_note(
         f"(the first that is none: {str(content.other)[:80]!r})"
     )
 
-
 # %% ../../nbs/2_data/12_references.ipynb #35a23c41
 _REFERENCE_PART = re.compile(r"(?:source|reference|conditioning|input|control)_?(\d*)")
 _TARGET_PARTS = ("", "target", "edited", "output")
 
 
-def reference_number(
-    suffix: str,  # Of a file behind the first dot: png, source.png, source2.png
-) -> int | None:  # 0 where it has none; None = no reference
+def reference_number(suffix: str) -> int | None:
     """The number of a reference image among those of its sample.
 
     Args:
@@ -198,9 +165,7 @@ def reference_number(
     return int(match[1] or 0) if dot and match and f".{end}" in SUFFIXES else None
 
 
-def is_target(
-    suffix: str,  # Of a file behind the first dot
-) -> bool:
+def is_target(suffix: str) -> bool:
     """Whether a file of a sample is the image that is to be made.
 
     Args:

@@ -43,29 +43,10 @@ from sciftune.data.readers import (
 from .shards import Tars, remote_source
 
 # %% auto #0
-__all__ = [
-    "Reader",
-    "Findings",
-    "KINDS_NAMED",
-    "find_source",
-    "files_line",
-    "verify_images",
-    "findings_file",
-    "known_findings",
-    "verify_once",
-    "Collection",
-    "counted_reasons",
-    "bad_rows",
-    "check_bad_rows",
-    "without_captions",
-    "give_captions",
-    "set_aside",
-    "no_fault",
-    "open_collection",
-    "JoinedCollections",
-    "joined_quarantine",
-    "open_collections",
-]
+__all__ = ['Reader', 'Findings', 'KINDS_NAMED', 'find_source', 'files_line', 'verify_images', 'findings_file', 'known_findings',
+           'verify_once', 'Collection', 'counted_reasons', 'bad_rows', 'check_bad_rows', 'without_captions',
+           'give_captions', 'set_aside', 'no_fault', 'open_collection', 'JoinedCollections', 'joined_quarantine',
+           'open_collections']
 
 # %% ../../nbs/2_data/04_sources.ipynb #088a0f76
 Reader = Files | Parquet | HuggingFace | Tars
@@ -102,10 +83,7 @@ def _list_reader(root: Path, listing: Path) -> Files:
     return source
 
 
-def find_source(
-    path: str | Path,  # Folder, list, shard, a pattern such as data/val-*.parquet, or a URL
-    metadata: str | Path | None = None,  # List file that is not in the folder
-) -> Reader:
+def find_source(path: str | Path, metadata: str | Path | None = None) -> Reader:
     """Choose the reader for a path. Raises DataError when there is nothing that can be read.
 
     Args:
@@ -138,10 +116,7 @@ def find_source(
     return folder_reader(root)
 
 
-def files_line(
-    source: Reader,
-    path: str | Path,  # That it was found for
-) -> str:  # '' where the path is no folder
+def files_line(source: Reader, path: str | Path) -> str:
     """Say what became of every file of a folder; rows that were set aside count as that.
 
     Args:
@@ -161,7 +136,6 @@ def files_line(
         return splits.get(os.path.splitext(name)[1]) or unread_kind(name)
 
     return f"files of {path}: {files.account(used, other).line()}"
-
 
 # %% ../../nbs/2_data/04_sources.ipynb #d0533759
 Findings = dict[str, tuple[int, int, str]]  # stamp -> (width, height, digest)
@@ -198,12 +172,7 @@ def _verify_image(source: Reader, row: Row, max_pixels: int, known: Findings, fo
         row.fault = f"bad image path: {e}"
 
 
-def verify_images(
-    source: Reader,  # Its rows are filled in
-    max_pixels: int,  # Largest width*height
-    workers: int,  # Threads
-    known: Findings,  # Of earlier runs
-) -> Findings:  # Of this run
+def verify_images(source: Reader, max_pixels: int, workers: int, known: Findings) -> Findings:
     """Fill in size and digest of each row, or its fault. Raises DataError for a damaged shard.
 
     Args:
@@ -250,10 +219,7 @@ def _write_findings(file: Path, known: Findings):
     write_atomic(file, sink.getvalue().to_pybytes())
 
 
-def findings_file(
-    place: str,  # Names the collection: its absolute path and its list
-    cache: str | Path,  # Folder that keeps findings
-) -> Path:
+def findings_file(place: str, cache: str | Path) -> Path:
     """Where the findings of a collection are kept.
 
     Args:
@@ -264,10 +230,7 @@ def findings_file(
     return Path(cache) / f"verified-{digest[:16]}.parquet"
 
 
-def known_findings(
-    place: str,  # Names the collection: its absolute path and its list
-    cache: str | Path,  # Folder that keeps findings
-) -> Findings:  # Empty where it was never verified
+def known_findings(place: str, cache: str | Path) -> Findings:
     """What earlier runs have found of the images of a collection.
 
     Args:
@@ -281,11 +244,11 @@ def known_findings(
 
 
 def verify_once(
-    source: Reader,  # Its rows are filled in
-    place: str,  # Names the collection in `cache`
-    cache: str | Path | None = None,  # Folder that keeps findings; None = verify everything
-    max_pixels: int = MAX_PIXELS,  # Largest width*height of an image
-    workers: int | None = None,  # Threads; None = one per available core
+    source: Reader,
+    place: str,
+    cache: str | Path | None = None,
+    max_pixels: int = MAX_PIXELS,
+    workers: int | None = None,
 ):
     """`verify_images`, of what has changed since the findings in `cache` were written.
 
@@ -301,7 +264,6 @@ def verify_once(
     if cache and found != known:
         _write_findings(findings_file(place, cache), found)
 
-
 # %% ../../nbs/2_data/04_sources.ipynb #7c98bf68
 _NEIGHBOURS = 1000  # samples that count as one shard where there are no shards
 
@@ -314,12 +276,7 @@ class Collection:
         rejected: source and reason of the others
     """
 
-    def __init__(
-        self,
-        source: Reader,
-        rows: list[Row],  # Those that are kept
-        rejected: list[dict],  # source and reason of the others
-    ):
+    def __init__(self, source: Reader, rows: list[Row], rejected: list[dict]):
         self.source = source
         self.rows = rows
         self.rejected = rejected
@@ -345,11 +302,7 @@ class Collection:
         r = self.rows[i]
         return Sample(r.id, self._read(r), r.captions, r.width, r.height)
 
-    def reference(
-        self,
-        i: int,  # Number of a sample
-        k: int,  # Number of its reference image, from 0
-    ) -> bytes:
+    def reference(self, i: int, k: int) -> bytes:
         """Read a reference image, encoded as it is stored.
 
         Args:
@@ -371,7 +324,6 @@ class Collection:
             f"Collection({len(self)} samples, {len(self.rejected)} set aside, "
             f"fingerprint {self.fingerprint[:12]})"
         )
-
 
 # %% ../../nbs/2_data/04_sources.ipynb #6cf5b448
 def _separate(rows: list[Row]) -> tuple[list[Row], list[dict]]:
@@ -404,9 +356,7 @@ _NUMBERED_REFERENCE = re.compile(r"reference image \d+: ")
 KINDS_NAMED = 6  # Kinds of faults that a sentence names
 
 
-def counted_reasons(
-    rejected: Sequence[dict],  # source and reason of each
-) -> str:
+def counted_reasons(rejected: Sequence[dict]) -> str:
     """Count reasons by their kind, the most frequent first, each with its first row in full.
 
     Args:
@@ -424,10 +374,7 @@ def counted_reasons(
     return "; ".join(said[:KINDS_NAMED] + more)
 
 
-def bad_rows(
-    rejected: Sequence[dict],  # source and reason of each
-    count: int,  # Rows of the collection
-) -> tuple[list[dict], int]:  # Those that count as bad, of how many
+def bad_rows(rejected: Sequence[dict], count: int) -> tuple[list[dict], int]:
     """Leave out pictures in formats that are not read, unless there is nothing else.
 
     Args:
@@ -443,11 +390,11 @@ def bad_rows(
 
 
 def check_bad_rows(
-    rejected: Sequence[dict],  # source and reason of each
-    count: int,  # Rows of the collection
-    max_bad_fraction: float,  # Largest part of the rows that may be set aside, 0..1
-    where: str | Path,  # The collection, for the message
-    quarantine: str | Path | None = None,  # File that has them all
+    rejected: Sequence[dict],
+    count: int,
+    max_bad_fraction: float,
+    where: str | Path,
+    quarantine: str | Path | None = None,
 ):
     """Raise DataError when too many rows are bad, or all of them, or there is none.
 
@@ -472,10 +419,7 @@ def check_bad_rows(
     raise DataError(f"{where}: {bad}: {counted_reasons(rejected)}{rest}")
 
 
-def without_captions(
-    rows: Sequence[Row],  # As listed
-    where: str | Path,  # The collection, for the message
-) -> str:
+def without_captions(rows: Sequence[Row], where: str | Path) -> str:
     """Say why a collection of which no image has a caption is refused; '' where one has.
 
     Rows that lack more than a caption do not count.
@@ -496,10 +440,7 @@ def without_captions(
     )
 
 
-def give_captions(
-    rows: Iterable[Row],  # As listed
-    captions: tuple[str, ...],
-):
+def give_captions(rows: Iterable[Row], captions: tuple[str, ...]):
     """Give captions to the rows that lack nothing else.
 
     Args:
@@ -511,11 +452,8 @@ def give_captions(
 
 
 def set_aside(
-    rows: list[Row],  # With the faults that were found
-    max_bad_fraction: float,  # Largest part of the rows that may be set aside, 0..1
-    quarantine: str | Path | None,  # File for the rows set aside; None = not written
-    where: str | Path,  # The collection, for the message
-) -> tuple[list[Row], list[dict]]:  # Rows to keep; source and reason of the others
+    rows: list[Row], max_bad_fraction: float, quarantine: str | Path | None, where: str | Path
+) -> tuple[list[Row], list[dict]]:
     """Set bad rows aside. Raises DataError when too many are bad or none is left.
 
     Args:
@@ -550,17 +488,17 @@ def _check_references(rows: list[Row], reference_fault: Callable):
 
 
 def open_collection(
-    path: str | Path,  # Folder, list file, parquet shard or pattern of shards, or a URL
+    path: str | Path,
     *,
-    max_bad_fraction: float = 0.05,  # Largest part of the rows that may be set aside, 0..1
-    quarantine: str | Path | None = None,  # File for the rows set aside; None = not written
-    max_pixels: int = MAX_PIXELS,  # Largest width*height of an image
-    metadata: str | Path | None = None,  # List file that lies outside the folder
-    cache: str | Path | None = None,  # Folder that keeps findings; None = verify everything
-    workers: int | None = None,  # Threads; None = one per available core
-    reference_fault: Callable = no_fault,  # (width, height) of a reference -> why not, or ''
-    find: Callable = find_source,  # (path, metadata) -> its reader
-    captions: tuple[str, ...] = (),  # Of images that have none; () = these are set aside
+    max_bad_fraction: float = 0.05,
+    quarantine: str | Path | None = None,
+    max_pixels: int = MAX_PIXELS,
+    metadata: str | Path | None = None,
+    cache: str | Path | None = None,
+    workers: int | None = None,
+    reference_fault: Callable = no_fault,
+    find: Callable = find_source,
+    captions: tuple[str, ...] = (),
 ) -> Collection:
     """Read, verify and fingerprint a collection.
 
@@ -592,7 +530,6 @@ def open_collection(
     collection.notes += [files] if files else []
     return collection
 
-
 # %% ../../nbs/2_data/04_sources.ipynb #850f8457
 class JoinedCollections:
     """Several collections, one after another."""
@@ -612,10 +549,7 @@ class JoinedCollections:
     def __len__(self):
         return self.first[-1]
 
-    def part(
-        self,
-        i: int,  # Number of a sample
-    ) -> int:
+    def part(self, i: int) -> int:
         """Give the number of the collection that a sample comes from.
 
         Args:
@@ -629,11 +563,7 @@ class JoinedCollections:
         k = self.part(i)
         return replace(self.parts[k][i - self.first[k]], id=self.ids[i])
 
-    def reference(
-        self,
-        i: int,  # Number of a sample
-        k: int,  # Number of its reference image, from 0
-    ) -> bytes:
+    def reference(self, i: int, k: int) -> bytes:
         """Read a reference image, encoded as it is stored.
 
         Args:
@@ -645,10 +575,7 @@ class JoinedCollections:
 
 
 @contextlib.contextmanager
-def joined_quarantine(
-    quarantine: str | Path | None,  # File for all rows set aside; None = not written
-    count: int,  # Collections
-) -> Iterator[list[Path | None]]:  # A file for each of them
+def joined_quarantine(quarantine: str | Path | None, count: int) -> Iterator[list[Path | None]]:
     """One quarantine of several collections, written at the end, also when one is refused.
 
     Args:
@@ -676,9 +603,7 @@ def joined_quarantine(
 
 
 def open_collections(
-    paths: list[str | Path],  # See `open_collection`
-    quarantine: str | Path | None = None,  # File for all rows set aside; None = not written
-    **options: object,  # Of `open_collection`
+    paths: list[str | Path], quarantine: str | Path | None = None, **options: object
 ) -> Collection | JoinedCollections:
     """Open one or several collections. Raises DataError as `open_collection` does.
 

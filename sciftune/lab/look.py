@@ -48,42 +48,11 @@ from sciftune.data.sources import (
 )
 
 # %% auto #0
-__all__ = [
-    "HARM",
-    "ROWS_NAMED",
-    "CROPPED",
-    "ENLARGED",
-    "SHRUNK",
-    "CROP_CURES",
-    "MANY",
-    "HEADERS",
-    "Fault",
-    "DataFinding",
-    "percent",
-    "worst_findings",
-    "cropped_images",
-    "scaled_images",
-    "fit_costs",
-    "TokenCount",
-    "local_folder",
-    "count_tokens",
-    "cut_captions",
-    "wanted_tokens",
-    "duplicate_images",
-    "leaked_images",
-    "unreadable_rows",
-    "blank_images",
-    "DataLook",
-    "opened_data",
-    "training_sizes",
-    "look_at",
-    "recommended_fields",
-    "clean_list",
-    "look_folder",
-    "recommended_settings",
-    "quick_look",
-    "quick_look_command",
-]
+__all__ = ['HARM', 'ROWS_NAMED', 'CROPPED', 'ENLARGED', 'SHRUNK', 'CROP_CURES', 'MANY', 'HEADERS', 'Fault', 'DataFinding',
+           'percent', 'worst_findings', 'cropped_images', 'scaled_images', 'fit_costs', 'TokenCount', 'local_folder',
+           'count_tokens', 'cut_captions', 'wanted_tokens', 'duplicate_images', 'leaked_images', 'unreadable_rows',
+           'blank_images', 'DataLook', 'opened_data', 'training_sizes', 'look_at', 'recommended_fields', 'clean_list',
+           'look_folder', 'recommended_settings', 'quick_look', 'quick_look_command']
 
 # %% ../../nbs/9_lab/16_look.ipynb #3499b527
 HARM = {
@@ -110,9 +79,9 @@ class Fault:
         says: The same in words
     """
 
-    row: str  # Id of the sample, or where the row stands: metadata.jsonl:7
-    value: float | str  # What was measured, see the finding
-    says: str  # The same in words
+    row: str
+    value: float | str
+    says: str
 
 
 @dataclass(frozen=True)
@@ -127,11 +96,11 @@ class DataFinding:
         faults: Worst first
     """
 
-    check: str  # In `HARM`
-    says: str  # One sentence with its numbers
-    cure: str  # What would be right
-    share: float  # Of the samples, 0 to 1
-    faults: list[Fault] = field(default_factory=list)  # Worst first
+    check: str
+    says: str
+    cure: str
+    share: float
+    faults: list[Fault] = field(default_factory=list)
 
     @property
     def score(self) -> float:
@@ -145,9 +114,7 @@ class DataFinding:
         return f"{self.check}: {self.says} ({names}{more}); {self.cure}"
 
 
-def percent(
-    share: float,  # 0 to 1
-) -> str:
+def percent(share: float) -> str:
     """Write a share for people.
 
     Args:
@@ -156,17 +123,13 @@ def percent(
     return f"{100 * share:.1f} %" if 0 < share < 0.1 else f"{100 * share:.0f} %"
 
 
-def worst_findings(
-    findings: Iterable[DataFinding],
-    count: int = 3,
-) -> list[DataFinding]:  # The first is the worst
+def worst_findings(findings: Iterable[DataFinding], count: int = 3) -> list[DataFinding]:
     """Choose the findings that harm the run most.
 
     Returns:
         The first is the worst
     """
     return sorted(findings, key=lambda finding: -finding.score)[:count]
-
 
 # %% ../../nbs/9_lab/16_look.ipynb #cb8bb917
 CROPPED = 0.05  # Share of an image's pixels
@@ -190,10 +153,10 @@ def _sizes_text(shape: Sequence[int], size: Sequence[int]) -> str:
 
 def cropped_images(
     ids: Sequence[str],
-    shapes: Sequence[tuple[int, int]],  # (width, height) of every image
-    sizes: Sequence[tuple[int, int]],  # (height, width) at which it is trained
-    fit: str = "crop",  # That made the sizes: 'crop' or 'bucket'
-) -> list[DataFinding]:  # One, or none
+    shapes: Sequence[tuple[int, int]],
+    sizes: Sequence[tuple[int, int]],
+    fit: str = "crop",
+) -> list[DataFinding]:
     """Find images of which much is cut off.
 
     Args:
@@ -221,9 +184,7 @@ def cropped_images(
 
 
 def scaled_images(
-    ids: Sequence[str],
-    shapes: Sequence[tuple[int, int]],  # (width, height) of every image
-    sizes: Sequence[tuple[int, int]],  # (height, width) at which it is trained
+    ids: Sequence[str], shapes: Sequence[tuple[int, int]], sizes: Sequence[tuple[int, int]]
 ) -> list[DataFinding]:
     """Find images that are enlarged, and those that are shrunk to a quarter or less.
 
@@ -255,13 +216,8 @@ def scaled_images(
         if faults
     ]
 
-
 # %% ../../nbs/9_lab/16_look.ipynb #7e9d9660
-def fit_costs(
-    recipe: Recipe,
-    shapes: Sequence[tuple[int, int]],  # (width, height) of every image
-    flops=None,  # (height, width) -> FLOPs of a sample; None = by tokens
-) -> list[dict]:  # fit, kept, worst, cut, tokens, padding, time
+def fit_costs(recipe: Recipe, shapes: Sequence[tuple[int, int]], flops=None) -> list[dict]:
     """Compare cropped squares, buckets and padded buckets for a collection.
 
     Args:
@@ -301,7 +257,6 @@ def _fit_cost(
         time=time / flops(*square),
     )
 
-
 # %% ../../nbs/9_lab/16_look.ipynb #a5ca38e8
 @dataclass(frozen=True)
 class TokenCount:
@@ -314,15 +269,13 @@ class TokenCount:
         most: `limit` with the largest text_tokens that the model takes
     """
 
-    encoder: str  # text_encoder, text_encoder_2
-    limit: int  # Tokens that it reads
-    lengths: list[int]  # Of the longest caption of each sample, templates included
-    most: int  # `limit` with the largest text_tokens that the model takes
+    encoder: str
+    limit: int
+    lengths: list[int]
+    most: int
 
 
-def local_folder(
-    recipe: Recipe,  # Its model and model_path
-) -> Path:  # Of the pipeline
+def local_folder(recipe: Recipe) -> Path:
     """The model's folder on this machine. Raises DataError where there is none.
 
     Args:
@@ -354,10 +307,7 @@ def local_folder(
     return Path(found)
 
 
-def count_tokens(
-    recipe: Recipe,
-    captions: Sequence[tuple[str, ...]],  # Of every sample, as the collection has them
-) -> list[TokenCount]:  # One for each text encoder
+def count_tokens(recipe: Recipe, captions: Sequence[tuple[str, ...]]) -> list[TokenCount]:
     """Count the tokens of captions. Raises DataError where the tokenizers are not to be had.
 
     Args:
@@ -397,11 +347,7 @@ def _lengths(family: object, tokenizer: object, texts: Sequence[tuple[str, ...]]
     return [max(next(lengths) for _ in row) for row in texts]
 
 
-def cut_captions(
-    recipe: Recipe,
-    ids: Sequence[str],
-    count: TokenCount,
-) -> list[DataFinding]:  # One, or none
+def cut_captions(recipe: Recipe, ids: Sequence[str], count: TokenCount) -> list[DataFinding]:
     """Find captions that a text encoder does not read to their end.
 
     Returns:
@@ -424,10 +370,7 @@ def cut_captions(
     return [DataFinding("captions cut", says, cure, share, _ordered(faults))]
 
 
-def wanted_tokens(
-    recipe: Recipe,
-    counts: Iterable[TokenCount],
-) -> int:  # A multiple of 16; 0 = no larger value would cut less
+def wanted_tokens(recipe: Recipe, counts: Iterable[TokenCount]) -> int:
     """The text_tokens with which no caption is cut, or as few as the model can take.
 
     Returns:
@@ -443,7 +386,6 @@ def wanted_tokens(
                 min(recipe.text_tokens + more, recipe.text_tokens + count.most - count.limit),
             )
     return wanted
-
 
 # %% ../../nbs/9_lab/16_look.ipynb #f30ca960
 def _group_finding(check: str, groups: list[list[int]], ids: Sequence[str], of: dict) -> list:
@@ -462,10 +404,8 @@ def _group_finding(check: str, groups: list[list[int]], ids: Sequence[str], of: 
 
 
 def duplicate_images(
-    ids: Sequence[str],
-    digests: Sequence[str],  # SHA-256 of each image; empty = unknown
-    near: Sequence[tuple[int, int, float]] = (),  # Of `near_duplicates`
-) -> tuple[list[DataFinding], list[list[int]]]:  # Findings; all groups of equal pictures
+    ids: Sequence[str], digests: Sequence[str], near: Sequence[tuple[int, int, float]] = ()
+) -> tuple[list[DataFinding], list[list[int]]]:
     """Find pictures that are there more than once.
 
     Args:
@@ -495,10 +435,8 @@ def duplicate_images(
 
 
 def leaked_images(
-    ids: Sequence[str],
-    groups: Sequence[list[int]],  # Of equal pictures
-    held: Iterable[int],  # Numbers of the samples held out
-) -> list[DataFinding]:  # One, or none
+    ids: Sequence[str], groups: Sequence[list[int]], held: Iterable[int]
+) -> list[DataFinding]:
     """Find held-out images that are in the training set as well.
 
     Args:
@@ -525,13 +463,10 @@ def leaked_images(
     cure = "remove one of each pair, or the held-out loss measures memory"
     return [DataFinding("leaked", says, cure, share, faults)]
 
-
 # %% ../../nbs/9_lab/16_look.ipynb #4994083c
 def unreadable_rows(
-    rejected: Sequence[dict],  # source and reason of each
-    total: int,  # Rows of the collection
-    allowed: float = 1.0,  # max_bad_fraction
-) -> list[DataFinding]:  # One, or none
+    rejected: Sequence[dict], total: int, allowed: float = 1.0
+) -> list[DataFinding]:
     """Tell how many rows cannot be used, and why.
 
     Args:
@@ -555,10 +490,7 @@ def unreadable_rows(
     return [DataFinding("unreadable", says, cure, share, faults)]
 
 
-def blank_images(
-    ids: Sequence[str],
-    signatures: Signatures,  # Of every image
-) -> list[DataFinding]:  # One, or none
+def blank_images(ids: Sequence[str], signatures: Signatures) -> list[DataFinding]:
     """Find images of one colour.
 
     Args:
@@ -572,7 +504,6 @@ def blank_images(
         return []
     says = f"{len(faults)} of {len(ids)} images have one colour"
     return [DataFinding("blank", says, "remove them", len(faults) / len(ids), faults)]
-
 
 # %% ../../nbs/9_lab/16_look.ipynb #7b4cda36
 @dataclass
@@ -594,18 +525,18 @@ class DataLook:
         columns: How columns of references were understood
     """
 
-    data: str  # Of the recipe
-    model: str  # Its family
-    rows: int  # Of the collection, those that cannot be used included
-    looked_at: int  # Images whose size is known
-    whole: bool  # Every image was decoded; else captions, headers and earlier findings only
-    findings: list[DataFinding]  # Worst first
-    shapes: list[tuple[int, int]] = field(default_factory=list)  # (width, height) of each image
-    fits: list[dict] = field(default_factory=list)  # Of `fit_costs`
-    tokens: list[TokenCount] = field(default_factory=list)  # Empty where they were not counted
-    recommended: dict = field(default_factory=dict)  # Recipe fields
-    notes: list[str] = field(default_factory=list)  # What was not looked at, and why
-    columns: list[str] = field(default_factory=list)  # How columns of references were understood
+    data: str
+    model: str
+    rows: int
+    looked_at: int
+    whole: bool
+    findings: list[DataFinding]
+    shapes: list[tuple[int, int]] = field(default_factory=list)
+    fits: list[dict] = field(default_factory=list)
+    tokens: list[TokenCount] = field(default_factory=list)
+    recommended: dict = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    columns: list[str] = field(default_factory=list)
 
     def lines(
         self,
@@ -614,10 +545,7 @@ class DataLook:
         """The worst findings, a line each."""
         return [finding.line() for finding in worst_findings(self.findings, count)]
 
-    def save(
-        self,
-        path: Path,  # findings.json
-    ) -> Path:
+    def save(self, path: Path) -> Path:
         """Write everything as JSON.
 
         Args:
@@ -631,10 +559,7 @@ class DataLook:
         return path
 
 
-def opened_data(
-    recipe: Recipe,
-    quarantine: Path | None = None,  # File for the rows that are set aside
-) -> object:  # Collection or JoinedCollections
+def opened_data(recipe: Recipe, quarantine: Path | None = None) -> object:
     """Open the data of a recipe with all that can be used of it. Raises DataError for none.
 
     Args:
@@ -664,10 +589,8 @@ def _reader(recipe: Recipe) -> Callable:
 
 
 def training_sizes(
-    recipe: Recipe,
-    ids: Sequence[str],
-    shapes: Sequence[tuple[int, int]],  # (width, height) of every image
-) -> list[tuple[int, int]]:  # (height, width) at which each is trained first
+    recipe: Recipe, ids: Sequence[str], shapes: Sequence[tuple[int, int]]
+) -> list[tuple[int, int]]:
     """The sizes that the recipe gives to images.
 
     Args:
@@ -683,11 +606,7 @@ def training_sizes(
     ]
 
 
-def look_at(
-    recipe: Recipe,
-    collection: object,  # Of `opened_data`
-    workers: int | None = None,  # Threads that decode; None = one per available core
-) -> DataLook:
+def look_at(recipe: Recipe, collection: object, workers: int | None = None) -> DataLook:
     """Look at everything: every image is decoded once, every caption counted.
 
     Args:
@@ -762,15 +681,11 @@ def _model_flops(recipe: Recipe):
     beside = work.reference_tokens(family)
     return lambda *size: family.flops_with(config, *size, text, beside)
 
-
 # %% ../../nbs/9_lab/16_look.ipynb #19275ec5
 MANY = 0.1  # Share of the images that are enlarged from which smaller sides pay
 
 
-def recommended_fields(
-    recipe: Recipe,
-    look: DataLook,
-) -> dict:  # Field -> value
+def recommended_fields(recipe: Recipe, look: DataLook) -> dict:
     """Recipe fields that would cure findings.
 
     Returns:
@@ -801,11 +716,7 @@ def _accepted(recipe: Recipe, fields: dict) -> bool:
     return True
 
 
-def clean_list(
-    collection: object,  # Of `opened_data`
-    look: DataLook,
-    path: Path,  # .jsonl to write
-) -> Path | None:  # None where nothing is to be left out, or the data are no files
+def clean_list(collection: object, look: DataLook, path: Path) -> Path | None:
     """List the rows without duplicates, for the recipe's field `metadata`.
 
     Args:
@@ -829,11 +740,8 @@ def clean_list(
     write_atomic(path, "\n".join(lines) + "\n")
     return path
 
-
 # %% ../../nbs/9_lab/16_look.ipynb #006482b9
-def look_folder(
-    recipe: Recipe,  # With absolute paths
-) -> Path:  # Made
+def look_folder(recipe: Recipe) -> Path:
     """The folder of a look below the runs; `sciftune look` keeps its notebook there.
 
     Args:
@@ -850,10 +758,7 @@ def look_folder(
     return folder
 
 
-def recommended_settings(
-    look: DataLook,
-    clean: Path | None = None,  # Of `clean_list`
-) -> str:
+def recommended_settings(look: DataLook, clean: Path | None = None) -> str:
     """The recommended fields as they are given to a run.
 
     Args:
@@ -863,7 +768,6 @@ def recommended_settings(
     if not fields:
         return "no field of the recipe would help"
     return " ".join(f"-p {name} {value}" for name, value in fields.items())
-
 
 # %% ../../nbs/9_lab/16_look.ipynb #52cf4d56
 HEADERS = 1000  # Images of which the header is read
@@ -884,9 +788,7 @@ def _fill_in(source: object, row: Row, known: dict) -> bool:
     return not row.fault
 
 
-def quick_look(
-    recipe: Recipe,  # With absolute paths
-) -> DataLook:
+def quick_look(recipe: Recipe) -> DataLook:
     """Look at captions, headers and what earlier runs have verified.
 
     Raises DataError for what a run of the recipe would refuse, as far as that is known by then.
@@ -923,11 +825,8 @@ def quick_look(
     look.recommended = recommended_fields(recipe, look)
     return look
 
-
 # %% ../../nbs/9_lab/16_look.ipynb #3a27a86e
-def quick_look_command(
-    arguments: list[str],  # Recipe file, file to write
-) -> int:  # Exit code: 2 where a run would refuse the data, and why on standard output
+def quick_look_command(arguments: list[str]) -> int:
     """Look at the data of a recipe quickly, write what is found, and print the worst.
 
     Args:
@@ -946,7 +845,6 @@ def quick_look_command(
     for line in (*look.columns, *look.lines()):
         print(f"data: {line}")
     return 0
-
 
 # %% ../../nbs/9_lab/16_look.ipynb #02eecbaa
 if __name__ == "__main__" and "__file__" in globals():

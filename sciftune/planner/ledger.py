@@ -15,25 +15,11 @@ from .work import work_of
 from ..strategies.strategy import Strategy
 
 # %% auto #0
-__all__ = [
-    "EXCHANGE_COPIES",
-    "spread_blocks",
-    "Phase",
-    "ForwardPass",
-    "Ledger",
-    "measured_strategy",
-    "measured_room",
-    "checkpointed_count",
-    "planned_peak",
-    "checkpointed_blocks",
-]
-
+__all__ = ['EXCHANGE_COPIES', 'spread_blocks', 'Phase', 'ForwardPass', 'Ledger', 'measured_strategy', 'measured_room',
+           'checkpointed_count', 'planned_peak', 'checkpointed_blocks']
 
 # %% ../../nbs/6_planner/02_ledger.ipynb #fea18b39
-def spread_blocks(
-    blocks: int,  # How many there are
-    count: int,  # How many of them are checkpointed
-) -> set[int]:  # Their positions
+def spread_blocks(blocks: int, count: int) -> set[int]:
     """Checkpointed blocks, evenly spread.
 
     Args:
@@ -46,7 +32,6 @@ def spread_blocks(
     count = min(count, blocks)
     return {int((i + 0.5) * blocks / count) for i in range(count)}
 
-
 # %% ../../nbs/6_planner/02_ledger.ipynb #61f68808
 @dataclass(frozen=True)
 class Phase:
@@ -57,7 +42,7 @@ class Phase:
     """
 
     name: str
-    parts: dict[str, float]  # Part -> bytes of a GPU
+    parts: dict[str, float]
 
     @property
     def total(self) -> float:
@@ -76,10 +61,9 @@ class ForwardPass:
     """
 
     batch: int
-    blocks: int  # It runs so many, from the first
-    outside: float  # Bytes kept outside of blocks
-    name: str = ""  # Said behind the number of the block
-
+    blocks: int
+    outside: float
+    name: str = ""
 
 # %% ../../nbs/6_planner/02_ledger.ipynb #e3deab23
 EXCHANGE_COPIES = 6  # where ranks share tokens, eager: of queries, keys, values, sent and arrived
@@ -94,12 +78,7 @@ class Ledger:
         checkpointed: Blocks that run again in backward
     """
 
-    def __init__(
-        self,
-        profile: Profile,  # The model
-        strategy: Strategy,  # Recipe on so many processes
-        checkpointed: int,  # Blocks that run again in backward
-    ):
+    def __init__(self, profile: Profile, strategy: Strategy, checkpointed: int):
         self.profile, self.strategy, self.checkpointed = profile, strategy, checkpointed
         self.recipe, self.policy = strategy.recipe, strategy.policy
         self.costs, self.work = strategy.costs(profile), work_of(strategy.recipe)
@@ -132,10 +111,7 @@ class Ledger:
         """Which of a block's bytes hold: 'eager', 'compiled' or 'fp8'."""
         return "eager" if not self.recipe.compile else "fp8" if self.policy.fp8 else "compiled"
 
-    def kept(
-        self,
-        batch: int,  # Samples
-    ) -> list[float]:  # Bytes, block by block
+    def kept(self, batch: int) -> list[float]:
         """What waits for backward.
 
         Args:
@@ -150,11 +126,7 @@ class Ledger:
         )
         return [line(batch) for line in lines]
 
-    def working(
-        self,
-        batch: int,  # Samples
-        trains: bool = True,  # The parameters get gradients
-    ) -> list[float]:  # Bytes, block by block
+    def working(self, batch: int, trains: bool = True) -> list[float]:
         """What is alive while backward is in a block.
 
         Its own gradients are in it, unless each is added to one that is there already.
@@ -181,10 +153,7 @@ class Ledger:
         return peak(batch) + inputs + copies - (0.0 if trains else gradients)
 
     # backward
-    def gathered(
-        self,
-        position: int,  # Block that backward is in; the number of blocks: end of forward
-    ) -> float:
+    def gathered(self, position: int) -> float:
         """Whole parameters, communication buffers and casts.
 
         Args:
@@ -195,10 +164,10 @@ class Ledger:
 
     def backward(
         self,
-        base: dict[str, float],  # Part -> bytes that stay throughout
-        passes: tuple[ForwardPass, ...],  # In the order of forward
-        prefix: str = "",  # Of the phases' names
-        trains: bool = True,  # The parameters get gradients
+        base: dict[str, float],
+        passes: tuple[ForwardPass, ...],
+        prefix: str = "",
+        trains: bool = True,
     ) -> list[Phase]:
         """The phases from the end of forward to the end of backward.
 
@@ -244,18 +213,25 @@ class Ledger:
         """The phase with the most memory."""
         return max(self.phases(), key=lambda phase: phase.total)
 
-
 # %% ../../nbs/6_planner/02_ledger.ipynb #c7cb57ff
 class _Backward:
-    """Phases of backward, one per block and pass."""
+    """Phases of backward, one per block and pass.
+
+    Args:
+        ledger: Of the network
+        base: Part -> bytes that stay throughout
+        passes: In the order of forward
+        prefix: Of the phases' names
+        trains: The parameters get gradients
+    """
 
     def __init__(
         self,
-        ledger: Ledger,  # Of the network
-        base: dict[str, float],  # Part -> bytes that stay throughout
-        passes: tuple[ForwardPass, ...],  # In the order of forward
-        prefix: str,  # Of the phases' names
-        trains: bool,  # The parameters get gradients
+        ledger: Ledger,
+        base: dict[str, float],
+        passes: tuple[ForwardPass, ...],
+        prefix: str,
+        trains: bool,
     ):
         self.ledger, self.base, self.prefix, self.trains = ledger, base, prefix, trains
         self.profile, self.costs = ledger.profile, ledger.costs
@@ -320,7 +296,6 @@ class _Backward:
         )
         return Phase(self.prefix + "reduction of the root", self.base | own)
 
-
 # %% ../../nbs/6_planner/02_ledger.ipynb #e023c6f7
 _MEASURED = (
     "model",
@@ -341,9 +316,7 @@ _OPTIONAL = (  # and what only its strategy reads
 )
 
 
-def measured_strategy(
-    row: dict,  # Of docs/bench.jsonl
-) -> Strategy:  # On H200s
+def measured_strategy(row: dict) -> Strategy:
     """What a row measured.
 
     Args:
@@ -373,11 +346,7 @@ def measured_strategy(
     return Strategy.of(recipe, row["processes"], True)
 
 
-def measured_room(
-    profile: Profile,  # The model
-    strategy: Strategy,  # Of `measured_strategy`
-    row: dict,  # Of docs/bench.jsonl; `resident_gib` is without the window
-) -> Strategy:
+def measured_room(profile: Profile, strategy: Strategy, row: dict) -> Strategy:
     """The strategy with as many resident bytes as the row had.
 
     Args:
@@ -391,10 +360,7 @@ def measured_room(
     return strategy.costs(profile).with_resident(resident * 2**30)
 
 
-def checkpointed_count(
-    profile: Profile,  # The model
-    said: int | str,  # A number, 'all' or 'none'
-) -> int:
+def checkpointed_count(profile: Profile, said: int | str) -> int:
     """How many blocks are checkpointed, in numbers.
 
     Args:
@@ -404,11 +370,7 @@ def checkpointed_count(
     return dict(all=len(profile.blocks), none=0).get(said) if said in ("all", "none") else int(said)
 
 
-def planned_peak(
-    profile: Profile,  # The model
-    strategy: Strategy,  # Recipe on so many processes
-    checkpointed: int | str,  # Blocks: a number, 'all' or 'none'
-) -> float:  # GiB
+def planned_peak(profile: Profile, strategy: Strategy, checkpointed: int | str) -> float:
     """The peak that is expected with so many checkpointed blocks.
 
     Args:
@@ -422,13 +384,8 @@ def planned_peak(
     count = checkpointed_count(profile, checkpointed)
     return Ledger(profile, strategy, count).peak().total / 2**30
 
-
 # %% ../../nbs/6_planner/02_ledger.ipynb #4bf3bf0c
-def checkpointed_blocks(
-    profile: Profile,  # The model
-    strategy: Strategy,  # Recipe on so many processes
-    limit: float,  # Bytes that a GPU has for tensors
-) -> int:  # All of them when even that does not fit
+def checkpointed_blocks(profile: Profile, strategy: Strategy, limit: float) -> int:
     """How many blocks the recipe's gradient_checkpointing means for this model.
 
     Args:

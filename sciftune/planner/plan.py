@@ -21,32 +21,9 @@ if __name__ == "__main__" and "__file__" in globals():
     sys.excepthook = _report
 
 # %% auto #0
-__all__ = [
-    "MARGIN",
-    "CONTEXT",
-    "COMMUNICATION",
-    "PROCESS",
-    "Machine",
-    "host_parts",
-    "loading_gib",
-    "disk_gib",
-    "tensors_limit",
-    "plan_row",
-    "engine_variants",
-    "variant",
-    "command",
-    "candidates",
-    "ranked",
-    "suggestions",
-    "adapters_instead",
-    "shared_tokens",
-    "settled",
-    "encoding_note",
-    "plan",
-    "silenced",
-    "write_plan",
-    "main",
-]
+__all__ = ['MARGIN', 'CONTEXT', 'COMMUNICATION', 'PROCESS', 'Machine', 'host_parts', 'loading_gib', 'disk_gib', 'tensors_limit',
+           'plan_row', 'engine_variants', 'variant', 'command', 'candidates', 'ranked', 'suggestions',
+           'adapters_instead', 'shared_tokens', 'settled', 'encoding_note', 'plan', 'silenced', 'write_plan', 'main']
 
 # %% ../../nbs/6_planner/05_plan.ipynb #1593b50e
 import contextlib
@@ -114,17 +91,14 @@ class Machine:
         here: Whether it is this one
     """
 
-    device: str  # Name of the GPU, or of the processor
-    memory: float  # GiB per GPU; on a CPU GiB of the host
-    host: float  # GiB; inf = not known, so that nothing is refused for it
-    count: int  # GPUs of one machine; 0 on a CPU
+    device: str
+    memory: float
+    host: float
+    count: int
     cuda: bool
-    here: bool = True  # Whether it is this one
+    here: bool = True
 
-    def usable(
-        self,
-        world: int,  # Processes
-    ) -> float:
+    def usable(self, world: int) -> float:
         """GiB that a process may allocate.
 
         Args:
@@ -135,10 +109,7 @@ class Machine:
         return max(0.0, self.memory - CONTEXT - (COMMUNICATION if world > 1 else 0))
 
     @classmethod
-    def of(
-        cls,
-        recipe: Recipe,  # plan_device, device_memory_gib, host_memory_gib, cpu
-    ) -> Machine:
+    def of(cls, recipe: Recipe) -> Machine:
         """The machine here, with the recipe's own numbers where it gives them.
 
         Raises RecipeError for a `plan_device` of which nothing is known.
@@ -165,10 +136,7 @@ class Machine:
         return cls(found[0]["name"], memory, host, len(found), True)
 
     @classmethod
-    def absent(
-        cls,
-        recipe: Recipe,  # plan_device, device_memory_gib, host_memory_gib
-    ) -> Machine:
+    def absent(cls, recipe: Recipe) -> Machine:
         """A machine with GPUs of its data sheet, as many as the recipe has processes there.
 
         Args:
@@ -186,9 +154,7 @@ class Machine:
         return cls(recipe.plan_device, memory, *cls.elsewhere(recipe))
 
     @staticmethod
-    def elsewhere(
-        recipe: Recipe,  # host_memory_gib, num_processes, num_machines
-    ) -> tuple[float, int, bool, bool]:  # host, count, cuda, here
+    def elsewhere(recipe: Recipe) -> tuple[float, int, bool, bool]:
         """What is known of a machine with GPUs that is not this one.
 
         Args:
@@ -200,13 +166,8 @@ class Machine:
         count = max(1, recipe.num_processes // recipe.num_machines)
         return recipe.host_memory_gib or math.inf, count, True, False
 
-
 # %% ../../nbs/6_planner/05_plan.ipynb #f3ee20ee
-def host_parts(
-    ledger: Ledger,  # Of the run
-    machine: Machine,  # Where it runs
-    process_gib: float,  # Of a process by itself
-) -> dict[str, float]:  # Part -> GiB of a machine while training
+def host_parts(ledger: Ledger, machine: Machine, process_gib: float) -> dict[str, float]:
     """Host memory of all processes of a machine, a copied checkpoint included.
 
     Args:
@@ -228,9 +189,7 @@ def host_parts(
     return own | train | dict(checkpoint=copies / recipe.num_machines / 2**30)
 
 
-def loading_gib(
-    ledger: Ledger,  # Of the run
-) -> float:  # GiB of a machine
+def loading_gib(ledger: Ledger) -> float:
     """Host memory for weights on their way to the GPUs.
 
     Args:
@@ -244,9 +203,7 @@ def loading_gib(
     return per * weights * ledger.costs.loading_numel() / 2**30
 
 
-def disk_gib(
-    ledger: Ledger,  # Of the run
-) -> float:
+def disk_gib(ledger: Ledger) -> float:
     """Disk for checkpoints, one more than are kept, and for the export.
 
     Args:
@@ -256,7 +213,6 @@ def disk_gib(
     copies = ledger.work.checkpoint_bytes(profile, ledger.strategy)
     whole = 4 * profile.trained if recipe.lora_rank else 2 * profile.numel
     return (copies * (recipe.checkpoints_kept + 1) + whole * recipe.export) / 2**30
-
 
 # %% ../../nbs/6_planner/05_plan.ipynb #57a10af7
 def _rounded(parts: dict[str, float], digits: int) -> dict[str, float]:
@@ -314,12 +270,7 @@ def _seconds(ledger: Ledger, rates: DeviceRates) -> tuple[float, dict[str, float
     return round(step_seconds(*arguments), 4), _rounded(parts, 4)
 
 
-def tensors_limit(
-    profile: Profile,  # The model
-    strategy: Strategy,  # Recipe on so many processes
-    machine: Machine,  # Where it runs
-    usable: float,  # GiB of a process
-) -> float:  # Bytes
+def tensors_limit(profile: Profile, strategy: Strategy, machine: Machine, usable: float) -> float:
     """Return how much may be allocated where the plan chooses what is computed again.
 
     Args:
@@ -338,11 +289,7 @@ def tensors_limit(
     return min(between, (usable * 2**30 - costs.stream_bytes()) / (1 + MARGIN))
 
 
-def plan_row(
-    profile: Profile,  # The model
-    strategy: Strategy,  # Recipe on so many processes
-    machine: Machine,  # Where it runs
-) -> PlanRow:
+def plan_row(profile: Profile, strategy: Strategy, machine: Machine) -> PlanRow:
     """Memory, time and disk of one setting, and whether it fits.
 
     Args:
@@ -395,11 +342,8 @@ def plan_row(
         why=why,
     )
 
-
 # %% ../../nbs/6_planner/05_plan.ipynb #c7fe2a59
-def engine_variants(
-    world: int,  # Processes
-) -> list[dict]:  # Recipe fields
+def engine_variants(world: int) -> list[dict]:
     """The settings of all strategies that a plan compares, from whole to spread.
 
     Args:
@@ -419,12 +363,7 @@ def _unread_fields(record: StrategyRecord) -> dict:
     return {name: Recipe.model_fields[name].default for name in sorted(others - {*record.reads})}
 
 
-def variant(
-    recipe: Recipe,  # The run
-    world: int,  # Processes
-    cuda: bool,  # On GPUs
-    **change,  # Fields to replace
-) -> Strategy | None:  # None: impossible
+def variant(recipe: Recipe, world: int, cuda: bool, **change) -> Strategy | None:
     """The recipe under another engine.
 
     Args:
@@ -460,7 +399,6 @@ def variant(
         return variant(recipe, world, cuda, **change | dict(precision="bf16-mixed"))
     return strategy if strategy.possible and work_of(changed).suits(strategy) else None
 
-
 # %% ../../nbs/6_planner/05_plan.ipynb #6a1a43be
 _FIRST = (
     "strategy",
@@ -478,10 +416,7 @@ _FIRST = (
 )
 
 
-def command(
-    strategy: Strategy,  # The setting
-    recipe: Recipe,  # What it is compared with
-) -> str:  # -p name value ...
+def command(strategy: Strategy, recipe: Recipe) -> str:
     """The parameters by which a setting differs from the recipe.
 
     Args:
@@ -495,7 +430,6 @@ def command(
     names = dict.fromkeys((*_FIRST, *Recipe.model_fields))
     changed = [n for n in names if getattr(new, n) != getattr(recipe, n)]
     return " ".join(f"-p {n} {shlex.quote(str(getattr(new, n)))}" for n in changed)
-
 
 # %% ../../nbs/6_planner/05_plan.ipynb #0dada070
 def _policies(recipe: Recipe, machine: Machine, name: str) -> Iterator[str]:
@@ -519,11 +453,7 @@ def _engines(recipe: Recipe, world: int) -> Iterator[dict]:
             yield change
 
 
-def candidates(
-    recipe: Recipe,  # The run
-    machine: Machine,  # Where it runs
-    worlds: Iterable[int],  # Numbers of processes
-) -> Iterator[Strategy]:
+def candidates(recipe: Recipe, machine: Machine, worlds: Iterable[int]) -> Iterator[Strategy]:
     """Settings worth a try.
 
     Args:
@@ -542,15 +472,14 @@ def candidates(
                 if strategy:
                     yield strategy
 
-
 # %% ../../nbs/6_planner/05_plan.ipynb #9072979e
 def ranked(
-    profile: Profile,  # The model
-    recipe: Recipe,  # The run
-    machine: Machine,  # Where it runs
-    worlds: Iterable[int],  # Numbers of processes
-    offloads: Iterable[str] = ("none", "optimizer", "params", "nvme"),  # Allowed ones
-    below: float = math.inf,  # Only settings that take less seconds
+    profile: Profile,
+    recipe: Recipe,
+    machine: Machine,
+    worlds: Iterable[int],
+    offloads: Iterable[str] = ("none", "optimizer", "params", "nvme"),
+    below: float = math.inf,
 ) -> list[str]:
     """Settings that fit, in words, fastest first, one per strategy and number of processes.
 
@@ -595,12 +524,12 @@ def _in_words(row: PlanRow, strategy: Strategy, machine: Machine, recipe: Recipe
 
 
 def suggestions(
-    profile: Profile,  # The model
-    recipe: Recipe,  # The run
-    machine: Machine,  # Where it runs
-    world: int = 1,  # Processes of the recipe
-    below: float = math.inf,  # Only settings that take less seconds
-    most: int = 3,  # So many at most
+    profile: Profile,
+    recipe: Recipe,
+    machine: Machine,
+    world: int = 1,
+    below: float = math.inf,
+    most: int = 3,
 ) -> list[str]:
     """Settings that fit, in words, fastest first.
 
@@ -624,13 +553,9 @@ def suggestions(
     more = next(filter(None, tries), [])
     return [*words[: most - 1], *more[:1]] if words else more[:most]
 
-
 # %% ../../nbs/6_planner/05_plan.ipynb #810d9f60
 def adapters_instead(
-    recipe: Recipe,  # The run
-    family: Family,  # The model's family
-    base: Path | str | None,  # Of `weights_path`
-    machine: Machine,  # Where it runs
+    recipe: Recipe, family: Family, base: Path | str | None, machine: Machine
 ) -> list[str]:
     """How LoRA would fit, in words; empty when it does not.
 
@@ -660,13 +585,9 @@ def adapters_instead(
             ]
     return []
 
-
 # %% ../../nbs/6_planner/05_plan.ipynb #2ff3cfff
 def shared_tokens(
-    recipe: Recipe,  # The run
-    family: Family,  # The model's family
-    base: Path | str | None,  # Of `weights_path`
-    machine: Machine,  # Where it runs
+    recipe: Recipe, family: Family, base: Path | str | None, machine: Machine
 ) -> list[str]:
     """How ranks that share the tokens of a sample would fit, in words; empty when they do not.
 
@@ -707,13 +628,8 @@ def _shared_words(
             return [_in_words(row, strategy, machine, recipe)]
     return []
 
-
 # %% ../../nbs/6_planner/05_plan.ipynb #6436c9fa
-def settled(
-    profile: Profile,  # The model
-    strategy: Strategy,  # Recipe on so many processes
-    machine: Machine,  # Where it runs
-) -> Strategy:
+def settled(profile: Profile, strategy: Strategy, machine: Machine) -> Strategy:
     """The strategy with what its recipe leaves open decided.
 
     Args:
@@ -731,14 +647,10 @@ def settled(
             return other
     return last
 
-
 # %% ../../nbs/6_planner/05_plan.ipynb #3af837b8
 def encoding_note(
-    recipe: Recipe,  # The run
-    family: Family,  # The model's family
-    base: Path | str | None,  # Of `weights_path`
-    machine: Machine,  # Where it runs
-) -> str | None:  # None where the text encoders fit on the GPU
+    recipe: Recipe, family: Family, base: Path | str | None, machine: Machine
+) -> str | None:
     """How captions are encoded on a card that is smaller than the text encoders.
 
     Args:
@@ -762,7 +674,6 @@ def encoding_note(
         f"free for it, so {need - room:.3g} GiB of its layers wait in the host memory of each "
         "process and are copied to the GPU for each batch of captions, once, before training"
     )
-
 
 # %% ../../nbs/6_planner/05_plan.ipynb #1cc6b01f
 def _all_rows(
@@ -862,10 +773,7 @@ def _advice(words: list[str], strategy: Strategy, machine: Machine, row: PlanRow
     return f"{strategy.label} is the fastest setting that fits" if fastest else ""
 
 
-def plan(
-    recipe: Recipe,  # The run
-    world: int | None = None,  # Processes; None = as the recipe and the machine say
-) -> Plan:
+def plan(recipe: Recipe, world: int | None = None) -> Plan:
     """Predict a run and its alternatives. Raises RecipeError or ValueError if it cannot run.
 
     Args:
@@ -927,7 +835,6 @@ def _planned(
         disk_free_gib=round(free, 1),
     )
 
-
 # %% ../../nbs/6_planner/05_plan.ipynb #43020226
 @contextlib.contextmanager
 def silenced() -> Iterator[None]:
@@ -944,11 +851,7 @@ def silenced() -> Iterator[None]:
             os.close(kept)
 
 
-def write_plan(
-    recipe: Recipe,  # The run
-    target: Path,  # plan.json
-    at: Path | None = None,  # The run folder; None: the plan only
-) -> Plan:
+def write_plan(recipe: Recipe, target: Path, at: Path | None = None) -> Plan:
     """Plan a run and write the plan; for a run folder its launch files as well, beside the plan.
 
     Args:
@@ -963,9 +866,7 @@ def write_plan(
     return result
 
 
-def main(
-    args: list[str],  # Recipe file, plan file, and the run folder for which it is
-) -> int:  # Exit code
+def main(args: list[str]) -> int:
     """Plan the run of a recipe file.
 
     Args:
@@ -995,7 +896,6 @@ def main(
         return 0
     print(result.refusal(), file=sys.stderr)
     return 3
-
 
 # %% ../../nbs/6_planner/05_plan.ipynb #46d0ad92
 if __name__ == "__main__" and "__file__" in globals():

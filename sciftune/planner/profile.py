@@ -40,41 +40,11 @@ if TYPE_CHECKING:
     from sciftune.models.family import Family
 
 # %% auto #0
-__all__ = [
-    "CONTRACTIONS",
-    "PLAIN",
-    "FlashAttention",
-    "tensors_in",
-    "storages",
-    "LiveBytes",
-    "OperationRecorder",
-    "BatchLine",
-    "block_kind",
-    "kept_bytes",
-    "compiled_bytes",
-    "peak_bytes",
-    "block_bytes",
-    "Block",
-    "BlockTimes",
-    "Profile",
-    "OutputShapes",
-    "each_kind_once",
-    "Call",
-    "Trace",
-    "blocks_in",
-    "trace",
-    "measured_blocks",
-    "MetaModel",
-    "empty_vae",
-    "weight_bytes",
-    "decode_bytes",
-    "trained_share",
-    "profile",
-    "knows_published",
-    "planned_weights",
-    "weights_path",
-]
-
+__all__ = ['CONTRACTIONS', 'PLAIN', 'FlashAttention', 'tensors_in', 'storages', 'LiveBytes', 'OperationRecorder', 'BatchLine',
+           'block_kind', 'kept_bytes', 'compiled_bytes', 'peak_bytes', 'block_bytes', 'Block', 'BlockTimes', 'Profile',
+           'OutputShapes', 'each_kind_once', 'Call', 'Trace', 'blocks_in', 'trace', 'measured_blocks', 'MetaModel',
+           'empty_vae', 'weight_bytes', 'decode_bytes', 'trained_share', 'profile', 'knows_published',
+           'planned_weights', 'weights_path']
 
 # %% ../../nbs/6_planner/01_profile.ipynb #eb25264d
 class FlashAttention(TorchFunctionMode):
@@ -91,11 +61,8 @@ class FlashAttention(TorchFunctionMode):
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         return flash(query, key, value, 0.0, False, False)[0]
 
-
 # %% ../../nbs/6_planner/01_profile.ipynb #7fdf69c7
-def tensors_in(
-    tree: object,  # Tensors, nested in tuples, lists and dicts
-) -> list[torch.Tensor]:
+def tensors_in(tree: object) -> list[torch.Tensor]:
     """The tensors of `tree`, in order.
 
     Args:
@@ -104,9 +71,7 @@ def tensors_in(
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def storages(
-    tree: object,  # Tensors, nested
-) -> dict[int, torch.UntypedStorage]:  # Id -> storage
+def storages(tree: object) -> dict[int, torch.UntypedStorage]:
     """The storages under `tree`; hold on to them, ids of freed ones are used again.
 
     Args:
@@ -117,7 +82,6 @@ def storages(
     """
     found = (t.untyped_storage() for t in tensors_in(tree))
     return {s._cdata: s for s in found}
-
 
 # %% ../../nbs/6_planner/01_profile.ipynb #504e6aed
 class LiveBytes(TorchDispatchMode):
@@ -149,7 +113,6 @@ class LiveBytes(TorchDispatchMode):
     def _drop(self, size: int):
         self.now -= size
 
-
 # %% ../../nbs/6_planner/01_profile.ipynb #1b864933
 CONTRACTIONS = {
     "mm",
@@ -169,10 +132,7 @@ class OperationRecorder(TorchDispatchMode):
         weights: Ids of storages of weights
     """
 
-    def __init__(
-        self,
-        weights: Iterable[int] = (),  # Ids of storages of weights
-    ):
+    def __init__(self, weights: Iterable[int] = ()):
         super().__init__()
         self.weights = set(weights)
         self.parents = {}  # id -> ids of what it was computed from
@@ -224,12 +184,7 @@ class OperationRecorder(TorchDispatchMode):
         kind = "attention" if "attention" in func.overloadpacket.__name__ else "products"
         self.flops[kind] += flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
 
-    def smallest(
-        self,
-        wanted: set[int],  # Ids of storages that backward reads
-        fixed: set[int],  # Ids of those that must not be computed again
-        free: set[int],  # Ids of those that cost nothing (weights); left out of the result
-    ) -> set[int]:
+    def smallest(self, wanted: set[int], fixed: set[int], free: set[int]) -> set[int]:
         """The storages, smallest in total, from which `wanted` can be computed again.
 
         Args:
@@ -265,7 +220,6 @@ class OperationRecorder(TorchDispatchMode):
                 graph.add_edge((parent, "kept"), (key, "made"))
         return graph, seen
 
-
 # %% ../../nbs/6_planner/01_profile.ipynb #d720f6b8
 @dataclass(frozen=True)
 class BatchLine:
@@ -275,10 +229,7 @@ class BatchLine:
     fixed: float
     each: float
 
-    def __call__(
-        self,
-        batch: int,  # Samples
-    ) -> float:
+    def __call__(self, batch: int) -> float:
         """The value at a batch size.
 
         Args:
@@ -287,11 +238,7 @@ class BatchLine:
         return self.one if batch == 1 else self.fixed + self.each * batch
 
     @classmethod
-    def two(
-        cls,
-        one: float,  # Value at batch 1
-        two: float,  # Value at batch 2
-    ) -> BatchLine:
+    def two(cls, one: float, two: float) -> BatchLine:
         """The line through two points.
 
         Args:
@@ -301,12 +248,7 @@ class BatchLine:
         return cls(one, 2 * one - two, two - one)
 
     @classmethod
-    def through(
-        cls,
-        one: float,  # Value at batch 1
-        two: float,  # Value at batch 2
-        four: float,  # Value at batch 4
-    ) -> BatchLine:
+    def through(cls, one: float, two: float, four: float) -> BatchLine:
         """The line through the last two points, and the first.
 
         Args:
@@ -315,7 +257,6 @@ class BatchLine:
             four: Value at batch 4
         """
         return cls(one, 2 * two - four, (four - two) / 2)
-
 
 # %% ../../nbs/6_planner/01_profile.ipynb #blkkind02
 PLAIN = (bool, int, float, str, torch.dtype, type(None))
@@ -342,11 +283,7 @@ def _tensor_kind(tensor: torch.Tensor, order: dict[int, int]) -> tuple:
     return layout, tensor.dtype, tensor.requires_grad, number, storage.nbytes()
 
 
-def block_kind(
-    module: nn.Module,
-    args: tuple,  # Its inputs
-    kwargs: dict,  # Its named inputs
-) -> tuple | None:  # None = an input is neither a tensor nor plain
+def block_kind(module: nn.Module, args: tuple, kwargs: dict) -> tuple | None:
     """All that decides the bytes of a block: layers with their settings, weights, inputs.
 
     Args:
@@ -374,13 +311,8 @@ def block_kind(
         tuple(given),
     )
 
-
 # %% ../../nbs/6_planner/01_profile.ipynb #0f394431
-def kept_bytes(
-    module: nn.Module,  # On meta
-    args: tuple,  # Its inputs, on meta
-    kwargs: dict,  # Its named inputs, on meta
-) -> dict[str, float]:  # Bytes: eager, compiled, fp8, out, widest, traffic; others: numbers
+def kept_bytes(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, float]:
     """What a block keeps for backward, inputs included, weights not; and what it computes.
 
     Args:
@@ -403,11 +335,7 @@ def kept_bytes(
     )
 
 
-def compiled_bytes(
-    module: nn.Module,  # On meta
-    args: tuple,  # Its inputs, on meta
-    kwargs: dict,  # Its named inputs, on meta
-) -> dict[str, float]:  # compiled, fp8
+def compiled_bytes(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, float]:
     """What a compiled block keeps for backward, inputs included, weights not.
 
     'fp8' is with all layers in float8 that are large enough, those of captions too.
@@ -455,11 +383,7 @@ def _recorded(
     return recorder, set(kept), out
 
 
-def peak_bytes(
-    module: nn.Module,  # On meta
-    args: tuple,  # Its inputs, on meta
-    kwargs: dict,  # Its named inputs, on meta
-) -> dict[str, float]:  # Bytes: forward_peak, backward_peak, adding_peak
+def peak_bytes(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, float]:
     """The most that is alive while a block runs, beyond its inputs.
 
     `forward_peak` is without gradients. `adding_peak` is `backward_peak` where gradients are there
@@ -493,11 +417,7 @@ def peak_bytes(
 _MEASURED_BLOCKS = {}  # kind -> bytes, of this process: one session plans a model several times
 
 
-def block_bytes(
-    module: nn.Module,  # On meta
-    args: tuple,  # Its inputs, on meta
-    kwargs: dict,  # Its named inputs, on meta
-) -> dict[str, float]:
+def block_bytes(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, float]:
     """Everything about one block: `kept_bytes` and `peak_bytes`, once for each `block_kind`.
 
     Args:
@@ -519,7 +439,6 @@ def block_bytes(
         _MEASURED_BLOCKS[kind] = dict(measured)
     return measured
 
-
 # %% ../../nbs/6_planner/01_profile.ipynb #967c8ea7
 @dataclass(frozen=True, kw_only=True)
 class Block(BlockSize):
@@ -540,18 +459,18 @@ class Block(BlockSize):
         attention: FLOPs of attention in a forward pass
     """
 
-    boundary: BatchLine  # Inputs that this block adds, kept when it is checkpointed
-    eager: BatchLine  # Kept for backward
-    compiled: BatchLine  # ... by a compiled block
-    fp8: BatchLine  # ... whose large products are float8
-    backward_peak: BatchLine  # Alive while it runs forward and backward, eagerly
-    adding_peak: BatchLine  # The same where gradients are added to those of earlier passes
-    forward_peak: BatchLine  # Alive while it runs without gradients
-    out: BatchLine  # Its output
-    widest: BatchLine  # The largest tensor that a contraction makes
-    traffic: BatchLine  # What contractions read and write in a forward pass, weights aside
-    products: BatchLine  # FLOPs of matrix products and convolutions in a forward pass
-    attention: BatchLine  # FLOPs of attention in a forward pass
+    boundary: BatchLine
+    eager: BatchLine
+    compiled: BatchLine
+    fp8: BatchLine
+    backward_peak: BatchLine
+    adding_peak: BatchLine
+    forward_peak: BatchLine
+    out: BatchLine
+    widest: BatchLine
+    traffic: BatchLine
+    products: BatchLine
+    attention: BatchLine
 
 
 @dataclass(frozen=True)
@@ -562,10 +481,7 @@ class BlockTimes:
     backward: float
     device: str
 
-    def step(
-        self,
-        checkpointed_share: float,  # Share of the blocks that run again in backward
-    ) -> float:
+    def step(self, checkpointed_share: float) -> float:
         """Seconds of a training step of one sample.
 
         Args:
@@ -595,20 +511,20 @@ class Profile(ModelSize):
         context: Ranks that share a sample; bytes are of the tokens of one of them
     """
 
-    blocks: tuple[Block, ...]  # In the order of execution
-    outside: BatchLine  # Kept for backward outside of blocks
-    flops: float  # Of a forward pass, one sample
-    operations: int = 0  # Of a forward pass
-    float8_count: int = 0  # Linear layers of blocks that are large enough for float8
-    float8_captions: int = 0  # Those of them that see captions alone
-    decode: float = 0.0  # Bytes of the VAE's weights and its working set for one picture
-    loss: float = 0.0  # Peak of the loss on top of what forward keeps, last layer's gradient aside
-    resident: float = 0.0  # Bytes of frozen helpers that stay on the GPU
-    before: float = 0.0  # Peak of what runs before forward
-    backward_share: float = 1.0  # Work of backward, of what it is with all weights trained
-    extra: object = None  # What the objective's `Work` has measured for itself
-    times: BlockTimes = None  # Blocks as measured on this machine's GPU
-    context: int = 1  # Ranks that share a sample; bytes are of the tokens of one of them
+    blocks: tuple[Block, ...]
+    outside: BatchLine
+    flops: float
+    operations: int = 0
+    float8_count: int = 0
+    float8_captions: int = 0
+    decode: float = 0.0
+    loss: float = 0.0
+    resident: float = 0.0
+    before: float = 0.0
+    backward_share: float = 1.0
+    extra: object = None
+    times: BlockTimes = None
+    context: int = 1
 
     @property
     def attention_share(self) -> float:
@@ -621,7 +537,6 @@ class Profile(ModelSize):
         """Share of the blocks that backward passes: those after the first trained weight."""
         passed = sum(b.eager.one > 0 for b in self.blocks)
         return passed / max(1, len(self.blocks))
-
 
 # %% ../../nbs/6_planner/01_profile.ipynb #c682dc2d
 def _kind(tensors: Iterable[torch.Tensor]) -> tuple:  # Any shapes (...)
@@ -637,14 +552,10 @@ class OutputShapes:
     """
 
     tree: TreeSpec
-    leaves: tuple  # Position among the inputs, or (shape, stride, dtype, requires_grad)
+    leaves: tuple
 
     @classmethod
-    def of(
-        cls,
-        out: object,  # Tensors, nested
-        given: list[torch.Tensor],  # The inputs
-    ) -> OutputShapes | None:
+    def of(cls, out: object, given: list[torch.Tensor]) -> OutputShapes | None:
         """The shapes of `out`; None where a new output is a view of an input.
 
         Args:
@@ -662,10 +573,7 @@ class OutputShapes:
         )
         return cls(tree, tuple(parts))
 
-    def make(
-        self,
-        given: list[torch.Tensor],  # The inputs
-    ) -> object:
+    def make(self, given: list[torch.Tensor]) -> object:
         """Outputs of these shapes, on meta.
 
         Args:
@@ -680,7 +588,6 @@ class OutputShapes:
             return new.requires_grad_(gradient)
 
         return tree_unflatten([leaf(part) for part in self.leaves], self.tree)
-
 
 # %% ../../nbs/6_planner/01_profile.ipynb #7b09dd5b
 class _RunOnce:
@@ -710,8 +617,7 @@ def _no_bytes(name: str) -> int:
 
 @contextlib.contextmanager
 def each_kind_once(
-    blocks: list[tuple[str, nn.Module]],  # Name and module
-    passing: Callable = _no_bytes,  # (name) -> bytes a block needs beside its outputs as it runs
+    blocks: list[tuple[str, nn.Module]], passing: Callable = _no_bytes
 ) -> Iterator[None]:
     """Inside, each kind of block runs once; `passing` is allocated where one is left out.
 
@@ -728,7 +634,6 @@ def each_kind_once(
         for _, module in blocks:
             del module.forward
 
-
 # %% ../../nbs/6_planner/01_profile.ipynb #1ecd4b21
 @dataclass(frozen=True)
 class Call:
@@ -742,7 +647,7 @@ class Call:
     module: nn.Module
     args: tuple
     kwargs: dict
-    new_bytes: int  # Of inputs that no block before it had
+    new_bytes: int
 
 
 @dataclass(frozen=True)
@@ -755,9 +660,9 @@ class Trace:
         first: Module outside of blocks -> blocks that had begun when it first ran
     """
 
-    calls: list[Call]  # Blocks in the order of execution
-    outside: int  # Bytes kept for backward outside of blocks
-    first: dict[str, int]  # Module outside of blocks -> blocks that had begun when it first ran
+    calls: list[Call]
+    outside: int
+    first: dict[str, int]
 
 
 class _Watch:
@@ -792,10 +697,7 @@ class _Watch:
         return tensor
 
 
-def blocks_in(
-    denoiser: nn.Module,  # Any model
-    classes: tuple[str, ...],  # Names of block classes
-) -> list[tuple[str, nn.Module]]:  # Name and module
+def blocks_in(denoiser: nn.Module, classes: tuple[str, ...]) -> list[tuple[str, nn.Module]]:
     """The blocks of a model, in the order of its modules.
 
     Args:
@@ -808,11 +710,7 @@ def blocks_in(
     return [(n, m) for n, m in denoiser.named_modules() if type(m).__name__ in classes]
 
 
-def trace(
-    denoiser: nn.Module,  # On meta
-    forward: Callable,  # () -> outputs
-    classes: tuple[str, ...],  # Names of block classes
-) -> Trace:
+def trace(denoiser: nn.Module, forward: Callable, classes: tuple[str, ...]) -> Trace:
     """Run the denoiser once on meta.
 
     Args:
@@ -840,7 +738,6 @@ def trace(
         watch.packed.pop(key, None)
     return Trace(watch.calls, sum(s.nbytes() for s in watch.packed.values()), watch.first)
 
-
 # %% ../../nbs/6_planner/01_profile.ipynb #d5669bd7
 def _shapes(tree: object) -> tuple:
     return tuple(tuple(t.shape) for t in tensors_in(tree))
@@ -858,10 +755,7 @@ def _call_kind(call: Call, frozen: set[str]) -> tuple:
     )
 
 
-def measured_blocks(
-    traces: list[Trace],  # At batches 1, 2 and 4
-    frozen: set[str],  # Names of parameters without a gradient
-) -> tuple[tuple[Block, ...], int]:  # Blocks, and operations of all
+def measured_blocks(traces: list[Trace], frozen: set[str]) -> tuple[tuple[Block, ...], int]:
     """Every block of a model.
 
     Args:
@@ -891,7 +785,6 @@ def measured_blocks(
         operations += measured[0]["operations"]
     return tuple(blocks), int(operations)
 
-
 # %% ../../nbs/6_planner/01_profile.ipynb #6d0c47d2
 @dataclass(frozen=True)
 class MetaModel:
@@ -906,19 +799,19 @@ class MetaModel:
 
     recipe: Recipe
     family: Family
-    base: Path | str | None  # Pipeline folder or hub id; None = published size
-    dtype: torch.dtype  # Of the computation
-    config: dict  # Of the denoiser
-    denoiser: nn.Module  # On meta
+    base: Path | str | None
+    dtype: torch.dtype
+    config: dict
+    denoiser: nn.Module
     work: Work
 
     @classmethod
     def build(
         cls,
-        recipe: Recipe,  # What is trained, and how
-        family: Family,  # The model's family
-        base: Path | str | None = None,  # Pipeline folder or hub id; None = published size
-        dtype: torch.dtype = torch.bfloat16,  # Of the computation
+        recipe: Recipe,
+        family: Family,
+        base: Path | str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> MetaModel:
         """Build the denoiser, freeze what is not trained, put adapters in.
 
@@ -948,10 +841,7 @@ class MetaModel:
         """Names of the parameters without a gradient."""
         return {n for n, p in self.denoiser.named_parameters() if not p.requires_grad}
 
-    def forward(
-        self,
-        batch: int,  # Samples
-    ) -> Callable:  # () -> outputs
+    def forward(self, batch: int) -> Callable:
         """A training forward pass.
 
         Args:
@@ -962,10 +852,7 @@ class MetaModel:
         """
         return self.work.forward(self, batch)
 
-    def trace(
-        self,
-        batch: int,  # Samples
-    ) -> Trace:
+    def trace(self, batch: int) -> Trace:
         """One training forward pass, watched.
 
         Args:
@@ -973,10 +860,7 @@ class MetaModel:
         """
         return trace(self.denoiser, self.forward(batch), self.block_classes)
 
-    def outer_modules(
-        self,
-        seen: Trace,  # Of any batch
-    ) -> tuple[OuterModule, ...]:
+    def outer_modules(self, seen: Trace) -> tuple[OuterModule, ...]:
         """Modules with parameters outside of blocks.
 
         Args:
@@ -999,7 +883,6 @@ class MetaModel:
             return []
         return [x.weight.numel() for x in narrow_layers(self.denoiser, self.block_classes)]
 
-
 # %% ../../nbs/6_planner/01_profile.ipynb #a7c36d88
 def _vae_config(
     family: Family, base: Path | str | None, recipe: Recipe, cls: type[nn.Module]
@@ -1012,11 +895,8 @@ def _vae_config(
 
 
 def empty_vae(
-    family: Family,  # The model's family
-    base: Path | str | None,  # Pipeline folder or hub id; None = published size
-    recipe: Recipe,  # Its revision
-    dtype: torch.dtype,  # Of the weights
-) -> nn.Module:  # On meta
+    family: Family, base: Path | str | None, recipe: Recipe, dtype: torch.dtype
+) -> nn.Module:
     """The VAE without its weights.
 
     Args:
@@ -1038,9 +918,7 @@ def empty_vae(
     return nn.Module.to(vae, "meta", dtype)
 
 
-def weight_bytes(
-    module: nn.Module,  # Any
-) -> int:
+def weight_bytes(module: nn.Module) -> int:
     """Bytes of all parameters, shared ones once.
 
     Args:
@@ -1048,13 +926,9 @@ def weight_bytes(
     """
     return sum(s.nbytes() for s in storages(list(module.parameters())).values())
 
-
 # %% ../../nbs/6_planner/01_profile.ipynb #17e925f7
 def decode_bytes(
-    family: Family,  # The model's family
-    base: Path | str | None,  # Pipeline folder or hub id; None = published size
-    recipe: Recipe,  # Its resolution
-    dtype: torch.dtype,  # Of the weights
+    family: Family, base: Path | str | None, recipe: Recipe, dtype: torch.dtype
 ) -> float:
     """Weights of the VAE and its working set for one picture.
 
@@ -1070,13 +944,8 @@ def decode_bytes(
         family.decode(vae, torch.empty(1, *shape, device="meta"))
     return live.peak + weight_bytes(vae)
 
-
 # %% ../../nbs/6_planner/01_profile.ipynb #f49500ef
-def trained_share(
-    recipe: Recipe,  # With `trained_layers`
-    family: Family,  # The model's family
-    base: Path | str | None = None,  # Pipeline folder or hub id; None = published size
-) -> float:  # In (0, 1]; 1/3 would be a forward pass alone
+def trained_share(recipe: Recipe, family: Family, base: Path | str | None = None) -> float:
     """FLOPs of a step that trains `trained_layers`, of those of a step that trains all weights.
 
     Args:
@@ -1103,14 +972,13 @@ def trained_share(
 
     return operations(recipe) / operations(everything)
 
-
 # %% ../../nbs/6_planner/01_profile.ipynb #90628692
 def profile(
-    recipe: Recipe,  # What is trained, and how
-    family: Family,  # The model's family
-    base: Path | str | None = None,  # Pipeline folder or hub id; None = published size
-    dtype: torch.dtype = torch.bfloat16,  # Of the computation
-    vae: bool = True,  # Measure the VAE's decoder, too
+    recipe: Recipe,
+    family: Family,
+    base: Path | str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    vae: bool = True,
 ) -> Profile:
     """Measure a model on the meta device.
 
@@ -1161,12 +1029,8 @@ def profile(
         **model.work.measure(model, blocks),
     )
 
-
 # %% ../../nbs/6_planner/01_profile.ipynb #1534ef98
-def knows_published(
-    recipe: Recipe,  # Its model_path, revision and launcher
-    family: Family,  # The model's family
-) -> bool:
+def knows_published(recipe: Recipe, family: Family) -> bool:
     """Return whether a plan alone is wanted, of weights whose configurations are here.
 
     Args:
@@ -1178,10 +1042,7 @@ def knows_published(
 
 
 @contextlib.contextmanager
-def planned_weights(
-    recipe: Recipe,  # Its model_path
-    family: Family,  # The model's family
-) -> Iterator[Path | str | None]:  # As `weights_path`
+def planned_weights(recipe: Recipe, family: Family) -> Iterator[Path | str | None]:
     """Give the folder that a plan reads: `weights_path`, or published configurations alone.
 
     So published weights are planned without the hub.
@@ -1200,10 +1061,7 @@ def planned_weights(
         yield family.published(Path(folder))
 
 
-def weights_path(
-    recipe: Recipe,  # Its model_path
-    family: Family,  # The model's family
-) -> Path | str | None:  # Pipeline folder or hub id; None = random weights of the published size
+def weights_path(recipe: Recipe, family: Family) -> Path | str | None:
     """Where the model's folder is; makes the stand-in when it is asked for.
 
     Args:

@@ -27,35 +27,10 @@ if TYPE_CHECKING:
     from sciftune.models.family import Family
 
 # %% auto #0
-__all__ = [
-    "DEVICES",
-    "PRODUCTS",
-    "ATTENTION",
-    "FLOAT8",
-    "FLOAT32",
-    "COMPILED_TRAFFIC",
-    "EAGER_TRAFFIC",
-    "OPERATION",
-    "CAST_OPERATION",
-    "COMPILED_OPERATION",
-    "COMPILED_BLOCK",
-    "FLOAT8_LAYER",
-    "GRAPHED_BLOCK",
-    "NETWORK",
-    "SEEN",
-    "MEASURED_ON",
-    "DeviceRates",
-    "device_rates",
-    "named_device",
-    "forward_seconds",
-    "step_parts",
-    "step_seconds",
-    "step_interval",
-    "finished_at",
-    "time_block",
-    "time_blocks",
-]
-
+__all__ = ['DEVICES', 'PRODUCTS', 'ATTENTION', 'FLOAT8', 'FLOAT32', 'COMPILED_TRAFFIC', 'EAGER_TRAFFIC', 'OPERATION',
+           'CAST_OPERATION', 'COMPILED_OPERATION', 'COMPILED_BLOCK', 'FLOAT8_LAYER', 'GRAPHED_BLOCK', 'NETWORK', 'SEEN',
+           'MEASURED_ON', 'DeviceRates', 'device_rates', 'named_device', 'forward_seconds', 'step_parts',
+           'step_seconds', 'step_interval', 'finished_at', 'time_block', 'time_blocks']
 
 # %% ../../nbs/6_planner/04_speed.ipynb #80b32333
 @dataclass(frozen=True)
@@ -71,12 +46,12 @@ class DeviceRates:
         bus: Bytes/s between host and GPU, each way
     """
 
-    flops: float  # bf16 FLOP/s, dense, sums in fp32
-    memory: float  # Bytes/s of its memory
-    link: float  # Bytes/s to the next GPU
-    size: float  # GB of its memory, of 10^9 bytes
-    float8: bool = True  # Whether it multiplies float8
-    bus: float = 50e9  # Bytes/s between host and GPU, each way
+    flops: float
+    memory: float
+    link: float
+    size: float
+    float8: bool = True
+    bus: float = 50e9
 
 
 DEVICES = {
@@ -95,9 +70,7 @@ DEVICES = {
 }
 
 
-def device_rates(
-    name: str,  # As the driver calls it
-) -> DeviceRates | None:  # None for an unknown one
+def device_rates(name: str) -> DeviceRates | None:
     """Rates of a GPU.
 
     Args:
@@ -109,9 +82,7 @@ def device_rates(
     return next((rates for known, rates in DEVICES.items() if known in name.upper()), None)
 
 
-def named_device(
-    name: str,  # `Recipe.plan_device`
-) -> DeviceRates:
+def named_device(name: str) -> DeviceRates:
     """Rates of a GPU that need not be here. Raises RecipeError for an unknown one.
 
     Args:
@@ -126,7 +97,6 @@ def named_device(
         )
     return rates
 
-
 # %% ../../nbs/6_planner/04_speed.ipynb #571bb909
 PRODUCTS, ATTENTION = 0.64, 0.49  # of the peak
 FLOAT8, FLOAT32 = 1.65, 0.5  # rates against bf16
@@ -138,11 +108,7 @@ GRAPHED_BLOCK = 0.6e-3  # ... where a block is replayed from a CUDA graph
 NETWORK = 25e9  # bytes/s of a GPU between machines
 
 
-def forward_seconds(
-    profile: Profile,  # The model
-    strategy: Strategy,  # Recipe on so many processes
-    rates: DeviceRates,  # Of the GPU
-) -> dict[str, float]:  # products, attention, traffic: seconds
+def forward_seconds(profile: Profile, strategy: Strategy, rates: DeviceRates) -> dict[str, float]:
     """What the GPU computes in a forward pass of a micro-batch.
 
     Args:
@@ -229,12 +195,12 @@ def _launch_seconds(profile: Profile, strategy: Strategy, share: float, every_tu
 
 
 def step_parts(
-    profile: Profile,  # The model
-    strategy: Strategy,  # Recipe on so many processes
-    checkpointed: int,  # Blocks that run again in backward
-    rates: DeviceRates,  # Of the GPU
-    every_turn: bool = True,  # False: without turns that are taken only every k-th step
-) -> dict[str, float]:  # compute, host, context, exchange, update, offload: seconds
+    profile: Profile,
+    strategy: Strategy,
+    checkpointed: int,
+    rates: DeviceRates,
+    every_turn: bool = True,
+) -> dict[str, float]:
     """Where the time of an optimizer step goes, each part by itself.
 
     Args:
@@ -262,11 +228,11 @@ def step_parts(
 
 
 def step_seconds(
-    profile: Profile,  # The model
-    strategy: Strategy,  # Recipe on so many processes
-    checkpointed: int,  # Blocks that run again in backward
-    rates: DeviceRates,  # Of the GPU
-    every_turn: bool = True,  # False: without turns that are taken only every k-th step
+    profile: Profile,
+    strategy: Strategy,
+    checkpointed: int,
+    rates: DeviceRates,
+    every_turn: bool = True,
 ) -> float:
     """Estimated time of an optimizer step.
 
@@ -282,16 +248,12 @@ def step_seconds(
     exchange = max(parts["exchange"] / 2, parts["exchange"] - busy)
     return busy + exchange + parts["update"] + parts["offload"]
 
-
 # %% ../../nbs/6_planner/04_speed.ipynb #1d7e23cd
 SEEN = (0.8, 1.55)  # measured over planned seconds on H200s, the least and the most
 MEASURED_ON = "H200"
 
 
-def step_interval(
-    seconds: float,  # Of `step_seconds`
-    device: str,  # Name of the GPU
-) -> tuple[float, float]:  # Seconds
+def step_interval(seconds: float, device: str) -> tuple[float, float]:
     """Between which times a step should take; wider for a GPU that was never measured.
 
     Args:
@@ -305,11 +267,8 @@ def step_interval(
     low, high = (seconds * factor**times for factor in SEEN)
     return low, high
 
-
 # %% ../../nbs/6_planner/04_speed.ipynb #c66e325e
-def finished_at(
-    device: torch.device,  # Whose work is waited for
-) -> float:  # Seconds of a clock
+def finished_at(device: torch.device) -> float:
     """The time when all work on the device is done.
 
     Args:
@@ -324,12 +283,8 @@ def finished_at(
 
 
 def time_block(
-    module: nn.Module,  # On the device
-    args: tuple,  # Its inputs
-    kwargs: dict,  # Its named inputs
-    device: torch.device,  # Where it runs
-    repeats: int = 5,  # Runs that count
-) -> tuple[float, float]:  # Forward and backward, seconds, medians
+    module: nn.Module, args: tuple, kwargs: dict, device: torch.device, repeats: int = 5
+) -> tuple[float, float]:
     """Time one block.
 
     Args:
@@ -355,7 +310,6 @@ def time_block(
             measured.append((middle - begin, end - middle))
     forward, backward = (sorted(x)[len(x) // 2] for x in zip(*measured, strict=True))
     return forward, backward
-
 
 # %% ../../nbs/6_planner/04_speed.ipynb #28473032
 def _random_like(device: torch.device) -> Callable:
@@ -385,11 +339,11 @@ def _same_kind(call: Call) -> tuple:
 
 
 def time_blocks(
-    recipe: Recipe,  # The run
-    family: Family,  # The model's family
-    base: Path | str | None,  # Pipeline folder or hub id; None = published size
-    dtype: torch.dtype,  # Of the computation
-    device: torch.device | str,  # Where blocks run
+    recipe: Recipe,
+    family: Family,
+    base: Path | str | None,
+    dtype: torch.dtype,
+    device: torch.device | str,
 ) -> BlockTimes:
     """Measure one block of each kind. Raises RecipeError where blocks need more than tensors.
 

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from sciftune.strategies.strategy import Strategy
 
 # %% auto #0
-__all__ = ["Work", "work_of"]
-
+__all__ = ['Work', 'work_of']
 
 # %% ../../nbs/6_planner/03_work.ipynb #62548e39
 class Work:
@@ -37,28 +36,18 @@ class Work:
     adapters = True  # Adapters on a frozen base may be suggested instead
     times_blocks = True  # Blocks can be timed by themselves, with random tensors
 
-    def __init__(
-        self,
-        recipe: Recipe,  # The run
-    ):
+    def __init__(self, recipe: Recipe):
         self.recipe = recipe
 
     # measuring
-    def freeze(
-        self,
-        denoiser: nn.Module,  # On meta
-    ):
+    def freeze(self, denoiser: nn.Module):
         """Freeze what this objective leaves as it is.
 
         Args:
             denoiser: On meta
         """
 
-    def forward(
-        self,
-        model: MetaModel,  # Whose denoiser runs
-        batch: int,  # Samples
-    ) -> Callable:  # () -> outputs
+    def forward(self, model: MetaModel, batch: int) -> Callable:
         """A training forward pass on meta.
 
         Args:
@@ -72,11 +61,7 @@ class Work:
         times = torch.empty(batch, device="meta")
         return lambda: model.family.predict(model.denoiser, latents, times, text)
 
-    def inputs(
-        self,
-        model: MetaModel,  # Whose denoiser runs
-        batch: int,  # Samples
-    ) -> tuple[torch.Tensor, dict]:  # Latents (B,C,h,w), conditioning of the family
+    def inputs(self, model: MetaModel, batch: int) -> tuple[torch.Tensor, dict]:
         """Inputs of a batch, on meta.
 
         Args:
@@ -97,12 +82,7 @@ class Work:
         latents = torch.empty(batch, *self.own_part(family, side, side), device="meta")
         return latents, family.collate(rows) | self.references(model, batch)
 
-    def own_part(
-        self,
-        family: Family,  # The model's family
-        height: int,  # Of a picture, pixels
-        width: int,
-    ) -> tuple[int, int, int]:  # (C,h,w) of latents
+    def own_part(self, family: Family, height: int, width: int) -> tuple[int, int, int]:
         """As many rows of a picture's tokens as a rank has tokens of it; all, unless they share.
 
         Args:
@@ -117,11 +97,7 @@ class Work:
         ranks = self.recipe.context_parallel
         return channels, -(-rows // (per_token * ranks)) * per_token, columns
 
-    def references(
-        self,
-        model: MetaModel,  # Whose denoiser runs
-        batch: int,  # Samples
-    ) -> dict:  # references, a list of (B,C,h,w) on meta; {} without any
+    def references(self, model: MetaModel, batch: int) -> dict:
         """Reference images of a batch, as many and as large as the recipe allows.
 
         Args:
@@ -138,10 +114,7 @@ class Work:
         shape = self.own_part(family, *self.largest_reference(family))
         return dict(references=[torch.empty(batch, *shape, device="meta")] * count)
 
-    def largest_reference(
-        self,
-        family: Family,  # The model's family
-    ) -> tuple[int, int]:  # (height, width)
+    def largest_reference(self, family: Family) -> tuple[int, int]:
         """The size of a reference image with the most tokens.
 
         Args:
@@ -152,10 +125,7 @@ class Work:
         """
         return family.reference_size(8192, 8192, self.recipe.reference_side)
 
-    def reference_tokens(
-        self,
-        family: Family,  # The model's family
-    ) -> int:
+    def reference_tokens(self, family: Family) -> int:
         """Most tokens of reference images per sample, for counting operations.
 
         Args:
@@ -166,10 +136,7 @@ class Work:
         tokens = family.reference_tokens(*self.largest_reference(family))
         return self.recipe.reference_images * tokens
 
-    def vision_tokens(
-        self,
-        family: Family,  # The model's family
-    ) -> int:
+    def vision_tokens(self, family: Family) -> int:
         """Most tokens that reference images add to a caption, for counting operations.
 
         Args:
@@ -180,10 +147,7 @@ class Work:
         tokens = family.vision_tokens(*self.largest_reference(family))
         return self.recipe.reference_images * tokens
 
-    def text_tokens(
-        self,
-        family: Family,  # The model's family
-    ) -> int:
+    def text_tokens(self, family: Family) -> int:
         """Tokens of text per sample, for counting operations.
 
         Args:
@@ -191,11 +155,7 @@ class Work:
         """
         return self.recipe.text_tokens + self.vision_tokens(family)
 
-    def measure(
-        self,
-        model: MetaModel,  # The model on meta
-        blocks: tuple[Block, ...],  # Its blocks, measured
-    ) -> dict:
+    def measure(self, model: MetaModel, blocks: tuple[Block, ...]) -> dict:
         """Fields of the `Profile` that only this objective knows: loss, resident, before, extra.
 
         Args:
@@ -205,11 +165,7 @@ class Work:
         return {}
 
     # memory
-    def stored(
-        self,
-        profile: Profile,  # The model
-        strategy: Strategy,  # Recipe on so many processes
-    ) -> dict[str, tuple[float, float]]:  # Part -> (bytes per GPU, bytes per rank on the host)
+    def stored(self, profile: Profile, strategy: Strategy) -> dict[str, tuple[float, float]]:
         """What is stored besides the network.
 
         Args:
@@ -221,10 +177,7 @@ class Work:
         """
         return {}
 
-    def phases(
-        self,
-        ledger: Ledger,  # Of the run
-    ) -> list[Phase]:
+    def phases(self, ledger: Ledger) -> list[Phase]:
         """Memory from the end of forward to the end of backward.
 
         Args:
@@ -232,11 +185,7 @@ class Work:
         """
         return ledger.backward(ledger.stored_on_gpu(), (ledger.forward_pass(),))
 
-    def checkpoint_bytes(
-        self,
-        profile: Profile,  # The model
-        strategy: Strategy,  # Recipe on so many processes
-    ) -> float:
+    def checkpoint_bytes(self, profile: Profile, strategy: Strategy) -> float:
         """Bytes of a checkpoint: weights and two optimizer states in fp32, and an average.
 
         Args:
@@ -248,10 +197,10 @@ class Work:
     # time
     def forward_passes(
         self,
-        profile: Profile,  # The model
-        checkpointed_share: float,  # Share of the blocks that run again in backward
-        backward: float = 2.0,  # Backward in forward passes: 2, or 1 for what it does once
-        every_turn: bool = True,  # False: without turns that are taken only every k-th step
+        profile: Profile,
+        checkpointed_share: float,
+        backward: float = 2.0,
+        every_turn: bool = True,
     ) -> float:
         """The mean work of a micro-batch, in forward passes.
 
@@ -265,11 +214,8 @@ class Work:
         return 1 + again + backward * profile.backward_share
 
     def sent_bytes(
-        self,
-        profile: Profile,  # The model
-        strategy: Strategy,  # Recipe on so many processes
-        checkpointed_share: float,  # Share of the blocks that run again in backward
-    ) -> tuple[float, float]:  # Inside a machine, between machines; per rank and step
+        self, profile: Profile, strategy: Strategy, checkpointed_share: float
+    ) -> tuple[float, float]:
         """What a rank sends.
 
         Args:
@@ -284,11 +230,8 @@ class Work:
         return costs.sent_bytes(profile.backward_blocks, checkpointed_share)
 
     def exchanged_bytes(
-        self,
-        profile: Profile,  # The model, at the tokens of a rank
-        strategy: Strategy,  # Recipe on so many processes
-        checkpointed_share: float,  # Share of the blocks that run again in backward
-    ) -> float:  # Per rank and step
+        self, profile: Profile, strategy: Strategy, checkpointed_share: float
+    ) -> float:
         """What attention sends where ranks share samples: queries, keys, values and results.
 
         Args:
@@ -304,11 +247,7 @@ class Work:
         times = 4 * (1 + profile.backward_blocks + checkpointed_share)
         return strategy.accumulation * times * tokens * ((ranks - 1) / ranks)
 
-    def autocasts(
-        self,
-        profile: Profile,  # The model
-        strategy: Strategy,  # Recipe on so many processes
-    ) -> bool:
+    def autocasts(self, profile: Profile, strategy: Strategy) -> bool:
         """Whether the host launches a cast beside most operations.
 
         Args:
@@ -318,10 +257,7 @@ class Work:
         return strategy.autocasts
 
     # other settings
-    def suits(
-        self,
-        strategy: Strategy,  # Recipe on so many processes
-    ) -> bool:
+    def suits(self, strategy: Strategy) -> bool:
         """Whether this objective can run so.
 
         Args:
@@ -330,11 +266,8 @@ class Work:
         allowed = find_record("objectives", self.recipe.objective).strategies
         return not allowed or strategy.recipe.strategy in allowed
 
-
 # %% ../../nbs/6_planner/03_work.ipynb #8ac9896f
-def work_of(
-    recipe: Recipe,  # Its objective
-) -> Work:
+def work_of(recipe: Recipe) -> Work:
     """The work of a recipe's objective, found by its record.
 
     Args:

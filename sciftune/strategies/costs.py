@@ -15,19 +15,8 @@ if TYPE_CHECKING:
     from sciftune.strategies.strategy import Strategy
 
 # %% auto #0
-__all__ = [
-    "FLASH_STATES",
-    "HOST_ADAM",
-    "PARAMETER_BUS",
-    "DISK",
-    "MOVED",
-    "BlockSize",
-    "OuterModule",
-    "ModelSize",
-    "pinned_bytes",
-    "Costs",
-]
-
+__all__ = ['FLASH_STATES', 'HOST_ADAM', 'PARAMETER_BUS', 'DISK', 'MOVED', 'BlockSize', 'OuterModule', 'ModelSize', 'pinned_bytes',
+           'Costs']
 
 # %% ../../nbs/5_strategies/11_costs.ipynb #cfb0b31a
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +30,9 @@ class BlockSize:
     """
 
     name: str
-    numel: int  # Parameters
-    trained: int  # Those with a gradient
-    large: int = 0  # Those in tensors that are `offload.worth_streaming`
+    numel: int
+    trained: int
+    large: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,7 +43,7 @@ class OuterModule:
         after: Blocks that have begun when it runs first
     """
 
-    after: int  # Blocks that have begun when it runs first
+    after: int
     numel: int
     trained: int
 
@@ -73,24 +62,21 @@ class ModelSize:
         widest: Those of the largest such layer
     """
 
-    blocks: tuple[BlockSize, ...]  # In the order of execution
+    blocks: tuple[BlockSize, ...]
     outer: tuple[OuterModule, ...] = ()
-    numel: int  # Parameters
-    trained: int  # Those with a gradient
-    tensors: tuple[int, ...]  # Elements of each parameter tensor
-    trained_tensors: tuple[int, ...]  # Elements of those with a gradient
-    narrow: int = 0  # Weights that `lora_base` keeps in fewer bits
-    widest: int = 0  # Those of the largest such layer
+    numel: int
+    trained: int
+    tensors: tuple[int, ...]
+    trained_tensors: tuple[int, ...]
+    narrow: int = 0
+    widest: int = 0
 
     @property
     def outer_numel(self) -> int:
         """Parameters outside of blocks."""
         return self.numel - sum(b.numel for b in self.blocks)
 
-    def outer_trained(
-        self,
-        after: int,  # Modules that run after so many blocks
-    ) -> int:
+    def outer_trained(self, after: int) -> int:
         """Trained parameters outside of blocks whose gradients are there by then.
 
         Args:
@@ -98,10 +84,7 @@ class ModelSize:
         """
         return sum(m.trained for m in self.outer if m.after > after)
 
-    def block_numel(
-        self,
-        position: int,  # Of a block; others count as empty
-    ) -> int:
+    def block_numel(self, position: int) -> int:
         """Parameters of the block at `position`.
 
         Args:
@@ -109,18 +92,14 @@ class ModelSize:
         """
         return self.blocks[position].numel if 0 <= position < len(self.blocks) else 0
 
-
 # %% ../../nbs/5_strategies/11_costs.ipynb #99bbf977
-def pinned_bytes(
-    requested: float,  # Bytes
-) -> float:
+def pinned_bytes(requested: float) -> float:
     """Page-locked bytes that are taken for a request.
 
     Args:
         requested: Bytes
     """
     return 0.0 if requested <= 0 else float(2 ** math.ceil(math.log2(requested)))
-
 
 # %% ../../nbs/5_strategies/11_costs.ipynb #f9af8d2f
 FLASH_STATES = 2 * (1 + 2 / 32)  # bytes of FlashAdamW's states per parameter
@@ -145,11 +124,7 @@ class Costs:
     gradients_stay = False  # The buffers of all gradients are there during the whole step
     reduces_outer_last = False  # Gradients outside of blocks stay whole until backward ends
 
-    def __init__(
-        self,
-        strategy: Strategy,  # A recipe on so many processes
-        model: ModelSize,
-    ):
+    def __init__(self, strategy: Strategy, model: ModelSize):
         self.strategy, self.model = strategy, model
         self.recipe, self.policy = strategy.recipe, strategy.policy
         self.weights = self.policy.weights.itemsize  # bytes of a parameter
@@ -201,10 +176,7 @@ class Costs:
         return {k: (0.0, v) if k in moved else (v, 0.0) for k, v in sizes.items()}
 
     # during a step
-    def gathered_bytes(
-        self,
-        position: int,  # Block that backward is in; the number of blocks: before the first
-    ) -> float:
+    def gathered_bytes(self, position: int) -> float:
         """Whole parameters and communication buffers at that point of backward.
 
         Args:
@@ -222,10 +194,7 @@ class Costs:
         reduction = self.outer_reduction()
         return max([*moved, reduction[1] if reduction else 0.0])
 
-    def moved_bytes(
-        self,
-        position: int,  # Block that backward is in; the number of blocks: before the first
-    ) -> float:
+    def moved_bytes(self, position: int) -> float:
         """Return `gathered_bytes` without what stays gathered.
 
         Args:
@@ -237,11 +206,7 @@ class Costs:
         """What a forward-only pass leaves gathered."""
         return 0.0
 
-    def cast_bytes(
-        self,
-        position: int,  # Block that backward is in; the number of blocks: end of forward
-        checkpointed: set[int],  # Positions of blocks
-    ) -> float:
+    def cast_bytes(self, position: int, checkpointed: set[int]) -> float:
         """16-bit copies of fp32 weights under autocast.
 
         Args:
@@ -293,10 +258,7 @@ class Costs:
         """Bytes by which a gradient is wider than the product that makes it."""
         return self.weights - self.compute if self.strategy.autocasts else 0
 
-    def outer_gradient_bytes(
-        self,
-        after: int,  # Modules that run after so many blocks have theirs
-    ) -> float:
+    def outer_gradient_bytes(self, after: int) -> float:
         """Gradients of modules outside of blocks before they are reduced.
 
         Args:
@@ -307,7 +269,7 @@ class Costs:
         done = self.model.outer_trained(after)
         return self.gradient_bytes() * done / max(1, self.model.trained)
 
-    def outer_reduction(self) -> tuple[float, float] | None:  # (gradients, gathered) bytes
+    def outer_reduction(self) -> tuple[float, float] | None:
         """What a last reduction, of gradients outside of blocks, needs; None: there is none.
 
         Returns:
@@ -322,10 +284,7 @@ class Costs:
         return 3 * self.weights * max(self.model.tensors) / self.strategy.shards
 
     # on the host
-    def host_bytes(
-        self,
-        parts: dict[str, float],  # Part -> bytes that a rank keeps on the host
-    ) -> dict[str, float]:
+    def host_bytes(self, parts: dict[str, float]) -> dict[str, float]:
         """The same as they are really taken, and what comes to them while training.
 
         Args:
@@ -341,10 +300,7 @@ class Costs:
         """What never leaves the GPU although states, or weights, are streamed."""
         return 0.0
 
-    def with_room(
-        self,
-        room: float,  # Bytes of the GPU that nothing else needs
-    ) -> Strategy:
+    def with_room(self, room: float) -> Strategy:
         """The strategy that makes use of free memory, where it can.
 
         Args:
@@ -352,10 +308,7 @@ class Costs:
         """
         return self.strategy
 
-    def with_resident(
-        self,
-        resident: float,  # Bytes of what is streamed that stay on the GPU
-    ) -> Strategy:
+    def with_resident(self, resident: float) -> Strategy:
         """The strategy whose `resident_bytes` are these, where it streams something.
 
         Args:
@@ -365,11 +318,8 @@ class Costs:
 
     # time and traffic
     def sent_bytes(
-        self,
-        backward_share: float,  # Share of the blocks that backward passes
-        checkpointed_share: float,  # Share of the blocks that run again in backward
-        forward_only: int = 0,  # Parameters of networks that only run forward, per micro-batch
-    ) -> tuple[float, float]:  # Inside a machine, between machines; per rank and step
+        self, backward_share: float, checkpointed_share: float, forward_only: int = 0
+    ) -> tuple[float, float]:
         """What a rank sends.
 
         Args:
@@ -382,12 +332,7 @@ class Costs:
         """
         return 0.0, 0.0
 
-    def link_bytes(
-        self,
-        total: float,  # Bytes of a collective operation over `group` ranks
-        group: int,
-        between: float = 0.0,  # Bytes that go between groups
-    ) -> tuple[float, float]:  # Inside a machine, between machines
+    def link_bytes(self, total: float, group: int, between: float = 0.0) -> tuple[float, float]:
         """Each rank sends the share (group-1)/group of what a ring passes round.
 
         Args:
@@ -402,10 +347,7 @@ class Costs:
         inside = machines == 1 or group <= self.strategy.world // machines
         return (near, between) if inside else (0.0, near + between)
 
-    def host_seconds(
-        self,
-        passes: float,  # Forward passes' worth of launches per micro-batch
-    ) -> float:
+    def host_seconds(self, passes: float) -> float:
         """Time that the engine's own code takes on the host per step, if blocks are eager.
 
         Args:
@@ -413,12 +355,7 @@ class Costs:
         """
         return 0.0
 
-    def offload_seconds(
-        self,
-        busy: float,  # Seconds of computing per step
-        checkpointed_share: float,
-        bus: float,  # Bytes/s between host and GPU, each way
-    ) -> float:
+    def offload_seconds(self, busy: float, checkpointed_share: float, bus: float) -> float:
         """Time per step for what is kept on the host or on disk.
 
         Args:

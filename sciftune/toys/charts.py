@@ -30,36 +30,10 @@ from sciftune.toys.figures import (
 )
 
 # %% auto #0
-__all__ = [
-    "CHART_STYLES",
-    "FINE",
-    "FRAME",
-    "HATCH",
-    "ORDERS",
-    "CHARTS",
-    "CHART_KINDS",
-    "NOUNS",
-    "TOPS",
-    "CHARTS_VERSION",
-    "ChartStyle",
-    "Pen",
-    "chart_line",
-    "chart_area",
-    "chart_bar",
-    "chart_barh",
-    "chart_scatter",
-    "chart_pie",
-    "chart_histogram",
-    "chart_heat_map",
-    "compose_chart",
-    "draw_chart",
-    "claims",
-    "make_charts",
-    "check_drawn",
-    "drawn",
-    "vocabulary",
-]
-
+__all__ = ['CHART_STYLES', 'FINE', 'FRAME', 'HATCH', 'ORDERS', 'CHARTS', 'CHART_KINDS', 'NOUNS', 'TOPS', 'CHARTS_VERSION',
+           'ChartStyle', 'Pen', 'chart_line', 'chart_area', 'chart_bar', 'chart_barh', 'chart_scatter', 'chart_pie',
+           'chart_histogram', 'chart_heat_map', 'compose_chart', 'draw_chart', 'claims', 'make_charts', 'check_drawn',
+           'drawn', 'vocabulary']
 
 # %% ../../nbs/3_toys/02_charts.ipynb #5ae24347
 @dataclass(frozen=True)
@@ -75,12 +49,12 @@ class ChartStyle:
         hatch: Areas are filled by strokes on a paler ground
     """
 
-    says: str  # The last sentence of a caption
-    papers: tuple  # Background colours
-    ink: str  # Axes and outlines
-    colours: tuple  # (name, colour)
-    wobble: float = 0  # Pixels by which strokes shake
-    hatch: bool = False  # Areas are filled by strokes on a paler ground
+    says: str
+    papers: tuple
+    ink: str
+    colours: tuple
+    wobble: float = 0
+    hatch: bool = False
 
 
 def _colours(text: str) -> tuple[tuple[str, str], ...]:
@@ -160,22 +134,13 @@ class Pen:
         side: Pixels of the finished chart
     """
 
-    def __init__(
-        self,
-        rng: np.random.Generator,  # For the shaking
-        style: ChartStyle,
-        paper: str,  # Background
-        side: int,  # Pixels of the finished chart
-    ):
+    def __init__(self, rng: np.random.Generator, style: ChartStyle, paper: str, side: int):
         self.rng, self.style, self.side, self.n = rng, style, side, side * FINE
         self.paper = paper
         self.image = Image.new("RGB", (self.n, self.n), paper)
         self.draw = ImageDraw.Draw(self.image)
 
-    def at(
-        self,
-        p: ArrayLike,  # Points (n,2) in the unit square
-    ) -> np.ndarray:  # Points (n,2) on the canvas, pixels
+    def at(self, p: ArrayLike) -> np.ndarray:
         """Map the unit square of the plot onto the canvas.
 
         Args:
@@ -190,10 +155,7 @@ class Pen:
             ((x0 + p[:, 0] * (x1 - x0)) * self.n, (1 - y0 - p[:, 1] * (y1 - y0)) * self.n), 1
         )
 
-    def shaken(
-        self,
-        q: np.ndarray,  # Points (n,2) on the canvas
-    ) -> np.ndarray:
+    def shaken(self, q: np.ndarray) -> np.ndarray:
         """Shake a polyline as the style's hand draws it.
 
         Args:
@@ -213,12 +175,7 @@ class Pen:
             + self.style.wobble * FINE * 0.5 * noise
         )
 
-    def canvas_line(
-        self,
-        q: np.ndarray,  # Points (n,2) on the canvas
-        colour: str,
-        width: float,  # Pixels of a chart of 128
-    ):
+    def canvas_line(self, q: np.ndarray, colour: str, width: float):
         """Draw a stroke on the canvas.
 
         Args:
@@ -232,12 +189,7 @@ class Pen:
             "curve",
         )
 
-    def line(
-        self,
-        points: ArrayLike,  # (n,2) in the unit square
-        colour: str,
-        width: float = 1.0,  # Pixels of a chart of 128
-    ):
+    def line(self, points: ArrayLike, colour: str, width: float = 1.0):
         """Draw a stroke through points.
 
         Args:
@@ -246,13 +198,7 @@ class Pen:
         """
         self.canvas_line(self.at(points), colour, width)
 
-    def area(
-        self,
-        points: ArrayLike,  # (n,2) in the unit square
-        colour: str,
-        edge: str | None = None,  # Colour of the outline; None = `colour`
-        width: float = 1.3,  # Of the outline, pixels of a chart of 128
-    ):
+    def area(self, points: ArrayLike, colour: str, edge: str | None = None, width: float = 1.3):
         """Draw a filled polygon, or one of strokes on a paler ground, with an outline.
 
         Args:
@@ -272,13 +218,7 @@ class Pen:
             self.draw.polygon(corners, colour)
         self.canvas_line(np.r_[q, q[:1]], edge or colour, width)
 
-    def number(
-        self,
-        value: int,
-        x: float,  # In the unit square
-        y: float,
-        anchor: str,  # Of the text at (x, y): 'rm' = its right end, 'ma' = the middle of its top
-    ):
+    def number(self, value: int, x: float, y: float, anchor: str):
         """Write a number in ink, 8 pixels high on a chart of 128.
 
         Args:
@@ -288,13 +228,7 @@ class Pen:
         font = _font(round(8 * FINE * self.side / 128))
         self.draw.text(tuple(self.at([(x, y)])[0]), str(value), self.style.ink, font, anchor)
 
-    def dot(
-        self,
-        x: float,  # In the unit square
-        y: float,
-        colour: str,
-        radius: float,  # Pixels of a chart of 128
-    ):
+    def dot(self, x: float, y: float, colour: str, radius: float):
         """Draw a disc.
 
         Args:
@@ -311,7 +245,6 @@ class Pen:
     def done(self) -> Image.Image:
         """Average the canvas down to the finished chart."""
         return self.image.reduce(FINE)
-
 
 # %% ../../nbs/3_toys/02_charts.ipynb #b5de6552
 ORDERS = ("rising", "falling", "mixed")
@@ -509,13 +442,13 @@ def _numbers(pen: Pen, top: int, across: bool):
 
 
 def compose_chart(
-    rng: np.random.Generator,  # For everything
-    kind: str,  # In CHARTS
-    style: str,  # In CHART_STYLES
-    side: int = 128,  # Pixels
-    count: int = None,  # Marks; None = any
-    pen: Callable = Pen,  # Makes what draws: (rng, style, paper, side) -> Pen
-) -> tuple[Image.Image, dict]:  # The chart and its facts
+    rng: np.random.Generator,
+    kind: str,
+    style: str,
+    side: int = 128,
+    count: int = None,
+    pen: Callable = Pen,
+) -> tuple[Image.Image, dict]:
     """Draw one chart.
 
     Args:
@@ -565,11 +498,11 @@ def compose_chart(
 
 
 def draw_chart(
-    index: int,  # Which chart, 0, 1, 2, ...
-    seed: int = 0,  # Which series of charts
-    styles: tuple = ("light",),  # In CHART_STYLES; a chart has one of them
-    kinds: tuple = CHART_KINDS,  # Those that are wanted
-    side: int = 128,  # Pixels
+    index: int,
+    seed: int = 0,
+    styles: tuple = ("light",),
+    kinds: tuple = CHART_KINDS,
+    side: int = 128,
 ) -> Drawing:
     """Chart `index` of the series `seed`. Raises ValueError for unknown styles and kinds.
 
@@ -594,16 +527,13 @@ def draw_chart(
         f"chart-{style}-{seed}-{index:06d}", png.getvalue(), facts["caption"], side, side, facts
     )
 
-
 # %% ../../nbs/3_toys/02_charts.ipynb #228f5939
 _CLAIM = re.compile(
     "^An? (" + "|".join(sorted(NOUNS.values(), key=len, reverse=True)) + r") with (\w+) "
 )
 
 
-def claims(
-    caption: str,  # Any text
-) -> dict:  # kind, count; empty for a caption that is not of this language
+def claims(caption: str) -> dict:
     """The kind of chart and the number of its marks that a caption speaks of.
 
     Args:
@@ -617,20 +547,19 @@ def claims(
         return {}
     return dict(kind=next(k for k, v in NOUNS.items() if v == m[1]), count=WORDS.index(m[2]))
 
-
 # %% ../../nbs/3_toys/02_charts.ipynb #5ede118a
 CHARTS_VERSION = 2  # raise when a change alters what is drawn
 
 
 def make_charts(
-    folder: str | Path,  # Where collections are kept
-    count: int = 512,  # How many
-    seed: int = 0,  # Which series
-    styles: tuple = ("light",),  # In CHART_STYLES
-    kinds: tuple = CHART_KINDS,  # In CHARTS
-    side: int = 128,  # Pixels
-    workers: int | None = None,  # Processes; None = one per available core, 0 = this one
-) -> Path:  # Folder of the parquet shards, for `open_collection`
+    folder: str | Path,
+    count: int = 512,
+    seed: int = 0,
+    styles: tuple = ("light",),
+    kinds: tuple = CHART_KINDS,
+    side: int = 128,
+    workers: int | None = None,
+) -> Path:
     """Draw a collection of charts, or find it drawn.
 
     Raises ValueError for parameters out of range.
@@ -669,9 +598,7 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(p.strip() for p in text.split(",") if p.strip())
 
 
-def check_drawn(
-    recipe: Recipe,  # figures_side, figures_style, figures_kinds
-) -> tuple[tuple[str, ...], tuple[str, ...]]:  # Styles, kinds
+def check_drawn(recipe: Recipe) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Read the styles and kinds of figures. Raises RecipeError for unknown ones.
 
     Args:
@@ -697,9 +624,7 @@ def check_drawn(
     return styles, kinds or tuple(all_kinds)
 
 
-def drawn(
-    recipe: Recipe,  # figures, figures_side, figures_style, figures_kinds, figures_seed
-) -> Path:
+def drawn(recipe: Recipe) -> Path:
     """Draw, or find, the collection that `data='figures'` means.
 
     Raises RecipeError for unknown styles and kinds.

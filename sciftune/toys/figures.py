@@ -38,84 +38,14 @@ from ..core.progress import progress
 from ..core.rundir import cores
 
 # %% auto #0
-__all__ = [
-    "PALETTES",
-    "STYLES",
-    "WORDS",
-    "CURVES",
-    "FIELDS",
-    "TABLES",
-    "SHARES",
-    "SINGLE",
-    "IN_PANELS",
-    "KINDS",
-    "SIZES",
-    "SUPERSCRIPTS",
-    "SHARD",
-    "FIGURE_VERSION",
-    "Style",
-    "Look",
-    "draw_look",
-    "number",
-    "sig",
-    "several",
-    "turns",
-    "trend",
-    "damped",
-    "logistic",
-    "decay",
-    "diffusion",
-    "walk",
-    "planck",
-    "michaelis",
-    "resonance",
-    "integrate",
-    "predator",
-    "lorenz",
-    "epidemic",
-    "training",
-    "interference",
-    "spots",
-    "ising",
-    "himmelblau",
-    "dipole",
-    "saddle",
-    "label",
-    "figure_legend",
-    "colourbar",
-    "series_facts",
-    "on",
-    "says_series",
-    "line",
-    "step",
-    "area",
-    "scatter",
-    "error_bars",
-    "bar",
-    "grouped_bar",
-    "pie",
-    "histogram",
-    "box",
-    "violin",
-    "heat_map",
-    "contour",
-    "vector_field",
-    "graph",
-    "flow_chart",
-    "arrange",
-    "style_axes",
-    "panels",
-    "caption",
-    "compose",
-    "plain_text",
-    "draw_words",
-    "Drawing",
-    "draw_figure",
-    "write_shard",
-    "make_collection",
-    "make_figures",
-]
-
+__all__ = ['PALETTES', 'STYLES', 'WORDS', 'CURVES', 'FIELDS', 'TABLES', 'SHARES', 'SINGLE', 'IN_PANELS', 'KINDS', 'SIZES',
+           'SUPERSCRIPTS', 'SHARD', 'FIGURE_VERSION', 'Style', 'Look', 'draw_look', 'number', 'sig', 'several', 'turns',
+           'trend', 'damped', 'logistic', 'decay', 'diffusion', 'walk', 'planck', 'michaelis', 'resonance', 'integrate',
+           'predator', 'lorenz', 'epidemic', 'training', 'interference', 'spots', 'ising', 'himmelblau', 'dipole',
+           'saddle', 'label', 'figure_legend', 'colourbar', 'series_facts', 'on', 'says_series', 'line', 'step', 'area',
+           'scatter', 'error_bars', 'bar', 'grouped_bar', 'pie', 'histogram', 'box', 'violin', 'heat_map', 'contour',
+           'vector_field', 'graph', 'flow_chart', 'arrange', 'style_axes', 'panels', 'caption', 'compose', 'plain_text',
+           'draw_words', 'Drawing', 'draw_figure', 'write_shard', 'make_collection', 'make_figures']
 
 # %% ../../nbs/3_toys/01_figures.ipynb #f38882ed
 def _palette(text: str):
@@ -157,16 +87,16 @@ class Style:
         sketch: Wobble of hand-drawn lines: scale, length, randomness
     """
 
-    papers: tuple  # (name, colour) of backgrounds
-    inks: tuple  # Text and axis colours
-    palettes: tuple  # Names in PALETTES
+    papers: tuple
+    inks: tuple
+    palettes: tuple
     fonts: tuple = (
         "DejaVu Sans",
         "DejaVu Serif",
         "STIXGeneral",
-    )  # those that matplotlib carries, so that every machine draws the same
+    )
     maps: tuple = ("viridis", "magma", "cividis", "plasma", "coolwarm", "Blues", "YlGnBu")
-    sketch: tuple = None  # Wobble of hand-drawn lines: scale, length, randomness
+    sketch: tuple = None
 
 
 STYLES = {
@@ -203,7 +133,6 @@ STYLES = {
     ),
 }
 
-
 # %% ../../nbs/3_toys/01_figures.ipynb #0ace25b5
 @dataclass
 class Look:
@@ -226,19 +155,15 @@ class Look:
     marker: str
     sketch: tuple
     legend: bool = True
-    bars: dict = field(default_factory=dict)  # Axes -> axes of its colour bar
-    variant: bool | None = None  # Lying bars, a ring, filled contours; None = as they come
+    bars: dict = field(default_factory=dict)
+    variant: bool | None = None
 
     def either(self, drawn: bool) -> bool:
         """Whether the other form of a kind is drawn."""
         return bool(drawn if self.variant is None else self.variant)
 
 
-def draw_look(
-    rng: np.random.Generator,  # The generator of looks
-    style: str,  # Name in STYLES
-    side: int,  # Shorter side of the canvas in pixels
-) -> Look:
+def draw_look(rng: np.random.Generator, style: str, side: int) -> Look:
     """A random look of `style`.
 
     Args:
@@ -271,7 +196,6 @@ def draw_look(
         pick("osD^v"),
         s.sketch,
     )
-
 
 # %% ../../nbs/3_toys/01_figures.ipynb #9351f076
 WORDS = [
@@ -328,12 +252,8 @@ def turns(y: np.ndarray):
             high = i
     return found
 
-
 # %% ../../nbs/3_toys/01_figures.ipynb #8374ae0a
-def trend(
-    x: np.ndarray,  # Abscissa, increasing
-    y: np.ndarray,  # Values
-) -> str:
+def trend(x: np.ndarray, y: np.ndarray) -> str:
     """What the curve does, in words.
 
     Args:
@@ -364,7 +284,6 @@ def trend(
         if y[-1] < y[0] - 0.25 * np.ptp(y)
         else ""
     )
-
 
 # %% ../../nbs/3_toys/01_figures.ipynb #f3791c5d
 def _some(rng: np.random.Generator, values: list, n: int):
@@ -493,14 +412,8 @@ def resonance(rng: np.random.Generator, n: int):
         ],
     )
 
-
 # %% ../../nbs/3_toys/01_figures.ipynb #573b29ba
-def integrate(
-    f,  # Derivative: tuple -> tuple
-    y: tuple,  # Start
-    h: float,  # Step
-    n: int,  # Number of steps
-) -> np.ndarray:  # (n+1, len(y))
+def integrate(f, y: tuple, h: float, n: int) -> np.ndarray:
     """Integrate by Runge-Kutta of fourth order, on tuples, which are quicker than arrays here.
 
     Args:
@@ -611,7 +524,6 @@ CURVES = (
     epidemic,
     training,
 )
-
 
 # %% ../../nbs/3_toys/01_figures.ipynb #20e2f2d3
 def _grid(n: int = 64, a: float = -3.0, b: float = 3.0):
@@ -770,7 +682,6 @@ SHARES = (
     ("Water on land", {"ice": 68.7, "groundwater": 30.1, "surface": 1.2}),
 )
 
-
 # %% ../../nbs/3_toys/01_figures.ipynb #e0b780a0
 def label(ax: Axes, look: Look, title: str, x: np.ndarray = "", y: np.ndarray = ""):
     """Title and axis labels; returns them as facts."""
@@ -832,7 +743,6 @@ def on(colour: object):
 def says_series(series: list[dict], noun: str = "line"):
     """Say which series there are, in words."""
     return [several([f"the {s['colour']} {noun} ({s['name']}) {s['trend']}" for s in series])]
-
 
 # %% ../../nbs/3_toys/01_figures.ipynb #07b73e3f
 def line(ax: Axes, rng: np.random.Generator, look: Look):
@@ -911,7 +821,6 @@ def area(ax: Axes, rng: np.random.Generator, look: Look):
         "series": s,
         "says": says_series(s, "layer"),
     }
-
 
 # %% ../../nbs/3_toys/01_figures.ipynb #c207c120
 def _clusters(ax: Axes, rng: np.random.Generator, look: Look) -> dict:
@@ -1026,7 +935,6 @@ def error_bars(ax: Axes, rng: np.random.Generator, look: Look):
         + [f"a {look.colours[1][0]} curve runs through the points"] * fit,
     }
 
-
 # %% ../../nbs/3_toys/01_figures.ipynb #f82b62a9
 def bar(ax: Axes, rng: np.random.Generator, look: Look):
     """Bars of one quantity."""
@@ -1131,7 +1039,6 @@ def pie(ax: Axes, rng: np.random.Generator, look: Look):
             )
         ],
     }
-
 
 # %% ../../nbs/3_toys/01_figures.ipynb #5722cfc4
 def histogram(ax: Axes, rng: np.random.Generator, look: Look):
@@ -1244,7 +1151,6 @@ def violin(ax: Axes, rng: np.random.Generator, look: Look):
     for k in ("cbars", "cmins", "cmaxes", "cmedians"):
         drawn[k].set(color=look.ink, lw=1)
     return _group_facts(ax, look, names, v, title, y, "violin plot")
-
 
 # %% ../../nbs/3_toys/01_figures.ipynb #b886f7a8
 def _field_says(title: str, c: str, x: np.ndarray, y: np.ndarray, z: np.ndarray):
@@ -1367,7 +1273,6 @@ def vector_field(ax: Axes, rng: np.random.Generator, look: Look):
         "field": title,
         "says": [says],
     }
-
 
 # %% ../../nbs/3_toys/01_figures.ipynb #5dca851a
 def _ring(rng: np.random.Generator):
@@ -1514,19 +1419,13 @@ def flow_chart(ax: Axes, rng: np.random.Generator, look: Look):
         + [f"a curved arrow leads back from {names[-1]} to {names[1]}"] * bool(back),
     }
 
-
 # %% ../../nbs/3_toys/01_figures.ipynb #40d2908b
 def _overflow(ax: Axes, renderer: object):
     b, a = ax.get_tightbbox(renderer), ax.get_window_extent(renderer)
     return np.array([a.x0 - b.x0, a.y0 - b.y0, b.x1 - a.x1, b.y1 - a.y1])
 
 
-def arrange(
-    fig: Figure,  # Its canvas is Agg
-    cells: list,  # (axes, (x0, y0, x1, y1) in pixels)
-    look: Look,
-    pad: float = 5,  # Pixels kept free around
-):
+def arrange(fig: Figure, cells: list, look: Look, pad: float = 5):
     """Fit each axes, with all that hangs on it and its colour bar, into its cell.
 
     Args:
@@ -1597,7 +1496,6 @@ def style_axes(ax: Axes, look: Look):
         ax.grid(color=look.ink, alpha=0.18, lw=0.7)
         ax.set_axisbelow(True)
 
-
 # %% ../../nbs/3_toys/01_figures.ipynb #fb649c25
 SINGLE = dict(
     line=line,
@@ -1632,12 +1530,8 @@ IN_PANELS = (
 
 
 def panels(
-    fig: Figure,  # Empty
-    rng: np.random.Generator,  # The generator of data
-    look: Look,
-    width: int,  # Pixels
-    height: int,  # Pixels
-) -> tuple[dict, list]:  # Facts, and cells for `arrange`
+    fig: Figure, rng: np.random.Generator, look: Look, width: int, height: int
+) -> tuple[dict, list]:
     """Two panels side by side or above each other, or four.
 
     Args:
@@ -1688,11 +1582,8 @@ def panels(
     ]
     return {"title": "", "x": "", "y": "", "what": what, "says": says, "panels": parts}, cells
 
-
 # %% ../../nbs/3_toys/01_figures.ipynb #53e16080
-def caption(
-    facts: dict,  # From a kind of figure, with background and grid
-) -> str:
+def caption(facts: dict) -> str:
     """The facts in sentences.
 
     Args:
@@ -1708,7 +1599,6 @@ def caption(
         + (", the lines are hand-drawn" if facts["style"] == "hand" else "")
     )
     return ". ".join([*text, back]) + "."
-
 
 # %% ../../nbs/3_toys/01_figures.ipynb #33c77763
 KINDS = (*SINGLE, "panels")
@@ -1743,12 +1633,12 @@ def _set_fonts(fig: Figure, look: Look):
 
 
 def compose(
-    index: int,  # Which figure, 0, 1, 2, ...
-    seed: int = 0,  # Which series of figures
-    style: str = "light",  # Name in STYLES: the same data in another look
-    kinds: tuple = KINDS,  # Those that are wanted
-    change: Callable[[Look], None] | None = None,  # Called with the look before anything is drawn
-) -> tuple[Figure, dict]:  # Not yet drawn, and its facts
+    index: int,
+    seed: int = 0,
+    style: str = "light",
+    kinds: tuple = KINDS,
+    change: Callable[[Look], None] | None = None,
+) -> tuple[Figure, dict]:
     """Compose a figure.
 
     Raises ValueError for an unknown style or kind, or a negative number.
@@ -1802,14 +1692,11 @@ def compose(
         **facts,
     }
 
-
 # %% ../../nbs/3_toys/01_figures.ipynb #8ec595ed
 SUPERSCRIPTS = str.maketrans("0123456789-−", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁻")
 
 
-def plain_text(
-    text: str,  # As matplotlib is given it, maybe with $math$ of powers
-) -> str:
+def plain_text(text: str) -> str:
     """What a reader sees of a text.
 
     Args:
@@ -1821,9 +1708,7 @@ def plain_text(
     return re.sub(r"\\mathdefault|[{}$]", "", raised.replace(r"\times", "×"))
 
 
-def draw_words(
-    fig: Figure,  # Its canvas is Agg
-) -> list[dict]:  # text, height (pixels), box (left, top, right, bottom in pixels), turned
+def draw_words(fig: Figure) -> list[dict]:
     """Draw a figure and list every text that reached the canvas, in the order of drawing.
 
     Args:
@@ -1852,7 +1737,6 @@ def draw_words(
     del renderer.draw_text
     return words
 
-
 # %% ../../nbs/3_toys/01_figures.ipynb #94cc1f95
 @dataclass(frozen=True)
 class Drawing:
@@ -1866,20 +1750,16 @@ class Drawing:
         facts: What was drawn: kind, titles, data as numbers, colours, words with their boxes
     """
 
-    id: str  # style-seed-index
-    image: bytes  # PNG
+    id: str
+    image: bytes
     caption: str
-    width: int  # Pixels
-    height: int  # Pixels
-    facts: dict  # What was drawn: kind, titles, data as numbers, colours, words with their boxes
+    width: int
+    height: int
+    facts: dict
 
 
 def draw_figure(
-    index: int,  # Which figure, 0, 1, 2, ...
-    seed: int = 0,  # Which series of figures
-    style: str = "light",  # Name in STYLES
-    kinds: tuple = KINDS,  # Those that are wanted
-    side: int | None = None,  # Longer side in pixels; None = its own
+    index: int, seed: int = 0, style: str = "light", kinds: tuple = KINDS, side: int | None = None
 ) -> Drawing:
     """`compose`d and drawn.
 
@@ -1902,17 +1782,11 @@ def draw_figure(
         f"{style}-{seed}-{index:06d}", png.getvalue(), caption(facts), *image.size, facts
     )
 
-
 # %% ../../nbs/3_toys/01_figures.ipynb #6c0a153e
 SHARD, FIGURE_VERSION = 64, 2  # raise FIGURE_VERSION when a change alters what is drawn
 
 
-def write_shard(
-    path,  # Parquet file
-    indices,  # Numbers of the figures
-    draw,  # (number, *args) -> Drawing
-    args: list,  # For `draw`
-):
+def write_shard(path, indices, draw, args: list):
     """Draw figures into one parquet file: image, caption, width, height, id, facts (JSON).
 
     Further fields of what is drawn stand before the facts.
@@ -1935,16 +1809,10 @@ def write_shard(
     )
     pq.write_table(table, path, row_group_size=16, compression="none")
 
-
 # %% ../../nbs/3_toys/01_figures.ipynb #1ecd980c
 def make_collection(
-    final: Path,  # Folder of the collection
-    about: dict,  # What it is, kept beside it
-    count: int,  # How many
-    draw,  # (number, *args) -> Drawing; a function of a module
-    args: list,  # Plain values for `draw`
-    workers: int = None,  # Processes; None = one per available core, 0 = this one
-) -> Path:  # `final`
+    final: Path, about: dict, count: int, draw, args: list, workers: int = None
+) -> Path:
     """Draw a collection, or find it drawn. Raises RuntimeError when a worker fails, with why.
 
     Args:
@@ -2042,16 +1910,15 @@ def _draw_shards(folder: Path, shards: list, draw: Callable, args: list, workers
             )
         (folder / f"{k}.err").unlink()
 
-
 # %% ../../nbs/3_toys/01_figures.ipynb #ca816b20
 def make_figures(
-    folder,  # Where collections of figures are kept
-    count: int = 512,  # How many
-    seed: int = 0,  # Which series
-    workers: int = None,  # Processes; None = one per available core, 0 = this one
-    style: str = "light",  # Name in STYLES
-    kinds: tuple = KINDS,  # Those that are wanted
-) -> Path:  # Folder of the parquet shards, for `open_collection`
+    folder,
+    count: int = 512,
+    seed: int = 0,
+    workers: int = None,
+    style: str = "light",
+    kinds: tuple = KINDS,
+) -> Path:
     """A collection of figures. Raises ValueError for parameters out of range.
 
     Args:

@@ -34,27 +34,12 @@ from ...strategies.costs import OuterModule
 from ...strategies.strategy import Strategy
 
 # %% auto #0
-__all__ = [
-    "teacher_passes",
-    "step_passes",
-    "DiscriminatorSize",
-    "head_size",
-    "discriminator_size",
-    "discriminator_pass",
-    "discriminator_share",
-    "encoder_bytes",
-    "DistillationSize",
-    "forward_only_peak",
-    "critic_of",
-    "DistillationPhases",
-    "DMDWork",
-]
-
+__all__ = ['teacher_passes', 'step_passes', 'DiscriminatorSize', 'head_size', 'discriminator_size', 'discriminator_pass',
+           'discriminator_share', 'encoder_bytes', 'DistillationSize', 'forward_only_peak', 'critic_of',
+           'DistillationPhases', 'DMDWork']
 
 # %% ../../../nbs/8_objectives/dmd/05_work.ipynb #c2431651
-def teacher_passes(
-    recipe: Recipe,  # A distillation
-) -> int:
+def teacher_passes(recipe: Recipe) -> int:
     """Forward passes of the teacher in a turn of the generator.
 
     Args:
@@ -69,12 +54,12 @@ def teacher_passes(
 
 
 def step_passes(
-    recipe: Recipe,  # A distillation
-    discriminator: float = 0.0,  # Share of the blocks that the discriminator reads
-    checkpointed: float = 0.0,  # Share of the blocks that run again in backward
-    backward: float = 2.0,  # Backward in forward passes: 2 in arithmetic, 1 for the host
-    every_turn: bool = True,  # False: the median step, which is one without the generator's turn
-) -> float:  # Forward passes per sample
+    recipe: Recipe,
+    discriminator: float = 0.0,
+    checkpointed: float = 0.0,
+    backward: float = 2.0,
+    every_turn: bool = True,
+) -> float:
     """The mean work of a step.
 
     Args:
@@ -96,7 +81,6 @@ def step_passes(
     turn = asked + judged + own - 1
     return 1 + simulated + critic + turn / recipe.generator_every * every_turn
 
-
 # %% ../../../nbs/8_objectives/dmd/05_work.ipynb #35139ed5
 @dataclass(frozen=True)
 class DiscriminatorSize:
@@ -109,16 +93,13 @@ class DiscriminatorSize:
         kept: Bytes that the head keeps, per sample
     """
 
-    blocks: int  # How many
-    outside: BatchLine  # Kept for backward outside of them
-    head: int  # Parameters of the head
-    kept: float  # Bytes that the head keeps, per sample
+    blocks: int
+    outside: BatchLine
+    head: int
+    kept: float
 
 
-def head_size(
-    width: int,  # Channels of the features
-    side: int,  # Their height and width
-) -> tuple[int, int]:  # Parameters, numbers kept per sample
+def head_size(width: int, side: int) -> tuple[int, int]:
     """The head of the discriminator.
 
     Args:
@@ -134,9 +115,7 @@ def head_size(
     return layers + width + 1, 3 * width * sum(s * s for s in sides)
 
 
-def discriminator_size(
-    model: MetaModel,  # The critic's denoiser
-) -> DiscriminatorSize:
+def discriminator_size(model: MetaModel) -> DiscriminatorSize:
     """Measure the discriminator. Raises RecipeError where the features are too small.
 
     Args:
@@ -157,10 +136,7 @@ def discriminator_size(
     return DiscriminatorSize(len(seen[0].calls), outside, head, float(model.dtype.itemsize * kept))
 
 
-def discriminator_pass(
-    model: MetaModel,  # The critic's denoiser
-    batch: int,  # Samples
-) -> Callable:  # () -> features
+def discriminator_pass(model: MetaModel, batch: int) -> Callable:
     """A forward pass as far as the discriminator reads it.
 
     Args:
@@ -174,13 +150,8 @@ def discriminator_pass(
     times = torch.empty(batch, dtype=torch.long, device="meta")
     return lambda: model.family.features(model.denoiser, latents, times, text)
 
-
 # %% ../../../nbs/8_objectives/dmd/05_work.ipynb #2f15584b
-def discriminator_share(
-    recipe: Recipe,  # A distillation
-    family: Family,  # The model's family
-    base: Path | str | None = None,  # Pipeline folder or hub id; None = published size
-) -> float:
+def discriminator_share(recipe: Recipe, family: Family, base: Path | str | None = None) -> float:
     """Share of the critic's blocks that the discriminator reads; 0 without a GAN.
 
     Args:
@@ -194,13 +165,8 @@ def discriminator_share(
     model = MetaModel.build(whole, family, base)
     return discriminator_size(model).blocks / len(model.trace(1).calls)
 
-
 # %% ../../../nbs/8_objectives/dmd/05_work.ipynb #d4995289
-def encoder_bytes(
-    family: Family,  # The model's family
-    base: Path | str,  # Pipeline folder or hub id
-    recipe: Recipe,  # Its revision
-) -> float:
+def encoder_bytes(family: Family, base: Path | str, recipe: Recipe) -> float:
     """fp32 weights of the text encoders.
 
     Args:
@@ -209,7 +175,6 @@ def encoder_bytes(
         recipe: Its revision
     """
     return 4.0 * family.text_numel(base, recipe.revision or None)
-
 
 # %% ../../../nbs/8_objectives/dmd/05_work.ipynb #60156806
 @dataclass(frozen=True)
@@ -222,17 +187,12 @@ class DistillationSize:
         critic: Where the generator is a LoRA: the critic, trained whole
     """
 
-    forward_only: BatchLine  # Peak of a forward pass without gradients
-    discriminator: DiscriminatorSize | None = None  # With a GAN
-    critic: Profile | None = None  # Where the generator is a LoRA: the critic, trained whole
-
+    forward_only: BatchLine
+    discriminator: DiscriminatorSize | None = None
+    critic: Profile | None = None
 
 # %% ../../../nbs/8_objectives/dmd/05_work.ipynb #9c2301ae
-def forward_only_peak(
-    model: MetaModel,  # The network on meta
-    blocks: tuple[Block, ...],  # Its blocks, measured
-    batch: int,  # Samples
-) -> int:  # Bytes
+def forward_only_peak(model: MetaModel, blocks: tuple[Block, ...], batch: int) -> int:
     """What is alive at the same time in a forward pass without gradients.
 
     Args:
@@ -255,10 +215,7 @@ def forward_only_peak(
     return live.peak
 
 
-def critic_of(
-    model: Profile,  # The generator
-    strategy: Strategy,  # Of the distillation
-) -> tuple[Profile, Strategy]:  # Of the critic alone
+def critic_of(model: Profile, strategy: Strategy) -> tuple[Profile, Strategy]:
     """The critic as if it were trained by itself; its head is a module of its own at the end.
 
     Args:
@@ -281,7 +238,6 @@ def critic_of(
     alone = recipe.model_copy(update=dict(lora_rank=0, objective="epsilon", ema_decay=0.0))
     return critic, Strategy.of(alone, strategy.world, strategy.cuda)
 
-
 # %% ../../../nbs/8_objectives/dmd/05_work.ipynb #5e6e2b33
 class DistillationPhases:
     """The phases of both turns.
@@ -290,10 +246,7 @@ class DistillationPhases:
         ledger: Of the generator
     """
 
-    def __init__(
-        self,
-        ledger: Ledger,  # Of the generator
-    ):
+    def __init__(self, ledger: Ledger):
         self.ledger, self.model, self.strategy = ledger, ledger.profile, ledger.strategy
         self.recipe, self.size = ledger.recipe, ledger.profile.extra
         critic, its = critic_of(self.model, self.strategy)
@@ -375,7 +328,6 @@ class DistillationPhases:
         base = self.base | dict(gathered=self.generator_root)
         return self.critic.backward(base, tuple(passes), "critic: ")
 
-
 # %% ../../../nbs/8_objectives/dmd/05_work.ipynb #17fc3ac2
 class DMDWork(Work):
     """DMD2 and decoupled DMD."""
@@ -385,11 +337,7 @@ class DMDWork(Work):
     times_blocks = False
 
     # measuring
-    def measure(
-        self,
-        model: MetaModel,  # The generator on meta
-        blocks: tuple[Block, ...],  # Its blocks, measured
-    ) -> dict:
+    def measure(self, model: MetaModel, blocks: tuple[Block, ...]) -> dict:
         """Forward-only passes, the discriminator, the critic, and encoders that stay.
 
         Args:
@@ -410,11 +358,7 @@ class DMDWork(Work):
         return dict(extra=size, resident=encoder_bytes(family, base, recipe) if live else 0.0)
 
     # memory
-    def stored(
-        self,
-        model: Profile,  # The generator
-        strategy: Strategy,  # Recipe on so many processes
-    ) -> dict[str, tuple[float, float]]:  # Part -> (bytes per GPU, bytes per rank on the host)
+    def stored(self, model: Profile, strategy: Strategy) -> dict[str, tuple[float, float]]:
         """The critic with its states, and the teacher.
 
         Args:
@@ -443,10 +387,7 @@ class DMDWork(Work):
             teacher=(0.0, teacher) if away else (teacher, 0.0),
         )
 
-    def phases(
-        self,
-        ledger: Ledger,  # Of the generator
-    ) -> list[Phase]:
+    def phases(self, ledger: Ledger) -> list[Phase]:
         """A generator's turn, then a critic's.
 
         Args:
@@ -454,11 +395,7 @@ class DMDWork(Work):
         """
         return DistillationPhases(ledger).all()
 
-    def checkpoint_bytes(
-        self,
-        model: Profile,  # The generator
-        strategy: Strategy,  # Recipe on so many processes
-    ) -> float:
+    def checkpoint_bytes(self, model: Profile, strategy: Strategy) -> float:
         """Both networks.
 
         Args:
@@ -471,10 +408,10 @@ class DMDWork(Work):
     # time
     def forward_passes(
         self,
-        model: Profile,  # The generator
-        checkpointed_share: float,  # Share of the blocks that run again in backward
-        backward: float = 2.0,  # Backward in forward passes: 2 in arithmetic, 1 for the host
-        every_turn: bool = True,  # False: without the generator's turn
+        model: Profile,
+        checkpointed_share: float,
+        backward: float = 2.0,
+        every_turn: bool = True,
     ) -> float:
         """`step_passes`.
 
@@ -493,11 +430,8 @@ class DMDWork(Work):
         return step_passes(self.recipe, share, again, backward, every_turn)
 
     def sent_bytes(
-        self,
-        model: Profile,  # The generator
-        strategy: Strategy,  # Recipe on so many processes
-        checkpointed_share: float,  # Share of the blocks that run again in backward
-    ) -> tuple[float, float]:  # Inside a machine, between machines; per rank and step
+        self, model: Profile, strategy: Strategy, checkpointed_share: float
+    ) -> tuple[float, float]:
         """The critic's turn, and the generator forward only.
 
         Args:
@@ -512,11 +446,7 @@ class DMDWork(Work):
         share = model.backward_blocks
         return its.costs(critic).sent_bytes(share, checkpointed_share, model.numel)
 
-    def autocasts(
-        self,
-        model: Profile,  # The generator
-        strategy: Strategy,  # Recipe on so many processes
-    ) -> bool:
+    def autocasts(self, model: Profile, strategy: Strategy) -> bool:
         """As the critic, whose turn is in every step.
 
         Args:
@@ -526,10 +456,7 @@ class DMDWork(Work):
         return critic_of(model, strategy)[1].autocasts
 
     # other settings
-    def suits(
-        self,
-        strategy: Strategy,  # Recipe on so many processes
-    ) -> bool:
+    def suits(self, strategy: Strategy) -> bool:
         """Streamed states follow one backward pass; a teacher is spread where networks are.
 
         Args:

@@ -22,8 +22,7 @@ from ...planner.work import Work
 from ...strategies.strategy import Strategy
 
 # %% auto #0
-__all__ = ["ComparedWork", "GRPOWork"]
-
+__all__ = ['ComparedWork', 'GRPOWork']
 
 # %% ../../../nbs/8_objectives/flow_grpo/06_work.ipynb #2b75e15b
 class ComparedWork(Work):
@@ -43,10 +42,7 @@ class ComparedWork(Work):
         """Forward passes without a graph for which sharded weights are gathered once more."""
         return int(bool(self.compares and self.recipe.lora_rank))  # a copy of the start is whole
 
-    def passes(
-        self,
-        whole: float = 3.0,  # Forward and backward of an update, in forward passes
-    ) -> float:  # Forward passes per picture or pair
+    def passes(self, whole: float = 3.0) -> float:
         """The work of a step.
 
         Args:
@@ -57,11 +53,7 @@ class ComparedWork(Work):
         """
         return self.forward_only() + self.updates * self.rows() * whole
 
-    def stored(
-        self,
-        profile: Profile,  # The model
-        strategy: Strategy,  # Recipe on so many processes
-    ) -> dict[str, tuple[float, float]]:  # Part -> (bytes per GPU, bytes per rank on the host)
+    def stored(self, profile: Profile, strategy: Strategy) -> dict[str, tuple[float, float]]:
         """The copy of the start, whole on each GPU; adapters need none.
 
         Args:
@@ -75,10 +67,7 @@ class ComparedWork(Work):
             return {}
         return dict(start=(float(strategy.policy.compute.itemsize * profile.numel), 0.0))
 
-    def phases(
-        self,
-        ledger: Ledger,  # Of the run
-    ) -> list[Phase]:
+    def phases(self, ledger: Ledger) -> list[Phase]:
         """Backward of a pass over all trained steps of a micro-batch.
 
         Args:
@@ -91,10 +80,10 @@ class ComparedWork(Work):
 
     def forward_passes(
         self,
-        profile: Profile,  # The model
-        checkpointed_share: float,  # Share of the blocks that run again in backward
-        backward: float = 2.0,  # Backward in forward passes: 2 in arithmetic, 1 for the host
-        every_turn: bool = True,  # Every step has all turns
+        profile: Profile,
+        checkpointed_share: float,
+        backward: float = 2.0,
+        every_turn: bool = True,
     ) -> float:
         """`passes`, with what backward costs here.
 
@@ -108,11 +97,8 @@ class ComparedWork(Work):
         return self.passes(whole)
 
     def sent_bytes(
-        self,
-        profile: Profile,  # The model
-        strategy: Strategy,  # Recipe on so many processes
-        checkpointed_share: float,  # Share of the blocks that run again in backward
-    ) -> tuple[float, float]:  # Inside a machine, between machines; per rank and step
+        self, profile: Profile, strategy: Strategy, checkpointed_share: float
+    ) -> tuple[float, float]:
         """Each update's, and what is gathered without a graph.
 
         Args:
@@ -161,11 +147,7 @@ class GRPOWork(ComparedWork):
         """Of sampling and of the base of adapters."""
         return self.recipe.rollout_steps + super().gathered()
 
-    def measure(
-        self,
-        model: MetaModel,  # The denoiser on meta
-        blocks: tuple[Block, ...],  # Its blocks, measured
-    ) -> dict:
+    def measure(self, model: MetaModel, blocks: tuple[Block, ...]) -> dict:
         """The autoencoder, which stays, and its working set while a micro-batch is decoded.
 
         Args:
@@ -180,10 +162,7 @@ class GRPOWork(ComparedWork):
             family.decode(vae, latents)
         return dict(resident=float(weight_bytes(vae)), before=float(live.peak))
 
-    def suits(
-        self,
-        strategy: Strategy,  # Recipe on so many processes
-    ) -> bool:
+    def suits(self, strategy: Strategy) -> bool:
         """States that are streamed follow one backward pass.
 
         Args:

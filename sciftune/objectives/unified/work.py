@@ -26,22 +26,10 @@ from sciftune.planner.profile import (
 from ...planner.work import Work
 
 # %% auto #0
-__all__ = [
-    "pack_lengths",
-    "reference_pack",
-    "PieceLoss",
-    "text_loss_bytes",
-    "mask_bytes",
-    "encode_bytes",
-    "UnifiedWork",
-]
-
+__all__ = ['pack_lengths', 'reference_pack', 'PieceLoss', 'text_loss_bytes', 'mask_bytes', 'encode_bytes', 'UnifiedWork']
 
 # %% ../../../nbs/8_objectives/unified/05_work.ipynb #41ed5352
-def pack_lengths(
-    recipe: Recipe,  # max_tokens, resolution, vit_resolution
-    config: object,  # BagelConfig
-) -> tuple[int, int, int, int]:  # Samples k, and tokens of each: text t, patches v, latents g
+def pack_lengths(recipe: Recipe, config: object) -> tuple[int, int, int, int]:
     """How a full pack is divided.
 
     Args:
@@ -69,10 +57,7 @@ def _values(*shape: int) -> Tensor:
     return torch.empty(shape, device="meta")
 
 
-def reference_pack(
-    recipe: Recipe,  # max_tokens, resolution, vit_resolution
-    config: object,  # BagelConfig
-) -> dict:  # Packed batch on meta, without values
+def reference_pack(recipe: Recipe, config: object) -> dict:
     """A full pack as the data would bring it.
 
     Args:
@@ -105,7 +90,6 @@ def reference_pack(
         ce_pieces=max(1, -(-losses // 2048)),
     )
 
-
 # %% ../../../nbs/8_objectives/unified/05_work.ipynb #cfbf948a
 class PieceLoss(nn.Module):
     """The cross entropy of one piece, as `models.bagel.token_cross_entropy` has it.
@@ -114,18 +98,11 @@ class PieceLoss(nn.Module):
         head: Last hidden state -> logits
     """
 
-    def __init__(
-        self,
-        head: nn.Module,  # Last hidden state -> logits
-    ):
+    def __init__(self, head: nn.Module):
         super().__init__()
         self.head = head
 
-    def forward(
-        self,
-        hidden: Tensor,  # (tokens, width)
-        labels: Tensor,  # (tokens,) of the vocabulary
-    ) -> Tensor:  # (tokens,) fp32
+    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Cross entropy per token.
 
         Args:
@@ -138,11 +115,7 @@ class PieceLoss(nn.Module):
         return nn.functional.cross_entropy(self.head(hidden).float(), labels, reduction="none")
 
 
-def text_loss_bytes(
-    head: nn.Linear,  # On meta
-    tokens: int,  # With a label
-    dtype: torch.dtype,  # Of the computation
-) -> float:  # The head's own gradient aside
+def text_loss_bytes(head: nn.Linear, tokens: int, dtype: torch.dtype) -> float:
     """Peak of the loss on text.
 
     Args:
@@ -164,12 +137,8 @@ def text_loss_bytes(
     finally:
         head.weight.requires_grad_(trained)
 
-
 # %% ../../../nbs/8_objectives/unified/05_work.ipynb #8ae1fb35
-def mask_bytes(
-    recipe: Recipe,  # Its attention
-    pack: dict,  # Of `reference_pack`
-) -> float:  # Bytes
+def mask_bytes(recipe: Recipe, pack: dict) -> float:
     """Masks of a pack on a GPU.
 
     Args:
@@ -184,15 +153,10 @@ def mask_bytes(
     blocks = -(-sum(pack["sample_lens"]) // 128)
     return 4.0 * 4 * blocks**2 + 13.0 * 128 * blocks
 
-
 # %% ../../../nbs/8_objectives/unified/05_work.ipynb #9fe0868b
 def encode_bytes(
-    family: Family,  # The model's family
-    base: Path | str | None,  # Pipeline folder or hub id; None = published size
-    recipe: Recipe,  # Its resolution
-    dtype: torch.dtype,  # Of the weights
-    pictures: int,  # At a time
-) -> tuple[int, int]:  # Bytes of the weights, and of the working set
+    family: Family, base: Path | str | None, recipe: Recipe, dtype: torch.dtype, pictures: int
+) -> tuple[int, int]:
     """The VAE while it encodes.
 
     Args:
@@ -210,7 +174,6 @@ def encode_bytes(
         vae.encode(torch.empty(pictures, 3, side, side, device="meta", dtype=dtype))
     return weight_bytes(vae), live.peak
 
-
 # %% ../../../nbs/8_objectives/unified/05_work.ipynb #95b880da
 class UnifiedWork(Work):
     """Packs of text and images."""
@@ -219,10 +182,7 @@ class UnifiedWork(Work):
     adapters = False
     times_blocks = False
 
-    def freeze(
-        self,
-        denoiser: nn.Module,  # On meta
-    ):
+    def freeze(self, denoiser: nn.Module):
         """What freeze_llm, freeze_vit and freeze_und name.
 
         Args:
@@ -235,11 +195,7 @@ class UnifiedWork(Work):
             chosen = dict(llm=recipe.freeze_llm, vit=recipe.freeze_vit, und=recipe.freeze_und)
             freeze_parts(denoiser, **chosen)
 
-    def forward(
-        self,
-        model: MetaModel,  # Whose denoiser runs
-        batch: int,  # 1
-    ) -> Callable:  # () -> losses
+    def forward(self, model: MetaModel, batch: int) -> Callable:
         """A forward pass of a full pack; torch knows no autocast on meta.
 
         Args:
@@ -257,10 +213,7 @@ class UnifiedWork(Work):
 
         return run
 
-    def text_tokens(
-        self,
-        family: Family,  # The model's family
-    ) -> int:
+    def text_tokens(self, family: Family) -> int:
         """What an image leaves of a pack, for counting operations.
 
         Args:
@@ -269,11 +222,7 @@ class UnifiedWork(Work):
         side = self.recipe.resolution
         return self.recipe.max_tokens - family.tokens(side, side) - 4
 
-    def measure(
-        self,
-        model: MetaModel,  # The model on meta
-        blocks: tuple[Block, ...],  # Its blocks, measured
-    ) -> dict:
+    def measure(self, model: MetaModel, blocks: tuple[Block, ...]) -> dict:
         """The loss on text, the frozen VAE that encodes each batch, masks.
 
         Args:
