@@ -19,7 +19,7 @@ from pydantic import BaseModel, PositiveInt
 
 from .files import FileError, of_kind, parsed_json, read_bytes
 from .progress import progress
-from .rundir import write_atomic
+from .writing import write_atomic
 
 # %% ../../nbs/1_core/12_digests.ipynb #cef4d6a7
 DIGEST_BLOCK = 32 << 20  # Bytes that have a checksum of their own

@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from .files import read_kind
-from .rundir import write_atomic
+from .writing import write_atomic
 
 # %% ../../nbs/1_core/11_plan.ipynb #4530e97b
 class PlanRow(BaseModel):

@@ -13,7 +13,6 @@ __all__ = ['FLASH_PRECISIONS', 'FORMAT', 'CHECKS', 'REMOVED', 'objective_section
 # %% ../../nbs/1_core/05_recipe.ipynb #34232c8d
 import functools
 import math
-import os
 import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -52,6 +51,7 @@ from sciftune.core.sections import (
     facts,
     is_on,
 )
+from .writing import write_atomic
 
 # %% ../../nbs/1_core/05_recipe.ipynb #8fd2a040
 @functools.cache
@@ -569,11 +569,7 @@ class Recipe(Fields):
         Args:
             path: recipe.yaml
         """
-        path = Path(path)
-        aside = path.with_name(f".{path.name}.{os.getpid()}")
-        aside.write_text(self.yaml())
-        aside.replace(path)
-        return path
+        return write_atomic(path, self.yaml())
 
 # %% ../../nbs/1_core/05_recipe.ipynb #7c853f1c
 def _unknown(values: Mapping[str, Any]) -> list[str]:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..core.digests import sealed, unsealed
 from ..core.files import read_object
-from ..core.rundir import write_atomic
+from ..core.writing import write_atomic, written_aside
 from .images import DataError
 
 # %% auto #0
@@ -111,20 +111,14 @@ def save_shard(folder: Path, name: str, entries: dict[str, dict[str, Tensor]]):
         entries: key -> {tensor name: tensor}
     """
     path = folder / f"{name}.safetensors"
-    aside = folder / f".{name}.part"
     flat = {f"{k}/{n}": t for k, tensors in entries.items() for n, t in tensors.items()}
-    try:
+    with written_aside(path) as aside:
         try:
             save_file(flat, aside)
         except SafetensorError as e:
             raise OSError(f"{path}: cannot be written: {e}") from e
-        with open(aside, "rb+") as f:
-            os.fsync(f.fileno())
-            f.seek(0)
+        with open(aside, "rb") as f:
             digest = hashlib.file_digest(f, "sha256").hexdigest()
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
     index = {
         "format": 1,
         "bytes": path.stat().st_size,

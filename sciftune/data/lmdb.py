@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ..core.rundir import write_atomic
+from ..core.writing import write_atomic
 from .cache import TensorCache, cache_key
 from .images import DataError
 

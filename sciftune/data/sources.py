@@ -24,8 +24,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..core.progress import progress
-from ..core.rundir import cores, write_atomic
+from ..core.rundir import cores
 from ..core.secrets import masked
+from ..core.writing import write_atomic
 from .files import FolderFiles, check_place, unread_kind
 from .images import MAX_PIXELS, DataError, Sample, examine
 from sciftune.data.readers import (

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from ..core.plan import Plan
 from ..core.recipe import Recipe, RecipeError
-from ..core.rundir import RunDir, write_atomic
+from ..core.rundir import RunDir
+from ..core.writing import write_atomic
 from ..models.family import Family, get_family
 from ..objectives.flow.loss import FlowMatching
 from ..planner.profile import weights_path

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict
 
-from ..core.rundir import write_atomic
+from ..core.writing import write_atomic
 from .bench import bench, bench_text, run_command
 from .launch import project_root
 

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..core.ownership import LAUNCHER, FolderLock, is_locked_folder, lock_folder
+from ..core.writing import write_atomic
 
 # %% ../../nbs/9_lab/03_job.ipynb #1cc959fd
 def write_status(status: Path, **facts: object) -> None:
@@ -29,10 +30,7 @@ def write_status(status: Path, **facts: object) -> None:
         status: status.json of the run
         **facts: What it says
     """
-    aside = status.with_name(f"{status.name}.part")
-    aside.unlink(missing_ok=True)  # which may be a link
-    aside.write_text(json.dumps(facts))
-    aside.replace(status)
+    write_atomic(status, json.dumps(facts))
 
 # %% ../../nbs/9_lab/03_job.ipynb #jo000002
 TEMPORARY = "sciftune-job-"  # Beginning of the names of jobs' temporary folders

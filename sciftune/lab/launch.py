@@ -73,9 +73,10 @@ from sciftune.core.recipe import (
     restored,
 )
 from ..core.registry import RegistryError, find_record, nearest
-from ..core.rundir import RunDir, new_run, write_atomic
+from ..core.rundir import RunDir, new_run
 from ..core.secrets import keep_secrets, load_secrets, secrets_file
 from ..core.sections import BUILT_IN
+from ..core.writing import write_atomic
 
 # %% ../../nbs/9_lab/02_launch.ipynb #e18cb700
 class LaunchError(RuntimeError):

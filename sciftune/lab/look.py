@@ -20,8 +20,9 @@ import numpy as np
 from ..core.presets import nano_folder
 from ..core.recipe import Recipe, RecipeError, checked
 from ..core.registry import find_record
-from ..core.rundir import cache_root, write_atomic
+from ..core.rundir import cache_root
 from ..core.sections import BUILT_IN
+from ..core.writing import write_atomic
 from ..data.buckets import Sizing, crop_loss, nearest_size, size_inside
 from ..data.captions import common_captions
 from sciftune.data.duplicates import (

@@ -20,6 +20,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from ..core.markup import escaped
 from ..core.recipe import Recipe
 from ..core.rundir import RunDir
+from ..core.writing import written_aside
 from .distillation import DISTILLATION_CELLS
 from .plots import as_run
 from .report_page import write_page
@@ -168,11 +169,7 @@ def run_report(run: RunDir | str | Path) -> Path:
     """
     run = as_run(run)
     html = write_page(run)
-    aside = run.path / ".report.ipynb"
-    try:
+    with written_aside(run.report, suffix=".ipynb") as aside:  # nbconvert keeps only this suffix
         nbformat.write(report_notebook(run), aside)
         nbconvert("--to", "notebook", "--execute", "--inplace", str(aside))
-        os.replace(aside, run.report)
-    finally:
-        aside.unlink(missing_ok=True)
     return html

@@ -24,8 +24,9 @@ from matplotlib.text import Text
 from PIL import Image
 
 from ..core.files import read_json
-from ..core.rundir import RunDir, write_atomic
+from ..core.rundir import RunDir
 from ..core.secrets import masked
+from ..core.writing import write_atomic
 from . import distillation, plots
 from .plots import as_run
 from sciftune.lab.summary import (

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageFilter
 
-from ..core.rundir import write_atomic
+from ..core.writing import write_atomic
 from ..data.words import Label, Reading, Word, match_words, squeezed
 from ..toys.charts import CHART_STYLES, claims
 from ..toys.colours import cielab, colour_distance, shades

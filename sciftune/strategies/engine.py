@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from ..core.plan import Plan
 from ..core.recipe import Recipe, RecipeError, micro_batches
-from ..core.rundir import RunDir, write_atomic
+from ..core.rundir import RunDir
+from ..core.writing import write_atomic
 from .network import Network
 from .precision import Policy
 from .strategy import Strategy, apply_plan

@@ -21,7 +21,8 @@ import yaml
 from ..core.plan import Plan
 from ..core.processes import on_cpu, world_size
 from ..core.recipe import Recipe
-from ..core.rundir import RunDir, cores, write_atomic
+from ..core.rundir import RunDir, cores
+from ..core.writing import write_atomic
 from .strategy import RENDEZVOUS_PORT, Strategy, apply_plan
 
 # %% ../../nbs/5_strategies/17_launch_files.ipynb #89a27f33

@@ -20,7 +20,8 @@ from ..core.files import FileError, parsed_yaml, read_words
 from ..core.markup import code_block, escaped
 from ..core.recipe import Recipe
 from ..core.registry import FamilyRecord, find_record
-from ..core.rundir import RunDir, write_atomic
+from ..core.rundir import RunDir
+from ..core.writing import write_atomic
 
 # %% ../../nbs/7_training/16_card.ipynb #7c0a8762
 def head_of(

@@ -61,7 +61,8 @@ from sciftune.core.checkpoint_folders import (
 from ..core.digests import DigestingFile, digest_record, sealed
 from ..core.progress import ProgressFile, progress
 from ..core.recipe import RecipeError
-from ..core.rundir import RunDir, replaced_folder, sweep_unfinished, write_atomic
+from ..core.rundir import RunDir, replaced_folder, sweep_unfinished
+from ..core.writing import write_atomic
 from ..strategies.engine import Engine
 from ..strategies.locked_memory import host_memory, host_threads
 from ..strategies.network import STATES, Network, Range

@@ -30,6 +30,7 @@ from ..core.recipe import Recipe, RecipeError, readers
 from ..core.registry import find_record, records
 from ..core.rundir import RunDir, cache_root
 from ..core.sections import BUILT_IN
+from ..core.writing import written_aside
 from ..data.buckets import Sizing, cut_line
 from ..data.cache import TensorCache, cache_key
 from ..data.captions import common_captions
@@ -914,9 +915,8 @@ def _write_thumbnail(data: bytes, file: Path, largest: int):
     picture = load_picture(data)
     picture.thumbnail((largest, largest))
     file.parent.mkdir(parents=True, exist_ok=True)
-    aside = file.with_name(f".{file.name}")
-    picture.save(aside, format="PNG")
-    aside.replace(file)
+    with written_aside(file) as aside:
+        picture.save(aside, format="PNG")
 
 # %% ../../nbs/7_training/07_encoding.ipynb #7e162183
 def square(recipe: Recipe) -> tuple[int, int]:

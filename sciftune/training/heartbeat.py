@@ -20,6 +20,7 @@ from pathlib import Path
 
 from ..core.ownership import is_orphan
 from ..core.progress import on_progress
+from ..core.writing import write_atomic
 
 # %% ../../nbs/7_training/10_heartbeat.ipynb #54146014
 HEADER = struct.Struct("<dIIIH")
@@ -119,7 +120,7 @@ class Heartbeat:
         self.several = int(os.environ.get("WORLD_SIZE", 1)) > beside  # machines
         self.folder.mkdir(parents=True, exist_ok=True)
         path = beat_file(self.folder, rank)
-        path.write_bytes(b"\0" * BEAT_BYTES)
+        write_atomic(path, b"\0" * BEAT_BYTES)
         with open(path, "r+b") as file:
             self.map = mmap.mmap(file.fileno(), BEAT_BYTES)
         self.lock = threading.Lock()

@@ -55,8 +55,9 @@ from ..core.plan import Plan
 from ..core.processes import DIVERGED
 from ..core.progress import progress_by_bytes
 from ..core.recipe import Recipe, RecipeError, epochs_line, warmup_fault
-from ..core.rundir import RunDir, run_record, write_atomic
+from ..core.rundir import RunDir, run_record
 from ..core.secrets import load_secrets, mask_output
+from ..core.writing import write_atomic
 from ..strategies.compilation import compiled_graphs
 from ..strategies.engine import Engine
 from sciftune.training.checkpoints import (

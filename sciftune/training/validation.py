@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..core.randomness import stream
 from ..core.recipe import Recipe
-from ..core.rundir import write_atomic
+from ..core.writing import write_atomic, written_aside
 from ..models.family import Family, stack_references
 from ..strategies.engine import Engine
 from ..strategies.network import Network
@@ -126,9 +126,8 @@ def save_image(image: Tensor, path: Path):
         path: A .png file in an existing folder
     """
     pixels = ((image.clamp(-1, 1) + 1) * 127.5).round().byte()
-    aside = path.with_name(f".{path.name}")
-    Image.fromarray(pixels.permute(1, 2, 0).cpu().numpy()).save(aside, format="PNG")
-    aside.replace(path)
+    with written_aside(path) as aside:
+        Image.fromarray(pixels.permute(1, 2, 0).cpu().numpy()).save(aside, format="PNG")
 
 # %% ../../nbs/7_training/08_validation.ipynb #93e0b559
 def write_images(

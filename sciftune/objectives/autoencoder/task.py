@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from ...core.digests import write_digests
 from ...core.randomness import GlobalOrder
 from ...core.recipe import Recipe
-from ...core.rundir import replaced_folder, write_atomic
+from ...core.rundir import replaced_folder
+from ...core.writing import write_atomic
 from ...models.family import patchify
 from ...models.weights import link_or_copy
 from .data import PictureBatches, PictureCache

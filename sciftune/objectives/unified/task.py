@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ...core.plan import Plan
 from ...core.randomness import stream
 from ...core.recipe import Recipe, RecipeError, learning_rate_at
-from ...core.rundir import write_atomic
+from ...core.writing import write_atomic
 from sciftune.data.sequences import (
     Example,
     Group,
