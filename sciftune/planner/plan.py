@@ -10,7 +10,7 @@ import os
 import sys
 
 if __name__ == "__main__" and "__file__" in globals():
-    gc.disable()  # until all is imported: nothing to collect there
+    gc.disable()  # until everything is imported: imports leave nothing to collect
     _stderr = os.dup(2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
@@ -74,9 +74,9 @@ if TYPE_CHECKING:
     from sciftune.models.family import Family
 
 # %% ../../nbs/6_planner/05_plan.ipynb #9eb46024
-MARGIN = 0.03  # of what is allocated
-CONTEXT, COMMUNICATION = 0.9, 1.9  # GiB; together what FSDP on four GPUs had, rounded up
-PROCESS = 0.47  # GiB, measured before a network
+MARGIN = 0.03  # share of what is allocated
+CONTEXT, COMMUNICATION = 0.9, 1.9  # GiB; their sum is FSDP's on four GPUs, rounded up
+PROCESS = 0.47  # GiB, measured before a network is loaded
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,11 @@ class Machine:
     """What a run may use.
 
     Attributes:
-        device: Name of the GPU, or of the processor
+        device: name of the GPU, or of the processor
         memory: GiB per GPU; on a CPU GiB of the host
-        host: GiB; inf = not known, so that nothing is refused for it
+        host: GiB; inf = unknown, so that nothing is refused for it
         count: GPUs of one machine; 0 on a CPU
-        here: Whether it is this one
+        here: whether it is this machine
     """
 
     device: str
@@ -99,23 +99,20 @@ class Machine:
     here: bool = True
 
     def usable(self, world: int) -> float:
-        """GiB that a process may allocate.
-
-        Args:
-            world: Processes
-        """
+        """Return the GiB that a process may allocate, with `world` processes."""
         if not self.cuda:
             return self.memory / max(1, world)
         return max(0.0, self.memory - CONTEXT - (COMMUNICATION if world > 1 else 0))
 
     @classmethod
     def of(cls, recipe: Recipe) -> Machine:
-        """The machine here, with the recipe's own numbers where it gives them.
-
-        Raises RecipeError for a `plan_device` of which nothing is known.
+        """Return this machine, with the recipe's own numbers where it has them.
 
         Args:
             recipe: plan_device, device_memory_gib, host_memory_gib, cpu
+
+        Raises:
+            RecipeError: `plan_device` is not listed, or other machines have GPUs and this one none
         """
         if recipe.plan_device:
             return cls.absent(recipe)
@@ -137,7 +134,7 @@ class Machine:
 
     @classmethod
     def absent(cls, recipe: Recipe) -> Machine:
-        """A machine with GPUs of its data sheet, as many as the recipe has processes there.
+        """Return a machine with GPUs of a data sheet, one for each of the recipe's processes there.
 
         Args:
             recipe: plan_device, device_memory_gib, host_memory_gib
@@ -155,7 +152,7 @@ class Machine:
 
     @staticmethod
     def elsewhere(recipe: Recipe) -> tuple[float, int, bool, bool]:
-        """What is known of a machine with GPUs that is not this one.
+        """Return what is known of a machine with GPUs that is not this one.
 
         Args:
             recipe: host_memory_gib, num_processes, num_machines
@@ -168,47 +165,33 @@ class Machine:
 
 # %% ../../nbs/6_planner/05_plan.ipynb #f3ee20ee
 def host_parts(ledger: Ledger, machine: Machine, process_gib: float) -> dict[str, float]:
-    """Host memory of all processes of a machine, a copied checkpoint included.
+    """Return part -> GiB of host memory of a machine while training, a copied checkpoint included.
 
     Args:
-        ledger: Of the run
-        machine: Where it runs
-        process_gib: Of a process by itself
-
-    Returns:
-        Part -> GiB of a machine while training
+        ledger: of the run
+        machine: where it runs
+        process_gib: of a process alone
     """
     recipe, per = ledger.recipe, max(1, ledger.strategy.world // ledger.recipe.num_machines)
     copies = ledger.work.checkpoint_bytes(ledger.profile, ledger.strategy)
     train = {k: per * v / 2**30 for k, v in ledger.host_bytes().items()}
     own = dict(processes=per * process_gib)
     if recipe.ema_decay and recipe.validation_ema and recipe.validation_steps:
-        # the weights wait on the host while the average is in their place
+        # the weights are kept on the host while the average replaces them on the GPU
         held = 4 * ledger.costs.model.trained / ledger.strategy.shards
         train["validation"] = per * held / 2**30
     return own | train | dict(checkpoint=copies / recipe.num_machines / 2**30)
 
 
 def loading_gib(ledger: Ledger) -> float:
-    """Host memory for weights on their way to the GPUs.
-
-    Args:
-        ledger: Of the run
-
-    Returns:
-        GiB of a machine
-    """
+    """Return the GiB of a machine's host memory for weights on their way to the GPUs."""
     per = max(1, ledger.strategy.world // ledger.recipe.num_machines)
     weights = ledger.policy.weights.itemsize
     return per * weights * ledger.costs.loading_numel() / 2**30
 
 
 def disk_gib(ledger: Ledger) -> float:
-    """Disk for checkpoints, one more than are kept, and for the export.
-
-    Args:
-        ledger: Of the run
-    """
+    """Return the GiB of disk for the export and for one checkpoint more than are kept."""
     recipe, profile = ledger.recipe, ledger.profile
     copies = ledger.work.checkpoint_bytes(profile, ledger.strategy)
     whole = 4 * profile.trained if recipe.lora_rank else 2 * profile.numel
@@ -220,7 +203,7 @@ def _rounded(parts: dict[str, float], digits: int) -> dict[str, float]:
 
 
 def _host_total(parts: dict[str, float], loading: float) -> float:
-    """The most that is there at the same time: weights are loaded before there is the rest."""
+    """Return the most that is held at the same time: weights are loaded before the rest exists."""
     processes = parts["processes"]
     return processes + max(loading, sum(parts.values()) - processes)
 
@@ -243,7 +226,7 @@ def _verdict(machine: Machine, total: float, usable: float, phase: Phase) -> str
 
 
 def _with_room(profile: Profile, strategy: Strategy, limit: float, count: int) -> Ledger:
-    """The ledger with `count` checkpointed blocks, and free memory put to use."""
+    """Return the ledger with `count` checkpointed blocks and streamed states in free memory."""
     ledger = Ledger(profile, strategy, count)
     phase = ledger.peak()
     room = max(0.0, limit - phase.total + phase.parts["optimizer"])
@@ -254,7 +237,7 @@ def _with_room(profile: Profile, strategy: Strategy, limit: float, count: int) -
 def _fitted_ledger(
     profile: Profile, strategy: Strategy, limit: float, rates: DeviceRates | None
 ) -> Ledger:
-    """The ledger with as few checkpointed blocks as fit; with more where that is faster."""
+    """Return the ledger with as few checkpointed blocks as fit, or with more if that is faster."""
     count = checkpointed_blocks(profile, strategy, limit)
     fewest = _with_room(profile, strategy, limit, count)
     if fewest.strategy is strategy or strategy.recipe.gradient_checkpointing != "auto" or not rates:
@@ -271,16 +254,13 @@ def _seconds(ledger: Ledger, rates: DeviceRates) -> tuple[float, dict[str, float
 
 
 def tensors_limit(profile: Profile, strategy: Strategy, machine: Machine, usable: float) -> float:
-    """Return how much may be allocated where the plan chooses what is computed again.
+    """Return the bytes that may be allocated where the plan chooses the checkpointed blocks.
 
     Args:
-        profile: The model
-        strategy: Recipe on so many processes
-        machine: Where it runs
+        profile: the model
+        strategy: recipe on a number of processes
+        machine: where it runs
         usable: GiB of a process
-
-    Returns:
-        Bytes
     """
     if not machine.cuda:
         return (usable - PROCESS) * 2**30 / (1 + MARGIN)
@@ -290,12 +270,12 @@ def tensors_limit(profile: Profile, strategy: Strategy, machine: Machine, usable
 
 
 def plan_row(profile: Profile, strategy: Strategy, machine: Machine) -> PlanRow:
-    """Memory, time and disk of one setting, and whether it fits.
+    """Return memory, time and disk of one setting, and whether it fits.
 
     Args:
-        profile: The model
-        strategy: Recipe on so many processes
-        machine: Where it runs
+        profile: the model
+        strategy: recipe on a number of processes
+        machine: where it runs
     """
     per = max(1, strategy.world // strategy.recipe.num_machines)
     usable = machine.usable(strategy.world if machine.cuda else per)
@@ -344,13 +324,13 @@ def plan_row(profile: Profile, strategy: Strategy, machine: Machine) -> PlanRow:
 
 # %% ../../nbs/6_planner/05_plan.ipynb #c7fe2a59
 def engine_variants(world: int) -> list[dict]:
-    """The settings of all strategies that a plan compares, from whole to spread.
+    """Return the settings of all strategies that a plan compares, from whole to sharded.
 
     Args:
-        world: Processes
+        world: processes
 
     Returns:
-        Recipe fields
+        recipe fields of each
     """
     classes = {name: strategy_class(name) for name in records("strategies")}
     names = sorted(classes, key=lambda name: classes[name].order)
@@ -358,22 +338,19 @@ def engine_variants(world: int) -> list[dict]:
 
 
 def _unread_fields(record: StrategyRecord) -> dict:
-    """Fields that only other strategies read, with their defaults: a recipe must not set them."""
+    """Return the defaults of fields that only other strategies read, which must not be set."""
     others = {name for other in records("strategies").values() for name in other.reads}
     return {name: Recipe.model_fields[name].default for name in sorted(others - {*record.reads})}
 
 
 def variant(recipe: Recipe, world: int, cuda: bool, **change) -> Strategy | None:
-    """The recipe under another engine.
+    """Return the recipe under another engine, or None if that is impossible.
 
     Args:
-        recipe: The run
-        world: Processes
-        cuda: On GPUs
-        **change: Fields to replace
-
-    Returns:
-        None: impossible
+        recipe: the run
+        world: processes
+        cuda: whether on GPUs
+        **change: fields to replace
     """
     machines = recipe.num_machines if world >= recipe.num_machines else 1
     plain = dict(
@@ -417,14 +394,11 @@ _FIRST = (
 
 
 def command(strategy: Strategy, recipe: Recipe) -> str:
-    """The parameters by which a setting differs from the recipe.
+    """Return the parameters, `-p name value ...`, by which a setting differs from the recipe.
 
     Args:
-        strategy: The setting
-        recipe: What it is compared with
-
-    Returns:
-        -p name value ...
+        strategy: the setting
+        recipe: the recipe to compare it with
     """
     new = strategy.recipe
     names = dict.fromkeys((*_FIRST, *Recipe.model_fields))
@@ -433,7 +407,7 @@ def command(strategy: Strategy, recipe: Recipe) -> str:
 
 # %% ../../nbs/6_planner/05_plan.ipynb #0dada070
 def _policies(recipe: Recipe, machine: Machine, name: str) -> Iterator[str]:
-    """Precision policies to try under a strategy; those that it treats alike count once."""
+    """Yield the precision policies to try under a strategy, once for those that it treats alike."""
     more = ("bf16-master24", "bf16-mixed") if machine.cuda else ()
     same = strategy_class(name).same_policies
     yield recipe.precision
@@ -444,7 +418,7 @@ def _policies(recipe: Recipe, machine: Machine, name: str) -> Iterator[str]:
 
 
 def _engines(recipe: Recipe, world: int) -> Iterator[dict]:
-    """Variants of this many processes; on one process a spread model is for offloading only."""
+    """Yield variants for `world` processes; on one, sharded models only if they offload."""
     for change in engine_variants(world):
         offload = change.get("offload", "none")
         alone = find_record("strategies", change["strategy"]).processes == "one"
@@ -454,12 +428,12 @@ def _engines(recipe: Recipe, world: int) -> Iterator[dict]:
 
 
 def candidates(recipe: Recipe, machine: Machine, worlds: Iterable[int]) -> Iterator[Strategy]:
-    """Settings worth a try.
+    """Yield the settings to try.
 
     Args:
-        recipe: The run
-        machine: Where it runs
-        worlds: Numbers of processes
+        recipe: the run
+        machine: where it runs
+        worlds: numbers of processes
     """
     batches = sorted({max(1, recipe.micro_batch // 2**i) for i in range(8)}, reverse=True)
     saving = dict.fromkeys([recipe.gradient_checkpointing, "auto"])
@@ -481,20 +455,20 @@ def ranked(
     offloads: Iterable[str] = ("none", "optimizer", "params", "nvme"),
     below: float = math.inf,
 ) -> list[str]:
-    """Settings that fit, in words, fastest first, one per strategy and number of processes.
+    """Return settings that fit, in words, fastest first, one per strategy and number of processes.
 
     Args:
-        profile: The model
-        recipe: The run
-        machine: Where it runs
-        worlds: Numbers of processes
-        offloads: Allowed ones
-        below: Only settings that take less seconds
+        profile: the model
+        recipe: the run
+        machine: where it runs
+        worlds: numbers of processes
+        offloads: allowed values of offload
+        below: only settings that take fewer seconds
     """
     rates = device_rates(machine.device) or DEVICES["H200"]
     found, states_suffice = [], False
     for strategy in candidates(recipe, machine, worlds):
-        unlike = strategy.context != profile.context  # its tokens were not measured
+        unlike = strategy.context != profile.context  # blocks were measured with other tokens
         if unlike or strategy.recipe.offload not in offloads:
             continue
         row = plan_row(profile, strategy, machine)
@@ -531,21 +505,21 @@ def suggestions(
     below: float = math.inf,
     most: int = 3,
 ) -> list[str]:
-    """Settings that fit, in words, fastest first.
+    """Return settings that fit, in words, fastest first.
 
     Args:
-        profile: The model
-        recipe: The run
-        machine: Where it runs
-        world: Processes of the recipe
-        below: Only settings that take less seconds
-        most: So many at most
+        profile: the model
+        recipe: the run
+        machine: where it runs
+        world: processes of the recipe
+        below: only settings that take fewer seconds
+        most: how many at most
     """
     powers = [2**i for i in range(8)]
     there = max(1, machine.count * recipe.num_machines)
     here = sorted({world, *(n for n in powers if n <= there)})
     words = ranked(profile, recipe, machine, here, below=below)[:most]
-    offloading = all("-p offload" in w for w in words)  # is slow: say what more GPUs would do
+    offloading = all("-p offload" in w for w in words)  # slow, so show what more GPUs would do
     if not (machine.cuda and below == math.inf and offloading):
         return words
     larger = (n for n in powers[1:] if n not in here)
@@ -557,13 +531,13 @@ def suggestions(
 def adapters_instead(
     recipe: Recipe, family: Family, base: Path | str | None, machine: Machine
 ) -> list[str]:
-    """How LoRA would fit, in words; empty when it does not.
+    """Return how LoRA would fit, in words; empty if it does not.
 
     Args:
-        recipe: The run
-        family: The model's family
-        base: Of `weights_path`
-        machine: Where it runs
+        recipe: the run
+        family: the model's family
+        base: from `weights_path`
+        machine: where it runs
     """
     if recipe.lora_rank or not work_of(recipe).adapters:
         return []
@@ -589,13 +563,13 @@ def adapters_instead(
 def shared_tokens(
     recipe: Recipe, family: Family, base: Path | str | None, machine: Machine
 ) -> list[str]:
-    """How ranks that share the tokens of a sample would fit, in words; empty when they do not.
+    """Return how ranks that share the tokens of a sample would fit, in words; empty if they do not.
 
     Args:
-        recipe: The run
-        family: The model's family
-        base: Of `weights_path`
-        machine: Where it runs
+        recipe: the run
+        family: the model's family
+        base: from `weights_path`
+        machine: where it runs
     """
     parts = find_record("models", recipe.model), find_record("objectives", recipe.objective)
     if recipe.context_parallel > 1 or not all(part.context_parallel for part in parts):
@@ -616,7 +590,7 @@ def shared_tokens(
 def _shared_words(
     model: Profile, recipe: Recipe, machine: Machine, ranks: int, world: int
 ) -> list[str]:
-    """The first strategy that fits with one sample per group of ranks."""
+    """Return the first strategy that fits with one sample per group of ranks, in words."""
     change = dict(micro_batch=1, gradient_checkpointing="auto", context_parallel=ranks)
     change |= dict(packing=False)
     for record in records("strategies").values():
@@ -630,12 +604,12 @@ def _shared_words(
 
 # %% ../../nbs/6_planner/05_plan.ipynb #6436c9fa
 def settled(profile: Profile, strategy: Strategy, machine: Machine) -> Strategy:
-    """The strategy with what its recipe leaves open decided.
+    """Return the strategy with the settings decided that its recipe leaves open.
 
     Args:
-        profile: The model
-        strategy: Recipe on so many processes
-        machine: Where it runs
+        profile: the model
+        strategy: recipe on a number of processes
+        machine: where it runs
     """
     *preferred, last = strategy.alternatives()
     if not preferred or work_of(strategy.recipe).networks > 1:
@@ -651,16 +625,13 @@ def settled(profile: Profile, strategy: Strategy, machine: Machine) -> Strategy:
 def encoding_note(
     recipe: Recipe, family: Family, base: Path | str | None, machine: Machine
 ) -> str | None:
-    """How captions are encoded on a card that is smaller than the text encoders.
+    """Return how captions are encoded if the text encoders do not fit the card, else None.
 
     Args:
-        recipe: The run
-        family: The model's family
-        base: Of `weights_path`
-        machine: Where it runs
-
-    Returns:
-        None where the text encoders fit on the GPU
+        recipe: the run
+        family: the model's family
+        base: from `weights_path`
+        machine: where it runs
     """
     drawn = recipe.model_path.partition(":")[0] == "random"
     if base is None or drawn or not machine.cuda or not family.text_components:
@@ -679,7 +650,7 @@ def encoding_note(
 def _all_rows(
     profile: Profile, recipe: Recipe, strategy: Strategy, machine: Machine, mine: PlanRow
 ) -> list[PlanRow]:
-    """The run's row among those of the other strategies."""
+    """Return the run's row among those of the other strategies."""
     world = strategy.world
     others = world if world > 1 else max(1, machine.count) if machine.cuda else 2
     rows = []
@@ -703,7 +674,7 @@ def _measured_times(
 
 
 def _saving(row: PlanRow, strategy: Strategy) -> str:
-    """What a checkpoint that is written in place means; empty for one that is copied."""
+    """Return what a checkpoint written in place means; empty if it is copied."""
     if not row.saves_in_place:
         return ""
     short = "the host's memory does not hold a copy of it"
@@ -712,7 +683,7 @@ def _saving(row: PlanRow, strategy: Strategy) -> str:
 
 
 def _uncompared(row: PlanRow, machine: Machine) -> str:
-    """What a machine that is not here must have; empty where its memory is given."""
+    """Return what a machine that is not here must have; empty if its memory is known."""
     if math.isfinite(machine.host):
         return ""
     return (
@@ -721,7 +692,7 @@ def _uncompared(row: PlanRow, machine: Machine) -> str:
 
 
 def _free_disk(recipe: Recipe, need: float, machine: Machine, notes: list[str]) -> float:
-    """GiB that are free in run_root; 0 for the disk of another machine."""
+    """Return the free GiB in run_root; 0 for the disk of another machine."""
     if not machine.here:
         return 0.0
     root = Path(recipe.run_root).absolute()
@@ -738,7 +709,7 @@ def _free_disk(recipe: Recipe, need: float, machine: Machine, notes: list[str]) 
 def _better(
     profile: Profile, recipe: Recipe, strategy: Strategy, machine: Machine, mine: PlanRow
 ) -> list[str]:
-    """Settings that fit where the run does not, or that are faster, in words."""
+    """Return settings that fit where the run does not, or that are faster, in words."""
     if mine.fits and not machine.cuda:
         return []
     below = math.inf
@@ -751,7 +722,7 @@ def _better(
 def _otherwise(
     recipe: Recipe, family: Family, base: Path | str | None, machine: Machine, words: list[str]
 ) -> list[str]:
-    """Shared tokens before what is offloaded; adapters where nothing else fits."""
+    """Return shared tokens before settings that offload; adapters if nothing else fits."""
     words = [*shared_tokens(recipe, family, base, machine), *words]
     return words or adapters_instead(recipe, family, base, machine)
 
@@ -774,11 +745,15 @@ def _advice(words: list[str], strategy: Strategy, machine: Machine, row: PlanRow
 
 
 def plan(recipe: Recipe, world: int | None = None) -> Plan:
-    """Predict a run and its alternatives. Raises RecipeError or ValueError if it cannot run.
+    """Predict a run and its alternatives.
 
     Args:
-        recipe: The run
-        world: Processes; None = as the recipe and the machine say
+        recipe: the run
+        world: processes; None = as the recipe and the machine say
+
+    Raises:
+        RecipeError: it cannot run
+        ValueError: a file of the model is missing or wrong
     """
     from sciftune.models.family import get_family  # diffusers takes seconds to import
 
@@ -796,7 +771,7 @@ def plan(recipe: Recipe, world: int | None = None) -> Plan:
 def _planned(
     recipe: Recipe, family: Family, base: Path | str | None, asked: Strategy, machine: Machine
 ) -> Plan:
-    """The plan of a run whose machine and weights are known."""
+    """Return the plan of a run whose machine and weights are known."""
     dtype = asked.policy.compute
     pictures = recipe.validation_steps > 0 and recipe.validation_images > 0
     model = profile(recipe, family, base, dtype, vae=pictures)
@@ -838,7 +813,7 @@ def _planned(
 # %% ../../nbs/6_planner/05_plan.ipynb #43020226
 @contextlib.contextmanager
 def silenced() -> Iterator[None]:
-    """Keep what libraries write to stderr away from the one message."""
+    """Suppress what libraries write to stderr, so that only the one message appears."""
     sys.stderr.flush()
     kept = os.dup(2)
     with tempfile.TemporaryFile() as aside:
@@ -852,12 +827,12 @@ def silenced() -> Iterator[None]:
 
 
 def write_plan(recipe: Recipe, target: Path, at: Path | None = None) -> Plan:
-    """Plan a run and write the plan; for a run folder its launch files as well, beside the plan.
+    """Plan a run and write the plan; with a run folder also its launch files, beside the plan.
 
     Args:
-        recipe: The run
+        recipe: the run
         target: plan.json
-        at: The run folder; None: the plan only
+        at: the run folder; None: only the plan
     """
     result = plan(recipe)
     result.save(target)
@@ -870,10 +845,10 @@ def main(args: list[str]) -> int:
     """Plan the run of a recipe file.
 
     Args:
-        args: Recipe file, plan file, and the run folder for which it is
+        args: recipe file, plan file and, optionally, the run folder
 
     Returns:
-        Exit code
+        exit code
     """
     if len(args) not in (2, 3):
         usage = "usage: python -m sciftune.planner.plan RECIPE.yaml PLAN.json [RUN FOLDER]"
