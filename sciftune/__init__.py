@@ -1,12 +1,72 @@
-"""A notebook-first lab for fine-tuning large image generators on scientific figures."""
+"""A notebook-first lab for fine-tuning large image generators on scientific figures.
 
+    from sciftune import launch, prepare_run, resolve
+
+    run = prepare_run(resolve(model="qwenimage", name="first"))  # plans it and writes its folder
+    launch(run)  # trains it, and shows its log
+
+The names below are imported at first use: those that start and watch runs work without torch.
+"""
+
+import importlib
 import logging
+import pkgutil
 import sys
+from typing import TYPE_CHECKING
 
 if sys.platform == "win32":
     raise ImportError("sciftune runs on Linux and macOS; on Windows run it in WSL 2")
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:  # for editors and type checkers, which cannot follow __getattr__
+    from .core.recipe import Recipe, resolve
+    from .core.rundir import RunDir
+    from .data.sources import open_collection
+    from .lab.launch import attach, launch, prepare_run, stop
+    from .models.family import get_family
+    from .planner.plan import plan
+    from .training.trainer import train
+
+__version__ = "0.2.0"
+__all__ = [
+    "Recipe",
+    "RunDir",
+    "attach",
+    "get_family",
+    "launch",
+    "open_collection",
+    "plan",
+    "prepare_run",
+    "resolve",
+    "stop",
+    "train",
+]
+
+_MODULES = {
+    "core.recipe": ("Recipe", "resolve"),
+    "core.rundir": ("RunDir",),
+    "data.sources": ("open_collection",),
+    "lab.launch": ("attach", "launch", "prepare_run", "stop"),
+    "models.family": ("get_family",),
+    "planner.plan": ("plan",),
+    "training.trainer": ("train",),
+}
+_PACKAGES = [name for _, name, is_package in pkgutil.iter_modules(__path__) if is_package]
 
 for _name in ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer"):
     logging.getLogger(_name).setLevel(logging.ERROR)  # Each import warns of kernels for other GPUs
+
+
+def __getattr__(name: str):
+    """Return a name of `__all__`, or a subpackage, imported now."""
+    if name in _PACKAGES:
+        return importlib.import_module(f"{__name__}.{name}")
+    for module, names in _MODULES.items():
+        if name in names:
+            globals()[name] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return what a user imports, and the subpackages."""
+    return sorted([*__all__, *_PACKAGES, "__version__"])

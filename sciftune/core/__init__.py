@@ -1,0 +1,1 @@
+"""Recipes, presets, plans and run folders: what every other package uses. Imports no torch."""

@@ -1,0 +1,1 @@
+"""Read, verify, size, cache and order images, captions and sequences."""

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .. import __version__
 from ..core.files import FileError, parsed_yaml, read_mapping
 from ..core.plan import Plan, PlanRow
 from ..core.recipe import Recipe
@@ -538,7 +539,7 @@ def command_help() -> str:
     """All subcommands, a line each."""
     rows = [["command", "what it does"], *([n, c.summary] for n, c in commands().items())]
     return (
-        f"sciftune COMMAND [--help] [...]\n\n{table_text(rows)}\n\n"
+        f"sciftune COMMAND [--help] [...]\nsciftune --version\n\n{table_text(rows)}\n\n"
         "sciftune run --help lists every recipe field by section with its default."
     )
 
@@ -555,6 +556,9 @@ def call_command(words: Sequence[str]) -> int:
     known = commands()
     if not words or words[0] in ("-h", "--help", "help"):
         print(command_help())
+        return 0
+    if words[0] == "--version":
+        print(f"sciftune {__version__}")
         return 0
     name, *rest = words
     if name not in known:

@@ -1,0 +1,1 @@
+"""Model families, one module each, with the layers and kernels that they share."""

@@ -1,0 +1,1 @@
+"""What is learnt, one package each: loss, data, recipe section and task."""

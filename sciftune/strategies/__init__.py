@@ -1,0 +1,1 @@
+"""Spread a run over processes, and store and update its weights."""

@@ -1,0 +1,1 @@
+"""Data and models small enough for a CPU: drawn figures and charts, edits, dialogues."""

@@ -1,0 +1,1 @@
+"""The trainer: steps, checkpoints, validation, export, and the rows that it writes."""

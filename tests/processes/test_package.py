@@ -1,11 +1,16 @@
 """The wheel, and the generated files."""
 
+import configparser
+import email
 import os
 import re
 import shutil
 import tomllib
 import zipfile
 
+import yaml
+
+from sciftune import __version__
 from sciftune.core.recipe import Recipe
 
 
@@ -37,6 +42,12 @@ def test_wheel_holds_everything(python, root, tmp_path):
     assert here <= {str(p.relative_to(tmp_path / "site")) for p in (tmp_path / "site").rglob("*")}
     (programs,) = (tmp_path / "site").glob("*.dist-info/entry_points.txt")
     assert "sciftune = sciftune.lab.command:program" in programs.read_text()
+    assert (tmp_path / "site/sciftune/py.typed").exists()  # type checkers read its annotations
+    (metadata,) = (tmp_path / "site").glob("*.dist-info/METADATA")
+    said = email.message_from_string(metadata.read_text())
+    assert said["Version"] == __version__ and said["License-Expression"] == "Apache-2.0"
+    assert said["Author-email"] and "Typing :: Typed" in said.get_all("Classifier")
+    assert said.get_payload() == (root / "README.md").read_text()
     code = (
         "import sciftune.lab.launch as l, sys; print(l.__file__); print(l.launch_notebook_path())"
     )
@@ -45,6 +56,15 @@ def test_wheel_holds_everything(python, root, tmp_path):
         str(tmp_path / "site/sciftune/lab/launch.py"),
         str(tmp_path / "site/sciftune/lab/launch.ipynb"),
     ], r.stderr
+
+
+def test_one_version_everywhere(root):
+    settings = configparser.ConfigParser()
+    settings.read(root / "settings.ini")
+    newest = re.search(r"^## (\d\S*)", (root / "CHANGELOG.md").read_text(), re.M)
+    cited = yaml.safe_load((root / "CITATION.cff").read_text())["version"]
+    everywhere = {settings["DEFAULT"]["version"], newest[1], cited, __version__}
+    assert len(everywhere) == 1, everywhere
 
 
 def test_the_command_works_from_the_wheel_alone(python, root, tmp_path):
@@ -58,6 +78,7 @@ def test_the_command_works_from_the_wheel_alone(python, root, tmp_path):
         environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
         return python("-m", "sciftune.lab.command", *words, cwd=work, env=environment)
 
+    assert sciftune("--version").stdout == f"sciftune {__version__}\n"
     given = ("run", "launcher=print", "-p", "name", "w")
     r = sciftune(*given)
     assert r.returncode == 0 and (work / "runs/w/command.txt").exists(), r.stderr

@@ -1,0 +1,1 @@
+"""Train the autoencoder of a model, or its decoder alone."""

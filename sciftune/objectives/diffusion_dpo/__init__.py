@@ -1,0 +1,1 @@
+"""Direct preference optimization from pictures that the model draws and a reward ranks."""

@@ -1,0 +1,1 @@
+"""Distribution matching distillation (DMD2) to one or a few steps."""

@@ -1,0 +1,1 @@
+"""Noise prediction (Stable Diffusion, DDPM)."""

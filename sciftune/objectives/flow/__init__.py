@@ -1,0 +1,1 @@
+"""Flow matching: the denoiser predicts noise minus image."""

@@ -1,0 +1,1 @@
+"""Policy gradient on the sampler's steps, with a reward (Flow-GRPO)."""

@@ -1,0 +1,1 @@
+"""Direct preference optimization from a collection of chosen and rejected images."""

@@ -1,0 +1,1 @@
+"""Text and images in one model (BAGEL): next token and flow matching together."""
