@@ -27,26 +27,26 @@ from ...training.task import Turn
 
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #0cbb1ba3
 class RandomSource(Protocol):
-    """Where random numbers come from."""
+    """Provide the random numbers of a step."""
 
     def normal(self, role: str, shape: Sequence[int]) -> Tensor:
-        """Unit normals; the first dimension is the sample."""
+        """Draw unit normals; the first dimension is the sample."""
 
     def integers(self, role: str, low: int, high: int | Tensor, shape: Sequence[int]) -> Tensor:
-        """Integers in [`low`, `high`); `high` (B,) may differ per sample."""
+        """Draw integers in [`low`, `high`); `high` (B,) may differ per sample."""
 
     def shared_integer(self, role: str, low: int, high: int) -> int:
-        """One integer in [`low`, `high`) for all samples and ranks."""
+        """Draw one integer in [`low`, `high`) for all samples and ranks."""
 
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #af915296
 class KeyedRandomSource:
-    """Random numbers that depend on the seed, the role, the sample and its epoch alone.
+    """Derive random numbers from the seed, the role, the sample and its epoch.
 
     Args:
-        seed: The recipe's
-        step: Iteration, for what all samples share
-        samples: One key per sample of this micro-batch, e.g. (id, epoch)
-        device: Where the tensors go; they are always drawn on the CPU
+        seed: seed of the recipe
+        step: training step, for numbers that all samples share
+        samples: one key per sample of this micro-batch, e.g. (id, epoch)
+        device: device of the tensors; they are always drawn on the CPU
     """
 
     def __init__(
@@ -66,51 +66,51 @@ class KeyedRandomSource:
         return torch.stack([draw(g, i) for i, g in enumerate(streams)]).to(self.device)
 
     def normal(self, role: str, shape: Sequence[int]) -> Tensor:
-        """Unit normals, a stream for each sample."""
+        """Draw unit normals from a stream per sample."""
         rest = tuple(shape[1:])
         return self._rows(role, shape, lambda g, i: torch.randn(rest, generator=g))
 
     def integers(self, role: str, low: int, high: int | Tensor, shape: Sequence[int]) -> Tensor:
-        """Integers in [`low`, `high`), a stream for each sample."""
+        """Draw integers in [`low`, `high`) from a stream per sample."""
         tops = torch.as_tensor(high).expand(shape[0]).tolist()
         rest = tuple(shape[1:])
         return self._rows(role, shape, lambda g, i: torch.randint(low, tops[i], rest, generator=g))
 
     def shared_integer(self, role: str, low: int, high: int) -> int:
-        """An integer that depends on the seed, the role and the step alone."""
+        """Derive an integer from the seed, the role and the step."""
         return low + stream_seed(self.seed, role, self.step) % (high - low)
 
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #a7a569ca
 class GeneratorRandomSource:
-    """Random numbers from one stream, in the order of the calls."""
+    """Draw random numbers from one generator, in the order of the calls."""
 
     def __init__(self, generator: torch.Generator):
         self.generator = generator
 
     def normal(self, role: str, shape: Sequence[int]) -> Tensor:
-        """Unit normals."""
+        """Draw unit normals."""
         return torch.randn(tuple(shape), generator=self.generator)
 
     def integers(self, role: str, low: int, high: int | Tensor, shape: Sequence[int]) -> Tensor:
-        """Integers in [`low`, `high`)."""
+        """Draw integers in [`low`, `high`)."""
         u = torch.rand(tuple(shape), generator=self.generator, dtype=torch.double)
         return (low + u * (torch.as_tensor(high) - low)).long()
 
     def shared_integer(self, role: str, low: int, high: int) -> int:
-        """One integer in [`low`, `high`)."""
+        """Draw one integer in [`low`, `high`)."""
         return int(torch.randint(low, high, (), generator=self.generator))
 
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #54f496cf
 class RecordedRandomSource:
-    """Random numbers that were recorded.
+    """Replay recorded random numbers.
 
     Args:
-        tensors: In order, or by role
+        tensors: tensors in order, or by role
     """
 
     def __init__(self, tensors: Sequence[Tensor] | Mapping[str, Tensor]):
         self.tensors = tensors
-        self.taken = []  # Roles, in the order of the calls
+        self.taken = []  # roles, in the order of the calls
 
     def _next(self, role: str, shape: Sequence[int]) -> Tensor:
         named = isinstance(self.tensors, Mapping)
@@ -129,24 +129,24 @@ class RecordedRandomSource:
         return found
 
     def normal(self, role: str, shape: Sequence[int]) -> Tensor:
-        """The next recorded tensor."""
+        """Return the next recorded tensor."""
         return self._next(role, shape)
 
     def integers(self, role: str, low: int, high: int | Tensor, shape: Sequence[int]) -> Tensor:
-        """The next recorded tensor."""
+        """Return the next recorded tensor."""
         return self._next(role, shape)
 
     def shared_integer(self, role: str, low: int, high: int) -> int:
-        """The next recorded tensor, of one element."""
+        """Return the next recorded tensor, which has one element."""
         return int(self._next(role, (1,)).item())
 
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #21e87dcf
 def mean_difference(x: Tensor, target: Tensor) -> Tensor:
-    """Mean absolute difference per sample.
+    """Return the mean absolute difference per sample.
 
     Args:
-        x: Generated images (B,...)
-        target: Other images (B,...)
+        x: generated images (B,...)
+        target: other images (B,...)
 
     Returns:
         (B,1,...)
@@ -155,40 +155,40 @@ def mean_difference(x: Tensor, target: Tensor) -> Tensor:
 
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #3f1771c1
 def dm_gradient(x: Tensor, real: Tensor, fake: Tensor) -> Tensor:
-    """The normalised distribution-matching gradient (fake - real) / mean|x - real|.
+    """Return the distribution-matching gradient (fake - real) / mean|x - real|.
 
     Args:
-        x: Generated images (B,...)
-        real: What the teacher makes of noised `x` (B,...)
-        fake: What the critic makes of it (B,...)
+        x: generated images (B,...)
+        real: the teacher's clean images of noised `x` (B,...)
+        fake: the critic's clean images of noised `x` (B,...)
 
     Returns:
-        (B,...) points away from the teacher
+        (B,...), pointing away from the teacher
     """
     return ((fake - real) / mean_difference(x, real)).nan_to_num()
 
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #6c9a1d9b
 def surrogate_loss(x: Tensor, gradient: Tensor, factor: float = 0.5) -> Tensor:
-    """A loss whose gradient with respect to `x` is 2 `factor` `gradient`/numel.
+    """Return a loss whose gradient with respect to `x` is 2 `factor` `gradient`/numel.
 
     Args:
-        x: Generated images (B,...), with their graph
-        gradient: The gradient that is wanted (B,...)
-        factor: 0.5: the loss's gradient is `gradient`/numel
+        x: generated images (B,...), with their graph
+        gradient: the wanted gradient (B,...)
+        factor: with 0.5 the loss's gradient is `gradient`/numel
 
     Returns:
-        Scalar, fp32
+        scalar, fp32
     """
     x = x.float()
     return factor * (x - (x - gradient).detach().float()).square().mean()
 
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #1eab4d0a
 def classifier_free_guidance(uncond: Tensor, cond: Tensor, scale: float) -> Tensor:
-    """Classifier-free guidance: uncond + scale*(cond - uncond).
+    """Return the guided prediction uncond + scale*(cond - uncond).
 
     Args:
-        uncond: Unconditional prediction (B,...)
-        cond: Conditional prediction (B,...)
+        uncond: unconditional prediction (B,...)
+        cond: conditional prediction (B,...)
         scale: s; 1 = conditional only
 
     Returns:
@@ -200,14 +200,17 @@ def classifier_free_guidance(uncond: Tensor, cond: Tensor, scale: float) -> Tens
 def join_conditioning(
     first: Tensor | dict | None, second: Tensor | dict | None
 ) -> Tensor | dict | None:
-    """One conditioning followed by the other. Raises ValueError when they are not of one kind.
+    """Concatenate two conditionings along the batch.
 
     Args:
-        first: Tensor (B,...), dict of conditionings, or None
-        second: Same kind
+        first: tensor (B,...), dict of conditionings, or None
+        second: the same kind
 
     Returns:
-        Same kind, both batches
+        the same kind, both batches
+
+    Raises:
+        ValueError: the conditionings differ in kind or keys.
     """
     if first is None and second is None:
         return None
@@ -220,14 +223,11 @@ def join_conditioning(
 
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #0197a2d5
 def repeat_conditioning(conditioning: Tensor | dict | None, batch: int) -> Tensor | dict | None:
-    """One conditioning for all samples.
+    """Expand one conditioning to a batch, without a copy.
 
     Args:
-        conditioning: Of one sample, or of `batch`
-        batch: Samples wanted
-
-    Returns:
-        Same kind, without a copy
+        conditioning: conditioning of one sample, or of `batch`
+        batch: number of samples
     """
     if isinstance(conditioning, dict):
         return {k: repeat_conditioning(v, batch) for k, v in conditioning.items()}
@@ -249,19 +249,23 @@ def decoupled_gradients(
     normaliser: str = "shared_cfg",
     dm_uncond: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The two halves of the guided gradient. Raises ValueError for an unknown normaliser.
+    """Return the two halves of the guided gradient.
 
     Args:
-        x: Generated images (B,...)
-        ca_cond: Teacher at CA's level, conditional (B,...)
-        ca_uncond: Teacher at CA's level, unconditional (B,...)
-        dm_cond: Teacher at DM's level, conditional (B,...)
-        dm_fake: Critic at DM's level (B,...)
-        scale: Guidance s of the teacher
-        dm_uncond: Teacher at DM's level, unconditional (B,...): for shared_cfg
+        x: generated images (B,...)
+        ca_cond: teacher at CA's level, conditional (B,...)
+        ca_uncond: teacher at CA's level, unconditional (B,...)
+        dm_cond: teacher at DM's level, conditional (B,...)
+        dm_fake: critic at DM's level (B,...)
+        scale: guidance s of the teacher
+        normaliser: one of `NORMALISERS`
+        dm_uncond: teacher at DM's level, unconditional (B,...), for shared_cfg
 
     Returns:
-        CA's and DM's gradient (B,...)
+        gradients of CA and DM (B,...)
+
+    Raises:
+        ValueError: the normaliser is unknown.
     """
     if normaliser not in NORMALISERS:
         raise ValueError(f"normaliser {normaliser!r}: choose from {', '.join(NORMALISERS)}")
@@ -278,16 +282,16 @@ def decoupled_gradients(
 
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #d754b064
 def discriminator_head(channels: int, size: int, groups: int = 32, seed: int = 0) -> nn.Sequential:
-    """The discriminator's head. Raises ValueError for a size that cannot be halved to 4.
+    """Build the head of the discriminator, (B,channels,size,size) -> (B,1,1,1).
 
     Args:
-        channels: Of the features (1280 for SD 1.5 and XL)
-        size: Side of the features, a power of two >= 4 (SD 1.5 at 512²: 8, XL at 1024²: 32)
-        groups: Of the group norms
-        seed: Same weights on every rank without a broadcast
+        channels: channels of the features (1280 for SD 1.5 and XL)
+        size: side of the features, a power of two >= 4 (SD 1.5 at 512²: 8, XL at 1024²: 32)
+        groups: groups of the norms
+        seed: gives the same weights on every rank without a broadcast
 
-    Returns:
-        (B,channels,size,size) -> (B,1,1,1)
+    Raises:
+        ValueError: `size` cannot be halved to 4.
     """
     if size < 4 or size & (size - 1):
         raise ValueError(
@@ -310,12 +314,12 @@ def discriminator_head(channels: int, size: int, groups: int = 32, seed: int = 0
 
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #97635f94
 class Critic(nn.Module):
-    """Fake score and optional discriminator in one module: the unit that an engine wraps.
+    """Combine the fake score and an optional discriminator in one module for the engine.
 
     Args:
-        denoiser: The trainable copy of the teacher
+        denoiser: the trainable copy of the teacher
         predict: (denoiser, x, t, conditioning) -> noise or velocity
-        head: Features -> one logit per sample
+        head: features -> one logit per sample
         features: (denoiser, x, t, conditioning) -> features for `head`
     """
 
@@ -337,14 +341,14 @@ class Critic(nn.Module):
         self.features = features
 
     def forward(self, denoise: tuple | None = None, discriminate: tuple | None = None) -> tuple:
-        """Denoise one batch, give logits for another, or both.
+        """Denoise one batch, return logits for another, or both.
 
         Args:
             denoise: (x (B,...), t (B,), conditioning) to denoise
-            discriminate: (x (B,...), t (B,), conditioning) to call real or fake
+            discriminate: (x (B,...), t (B,), conditioning) to classify as real or fake
 
         Returns:
-            Noise or velocity (B,...) or None, logits (B,) fp32 or None
+            noise or velocity (B,...) or None, logits (B,) fp32 or None
         """
         eps = None if denoise is None else self.predict(self.denoiser, *denoise)
         if discriminate is None:
@@ -356,39 +360,39 @@ class Critic(nn.Module):
 
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #56210265
 def gan_generator_loss(fake: Tensor) -> Tensor:
-    """Low where generated images are called real.
+    """Return the GAN loss of the generator, low if its images look real.
 
     Args:
-        fake: Logits of generated images (B,)
+        fake: logits of generated images (B,)
 
     Returns:
-        Scalar, fp32
+        scalar, fp32
     """
     return F.softplus(-fake.float()).mean()
 
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #e136b1eb
 def gan_discriminator_loss(fake: Tensor, real: Tensor) -> Tensor:
-    """Low where the two are told apart.
+    """Return the GAN loss of the discriminator, low if it tells both apart.
 
     Args:
-        fake: Logits of generated images (B,)
-        real: Logits of real latents (B,)
+        fake: logits of generated images (B,)
+        real: logits of real latents (B,)
 
     Returns:
-        Scalar, fp32
+        scalar, fp32
     """
     return F.softplus(fake.float()).mean() + F.softplus(-real.float()).mean()
 
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #1a1dc5b0
 def denoising_steps(k: int, total: int = STEPS) -> list[int]:
-    """Timesteps of a `k`-step generator. Raises ValueError unless `k` divides `total`.
+    """Return the timesteps of a `k`-step generator, in descending order.
 
     Args:
-        k: Steps of the generator
+        k: steps of the generator
         total: `denoising_timestep`
 
-    Returns:
-        Descending
+    Raises:
+        ValueError: `k` does not divide `total`.
     """
     if k < 1 or total % k:
         raise ValueError(
@@ -405,18 +409,18 @@ def run_generator(
     fresh: Callable,
     schedule: NoiseSchedule,
 ) -> Tensor:
-    """Run `k` steps of the generator: predict the clean image, noise it to the next timestep.
+    """Run `k` steps of the generator: predict the clean image, noise it to the next step.
 
     Args:
         predict: (x, t) -> noise or velocity
-        noise: Where to start (B,...)
-        timesteps: From `denoising_steps`
-        k: Steps to run; all of them = sampling
+        noise: starting point (B,...)
+        timesteps: result of `denoising_steps`
+        k: steps to run; all of them = sampling
         fresh: (i) -> noise (B,...) after step i
-        schedule: Of the teacher
+        schedule: noise schedule of the teacher
 
     Returns:
-        Clean images (B,...) after `k` steps (`noise` itself when k = 0)
+        clean images (B,...) after `k` steps; `noise` itself for k = 0
     """
     z = x = noise
     for i, step in enumerate(timesteps[:k]):
@@ -430,25 +434,30 @@ def run_generator(
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #39231468
 @dataclass(frozen=True)
 class DMDSettings:
-    """What a distillation is made of. Raises ValueError when the parts contradict each other.
+    """Hold the settings of a distillation.
 
     Attributes:
-        generator_every: Generator's turn every so many iterations (10 for SD 1.5, 5 for XL)
-        real_guidance: Of the teacher (1.75 for SD 1.5, 8 for XL)
-        conditioning_timestep: What a one-step generator is told (399 for XL)
-        steps: Steps of the generator
-        denoising_timestep: The steps divide this range
-        backward_simulation: Several steps: train on own images, else on noised latents
-        min_step: Range of tau, share of 1000
-        ca_weight: Decoupled only
-        normaliser: Decoupled only
-        gan: Discriminator on the critic's middle
-        gan_alone: No distribution matching
-        gan_weight: In the generator's loss (1e-3 for SD 1.5, 5e-3 for XL)
-        critic_gan_weight: In the critic's loss
-        diffusion_gan: The discriminator sees noised latents, else clean ones at t = 0
-        gan_max_timestep: Their timestep is below this
-        loss_sigmas: Ranges of timesteps by which the critic's loss is told apart; 0 = none
+        generator_every: iterations per update of the generator (10 for SD 1.5, 5 for XL)
+        real_guidance: guidance of the teacher (1.75 for SD 1.5, 8 for XL)
+        conditioning_timestep: timestep input of a one-step generator (399 for XL)
+        steps: steps of the generator
+        denoising_timestep: range of timesteps that the steps divide
+        backward_simulation: with several steps: train on own images, else on noised latents
+        min_step: start of the range of tau, as a share of 1000
+        max_step: end of the range of tau, as a share of 1000
+        dm_weight: weight of distribution matching
+        ca_weight: weight of the guidance term, decoupled only
+        normaliser: decoupled only
+        gan: use a discriminator on the critic's middle
+        gan_alone: leave distribution matching out
+        gan_weight: weight in the generator's loss (1e-3 for SD 1.5, 5e-3 for XL)
+        critic_gan_weight: weight in the critic's loss
+        diffusion_gan: the discriminator sees noised latents, else clean ones at t = 0
+        gan_max_timestep: noised latents of the discriminator have a timestep below this
+        loss_sigmas: ranges of timesteps for which the critic's loss is reported; 0 = none
+
+    Raises:
+        ValueError: the settings contradict each other.
     """
 
     generator_every: int = 10
@@ -490,18 +499,19 @@ class DMDSettings:
 
     @property
     def tau_range(self) -> tuple[int, int]:
-        """First timestep of distribution matching, and the one after the last."""
+        """Return first timestep of distribution matching, and the one after the last."""
         return int(self.min_step * STEPS), min(int(self.max_step * STEPS) + 1, STEPS)
 
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #b41ee96a
 def unwrap_to(network: object, attribute: str) -> object | None:
-    """The outermost wrapper of `network`, or the module itself, that has `attribute`.
+    """Return the outermost wrapper of `network`, or the module itself, with `attribute`.
 
     Args:
-        network: Module, wrapped in `.module` any number of times
+        network: module, wrapped in `.module` any number of times
+        attribute: name of the attribute
 
     Returns:
-        None where no layer has it
+        None if no layer has it
     """
     while network is not None and not hasattr(network, attribute):
         network = getattr(network, "module", None)
@@ -509,18 +519,18 @@ def unwrap_to(network: object, attribute: str) -> object | None:
 
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #1940e087
 class GradientSwitch:
-    """Lets one network at a time collect gradients."""
+    """Let one network at a time collect gradients."""
 
     def __init__(self):
-        self.trainable = {}  # By network: its parameters that may learn
-        self.on = {}  # By network: whether they do now
+        self.trainable = {}  # network -> its trainable parameters
+        self.on = {}  # network -> whether they collect gradients now
 
     def __call__(self, networks: dict, name: str):
-        """Freeze all networks but `name`; what was frozen at first sight stays frozen.
+        """Freeze all networks but `name`; what was frozen at first stays frozen.
 
         Args:
-            networks: name -> module or wrapper (callables without `parameters` are left alone)
-            name: Of the network whose turn it is
+            networks: name -> module or wrapper (callables without `parameters` are ignored)
+            name: network that is trained
         """
         for key, network in networks.items():
             if not hasattr(network, "parameters"):
@@ -546,10 +556,10 @@ class GradientSwitch:
 
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #4d8f5b98
 def without_gradient_sync(network: object) -> AbstractContextManager:
-    """Where gradients flow through `network`, and DDP must not wait for its parameters.
+    """Keep DDP from waiting for the parameters' gradients inside the block.
 
     Args:
-        network: Frozen in this turn
+        network: frozen in this optimizer step
     """
     ddp = unwrap_to(network, "no_sync")
     return nullcontext() if ddp is None else ddp.no_sync()
@@ -557,12 +567,15 @@ def without_gradient_sync(network: object) -> AbstractContextManager:
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #3686a48a
 @contextmanager
 def teacher_of(networks: dict) -> Iterator[object]:
-    """The teacher; adapters of a generator that stands in for it are off meanwhile.
+    """Yield the teacher; disable adapters of a generator that stands in for it.
 
     Raises ValueError where there is neither a teacher nor an adapter.
 
     Args:
-        networks: Without "teacher", the base of a LoRA generator serves
+        networks: networks by name; without "teacher" the base of a LoRA generator serves
+
+    Raises:
+        ValueError: there is neither a teacher nor an adapter.
     """
     if "teacher" in networks:
         yield networks["teacher"]
@@ -589,19 +602,19 @@ def teacher_images(
     scale: float,
     schedule: NoiseSchedule,
 ) -> tuple:
-    """What the teacher makes of `z`, without a graph.
+    """Return the teacher's clean images of `z`, without a graph.
 
     Args:
         predict: (network, x, t, conditioning) -> noise or velocity
-        networks: See `teacher_of`
-        z: Noised images (B,...)
-        t: Integer timesteps (B,)
+        networks: see `teacher_of`
+        z: noised images (B,...)
+        t: integer timesteps (B,)
         batch: conditioning, and unconditional when scale > 1
-        scale: Guidance
-        schedule: Of the teacher
+        scale: guidance scale
+        schedule: noise schedule of the teacher
 
     Returns:
-        Guided, conditional and unconditional images (B,...) float64; the last None when scale <= 1
+        guided, conditional and unconditional images (B,...) float64; the last is None if scale <= 1
     """
     conditional = batch["conditioning"]
     with torch.no_grad(), teacher_of(networks) as teacher:
@@ -618,14 +631,14 @@ def teacher_images(
 def critic_images(
     critic: nn.Module, z: Tensor, t: Tensor, batch: dict, schedule: NoiseSchedule
 ) -> Tensor:
-    """What the critic makes of `z`, conditional only, without a graph.
+    """Return the critic's clean images of `z`, conditional only, without a graph.
 
     Args:
         critic: `Critic`, wrapped or not
-        z: Noised images (B,...)
-        t: Integer timesteps (B,)
+        z: noised images (B,...)
+        t: integer timesteps (B,)
         batch: conditioning
-        schedule: Of the teacher
+        schedule: noise schedule of the teacher
 
     Returns:
         (B,...) float64
@@ -643,17 +656,18 @@ def renoise(
     random: RandomSource,
     schedule: NoiseSchedule,
 ) -> tuple[Tensor, Tensor]:
-    """`x` at a random noise level.
+    """Noise `x` to a random level.
 
     Args:
-        x: Clean images (B,...)
-        role: Draws `role`.timestep, then `role`.noise
-        low: Lowest timestep
-        high: Exclusive; may differ per sample (B,)
-        schedule: Of the teacher
+        x: clean images (B,...)
+        role: prefix of the random numbers `role`.timestep and `role`.noise
+        low: lowest timestep
+        high: exclusive; may differ per sample (B,)
+        random: source of random numbers
+        schedule: noise schedule of the teacher
 
     Returns:
-        Noised images (B,...), timesteps (B,)
+        noised images (B,...), timesteps (B,)
     """
     t = random.integers(f"{role}.timestep", low, high, (len(x),))
     return schedule.add_noise(x, random.normal(f"{role}.noise", x.shape), t), t
@@ -669,16 +683,17 @@ def matching_loss(
     predict: Callable,
     schedule: NoiseSchedule,
 ) -> tuple[Tensor, dict]:
-    """DMD2's distribution matching; no graph but that of `x` is kept.
+    """Return DMD2's distribution-matching loss; only the graph of `x` is kept.
 
     Args:
         networks: generator, teacher, critic
-        x: Images (B,...) with their graph
-        t: Timesteps (B,) the generator was run at (not needed here)
-        batch: See `DMD2`
-        random: dm.timestep, dm.noise
+        x: images (B,...) with their graph
+        t: timesteps (B,) of the generator, unused here
+        batch: see `DMD2`
+        random: draws dm.timestep, dm.noise
+        settings: its range of tau, real_guidance and dm_weight
         predict: (network, x, t, conditioning) -> noise or velocity
-        schedule: Of the teacher
+        schedule: noise schedule of the teacher
 
     Returns:
         fp32 scalar, metrics
@@ -704,16 +719,17 @@ def decoupled_loss(
     predict: Callable,
     schedule: NoiseSchedule,
 ) -> tuple[Tensor, dict]:
-    """CFG augmentation below the generator's timestep plus distribution matching anywhere.
+    """Return the loss of CFG augmentation below the generator's timestep plus matching.
 
     Args:
         networks: generator, teacher, critic
-        x: Images (B,...) with their graph
-        t: Timesteps (B,) the generator was run at
-        batch: See `DMD2`
-        random: ca.timestep, ca.noise, dm.timestep, dm.noise
+        x: images (B,...) with their graph
+        t: timesteps (B,) of the generator
+        batch: see `DMD2`
+        random: draws ca.timestep, ca.noise, dm.timestep, dm.noise
+        settings: its range of tau, real_guidance, normaliser and weights
         predict: (network, x, t, conditioning) -> noise or velocity
-        schedule: Of the teacher
+        schedule: noise schedule of the teacher
 
     Returns:
         fp32 scalar, metrics
@@ -740,11 +756,9 @@ def decoupled_loss(
 
 
 def _weighted_halves(
-    x: Tensor,  # Images (B,...) with their graph
-    ca: Tensor,  # Gradient (B,...)
-    dm: Tensor,  # Gradient (B,...)
-    settings: DMDSettings,
+    x: Tensor, ca: Tensor, dm: Tensor, settings: DMDSettings
 ) -> tuple[Tensor, dict]:
+    """Sum both gradients' losses by their weights."""
     separate = settings.normaliser == "separate"
     half = 1.0 if separate else 0.5
     loss_ca, loss_dm = surrogate_loss(x, ca, half), surrogate_loss(x, dm, half)
@@ -767,15 +781,20 @@ def generator_input(
     settings: DMDSettings,
     schedule: NoiseSchedule,
 ) -> tuple[Tensor, Tensor]:
-    """Input and timestep of the generator. Raises ValueError where real latents are missing.
+    """Return input and timestep of the generator.
 
     Args:
         generate: (x, t) -> noise or velocity
         batch: noise, or its shape; latents without backward simulation
-        schedule: Of the teacher
+        random: draws noise if the batch has none, and the steps to simulate
+        settings: its steps and backward_simulation
+        schedule: noise schedule of the teacher
 
     Returns:
-        Input (B,...), timesteps (B,)
+        input (B,...), timesteps (B,)
+
+    Raises:
+        ValueError: real latents are needed and missing.
     """
     noise = batch.get("noise")
     if noise is None:
@@ -799,11 +818,12 @@ def generator_input(
 
 def _simulated(
     generate: Callable,
-    noise: Tensor,  # Shape (B,...)
+    noise: Tensor,
     timesteps: list,
     random: RandomSource,
-    schedule: NoiseSchedule,  # Of the teacher
+    schedule: NoiseSchedule,
 ) -> tuple[Tensor, int]:
+    """Run a random number of steps from fresh noise; return the images and the number."""
     start = random.normal("simulation.noise", noise.shape)
     k = random.shared_integer("simulation.steps", 0, len(timesteps))
 
@@ -817,15 +837,14 @@ def _simulated(
 def discriminator_input(
     x: Tensor, role: str, random: RandomSource, settings: DMDSettings, schedule: NoiseSchedule
 ) -> tuple[Tensor, Tensor]:
-    """What the discriminator sees of `x`.
+    """Return latents (B,...) and timesteps (B,) for the discriminator.
 
     Args:
-        x: Clean latents (B,...)
-        role: Of the random numbers, with diffusion_gan
-        schedule: Of the teacher
-
-    Returns:
-        Latents (B,...), timesteps (B,)
+        x: clean latents (B,...)
+        role: role of the random numbers, with diffusion_gan
+        random: source of random numbers
+        settings: its diffusion_gan and gan_max_timestep
+        schedule: noise schedule of the teacher
     """
     if settings.diffusion_gan:
         return renoise(x, role, 0, settings.gan_max_timestep, random, schedule)
@@ -840,14 +859,15 @@ def generator_gan_loss(
     settings: DMDSettings,
     schedule: NoiseSchedule,
 ) -> Tensor:
-    """Low where generated images are called real; its gradient reaches `x` through the critic.
+    """Return the generator's GAN loss; its gradient reaches `x` through the critic.
 
     Args:
-        critic: Frozen `Critic` with a head, wrapped or not
-        x: Images (B,...) with their graph
+        critic: frozen `Critic` with a head, wrapped or not
+        x: images (B,...) with their graph
         batch: conditioning
-        random: gan.timestep, gan.noise with diffusion_gan
-        schedule: Of the teacher
+        random: draws gan.timestep, gan.noise with diffusion_gan
+        settings: see `discriminator_input`
+        schedule: noise schedule of the teacher
 
     Returns:
         fp32 scalar
@@ -866,14 +886,15 @@ def critic_loss(
     settings: DMDSettings,
     schedule: NoiseSchedule,
 ) -> tuple[Tensor, dict]:
-    """The teacher's own loss on the generator's images, plus the discriminator's.
+    """Return the teacher's training loss on the generator's images, plus the discriminator's.
 
     Args:
         critic: `Critic`, wrapped or not
-        x: Generated images (B,...); their graph is not used
+        x: generated images (B,...); their graph is not used
         batch: conditioning; with the GAN real_latents and real_conditioning
-        random: fake.noise, fake.timestep; with diffusion_gan gan.real.*, gan.fake.*
-        schedule: Of the teacher
+        random: draws fake.noise, fake.timestep; with diffusion_gan gan.real.*, gan.fake.*
+        settings: its GAN fields and loss_sigmas
+        schedule: noise schedule of the teacher
 
     Returns:
         fp32 scalar, metrics
@@ -908,11 +929,12 @@ def critic_loss(
 
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #c30c7b7b
 class DMD2:
-    """DMD2 (2405.14867) of the networks `generator`, `teacher` and `critic` (a `Critic`).
+    """Distil by DMD2 (2405.14867), with networks `generator`, `teacher` and `critic`.
 
     Args:
-        predict: -> noise or velocity, fp32
-        schedule: None = Stable Diffusion's. On the device of the run
+        settings: settings of the distillation
+        predict: (network, x, t, conditioning) -> noise or velocity, fp32
+        schedule: noise schedule on the device of the run; None = Stable Diffusion's
     """
 
     networks = ("generator", "teacher", "critic")
@@ -930,21 +952,22 @@ class DMD2:
         self.schedule = schedule or NoiseSchedule()
 
     def turns(self, step: int) -> tuple[Turn, ...]:
-        """The generator every k-th iteration, then the critic.
+        """Return the optimizer steps: the generator in every k-th iteration, then the critic.
 
         Args:
-            step: Iterations done
+            step: iterations done
         """
         if step % self.settings.generator_every == 0:
             return Turn("generator"), Turn("critic")
         return (Turn("critic"),)
 
     def loss(self, turn: Turn, networks: dict, batch: dict) -> tuple[Tensor, dict]:
-        """Loss of `turn`; freezes the networks whose turn it is not.
+        """Return the loss of `turn`; freeze the networks that it does not train.
 
         Args:
+            turn: which network is trained
             networks: generator, teacher, critic: modules, wrapped or not
-            batch: The same dict in all turns of an iteration
+            batch: the same dict in all optimizer steps of an iteration
 
         Returns:
             fp32 scalar, metrics without graph
@@ -965,7 +988,7 @@ class DMD2:
     def images(
         self, generator: nn.Module, batch: dict, random: RandomSource
     ) -> tuple[Tensor, Tensor]:
-        """Images (B,...) of the generator and the timesteps (B,) it was run at."""
+        """Return images (B,...) of the generator and its timesteps (B,)."""
 
         def generate(z: Tensor, t: Tensor) -> Tensor:
             return self.predict(generator, z, t, batch["conditioning"])
@@ -976,11 +999,14 @@ class DMD2:
     def generator_loss(
         self, networks: dict, x: Tensor, t: Tensor, batch: dict, random: RandomSource
     ) -> tuple[Tensor, dict]:
-        """Distribution matching, the GAN's loss, or both.
+        """Return distribution matching, the GAN's loss, or both.
 
         Args:
-            x: Images (B,...) with their graph
-            t: Timesteps (B,) at which they were made
+            networks: generator, teacher, critic
+            x: images (B,...) with their graph
+            t: timesteps (B,) at which they were made
+            batch: see the class
+            random: source of random numbers
 
         Returns:
             fp32 scalar, metrics
@@ -998,6 +1024,6 @@ class DMD2:
 
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #743b67f8
 class DecoupledDMD(DMD2):
-    """DMD with its two halves at their own noise levels (2511.22677)."""
+    """Distil by DMD with its two halves at their own noise levels (2511.22677)."""
 
     matching = staticmethod(decoupled_loss)

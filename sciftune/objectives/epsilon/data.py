@@ -17,11 +17,11 @@ from ..flow.loss import density
 
 # %% ../../../nbs/8_objectives/epsilon/03_data.ipynb #ab33e5bb
 def integer_timesteps(u: list, kind: str) -> Tensor:
-    """The timesteps behind uniform numbers.
+    """Turn uniform numbers into timesteps.
 
     Args:
-        u: Uniform numbers in [0,1)
-        kind: A density, see `objectives.flow.loss.density`
+        u: uniform numbers in [0,1)
+        kind: a density, see `objectives.flow.loss.density`
 
     Returns:
         (len(u),) integers in [0, 999]
@@ -31,21 +31,21 @@ def integer_timesteps(u: list, kind: str) -> Tensor:
 
 # %% ../../../nbs/8_objectives/epsilon/03_data.ipynb #2c2a0e69
 class EpsilonBatches(FlowBatches):
-    """Micro-batches whose sigma is t/1000."""
+    """Make micro-batches whose sigma is t/1000."""
 
     @cached_property
     def schedule(self) -> NoiseSchedule:
-        """Betas and prediction of the folder that is trained from."""
+        """Return the noise schedule of the folder of the starting weights."""
         return self.family.noise_schedule(self.base)
 
     def micro(self, items: list[tuple]) -> dict:
-        """A micro-batch of some samples.
+        """Build a micro-batch.
 
         Args:
-            items: (sample, epoch, u)
+            items: (sample, epoch, u) of each sample
 
         Returns:
-            As `FlowBatches.micro`
+            fields of `FlowBatches.micro`
         """
         t = integer_timesteps([u for *_, u in items], self.recipe.timestep_density)
         gamma = self.recipe.snr_gamma

@@ -16,18 +16,18 @@ from ..flow.loss import FlowMatching
 
 # %% ../../../nbs/8_objectives/epsilon/02_loss.ipynb #5c3b0fda
 class NoisePrediction(FlowMatching):
-    """Train one denoiser to predict the noise, or what its folder says."""
+    """Train one denoiser to predict the noise, or the velocity if its folder says so."""
 
     @cached_property
     def schedule(self) -> NoiseSchedule:
-        """Betas and prediction of the folder that is trained from."""
+        """Return the noise schedule of the folder of the starting weights."""
         return self.family.noise_schedule(self.base)
 
     def per_sample(self, denoiser: nn.Module, batch: dict) -> Tensor:
-        """Unweighted loss of each sample of a micro-batch.
+        """Return the unweighted loss of each sample of a micro-batch.
 
         Args:
-            denoiser: As the engine wraps it
+            denoiser: as the engine wraps it
             batch: x0, noise (B,C,h,w), sigma (B,) = t/1000, conditioning
 
         Returns:

@@ -57,7 +57,7 @@ RECORDS = [
 
 # %% ../../../nbs/8_objectives/epsilon/01_section.ipynb #cb1a7e85
 class EpsilonSection(Section):
-    """How much each timestep counts."""
+    """Set how much each timestep counts."""
 
     snr_gamma: float = field(
         0.0, "epsilon: Min-SNR weights with this gamma (5 is usual); 0 = none", ge=0

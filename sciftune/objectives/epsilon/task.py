@@ -12,7 +12,7 @@ from ..flow.task import FlowTask
 
 # %% ../../../nbs/8_objectives/epsilon/04_task.ipynb #1f4fa629
 class EpsilonTask(FlowTask):
-    """Fine-tune a denoiser that predicts the noise, or what its folder says."""
+    """Fine-tune a denoiser that predicts the noise, or the velocity if its folder says so."""
 
     objective_class = NoisePrediction
     batches_class = EpsilonBatches

@@ -22,11 +22,14 @@ from ...training.encoding import CachedData, CachedSample, reference_latents
 
 # %% ../../../nbs/8_objectives/flow/03_data.ipynb #b99d1a08
 def draw_u(recipe: Recipe, step: int, position: int, sample: str, epoch: int) -> float:
-    """The uniform number behind a sample's sigma.
+    """Draw the uniform number behind a sample's sigma.
 
     Args:
-        position: In the global batch
-        sample: Sample id
+        recipe: its seed, global_batch and stratified
+        step: training step, from 0
+        position: position in the global batch
+        sample: sample id
+        epoch: pass over the data, from 0
 
     Returns:
         In [0,1)
@@ -39,14 +42,17 @@ def draw_u(recipe: Recipe, step: int, position: int, sample: str, epoch: int) ->
 
 # %% ../../../nbs/8_objectives/flow/03_data.ipynb #96cdaa5c
 class FlowBatches:
-    """Micro-batches for flow matching, as a function of the step.
+    """Make the micro-batches of flow matching as a function of the step.
 
     Args:
-        samples: Training samples
-        tensors: Cache: key -> dict of tensors
-        negative_key: Cache key of the unconditional caption
-        world: Processes
-        base: Folder that is trained from, where its schedule matters
+        recipe: its seed, batch sizes, dropout, density, shift and weighting
+        family: turns cached tensors into latents and conditioning
+        samples: training samples
+        tensors: cache: key -> dict of tensors
+        negative_key: cache key of the unconditional caption
+        rank: number of this process
+        world: number of processes
+        base: folder of the starting weights, for objectives that read its noise schedule
     """
 
     def __init__(
@@ -71,14 +77,14 @@ class FlowBatches:
         self.order = sample_order(recipe, samples)
 
     def __call__(self, step: int) -> list[dict]:
-        """This rank's micro-batches of global batch `step`; their fields are those of `micro`."""
+        """Return this rank's micro-batches of `step`; `micro` lists their fields."""
         if self.recipe.bucketed:
             return self.by_size(step)
         pieces = share(self.order.batch(step), self.rank, self.world, self.recipe.micro_batch)
         return [self.micro(self.items(step, piece)) for piece in pieces]
 
     def by_size(self, step: int) -> list[dict]:
-        """Micro-batches of one image size each; those that are not full weigh less."""
+        """Return micro-batches of one image size each; those not full weigh less."""
         pieces = self.order.batch(step)
         total = sum(map(len, pieces))
         batches = []
@@ -90,10 +96,11 @@ class FlowBatches:
         return batches
 
     def items(self, step: int, piece: list) -> list[tuple]:
-        """The samples of a micro-batch, with the uniform number of each.
+        """List the samples of a micro-batch, each with its uniform number.
 
         Args:
-            piece: (position in the global batch, (epoch, sample number)) of each
+            step: training step, from 0
+            piece: (position in the global batch, (epoch, sample number)) of each sample
 
         Returns:
             (sample, epoch, u)
@@ -105,10 +112,10 @@ class FlowBatches:
         return out
 
     def micro(self, items: list[tuple]) -> dict:
-        """A micro-batch of some samples.
+        """Build a micro-batch.
 
         Args:
-            items: (sample, epoch, u)
+            items: (sample, epoch, u) of each sample
 
         Returns:
             x0, noise (B,C,h,w); sigma, weight (B,); conditioning; ids, epochs
@@ -139,8 +146,8 @@ class FlowBatches:
         """Shift each sigma by the size of its image.
 
         Args:
-            sigma: (B,) before the shift
-            sizes: (h,w) of the latents, of each sample or of all
+            sigma: noise levels before the shift (B,)
+            sizes: (h,w) of the latents, one pair per sample or one for all
 
         Returns:
             (B,)
@@ -151,7 +158,9 @@ class FlowBatches:
         return shift(sigma, shift_factor(self.recipe, self.family, height, width))
 
     def latents(self, sample: CachedSample, epoch: int) -> tuple[Tensor, Tensor]:
-        """Clean latents of a sample, drawn from the posterior where it has a width, and noise.
+        """Return clean latents and noise of a sample.
+
+        Latents are drawn from the posterior if the cache holds its width.
 
         Returns:
             Both (C,h,w)
@@ -166,7 +175,7 @@ class FlowBatches:
         return self.family.latents(encoded, posterior), noise
 
     def references(self, sample: CachedSample, epoch: int) -> list[Tensor]:
-        """Latents of a sample's reference images; by dropout none.
+        """Return the latents of a sample's reference images, [] if dropped.
 
         Returns:
             (C,h,w) each
@@ -176,12 +185,15 @@ class FlowBatches:
         return reference_latents(self.tensors, sample.references)
 
     def loses_references(self, sample: CachedSample, epoch: int) -> bool:
-        """Whether a sample is trained without its reference images in an epoch."""
+        """Return True if a sample is trained without references in `epoch`."""
         lost = uniform(self.recipe.seed, "drop references", sample.id, epoch)
         return lost < self.recipe.reference_dropout
 
     def caption(self, sample: CachedSample, epoch: int) -> str:
-        """The caption key of a sample in an epoch: one of its own, or by dropout the negative."""
+        """Return the cache key of a sample's caption in `epoch`.
+
+        One of the sample's captions is drawn; dropout replaces it by the unconditional caption.
+        """
         seed = self.recipe.seed
         dropped = uniform(seed, "drop", sample.id, epoch) < self.recipe.caption_dropout
         u = uniform(seed, "caption", sample.id, epoch)
@@ -190,10 +202,13 @@ class FlowBatches:
 
 # %% ../../../nbs/8_objectives/flow/03_data.ipynb #7eb06cd6
 def held_out_batch(recipe: Recipe, family: Family, data: CachedData, numbers: list[int]) -> dict:
-    """The micro-batch of some held-out samples, the same at every step.
+    """Build a micro-batch of held-out samples, the same at every step.
 
     Args:
-        numbers: Of held-out samples
+        recipe: its seed and held_out_sigmas
+        family: turns cached tensors into latents and conditioning
+        data: held-out samples and their cached tensors
+        numbers: numbers of the held-out samples
 
     Returns:
         x0, noise (B,C,h,w), sigma (B,), conditioning

@@ -65,7 +65,7 @@ RECORDS = [
 
 # %% ../../../nbs/8_objectives/flow/01_section.ipynb #c962de1c
 class FlowSection(Section):
-    """How often which noise level is trained, and how much it counts."""
+    """Set how often each noise level is drawn and how much it counts."""
 
     timestep_density: Literal["uniform", "logit_normal", "mode"] = field(
         "uniform", "density of sigma before the shift"

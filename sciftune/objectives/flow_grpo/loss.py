@@ -21,11 +21,11 @@ from ...training.validation import evaluating
 
 # %% ../../../nbs/8_objectives/flow_grpo/02_loss.ipynb #1b4843c1
 def noise_rate(sigma: Tensor, second: float, a: float) -> Tensor:
-    """Noise per root of time: a*sqrt(sigma/(1-sigma)), finite at sigma=1.
+    """Return the noise per root of time: a*sqrt(sigma/(1-sigma)), finite at sigma=1.
 
     Args:
-        sigma: Noise levels (n,) in (0,1]
-        second: The sampler's second level, below 1
+        sigma: noise levels (n,) in (0,1]
+        second: the sampler's second level, below 1
         a: `Recipe.sde_noise`
 
     Returns:
@@ -35,13 +35,13 @@ def noise_rate(sigma: Tensor, second: float, a: float) -> Tensor:
 
 
 def step_mean(x: Tensor, velocity: Tensor, sigma: Tensor, below: Tensor, rate: Tensor) -> Tensor:
-    """The mean of x after a step.
+    """Return the mean of x after a step.
 
     Args:
-        x: Before the step (B,...)
-        velocity: (B,...)
-        sigma: Noise levels before the step (B,)
-        below: After it (B,)
+        x: latents before the step (B,...)
+        velocity: velocity at x (B,...)
+        sigma: noise levels before the step (B,)
+        below: noise levels after the step (B,)
         rate: g (B,); 0 = the step of the ODE
 
     Returns:
@@ -57,11 +57,11 @@ def step_mean(x: Tensor, velocity: Tensor, sigma: Tensor, below: Tensor, rate: T
 
 
 def step_noise(sigma: Tensor, below: Tensor, rate: Tensor) -> Tensor:
-    """The standard deviation of x after a step.
+    """Return the standard deviation of x after a step.
 
     Args:
-        sigma: Noise levels before the step (B,)
-        below: After it (B,)
+        sigma: noise levels before the step (B,)
+        below: noise levels after the step (B,)
         rate: g (B,)
 
     Returns:
@@ -71,26 +71,28 @@ def step_noise(sigma: Tensor, below: Tensor, rate: Tensor) -> Tensor:
 
 # %% ../../../nbs/8_objectives/flow_grpo/02_loss.ipynb #6c50fbb5
 def step_log_prob(x: Tensor, mean: Tensor, noise: Tensor) -> Tensor:
-    """Log-probability of a step, per latent value.
+    """Return the log-probability of a step per latent value.
+
+    Terms that do not depend on the mean are left out.
 
     Args:
-        x: After the step (B,...)
-        mean: (B,...)
-        noise: s (B,)
+        x: latents after the step (B,...)
+        mean: mean of the step (B,...)
+        noise: standard deviation s (B,)
 
     Returns:
-        (B,), but for what does not depend on the mean
+        (B,)
     """
     return -(x.float() - mean).square().flatten(1).mean(1) / (2 * noise**2)
 
 
 def step_divergence(mean: Tensor, other: Tensor, noise: Tensor) -> Tensor:
-    """Kullback-Leibler divergence of two Gaussian steps, per latent value.
+    """Return the Kullback-Leibler divergence of two Gaussian steps per latent value.
 
     Args:
-        mean: (B,...)
-        other: Mean of the other policy (B,...)
-        noise: s (B,), of both
+        mean: mean of one policy (B,...)
+        other: mean of the other policy (B,...)
+        noise: standard deviation s of both (B,)
 
     Returns:
         (B,)
@@ -99,11 +101,11 @@ def step_divergence(mean: Tensor, other: Tensor, noise: Tensor) -> Tensor:
 
 # %% ../../../nbs/8_objectives/flow_grpo/02_loss.ipynb #c45c6708
 def group_advantages(rewards: Tensor, limit: float) -> Tensor:
-    """Rewards less the mean of their group, over its standard deviation.
+    """Subtract the group mean from rewards and divide by the group's deviation.
 
     Args:
-        rewards: (groups, group_size)
-        limit: Largest absolute value
+        rewards: rewards (groups, group_size)
+        limit: largest absolute value
 
     Returns:
         (groups, group_size)
@@ -117,12 +119,12 @@ def group_advantages(rewards: Tensor, limit: float) -> Tensor:
 def clipped_loss(
     log_prob: Tensor, before: Tensor, advantage: Tensor, clip: float
 ) -> tuple[Tensor, Tensor]:
-    """The loss of PPO, and where it is flat.
+    """Return the loss of PPO, and where its gradient is clipped.
 
     Args:
-        log_prob: Of steps, now (n,)
-        before: When they were taken (n,)
-        advantage: (n,)
+        log_prob: log-probabilities of steps, now (n,)
+        before: log-probabilities when the steps were sampled (n,)
+        advantage: advantages (n,)
         clip: c
 
     Returns:
@@ -136,10 +138,13 @@ def clipped_loss(
 # %% ../../../nbs/8_objectives/flow_grpo/02_loss.ipynb #66970586
 @contextmanager
 def without_adapters(network: nn.Module) -> Iterator[nn.Module]:
-    """The network as its base is. Raises ValueError where it has no adapter.
+    """Disable the adapters of a network inside the block.
 
     Args:
-        network: Whose layers have adapters
+        network: network whose layers have adapters
+
+    Raises:
+        ValueError: the network has no adapters.
     """
     adapted = [m for m in network.modules() if hasattr(m, "_disable_adapters")]
     if not adapted:
@@ -155,15 +160,15 @@ def without_adapters(network: nn.Module) -> Iterator[nn.Module]:
 # %% ../../../nbs/8_objectives/flow_grpo/02_loss.ipynb #54363ebb
 @torch.no_grad()
 def at_start(denoiser: nn.Module, start: nn.Module | None, predict: Callable) -> Tensor:
-    """What the model at the start predicts. All ranks call it.
+    """Return the prediction of the model at the start. All ranks call it.
 
     Args:
-        denoiser: As the engine wraps it
-        start: A frozen copy; None = the base of the denoiser's adapters
-        predict: Network -> what it predicts
+        denoiser: as the engine wraps it
+        start: frozen copy; None = the base of the denoiser's adapters
+        predict: network -> prediction
 
     Returns:
-        Of `predict`
+        result of `predict`
     """
     if start is not None:
         return predict(start)
@@ -174,15 +179,15 @@ def at_start(denoiser: nn.Module, start: nn.Module | None, predict: Callable) ->
 
 # %% ../../../nbs/8_objectives/flow_grpo/02_loss.ipynb #72168675
 class FlowGRPO:
-    """Raise the reward of one denoiser's pictures.
+    """Raise the reward of one denoiser's images.
 
     Args:
-        levels: Noise levels of the sampler (rollout_steps+1,), 1 to 0, on the device
+        levels: noise levels of the sampler (rollout_steps+1,), 1 to 0, on the device
         rate: (latents (B,C,h,w), captions) -> rewards (B,R) on the CPU
-        total: Rewards (...,R) -> (...): their sum
+        total: rewards (...,R) -> their weighted sum (...)
         over_ranks: Tensor -> its sum over ranks
-        names: Of the R rewards
-        start: The model at the start; None = that of the adapters
+        names: names of the R rewards
+        start: the model at the start; None = the base of the adapters
     """
 
     networks = ("denoiser",)
@@ -201,27 +206,26 @@ class FlowGRPO:
         self.recipe = recipe
         self.family = family
         self.levels = levels
-        self.second = levels[1].item()  # read once: looking at a GPU's value waits for it
+        self.second = levels[1].item()  # read once, since .item() waits for the GPU
         self.rate = rate
         self.total = total
         self.over_ranks = over_ranks
         self.names = names
         self.start = start
-        self.rollout = []  # Of this rank's micro-batches
+        self.rollout = []  # one entry per micro-batch of this rank
 
     def turns(self, step: int) -> tuple[Turn, ...]:
-        """As many updates of the denoiser as a rollout serves."""
+        """Return the updates of the denoiser that use one rollout."""
         return (Turn("denoiser"),) * self.recipe.updates_per_rollout
 
-    # sampling
     def velocity(self, denoiser: nn.Module, x: Tensor, sigma: Tensor, conditioning: dict) -> Tensor:
-        """What the sampler follows: the prediction, guided where the rollout is.
+        """Return the velocity that the sampler follows, guided if the rollout is.
 
         Args:
-            denoiser: As the engine wraps it
-            x: (n,C,h,w)
-            sigma: (n,)
-            conditioning: Of n rows, or with guidance of as many more without a caption
+            denoiser: as the engine wraps it
+            x: latents (n,C,h,w)
+            sigma: noise levels (n,)
+            conditioning: n rows, followed by n rows without caption if guided
 
         Returns:
             (n,C,h,w) fp32
@@ -236,15 +240,19 @@ class FlowGRPO:
         return self.family.guide(*made.chunk(2), scale)
 
     def step_of(self, number: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Levels before and after, and noise rate (n,) of steps (n,); 0 for the last one."""
+        """Return levels before and after, and noise rate (n,) of steps (n,).
+
+        The rate of the last step is 0.
+        """
         sigma, below = self.levels[number], self.levels[number + 1]
         rate = noise_rate(sigma, self.second, self.recipe.sde_noise)
         return sigma, below, rate * (below > 0)
 
     def sample(self, denoiser: nn.Module, given: dict) -> dict:
-        """Sample with noise, and keep the steps that are trained on.
+        """Sample with noise, and keep the steps that are trained.
 
         Args:
+            denoiser: as the engine wraps it
             given: noise (T,B,C,h,w), trained (B,K), conditioning
 
         Returns:
@@ -267,14 +275,14 @@ class FlowGRPO:
 
     @torch.no_grad()
     def rate_rollout(self, denoiser: nn.Module, given: list[dict]) -> tuple[list[dict], Tensor]:
-        """Sample and rate the pictures of a step. All ranks call it.
+        """Sample and rate the images of a step. All ranks call it.
 
         Args:
-            denoiser: Network
-            given: Of each micro-batch of this rank
+            denoiser: as the engine wraps it
+            given: inputs of each micro-batch of this rank
 
         Returns:
-            What `sample` made of each; rewards of the step (N,R)
+            result of `sample` for each micro-batch; rewards of the step (N,R)
         """
         made = []
         rated = torch.zeros(self.recipe.global_batch, len(self.names))
@@ -287,7 +295,7 @@ class FlowGRPO:
         return made, self.over_ranks(rated.to(made[0]["latents"].device))
 
     def roll_out(self, denoiser: nn.Module, given: list[dict]) -> list[dict]:
-        """What the turns of a step learn from. All ranks call it."""
+        """Sample, rate, and return micro-batches to train on. All ranks call it."""
         made, rated = self.rate_rollout(denoiser, given)
         rewards = self.total(rated).view(-1, self.recipe.group_size)
         advantages = group_advantages(rewards, self.recipe.advantage_clip).flatten()
@@ -299,11 +307,11 @@ class FlowGRPO:
         return made
 
     def reported(self, rated: Tensor, rewards: Tensor) -> dict:
-        """What a rollout is worth: mean, standard deviations, groups that teach nothing.
+        """Return statistics of a rollout: means, deviations, share of groups of equal rewards.
 
         Args:
-            rated: (N,R)
-            rewards: (groups, group_size)
+            rated: rewards by term (N,R)
+            rewards: summed rewards (groups, group_size)
         """
         spread = rewards.std(1, correction=0)
         terms = {f"reward_{n.rpartition(':')[2]}": rated[:, i] for i, n in enumerate(self.names)}
@@ -315,16 +323,15 @@ class FlowGRPO:
             **{name: column.mean() for name, column in terms.items() if len(terms) > 1},
         )
 
-    # learning
     def mean_of(self, denoiser: nn.Module, micro: dict) -> tuple[Tensor, Tensor]:
-        """Mean (n,C,h,w) and width (n,) of the trained steps, by a network."""
+        """Return mean (n,C,h,w) and deviation (n,) of the trained steps by a network."""
         sigma, below, rate = self.step_of(micro["number"])
         velocity = self.velocity(denoiser, micro["x"], sigma, micro["trained_conditioning"])
         mean = step_mean(micro["x"], velocity, sigma, below, rate)
         return mean, step_noise(sigma, below, rate)
 
     def loss(self, turn: Turn, networks: dict, batch: dict) -> tuple[Tensor, dict]:
-        """Scalar fp32 loss of a micro-batch, and what else to log. All ranks call it."""
+        """Return the scalar fp32 loss of a micro-batch, and metrics. All ranks call it."""
         denoiser, recipe = networks["denoiser"], self.recipe
         if "rollout" in batch:
             self.rollout = self.roll_out(denoiser, batch.pop("rollout"))

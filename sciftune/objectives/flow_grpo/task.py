@@ -36,14 +36,14 @@ from sciftune.training.validation import (
 
 # %% ../../../nbs/8_objectives/flow_grpo/05_task.ipynb #00bf0020
 def frozen_start(task: Task, base: Path) -> nn.Module:
-    """A frozen copy of the weights that a full fine-tuning begins with.
+    """Load a frozen copy of the weights that a full fine-tuning starts from.
 
     Args:
-        task: Its recipe, family and engine
-        base: Pipeline folder
+        task: supplies recipe, family and engine
+        base: pipeline folder
 
     Returns:
-        On the device, in the type of the computation
+        model on the device, in the compute type
     """
     recipe, engine = task.recipe, task.engine
     revision = recipe.revision or None
@@ -55,7 +55,7 @@ def frozen_start(task: Task, base: Path) -> nn.Module:
 
 # %% ../../../nbs/8_objectives/flow_grpo/05_task.ipynb #68843ab1
 class GRPOTask(Task):
-    """Raise the reward of a model's pictures."""
+    """Raise the reward of a model's images."""
 
     objective_class = FlowGRPO
     batches_class = GRPOBatches
@@ -72,7 +72,7 @@ class GRPOTask(Task):
         self.fingerprint = self.data.fingerprint
         self.rejected = self.data.rejected
         self.samples = (len(self.data.train), len(self.data.held))
-        self.baseline = None  # Held-out reward of the model as it started
+        self.baseline = None  # held-out reward of the model as it started
         self.heartbeat("loading")
         model = build_denoiser(recipe, family, base, engine, self.plan)
         values = parameter_source(recipe, family, base, engine, model)
@@ -96,33 +96,36 @@ class GRPOTask(Task):
 
     @classmethod
     def compares(cls, recipe: Recipe) -> bool:
-        """Whether the loss compares with the model at the start."""
+        """Return True if the loss compares with the model at the start."""
         return bool(recipe.start_kl_weight)
 
     @classmethod
     def data_fingerprint(cls, recipe: Recipe) -> str:
-        """Of the collections."""
+        """Return the fingerprint of the collections."""
         return open_recipe_data(recipe).fingerprint
 
     @classmethod
     def training_order(cls, recipe: Recipe) -> GlobalOrder:
-        """That of the batches; captions that the reward cannot judge are left out."""
+        """Return the order of the batches.
+
+        Captions that the reward cannot judge are left out.
+        """
         collection, train, _ = open_with_held_out(recipe)
         reward = RewardSum(recipe.reward)
         judged = [i for i in train if any(map(reward.judges, collection.captions[i]))]
         return GlobalOrder(len(judged), recipe.global_batch // recipe.group_size, recipe.seed)
 
     def batches(self, step: int) -> list[dict]:
-        """This rank's micro-batches of `step`, on the CPU."""
+        """Return this rank's micro-batches of `step`, on the CPU."""
         return self.source(step)
 
     @torch.no_grad()
     def rate_latents(self, latents: Tensor, captions: list[str]) -> Tensor:
-        """Decode pictures and rate them.
+        """Decode images and rate them.
 
         Args:
-            latents: (B,C,h,w)
-            captions: B
+            latents: latents (B,C,h,w)
+            captions: B captions
 
         Returns:
             (B,R)
@@ -130,17 +133,17 @@ class GRPOTask(Task):
         return self.reward(self.family.decode(self.vae, latents).clamp(-1, 1), captions)
 
     def flops(self) -> float:
-        """A third of the FLOPs of a step per picture: those of sampling, and of all updates."""
+        """Return a third of the FLOPs of a step per image: sampling and all updates."""
         recipe, side = self.recipe, self.recipe.resolution
         config = self.family.config(self.data.base)
         forward = self.family.flops(config, side, side, recipe.text_tokens)
         return forward * work_of(recipe).passes() / 3
 
     def held_out_reward(self) -> dict:
-        """The mean reward of held-out captions. All ranks call it.
+        """Return the mean reward of held-out captions. All ranks call it.
 
         Returns:
-            held_out_reward, and of each term; {} without captions
+            held_out_reward, and one per term; {} without captions
         """
         recipe, family, device = self.recipe, self.family, self.engine.device
         held, tensors = self.data.held, self.data.tensors
@@ -159,7 +162,7 @@ class GRPOTask(Task):
         )
 
         def measure(numbers: list[int], counted: int) -> Tensor:
-            """A row (terms, sum of the terms, 1) per picture."""
+            """Return a row (terms, sum of the terms, 1) per image."""
             some = [held[number] for number in numbers]
             keys = [sample.caption_keys[0] for sample in some]
             streams = [stream(recipe.seed, "held rollout", sample.id) for sample in some]
@@ -180,7 +183,7 @@ class GRPOTask(Task):
         return dict(held_out_reward=reward / count) | found
 
     def validate(self, step: int) -> dict:
-        """Held-out reward, and images of the validation prompts. All ranks call it."""
+        """Return the held-out reward, and draw the validation prompts. All ranks call it."""
         recipe, network = self.recipe, self.networks["denoiser"]
         found = self.held_out_reward()
         if self.baseline is None:
@@ -197,14 +200,14 @@ class GRPOTask(Task):
         return found | claims | dict(held_out_reward_baseline=start)
 
     def state_dict(self) -> dict:
-        """The held-out reward of the model as it started."""
+        """Return the held-out reward of the model as it started."""
         return dict(baseline=self.baseline)
 
     def load_state_dict(self, state: dict):
-        """Take over what `state_dict` gave."""
+        """Restore the state that `state_dict` returned."""
         self.baseline = state["baseline"]
 
     @classmethod
     def write_model(cls, export: Export) -> str:
-        """A diffusers folder of the pipeline, or the adapters."""
+        """Write a diffusers folder of the pipeline, or the adapters."""
         return export_trained(export, earlier=export.earlier())

@@ -14,29 +14,29 @@ from ...training.encoding import CachedSample, EncodingJobs
 # %% ../../../nbs/8_objectives/preference/03_data.ipynb #05421987
 @dataclass(frozen=True)
 class CachedPair(CachedSample):
-    """A pair whose tensors are in the cache; its image is the chosen one.
+    """Name the cached tensors of a pair; its image is the chosen one.
 
     Attributes:
-        rejected: Keys of the rejected image, in the sizes of the chosen one
+        rejected: cache keys of the rejected image, in the sizes of the chosen one
     """
 
     rejected: tuple = ()
 
     def other(self) -> CachedSample:
-        """The same with the rejected image in the place of the chosen one."""
+        """Return the pair with the rejected image in place of the chosen one."""
         first, *more = self.rejected
         return replace(self, image_key=first, more_keys=tuple(more))
 
 
 class PairJobs(EncodingJobs):
-    """The images of pairs, of `data.pairs.BothImages`, and their captions, by cache key."""
+    """List the images and captions of `data.pairs.BothImages` by cache key."""
 
     def sample(self, i: int, held: bool = False) -> CachedPair:
         """List both images of a pair and its captions.
 
         Args:
-            i: Number of the pair
-            held: Not for training: in one size, and none that is drawn
+            i: number of the pair
+            held: held-out pair: one fixed size, no random resize
         """
         chosen = super().sample(i, held)
         own = {f.name: getattr(chosen, f.name) for f in fields(chosen)}
@@ -47,35 +47,35 @@ class PairJobs(EncodingJobs):
 
 # %% ../../../nbs/8_objectives/preference/03_data.ipynb #5f1b6df2
 class PairBatches(FlowBatches):
-    """Micro-batches of pairs, as a function of the step."""
+    """Make micro-batches of pairs as a function of the step."""
 
     def micro(self, items: list[tuple]) -> dict:
-        """Chosen and behind them rejected images, with the same noise.
+        """Build a micro-batch: chosen images, then rejected ones, with the same noise.
 
         Args:
-            items: (pair, epoch, u)
+            items: (pair, epoch, u) of each pair
 
         Returns:
-            As of `FlowBatches`, of 2*B rows
+            fields of `FlowBatches.micro`, with 2*B rows
         """
         return super().micro([*items, *((pair.other(), *rest) for pair, *rest in items)])
 
 
 class HeldOutPairs(PairBatches):
-    """Micro-batches of held-out pairs: fixed noise, none of their captions dropped."""
+    """Make micro-batches of held-out pairs with fixed noise and no caption dropout."""
 
     def batch(self, numbers: list[int]) -> dict:
-        """Some held-out pairs, the same at every step.
+        """Build a micro-batch of held-out pairs, the same at every step.
 
         Args:
-            numbers: Of the held-out pairs
+            numbers: numbers of the held-out pairs
 
         Returns:
-            Of `micro`
+            fields of `micro`
         """
         bins = self.recipe.held_out_sigmas
         return self.micro([(self.samples[i], 0, (i % bins + 0.5) / bins) for i in numbers])
 
     def caption(self, sample: CachedSample, epoch: int) -> str:
-        """The first one."""
+        """Return the key of the first caption."""
         return sample.caption_keys[0]
