@@ -27,7 +27,7 @@ from ..core.writing import write_atomic
 def head_of(
     readme: Path,
 ) -> dict[str, Any]:
-    """The YAML at the top of a model card; empty where there is none."""
+    """Return the YAML at the top of a model card; empty if there is none."""
     parts = read_words(readme).split("---\n") if readme.is_file() else []
     try:
         found = parsed_yaml(parts[1]) if len(parts) > 2 and not parts[0] else None
@@ -37,11 +37,7 @@ def head_of(
 
 
 def base_and_licence(recipe: Recipe) -> tuple[str, str]:
-    """What was trained from, and under which licence it is.
-
-    Returns:
-        (for people, licence; empty = unknown)
-    """
+    """Return what was trained from, in words, and its licence (empty = unknown)."""
     record: FamilyRecord = find_record("models", recipe.model)
     path = recipe.model_path
     if path in ("tiny", "random"):
@@ -57,14 +53,14 @@ def base_and_licence(recipe: Recipe) -> tuple[str, str]:
     return Path(path).name, str(named or head.get("license", ""))
 
 
-HUB_LICENCES = ("apache-2.0", "creativeml-openrail-m", "mit", "openrail++")  # Ids of model hubs
+HUB_LICENCES = ("apache-2.0", "creativeml-openrail-m", "mit", "openrail++")  # ids of model hubs
 
 
 def licence_head(licence: str) -> dict[str, str]:
-    """A licence as the head of a card names it.
+    """Return a licence as the YAML of a card names it.
 
     Args:
-        licence: Of `base_and_licence`
+        licence: from `base_and_licence`
     """
     if licence in ("", "other", *HUB_LICENCES):
         return {"license": licence} if licence else {}
@@ -74,12 +70,12 @@ def licence_head(licence: str) -> dict[str, str]:
 def sampling_arguments(
     recipe: Recipe,
 ) -> dict[str, Any]:
-    """Arguments of the pipeline's call with which the model was trained or validated."""
+    """Return the arguments of the pipeline's call with which the model was trained or validated."""
     sizes: dict[str, Any] = dict(height=recipe.resolution, width=recipe.resolution)
-    if "max_area" in _call_parameters(recipe):  # to which the pipeline scales height and width
+    if "max_area" in _call_parameters(recipe):  # the pipeline scales height and width to it
         sizes["max_area"] = recipe.resolution**2
     if recipe.reference_side and "_auto_resize" in _call_parameters(recipe):
-        sizes["_auto_resize"] = False  # else small references are enlarged
+        sizes["_auto_resize"] = False  # otherwise small references are enlarged
     if recipe.objective.startswith("dmd"):
         return sizes | dict(num_inference_steps=recipe.denoising_steps, guidance_scale=0)
     if recipe.validation_sample_steps:
@@ -90,13 +86,13 @@ def sampling_arguments(
 
 
 def _call_parameters(recipe: Recipe) -> dict[str, inspect.Parameter]:
-    """What the pipeline's call takes; empty where diffusers has none."""
+    """Return the parameters of the pipeline's call; empty if diffusers has none."""
     pipeline = getattr(diffusers, find_record("models", recipe.model).pipeline_class, None)
     return dict(inspect.signature(pipeline.__call__).parameters) if pipeline else {}
 
 
 def _guidance(recipe: Recipe) -> dict[str, Any]:
-    """The guidance of the validation as this pipeline calls it."""
+    """Return the validation's guidance as arguments of this pipeline."""
     known = _call_parameters(recipe)
     own = known.get("guidance_scale")
     if "true_cfg_scale" in known and (own is None or own.default is None):
@@ -105,13 +101,11 @@ def _guidance(recipe: Recipe) -> dict[str, Any]:
 
 
 def loading_code(recipe: Recipe, folder: Path) -> str:
-    """How the exported folder is loaded and asked for a picture.
+    """Return Python code that loads the exported folder and draws an image.
 
     Args:
-        folder: The export
-
-    Returns:
-        Python
+        recipe: of the run
+        folder: the export
     """
     references, draw = _drawing(recipe)
     lines = ["import torch", "from diffusers import DiffusionPipeline", ""]
@@ -135,7 +129,7 @@ def loading_code(recipe: Recipe, folder: Path) -> str:
 
 
 def _drawing(recipe: Recipe) -> tuple[list[str], str]:
-    """Lines that load reference images, and the pipeline's call."""
+    """Return lines that load reference images, and the pipeline's call."""
     given = {name: repr(value) for name, value in sampling_arguments(recipe).items()}
     if not recipe.reference_images:
         return [], _call(dict(prompt='"a bar chart"') | given)
@@ -152,33 +146,25 @@ def _drawing(recipe: Recipe) -> tuple[list[str], str]:
 
 
 def _call(arguments: dict[str, str]) -> str:
-    """The line that draws; by names, since pipelines differ in what comes first."""
+    """Return the line that draws, with names, since pipelines differ in their first argument."""
     return f"image = pipe({', '.join(f'{k}={v}' for k, v in arguments.items())}).images[0]"
 
 # %% ../../nbs/7_training/16_card.ipynb #8adeeab7
 def shown_recipe(recipe: Recipe) -> str:
-    """The recipe without what belongs to one machine.
-
-    Returns:
-        YAML
-    """
+    """Return the recipe as YAML, without what belongs to one machine."""
     left_out = {"name", "run_root", "resume", "main_process_ip", "main_process_port", "launcher"}
     values = recipe.model_dump(mode="json", exclude_defaults=True, exclude=left_out)
     return yaml.safe_dump({name: _without_folders(value) for name, value in values.items()})
 
 
 def _without_folders(value: Any) -> Any:
-    """The last part of an absolute path; anything else unchanged."""
+    """Return the last part of an absolute path; anything else unchanged."""
     is_path = isinstance(value, str) and value.startswith("/")
     return ",".join(Path(part).name for part in value.split(",")) if is_path else value
 
 
 def measured_rows(run: RunDir) -> list[tuple[str, str]]:
-    """Losses, steps, time and memory of a run, where they were measured.
-
-    Returns:
-        (what, value)
-    """
+    """Return (what, value) of losses, steps, time and memory, as far as they were measured."""
     rows = run.read_metrics()
     losses = [row for row in rows if "loss" in row]
     held = [row["held_out"] for row in rows if "held_out" in row]
@@ -200,14 +186,12 @@ def _pair(rows: list[dict], name: str) -> str:
 
 # %% ../../nbs/7_training/16_card.ipynb #4982b860
 def first_and_last_pictures(run: RunDir, count: int = 4, side: int = 256) -> Image.Image | None:
-    """The first and the last validation pictures of a run.
+    """Return the first and the last validation images of a run, or None if only one was made.
 
     Args:
-        count: Pictures in a row, at most
-        side: Of a picture, in pixels
-
-    Returns:
-        None where no pictures were drawn twice
+        run: its folder
+        count: images in a row, at most
+        side: of an image, in pixels
     """
     steps = sorted(path for path in run.validation_images.glob("step_*") if path.is_dir())
     if len(steps) < 2:
@@ -252,13 +236,13 @@ makes its pictures worse.
 def card_head(
     recipe: Recipe,
 ) -> str:
-    """The YAML at the top of a card that model hubs read."""
+    """Return the YAML at the top of a card, which model hubs read."""
     _, licence = base_and_licence(recipe)
     record = find_record("models", recipe.model)
     task = "image-to-image" if recipe.reference_images else "text-to-image"
     head: dict[str, Any] = dict(library_name="diffusers", pipeline_tag=task)
     if recipe.model_path == record.hub:
-        head["base_model"] = record.hub  # Whose page says what the licence allows
+        head["base_model"] = record.hub  # its page says what the licence allows
     head |= licence_head(licence)
     head["tags"] = ["sciftune", recipe.objective, *(["lora"] if recipe.lora_rank else [])]
     return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n"
@@ -267,7 +251,7 @@ def card_head(
 def what_was_trained(
     recipe: Recipe,
 ) -> str:
-    """Objective and trained part in a few words."""
+    """Return objective and trained part in a few words."""
     part = "all weights"
     if recipe.lora_rank:
         part = f"adapters of rank {recipe.lora_rank}"
@@ -277,7 +261,7 @@ def what_was_trained(
 
 
 def _table_rows(run: RunDir) -> str:
-    """Data, measured numbers and versions as rows of a table."""
+    """Return data, measured numbers and versions as rows of a table."""
     record = run.read_record()
     rows = [("fingerprint of the data (sha256)", record["data"])] if "data" in record else []
     rows += measured_rows(run)
@@ -289,14 +273,13 @@ def _table_rows(run: RunDir) -> str:
 
 
 def model_card(run: RunDir, recipe: Recipe, folder: Path, pictures: bool = True) -> str:
-    """What an exported model is, how it was trained, how it is loaded.
+    """Return the card of an exported model, in Markdown.
 
     Args:
-        folder: The export that the card is for
-        pictures: Whether samples.png stands beside it
-
-    Returns:
-        Markdown
+        run: its folder
+        recipe: of the run
+        folder: the export that the card is for
+        pictures: whether samples.png lies beside it
     """
     base, licence = base_and_licence(recipe)
     versions = run.read_record().get("packages", {})
@@ -319,10 +302,12 @@ def model_card(run: RunDir, recipe: Recipe, folder: Path, pictures: bool = True)
 
 
 def write_model_card(run: RunDir, recipe: Recipe, folder: Path) -> Path:
-    """Write README.md and, where pictures were drawn, samples.png beside an export.
+    """Write README.md and, if images were drawn, samples.png beside an export.
 
     Args:
-        folder: The export
+        run: its folder
+        recipe: of the run
+        folder: the export
     """
     sheet = first_and_last_pictures(run)
     if sheet:

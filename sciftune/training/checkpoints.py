@@ -75,28 +75,25 @@ class FlatShard(torch.Tensor):
 
     @staticmethod
     def of(values: Tensor, part: Range) -> "FlatShard":
-        """Values that know their place; they share memory with `values`.
+        """Return `values` with their range; memory is shared.
 
         Args:
             values: (part.count,) in any shape
+            part: the range that they belong to
         """
         shard = values.detach().reshape(-1).as_subclass(FlatShard)
         shard.range = part
         return shard
 
     def plain(self) -> Tensor:
-        """The values as an ordinary tensor, sharing memory.
-
-        Returns:
-            (part.count,)
-        """
+        """Return the values as an ordinary tensor (part.count,) that shares memory."""
         return self.as_subclass(torch.Tensor)
 
     def size(self, *dim: int) -> torch.Size:
-        """Elements of the whole parameter: DCP compares it with the size that was stored.
+        """Return the elements of the whole parameter, which DCP compares with the stored size.
 
         Args:
-            *dim: Not used: there is one dimension
+            *dim: unused: there is one dimension
         """
         return torch.Size([self.range.total])
 
@@ -123,14 +120,15 @@ class FlatShard(torch.Tensor):
 
 
 class DeferredShard(FlatShard):
-    """A shard whose values are read each time that they are asked for."""
+    """A shard whose values are read every time they are needed."""
 
     @staticmethod
     def of(read: Callable[[], Tensor], part: Range) -> "DeferredShard":
-        """A stand-in of the range's size: one element of memory, repeated.
+        """Return a stand-in of the range's size: one element of memory, repeated.
 
         Args:
-            read: Makes the values: (part.count,) fp32, memory of their own
+            read: returns the values: (part.count,) fp32, in memory of their own
+            part: the range that they belong to
         """
         shard = torch.zeros(1).expand(part.count).as_subclass(DeferredShard)
         shard.range = part
@@ -142,11 +140,11 @@ class DeferredShard(FlatShard):
 
 # %% ../../nbs/7_training/05_checkpoints.ipynb #f70a0b04
 class CopyMemory:
-    """Host memory for what a rank contributes to a checkpoint; every checkpoint uses it again.
+    """Host memory for what a rank contributes to a checkpoint, reused by every checkpoint.
 
     Args:
         counts: fp32 numbers of each shard, in order
-        lock: Page-lock it in the background, for the copies of a GPU
+        lock: page-lock it in the background, for copies from a GPU
     """
 
     def __init__(self, counts: list[int], lock: bool):
@@ -158,21 +156,21 @@ class CopyMemory:
         self.next = 0
 
     def begin(self) -> None:
-        """The next copy is that of the first shard. Waits until the memory is there.
+        """Wait until the memory is ready, and start again at the first shard.
 
-        Copies to memory that could not be locked are slower, and a warning says so.
+        Copies to memory that could not be locked are slower; a warning says so.
         """
         futures.wait(self.ready)
         if errors := list(filter(None, (one.exception() for one in self.ready))):
             warnings.warn(f"steps wait longer for a checkpoint ({errors[0]})", stacklevel=2)
-            self.ready = []  # said once
+            self.ready = []  # warn once
         self.next = 0
 
     def copy(self, values: Tensor) -> Tensor:
-        """Copy the next shard; `end` waits for what comes from a GPU.
+        """Copy the next shard; `end` waits for copies from a GPU.
 
         Args:
-            values: Of the next shard, fp32 (count,)
+            values: of the next shard, fp32 (count,)
 
         Returns:
             (count,)
@@ -190,26 +188,23 @@ class CopyMemory:
 
 
 def touch(part: Tensor) -> None:
-    """Let the system give all pages, by this thread alone.
-
-    Args:
-        part: Of host memory, any shape (...)
-    """
+    """Make the system allocate all pages of host memory, from this thread alone."""
     ctypes.memset(part.data_ptr(), 0, part.nbytes)
 
 
 def contributions(
     networks: dict[str, Network], averages: dict[str, EMA]
 ) -> Iterator[tuple[str, Range, Callable[[], Tensor]]]:
-    """What this rank contributes to a checkpoint: the ranges that it owns, in order.
+    """Yield what this rank contributes to a checkpoint: the ranges that it owns, in order.
 
     The keys are '<network>/<state>/<parameter>'.
 
     Args:
-        averages: Of some of the networks
+        networks: all trained networks
+        averages: EMAs of some of the networks
 
     Returns:
-        Key, range, what reads it: fp32 (count,)
+        key, range, function that reads it: fp32 (count,)
     """
     for name, network in networks.items():
         for part in network.owned():
@@ -222,14 +217,15 @@ def contributions(
 def state_shards(
     networks: dict[str, Network], averages: dict[str, EMA], memory: CopyMemory | None = None
 ) -> dict[str, FlatShard]:
-    """The shards of `contributions`, copied now or to be read later.
+    """Return the shards of `contributions`, copied now or deferred.
 
     Args:
-        averages: Of some of the networks
-        memory: Takes copies; None = each is read when it is written
+        networks: all trained networks
+        averages: EMAs of some of the networks
+        memory: for the copies; None = each is read when it is written
 
     Returns:
-        Key of `contributions` -> shard in host memory
+        key of `contributions` -> shard in host memory
     """
 
     def to_host(part: Range, read: Callable[[], Tensor]) -> Tensor:  # (part.count,)
@@ -246,32 +242,29 @@ def state_shards(
 
 # %% ../../nbs/7_training/05_checkpoints.ipynb #4ec4bf67
 def is_finite(values: Tensor, state: str) -> bool:
-    """Whether the sum of squares is a number in fp32.
+    """Return whether the sum of squares is finite in fp32.
 
     Args:
         values: (n,) fp32
-        state: One of `STATES`, or 'ema'
+        state: one of `STATES`, or 'ema'
     """
     squares = values.sum() if state == "exp_avg_sq" else values.dot(values)
     return math.isfinite(squares)
 
 
 class CheckedValues(DefaultSavePlanner):
-    """Gives torch the values of a checkpoint; looks at them and frees those that were deferred."""
+    """Give torch the values of a checkpoint, check them, and free those that were deferred."""
 
     def __init__(self):
         super().__init__()
         self.spoilt = []  # keys of tensors that are not finite
-        self.read = None  # deferred values that are being written
+        self.read = None  # deferred values being written
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """A shard's values in host memory; they are written when the next ones are asked for.
+        """Return a shard's values (n,) fp32 in host memory; free the deferred values before them.
 
         Args:
-            index: Key '<network>/<state>/<parameter>' and first element
-
-        Returns:
-            (n,) fp32
+            index: key '<network>/<state>/<parameter>' and first element
         """
         if self.read is not None:
             self.read.untyped_storage().resize_(0)
@@ -285,34 +278,28 @@ class CheckedValues(DefaultSavePlanner):
 
 
 def tensor_types(metadata: Metadata) -> dict[str, int]:
-    """The types of all tensors in a checkpoint, as its files have them.
-
-    Args:
-        metadata: Of a checkpoint that has been written
-
-    Returns:
-        'float32' -> number of tensors
-    """
+    """Return the types of all tensors in a written checkpoint: 'float32' -> number of tensors."""
     entries = metadata.state_dict_metadata.values()
     types = [str(e.properties.dtype) for e in entries if isinstance(e, TensorStorageMetadata)]
     return {name.removeprefix("torch."): types.count(name) for name in sorted(set(types))}
 
 # %% ../../nbs/7_training/05_checkpoints.ipynb #6681e781
 class DigestingFiles(FileSystem):
-    """Where torch writes its files: it takes the digests of what it writes.
+    """torch's file system for checkpoints, computing digests of what is written.
 
-    Every piece counts as progress, so that a slow disk is not taken for a rank that hangs.
+    Every piece counts as progress, so that a slow disk is not mistaken for a hanging rank.
     """
 
     def __init__(self):
         super().__init__()
-        self.digests = {}  # name of a file -> digests of its blocks
+        self.digests = {}  # file name -> digests of its blocks
 
     @contextmanager
     def create_stream(self, path: str | Path, mode: str) -> Iterator[IO[bytes]]:
-        """The open file; its digests are known when it is closed.
+        """Open a file; its digests are known when it is closed.
 
         Args:
+            path: of the file
             mode: 'wb' or 'rb'
         """
         with super().create_stream(path, mode) as raw:
@@ -325,13 +312,13 @@ class DigestingFiles(FileSystem):
         path: str | Path,
         new_path: str | Path,
     ) -> None:
-        """Rename a file that was written; its digests go with it."""
+        """Rename a written file together with its digests."""
         super().rename(path, new_path)
         self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)
 
 # %% ../../nbs/7_training/05_checkpoints.ipynb #d7f8345b
 def failure_cause(error: BaseException) -> str:
-    """What went wrong in a writing, of each rank where torch says whose error it is.
+    """Return what made a writing fail, per rank if torch knows the rank.
 
     Returns:
         'OSError: No space left on device, at filesystem.py:112'
@@ -339,24 +326,26 @@ def failure_cause(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         failed = error.failures.items()
         return "; ".join(f"rank {rank}: {_raised(*wrapped)}" for rank, wrapped in failed)
-    if isinstance(error, CheckpointError):  # says it already
+    if isinstance(error, CheckpointError):  # its text is the cause
         return str(error)
     return _raised(error, traceback.extract_tb(error.__traceback__))
 
 
 def _raised(error: BaseException, calls: traceback.StackSummary) -> str:
-    """An error on one line, with the place that raised it."""
+    """Return an error in one line, with the place that raised it."""
     said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     return f"{said}, at {Path(calls[-1].filename).name}:{calls[-1].lineno}" if calls else said
 
 # %% ../../nbs/7_training/05_checkpoints.ipynb #af14674a
 class Checkpointer:
-    """Writes checkpoints of a run, one at a time, and removes old ones.
+    """Write the checkpoints of a run, one at a time, and remove old ones.
 
     Args:
-        keep: Complete checkpoints kept
-        wait: Write before going on, instead of in a thread
-        beat: Told of progress while it is waited for
+        engine: of the run
+        run: its folder
+        keep: complete checkpoints to keep
+        wait: write before going on, instead of in a thread
+        beat: called with a note about progress while waiting
     """
 
     def __init__(
@@ -373,12 +362,12 @@ class Checkpointer:
         self.wait = wait
         self.beat = beat
         self.thread = None
-        self.folder = None  # being written by the thread
-        self.name = ""  # that it gets when it is complete
+        self.folder = None  # that the thread is writing
+        self.name = ""  # of the folder once it is complete
         self.error = None
         self.memory = None  # for copies
         self.group = None
-        if engine.world > 1:  # a slow disk is no error: whether it stalls the caller says
+        if engine.world > 1:  # a slow disk is no error; the caller decides when it has stalled
             self.group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
         if engine.main:
             run.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -386,7 +375,7 @@ class Checkpointer:
             self._tidy()
 
     def _tidy(self) -> None:
-        """Remove what a killed writer left; a checkpoint that it was replacing comes back."""
+        """Remove what a killed writer left, and restore a checkpoint that it was replacing."""
         for old in self.run.checkpoints.glob(".step_*.old"):
             final = old.with_name(old.name.split(".")[1])
             if not final.exists():
@@ -399,18 +388,18 @@ class Checkpointer:
         networks: dict[str, Network],
         averages: dict[str, EMA] | None = None,
     ) -> None:
-        """Begin to get host memory for copies, which is kept until `release`.
+        """Begin to allocate host memory for copies, which is kept until `release`.
 
-        Nothing where checkpoints are written in place.
+        Nothing is allocated if checkpoints are written in place.
         """
         counts = [part.count for _, part, _ in contributions(networks, averages or {})]
         if self.engine.saves_in_place or (self.memory and self.memory.counts == counts):
             return
-        self.memory = None  # before there is other memory
+        self.memory = None  # free the old memory first
         self.memory = CopyMemory(counts, self.engine.device.type == "cuda")
 
     def release(self) -> None:
-        """Give the memory of copies back, after the last checkpoint."""
+        """Free the memory for copies, after the last checkpoint."""
         self.join()
         self.memory = None
 
@@ -423,11 +412,14 @@ class Checkpointer:
     ) -> None:
         """Begin the checkpoint of `step`, or write it in place. All ranks call it together.
 
-        Raises CheckpointError when the one before failed, or when the disk is too small.
-
         Args:
-            step: Steps taken
-            info: Kept beside the tensors: recipe, data (fingerprint), task
+            step: steps taken
+            networks: all trained networks
+            info: stored beside the tensors: recipe, data (fingerprint), task
+            averages: EMAs of some of the networks
+
+        Raises:
+            CheckpointError: the previous one failed, or the disk is too small
         """
         self.join()
         averages = averages or {}
@@ -463,7 +455,7 @@ class Checkpointer:
             )
 
     def _begin(self, replacing: ExitStack) -> Path:
-        """Rank 0 makes the folder beside the final one; all get its name."""
+        """Create the folder beside the final one on rank 0, and return its path on all ranks."""
         final = self.run.checkpoints / self.name
         name = None
         if self.engine.main:
@@ -473,7 +465,7 @@ class Checkpointer:
     def _write(self, shards: dict, info: dict, folder: Path, replacing: ExitStack) -> None:
         error = None
         try:
-            # of rank 0: the folder gets its name at the end, or is removed
+            # rank 0: `replacing` gives the folder its final name, or removes it after an error
             with replacing, self._own_device():
                 self._write_folder(shards, info, folder)
         except BaseException as failed:
@@ -486,13 +478,13 @@ class Checkpointer:
                 shutil.rmtree(old, ignore_errors=True)
 
     def _own_device(self) -> AbstractContextManager:
-        """Triton's kernels run on the device of the thread, which begins with the first GPU."""
+        """Use the run's GPU in this thread; by default Triton would run on the first GPU."""
         device = self.engine.device
         return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
     def _write_folder(self, shards: dict, info: dict, folder: Path) -> None:
-        """Every rank its file, rank 0 what belongs to all."""
-        if not self.engine.saves_in_place:  # steps go on beside it
+        """Write this rank's shards; rank 0 also writes the metadata and info.json."""
+        if not self.engine.saves_in_place:  # training continues meanwhile
             torch.set_num_threads(1)
         planner = CheckedValues()
         writer = dcp.FileSystemWriter(
@@ -515,7 +507,7 @@ class Checkpointer:
             write_atomic(folder / "info.json", sealed(info))
 
     def _gather(self, thing: object) -> list:
-        """Every rank's `thing`, in the writing threads."""
+        """Return every rank's `thing`; called in the writing threads."""
         if self.group is None:
             return [thing]
         found = [None] * self.engine.world
@@ -523,7 +515,7 @@ class Checkpointer:
         return found
 
     def _agreed(self, error: BaseException | None) -> BaseException | None:
-        """The error of this rank or of another; no rank ends before all are done."""
+        """Return the error of this rank or of another; no rank returns before all have finished."""
         try:
             reasons = self._gather(error and failure_cause(error))
         except Exception as lost:
@@ -532,7 +524,11 @@ class Checkpointer:
         return error or (CheckpointError(others[0]) if others else None)
 
     def join(self) -> None:
-        """Wait for the writing under way. Raises CheckpointError with what it failed with."""
+        """Wait for the current writing.
+
+        Raises:
+            CheckpointError: it failed
+        """
         self._wait(math.inf)
         self.thread = None
         if self.error:
@@ -545,14 +541,14 @@ class Checkpointer:
 
     @property
     def writing(self) -> bool:
-        """Whether a checkpoint is being written."""
+        """Return whether a checkpoint is being written."""
         return bool(self.thread) and self.thread.is_alive()
 
     def settle(self, patience: float) -> None:
-        """Let the writing under way end, whatever else has failed. Raises nothing.
+        """Wait for the current writing after another error; raise nothing.
 
         Args:
-            patience: Seconds without a byte written after which it is given up
+            patience: seconds without a byte written after which to give up
         """
         self._wait(patience)
 
@@ -568,9 +564,9 @@ class Checkpointer:
                 self.beat(f"{size / 2**30:.2f} GiB written")
 
     def _written(self) -> int:
-        """Bytes that all ranks have written of the checkpoint under way."""
+        """Return the bytes that all ranks have written of the current checkpoint."""
         size = 0
-        with suppress(OSError):  # it gets its final name meanwhile
+        with suppress(OSError):  # it may get its final name meanwhile
             for file in os.scandir(self.folder):
                 size += file.stat().st_size
         return size
@@ -588,16 +584,16 @@ METADATA_CLASSES = {
         _MEM_FORMAT_ENCODING,
         _StorageInfo,
     )
-}  # What `.metadata` is made of
+}  # the classes that `.metadata` consists of
 
 
 def _joined_path(*parts: str) -> str:
-    """A path in metadata, as text: nothing is opened by it."""
+    """Return a path in metadata as text; nothing is opened by it."""
     return "/".join(map(str, parts))
 
 
 def _memory_format(kind: type, name: str) -> _MEM_FORMAT_ENCODING:
-    """The member `name`. Raises UnpicklingError for an attribute of anything else."""
+    """Return the member `name`; raise UnpicklingError for an attribute of anything else."""
     if kind is not _MEM_FORMAT_ENCODING or name not in kind.__members__:
         raise pickle.UnpicklingError(f"it asks for {name!r:.40} of something else than its format")
     return kind[name]
@@ -613,9 +609,9 @@ METADATA_NAMES = METADATA_CLASSES | {
 
 
 class MetadataUnpickler(pickle._Unpickler):
-    """Reads `.metadata` and nothing else: it knows no name but those of torch's format.
+    """Read `.metadata` and nothing else: only the names of torch's format are known.
 
-    It is the one written in Python, whose BUILD can be told to leave classes as they are.
+    It derives from the unpickler written in Python, whose BUILD can be overridden.
     """
 
     def find_class(
@@ -623,7 +619,7 @@ class MetadataUnpickler(pickle._Unpickler):
         module: str,
         name: str,
     ) -> object:
-        """What a name stands for. Raises UnpicklingError for one that is not of the format."""
+        """Return what a name means; raise UnpicklingError if it is not part of the format."""
         if (module, name) in METADATA_NAMES:
             return METADATA_NAMES[module, name]
         found = getattr(torch, name, None) if module == "torch" else None
@@ -632,7 +628,7 @@ class MetadataUnpickler(pickle._Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which can run code")
 
     def load_build(self):
-        """Set the attributes of an instance of the format's classes, and of nothing else."""
+        """Set attributes on instances of the format's classes, and on nothing else."""
         if type(self.stack[-2]) not in METADATA_CLASSES.values():
             raise pickle.UnpicklingError("it changes something that is not an entry")
         super().load_build()
@@ -641,10 +637,10 @@ class MetadataUnpickler(pickle._Unpickler):
 
 # %% ../../nbs/7_training/05_checkpoints.ipynb #0ce211f3
 class CheckpointReader(dcp.FileSystemReader):
-    """Torch's reader of a checkpoint folder, without its `pickle.load`; reads metadata once.
+    """torch's reader of a checkpoint folder, without its `pickle.load`; it reads metadata once.
 
     Args:
-        path: Checkpoint folder
+        path: checkpoint folder
     """
 
     def __init__(self, path: str | Path):
@@ -652,11 +648,14 @@ class CheckpointReader(dcp.FileSystemReader):
         self.metadata = None
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
-        """Which file holds which range of which tensor. Raises CheckpointError for what is not.
+        """Return which file holds which range of which tensor.
 
         Args:
-            *args: Not used
-            **kwargs: Not used
+            *args: unused
+            **kwargs: unused
+
+        Raises:
+            CheckpointError: the file is damaged or not an index of tensors
         """
         if self.metadata is None:
             file = Path(self.path) / ".metadata"
@@ -691,26 +690,28 @@ def _check_metadata(metadata: Metadata) -> None:
 
 # %% ../../nbs/7_training/05_checkpoints.ipynb #7e8983cd
 def common_fault(engine: Engine, fault: Callable[[int, int], str]) -> str:
-    """What is wrong in the share of any rank. All ranks call it together.
+    """Return a fault that any rank finds in its share. All ranks call it together.
 
     Args:
+        engine: of the run
         fault: (rank, world) -> what this rank finds wrong in its share
 
     Returns:
-        '' where no rank finds anything; the same on all
+        '' if no rank finds anything; the same on all
     """
     return next(filter(None, engine.gather_objects(fault(engine.rank, engine.world))), "")
 
 
 def usable_fault(engine: Engine, path: Path, heartbeat: Callable = lambda *a: None) -> str:
-    """Why a checkpoint cannot be used, its bytes compared. All ranks call it together.
+    """Return why a checkpoint cannot be used, comparing its bytes. All ranks call it together.
 
     Args:
-        path: A checkpoint
+        engine: of the run
+        path: a checkpoint
         heartbeat: (stage, step, note)
 
     Returns:
-        '' for one that can be used
+        '' if it can be used
     """
 
     def fault(rank: int, world: int) -> str:
@@ -727,17 +728,20 @@ def checkpoint_to_resume(
     say: Callable[[str], None] = print,
     heartbeat: Callable = lambda *a: None,
 ) -> Path | None:
-    """The checkpoint to go on from, every byte compared. All ranks call it together.
-
-    Raises RecipeError when the one named cannot be used, or none of those that are there.
+    """Return the checkpoint to resume from, comparing every byte. All ranks call it together.
 
     Args:
+        engine: of the run
+        run: its folder
         resume: Recipe.resume
-        say: Told of checkpoints that are passed over
+        say: called with a sentence about each checkpoint that is skipped
         heartbeat: (stage, step, note)
 
     Returns:
         None = start new
+
+    Raises:
+        RecipeError: the named one cannot be used, or none of those that exist
     """
     candidates = engine.gather_objects(resume_candidates(run, resume))[0]
     return first_usable(candidates, resume, lambda path: usable_fault(engine, path, heartbeat), say)
@@ -770,7 +774,7 @@ def _wanted(name: str, network: Network, average: EMA | None) -> list[_Wanted]:
 
 
 def _check_stored(wanted: list[_Wanted], stored: Mapping, path: Path) -> None:
-    """Raise RecipeError when a tensor is not there or has another size."""
+    """Raise RecipeError if a tensor is missing or has another size."""
     for item in wanted:
         found = stored.get(item.key)
         if found is None:
@@ -802,17 +806,20 @@ def load_checkpoint(
     averages: dict[str, EMA] | None = None,
     group_elements: int = 2**28,
 ) -> dict:
-    """Put weights, optimizer states and averages of a checkpoint into `networks`.
-
-    Raises RecipeError when a tensor is missing or has another size, CheckpointError for metadata
-    that are none.
+    """Restore weights, optimizer states and averages of a checkpoint into `networks`.
 
     Args:
-        path: A complete checkpoint, whatever engine wrote it
-        group_elements: Parameters read at a time
+        path: a complete checkpoint, written by any engine
+        networks: all trained networks
+        averages: EMAs of some of the networks
+        group_elements: elements read at a time
 
     Returns:
         info.json
+
+    Raises:
+        RecipeError: a tensor is missing or has another size
+        CheckpointError: the metadata are damaged
     """
     info = checkpoint_info(path)
     reader = CheckpointReader(path)
@@ -833,10 +840,11 @@ def load_checkpoint(
 
 # %% ../../nbs/7_training/05_checkpoints.ipynb #f1205d8c
 class CheckpointTensors(Mapping):
-    """Parameter name -> its whole flattened value, fp32; each is read when it is asked for.
+    """Map parameter names to their whole flattened fp32 values, each read when it is accessed.
 
     Args:
-        path: A complete checkpoint
+        path: a complete checkpoint
+        network: name of the network in it
         state: weight, exp_avg, exp_avg_sq or ema
     """
 
@@ -849,7 +857,7 @@ class CheckpointTensors(Mapping):
             for key, stored in metadata.state_dict_metadata.items()
             if key.startswith(prefix)
         }
-        self.places = {}  # name -> [(first element, place in a file)]
+        self.places = {}  # name -> [(first element, position in a file)]
         for index, place in metadata.storage_data.items():
             if index.fqn.startswith(prefix):
                 start = index.offset[0] if index.offset else 0

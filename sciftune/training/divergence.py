@@ -17,16 +17,16 @@ from ..core.registry import find_record
 from .monitor import rate_advice
 
 # %% ../../nbs/7_training/21_divergence.ipynb #d6000006
-FIRST = 100  # Steps that say what is usual
-ROW = 10  # Steps that must agree
+FIRST = 100  # steps that define what is usual
+ROW = 10  # steps that must agree
 
 
 class DivergedError(ArithmeticError):
-    """The loss shows that the run has diverged; the message says how and what to try."""
+    """The loss shows that the run has diverged; the message says how, and what to try."""
 
 
 class Divergence:
-    """Reads the numbers of a run step by step and recognises when it diverges."""
+    """Read the numbers of a run step by step, and recognise when it diverges."""
 
     def __init__(
         self,
@@ -37,28 +37,25 @@ class Divergence:
         self.falling = record.one_network and record.falling_loss
         weighted = recipe.loss_weighting != "none" or bool(recipe.snr_gamma)
         self.nonsense = 0.0 if weighted else 10 * record.starting_loss
-        self.losses: list[float] = []  # Magnitudes: the first ones and, in `last`, the newest
+        self.losses: list[float] = []  # magnitudes of the first ones; `last` has the newest
         self.norms: list[float] = []
         self.last: list[tuple[float, float]] = []
-        self.moved = 0.0  # Change of the weights in a step, as a share of their size
+        self.moved = 0.0  # largest change of the weights in a step, relative to their size
         self.over = False
 
     def update(self, moved: float) -> None:
-        """Remember how far a step has moved the weights.
+        """Store how far a step has moved the weights.
 
         Args:
-            moved: Of `UpdateMeter.after`
+            moved: from `UpdateMeter.after`
         """
         self.moved = max(self.moved, moved if math.isfinite(moved) else 0.0)
 
     def row(self, row: Mapping[str, Any]) -> Finding | None:
-        """Look at a step; its loss is a number.
+        """Return a finding at the step where the run counts as diverged, once.
 
         Args:
-            row: step, loss, grad_norm
-
-        Returns:
-            Once
+            row: step, loss (finite), grad_norm
         """
         self.last.append((abs(row["loss"]), abs(row["grad_norm"])))
         if len(self.last) > ROW:
@@ -72,21 +69,21 @@ class Divergence:
         return self._finding(row["step"], why)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: what was usual at the start."""
+        """Return what a checkpoint keeps: what was usual at the start."""
         return dict(losses=self.losses, norms=self.norms, moved=self.moved)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what was usual at the start of the run.
+        """Restore what was usual at the start of the run.
 
         Args:
-            state: Of `state_dict`; empty = an older checkpoint
+            state: from `state_dict`; empty = an older checkpoint
         """
         self.losses = list(state.get("losses", ()))
         self.norms = list(state.get("norms", ()))
         self.moved = state.get("moved", 0.0)
 
     def _why(self) -> str:
-        """Which rule holds; '' = none."""
+        """Return which rule applies; '' = none."""
         first = self.losses
         if not first or len(self.last) < ROW:
             return ""

@@ -16,11 +16,11 @@ from .task import get_task
 
 # %% ../../nbs/7_training/19_epochs.ipynb #fa346124
 def epochs_fault(recipe: Recipe, steps: int) -> str:
-    """Why a recipe has two lengths, and what to write.
+    """Return why a recipe has two lengths, and what to write.
 
     Args:
-        recipe: Its steps are not those of its epochs
-        steps: Of its epochs
+        recipe: its steps are not those of its epochs
+        steps: of its epochs
     """
     return (
         f"steps: {recipe.steps} contradicts num_train_epochs={recipe.num_train_epochs:g}, which is "
@@ -29,13 +29,14 @@ def epochs_fault(recipe: Recipe, steps: int) -> str:
 
 # %% ../../nbs/7_training/19_epochs.ipynb #3456e6f4
 def count_steps(recipe: Recipe) -> int:
-    """The steps of a recipe's epochs.
-
-    Raises RecipeError where `steps` says another number and where the data have no epochs,
-    DataError for data that cannot be used.
+    """Return the steps of a recipe's epochs.
 
     Args:
-        recipe: With num_train_epochs
+        recipe: with num_train_epochs
+
+    Raises:
+        RecipeError: `steps` is another number, or the data have no epochs
+        DataError: the data cannot be used
     """
     try:
         order = get_task(recipe.objective).training_order(recipe)
@@ -54,7 +55,7 @@ def tell_steps(arguments: list[str]) -> int:
         arguments: recipe.yaml
 
     Returns:
-        Exit code: 2 where there is no number, and why on standard output
+        exit code: 2 if there is no number, with the reason on standard output
     """
     path = Path(arguments[0])
     recipe = Recipe.load(path)

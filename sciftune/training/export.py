@@ -50,11 +50,11 @@ CODES = {
     torch.int32: "I32",
     torch.uint8: "U8",
     torch.bool: "BOOL",
-}  # What the header of a safetensors file calls a type
+}  # names of types in the header of a safetensors file
 
 # %% ../../nbs/7_training/06_export.ipynb #86354726
 def _header(shapes: Mapping[str, tuple]) -> bytes:
-    """The header of a file with these tensors, filled up to a multiple of 8 bytes."""
+    """Return the header of a file with these tensors, padded to a multiple of 8 bytes."""
     entries = {"__metadata__": {"format": "pt"}}
     begin = 0
     for name, (dtype, shape) in shapes.items():
@@ -68,15 +68,15 @@ def _header(shapes: Mapping[str, tuple]) -> bytes:
 def stream_safetensors(
     path: Path, shapes: Mapping[str, tuple], read: Callable[[str], Tensor]
 ) -> list[str]:
-    """Write a safetensors file holding one tensor in memory at a time; flushed when it returns.
+    """Write a safetensors file with one tensor in memory at a time, and flush it.
 
     Args:
-        path: New file
+        path: new file
         shapes: name -> (dtype, shape), in file order
         read: name -> the tensor, in any shape and type
 
     Returns:
-        Digests of the file, taken of the bytes on their way
+        digests of the file, computed on the bytes as they are written
     """
     header = _header(shapes)
     with open(path, "wb") as raw:
@@ -90,14 +90,14 @@ def stream_safetensors(
 
 # %% ../../nbs/7_training/06_export.ipynb #30655398
 def split_into_files(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Fill files in order; a tensor larger than `limit` gets one of its own.
+    """Fill files in order; a tensor larger than `limit` gets a file of its own.
 
     Args:
         sizes: name -> bytes
-        limit: Bytes per file
+        limit: bytes per file
 
     Returns:
-        Names per file
+        names per file
     """
     files = [[]]
     used = 0
@@ -120,18 +120,19 @@ def write_component(
 ) -> Counter:
     """Write the weights of a component with some tensors replaced.
 
-    Raises ValueError when what was written is not what should have been.
-
     Args:
         changed: name -> new values, for the tensors that differ from the base
-        weights: Of the base: name -> tensor
-        out: New folder
-        dtype: Of floating tensors
-        max_shard_size: Of a file; None = one file
-        stem: First part of the names of the files
+        weights: of the base: name -> tensor
+        out: new folder
+        dtype: of floating tensors
+        max_shard_size: of a file; None = one file
+        stem: first part of the file names
 
     Returns:
-        How many tensors of each type were written
+        number of tensors written of each type
+
+    Raises:
+        ValueError: what was written is not what it should be
     """
     shapes = {
         name: (_export_type(weights.dtype(name), dtype), tuple(weights.shape(name)))
@@ -161,7 +162,7 @@ def _export_type(stored: torch.dtype, wanted: torch.dtype) -> torch.dtype:
 
 # %% ../../nbs/7_training/06_export.ipynb #e4902501
 def _count_types(folder: Path, shapes: Mapping[str, tuple]) -> Counter:
-    """Open what was written; ValueError at the first tensor that is not as it should be."""
+    """Open what was written and count types; raise ValueError at the first tensor that is wrong."""
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
@@ -183,13 +184,16 @@ def _count_types(folder: Path, shapes: Mapping[str, tuple]) -> Counter:
 def trained_tensors(
     checkpoint: Path, network: str, state: str, left_out: tuple = ()
 ) -> CheckpointTensors:
-    """What a checkpoint trained. Raises ValueError where it has no such network or state.
+    """Return the tensors that a checkpoint trained.
 
     Args:
-        checkpoint: A complete checkpoint
-        network: Name of the trained network in it
+        checkpoint: a complete checkpoint
+        network: name of the trained network in it
         state: 'weight' or 'ema'
-        left_out: Prefixes of tensors that are not wanted
+        left_out: prefixes of tensors that are not wanted
+
+    Raises:
+        ValueError: it has no such network or state
     """
     trained = CheckpointTensors(checkpoint, network, state)
     for name in [n for n in trained if n.startswith(left_out)]:
@@ -215,20 +219,24 @@ def export_component(
 ) -> Counter:
     """Write the trained denoiser with the base's configuration.
 
-    Raises ValueError when checkpoint and base do not belong together.
-
     Args:
-        checkpoint: A complete checkpoint
-        base: Pipeline folder or hub id that was trained from
-        out: New component folder
-        state: or 'ema'
-        network: Name of the trained network in the checkpoint
-        earlier: Of an earlier run that this one began with
-        revision: Of a hub id
-        left_out: Prefixes of trained tensors that are not written
+        checkpoint: a complete checkpoint
+        family: the model's family
+        base: pipeline folder or hub id that was trained from
+        out: new component folder
+        dtype: of floating tensors
+        max_shard_size: of a file
+        state: 'weight' or 'ema'
+        network: name of the trained network in the checkpoint
+        earlier: tensors of an earlier run that this one began with
+        revision: of a hub id
+        left_out: prefixes of trained tensors that are not written
 
     Returns:
-        How many tensors of each type were written
+        number of tensors written of each type
+
+    Raises:
+        ValueError: checkpoint and base do not belong together
     """
     trained = trained_tensors(checkpoint, network, state, left_out)
     weights = family.denoiser_weights(base, revision)
@@ -253,7 +261,7 @@ def _write_denoiser(
     max_shard_size: str,
     revision: str | None,
 ) -> Counter:
-    """`write_component` in the layout of the family, with the base's config.json."""
+    """Call `write_component` in the family's layout, with the base's config.json."""
     limit = max_shard_size if family.sharded_weights else None
     stem = family.weights_stem
     count = write_component(changed, weights, out, dtype, limit, stem)
@@ -267,16 +275,16 @@ def _write_denoiser(
 def export_damage(
     folder: Path, rank: int = 0, world: int = 1, progress: Callable[[str], None] = lambda note: None
 ) -> str:
-    """What differs from the digests in a folder or, without them, in its components.
+    """Return what differs from the digests in a folder or, without them, in its components.
 
     Args:
-        folder: Of a pipeline or of adapters
-        rank: Which part is compared
-        world: Parts
-        progress: Told after every block
+        folder: of a pipeline or of adapters
+        rank: which part is compared
+        world: number of parts
+        progress: called with a note after every block
 
     Returns:
-        '' where nothing is wrong, or nothing is known
+        '' if nothing is wrong, or nothing is known
     """
     folder = Path(folder)
     parts = sorted(path for path in folder.iterdir() if path.is_dir())
@@ -285,10 +293,11 @@ def export_damage(
 
 
 def verify_base(engine: Engine, base: Path | None, heartbeat: Callable = lambda *a: None) -> None:
-    """Raise RecipeError when an exported folder is damaged. All ranks call it together.
+    """Raise RecipeError if an exported folder is damaged. All ranks call it together.
 
     Args:
-        base: Folder that the run trains from; None = random weights
+        engine: of the run
+        base: folder that the run trains from; None = random weights
         heartbeat: (stage, step, note)
     """
     if base is None or not Path(base).is_dir():
@@ -303,7 +312,7 @@ def verify_base(engine: Engine, base: Path | None, heartbeat: Callable = lambda 
 # %% ../../nbs/7_training/06_export.ipynb #d88a13ed
 @contextmanager
 def _folder_beside(out: Path) -> Iterator[Path]:
-    """A path beside `out` for a new folder; removed at the end."""
+    """Give a path beside `out` for a new folder, removed at the end."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
         yield Path(folder) / "component"
@@ -323,21 +332,27 @@ def export_pipeline(
     scheduler: SchedulerMixin | None = None,
     left_out: tuple = (),
 ) -> Counter:
-    """Write the pipeline with the trained denoiser. Raises ValueError like `export_component`.
+    """Write the pipeline with the trained denoiser.
 
     Args:
-        checkpoint: A complete checkpoint
-        base: Pipeline folder or hub id that was trained from
-        out: New pipeline folder
-        state: or 'ema'
-        network: Name of the trained network in the checkpoint
-        earlier: Of an earlier run that this one began with
-        revision: Of a hub id
-        scheduler: In the place of the base's
-        left_out: Prefixes of trained tensors that are not written
+        checkpoint: a complete checkpoint
+        family: the model's family
+        base: pipeline folder or hub id that was trained from
+        out: new pipeline folder
+        dtype: of floating tensors
+        max_shard_size: of a file
+        state: 'weight' or 'ema'
+        network: name of the trained network in the checkpoint
+        earlier: tensors of an earlier run that this one began with
+        revision: of a hub id
+        scheduler: replaces the base's
+        left_out: prefixes of trained tensors that are not written
 
     Returns:
-        How many tensors of each type were written
+        number of tensors written of each type
+
+    Raises:
+        ValueError: as `export_component`
     """
     out = Path(out)
     with _folder_beside(out) as component:
@@ -359,13 +374,10 @@ def export_pipeline(
 
 # %% ../../nbs/7_training/06_export.ipynb #b064e72c
 def lora_scheduler(lora: str | Path) -> SchedulerMixin | None:
-    """The scheduler that stands beside adapters.
+    """Return the scheduler saved beside adapters; None means the base's.
 
     Args:
         lora: LoRA file or folder
-
-    Returns:
-        None = the base's serves
     """
     folder = Path(lora).expanduser() / "scheduler"
     if not folder.is_dir():
@@ -381,18 +393,18 @@ def merge_lora(
     max_shard_size: str = "10GB",
     revision: str | None = None,
 ) -> int:
-    """Write the pipeline with the adapters added to its weights.
-
-    Raises ValueError when they do not belong together.
+    """Write the pipeline with adapters added to its weights; return the number of merged layers.
 
     Args:
-        base: Pipeline folder or hub id
+        base: pipeline folder or hub id
         lora: LoRA file or folder
-        out: New pipeline folder
-        revision: Of a hub id
+        out: new pipeline folder
+        dtype: of floating tensors
+        max_shard_size: of a file
+        revision: of a hub id
 
-    Returns:
-        Layers merged
+    Raises:
+        ValueError: base and adapters do not belong together
     """
     family = family_of(base, revision)
     if damaged := export_damage(family.resolve(base, revision=revision)):

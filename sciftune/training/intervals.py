@@ -14,11 +14,11 @@ from ..models.family import own_mean
 
 # %% ../../nbs/7_training/18_intervals.ipynb #894090f9
 def loss_by_sigma(losses: Tensor, sigma: Tensor, ranges: int) -> Tensor:
-    """Losses added up by range of sigma.
+    """Add up losses by range of sigma.
 
     Args:
-        losses: Of samples or tokens (n,)
-        sigma: Their noise levels (n,) in [0,1]
+        losses: of samples or tokens (n,)
+        sigma: their noise levels (n,) in [0,1]
         ranges: K
 
     Returns:
@@ -30,11 +30,11 @@ def loss_by_sigma(losses: Tensor, sigma: Tensor, ranges: int) -> Tensor:
 
 # %% ../../nbs/7_training/18_intervals.ipynb #e6fb5bff
 def latent_sums(latents: Tensor, sizes: list | None = None) -> Tensor:
-    """What mean and standard deviation of latents are computed from.
+    """Return the sums that mean and standard deviation of latents are computed from.
 
     Args:
         latents: (B,...)
-        sizes: (h,w) of each sample where padding is beside some; see `own_mean`
+        sizes: (h,w) of each sample if some are padded; see `own_mean`
 
     Returns:
         (3,) fp32: samples, sum of their means, sum of their mean squares
@@ -46,11 +46,11 @@ def latent_sums(latents: Tensor, sizes: list | None = None) -> Tensor:
 
 # %% ../../nbs/7_training/18_intervals.ipynb #e725c311
 def line_due(recipe: Recipe, step: int) -> bool:
-    """Whether the numbers of a step go into metrics.jsonl.
+    """Return whether the numbers of a step go into metrics.jsonl.
 
     Args:
-        recipe: Its log_steps and steps
-        step: Steps taken
+        recipe: its log_steps and steps
+        step: steps taken
     """
     return step % recipe.log_steps == 0 or step == recipe.steps
 
@@ -62,13 +62,10 @@ class Sums:
         self.held = {}
 
     def add(self, reported: dict) -> dict:
-        """Take the sums out of what an objective reports.
+        """Add the sums in what an objective reports, and return the scalars.
 
         Args:
-            reported: Of an objective's loss: scalars, and sums with a dimension or more
-
-        Returns:
-            The scalars
+            reported: from an objective's loss: scalars, and sums with a dimension or more
         """
         scalars = {}
         for name, value in reported.items():
@@ -80,16 +77,16 @@ class Sums:
         return scalars
 
     def take(self) -> dict[str, Tensor]:
-        """The sums so far, by name; begins again with none."""
+        """Return the sums so far, by name, and begin again without any."""
         held, self.held = self.held, {}
         return held
 
 # %% ../../nbs/7_training/18_intervals.ipynb #4175cb00
 def with_numbers(row: dict) -> dict:
-    """The row with means in the place of its sums.
+    """Return the row with means instead of sums.
 
     Args:
-        row: Of a step, with sums as nested lists
+        row: of a step, with sums as nested lists
 
     Returns:
         latent_mean, latent_std, loss_sigma and loss_sigma_count {range: number}
@@ -109,25 +106,22 @@ def with_numbers(row: dict) -> dict:
 
 
 def range_names(ranges: int) -> list[str]:
-    """What the ranges of sigma are called.
+    """Return the names of the ranges of sigma: '0-0.2' and so on.
 
     Args:
         ranges: K
-
-    Returns:
-        '0-0.2' and so on
     """
     return [f"{k / ranges:.2g}-{(k + 1) / ranges:.2g}" for k in range(ranges)]
 
 # %% ../../nbs/7_training/18_intervals.ipynb #f29143ed
 def flattened(row: dict) -> dict:
-    """A row for a tracker.
+    """Return a row for a tracker.
 
     Args:
-        row: Numbers, and mappings of numbers
+        row: numbers, and mappings of numbers
 
     Returns:
-        'loss_sigma/0-0.2' in the place of mappings; without what is neither
+        numbers, with names like 'loss_sigma/0-0.2'; other values are left out
     """
     numbers = {}
     for name, value in row.items():

@@ -18,20 +18,20 @@ from .host_memory import resident_bytes
 
 # %% ../../nbs/7_training/02_metrics.ipynb #6e69669b
 class DeferredMetrics:
-    """A queue of a step's numbers, each read one `push` after it was made."""
+    """A queue of the numbers of steps; each is read by the `push` after the one that queued it."""
 
     def __init__(self):
         self.pending = []
 
     def push(self, row: dict, values: dict[str, Tensor]) -> list[dict]:
-        """Queue the numbers of a step; returns those of the steps before.
+        """Queue the numbers of a step and return those of earlier steps.
 
         Args:
-            row: What the host knows: step, learning rate, times
-            values: On the device or the host: name -> scalar () or sums (...)
+            row: what the host knows: step, learning rate, times
+            values: name -> scalar () or sums (...), on the device or the host
 
         Returns:
-            Finished rows: `row` and the values as floats, or as nested lists of them
+            finished rows: `row` and the values as floats, or as nested lists of them
         """
         finished = self.flush()
         device = next((v.device for v in values.values() if v.device.type != "cpu"), None)
@@ -86,16 +86,16 @@ class Stopwatch:
         """End a phase.
 
         Args:
-            phase: Of the time since the last mark
+            phase: name for the time since the last mark
         """
         now = self._now()
         self.marks.append((phase, self.last, now))
         self.last = now
 
     def take(self) -> Callable[[], dict[str, float]]:
-        """A function that gives {phase + '_time': seconds}.
+        """Return a function that returns {phase + '_time': seconds}.
 
-        It may be called once the device has passed the last mark, so after the next `push`.
+        Call it once the device has passed the last mark, that is after the next `push`.
         """
         marks = self.marks
         cuda = self.cuda
@@ -112,13 +112,13 @@ class Stopwatch:
 
 # %% ../../nbs/7_training/02_metrics.ipynb #c8cd1a4f
 def memory_now(device: torch.device) -> dict:
-    """Return the peak memory so far in GiB and, on a GPU, how near its end the run is.
+    """Return the peak memory so far in GiB and, on a GPU, how close to the limit it is.
 
-    On a CPU it is what the process has now, without pages of files: libraries are no memory of a
-    plan.
+    On a CPU it is the current memory of the process without pages of files: libraries are not part
+    of a plan.
 
     Returns:
-        memory_allocated_gib and memory_reserved_gib; see above for a GPU's others
+        memory_allocated_gib and memory_reserved_gib; on a GPU also the numbers above
     """
     if device.type == "cuda":
         counted = torch.cuda.memory_stats(device)
@@ -136,13 +136,14 @@ def memory_now(device: torch.device) -> dict:
 
 # %% ../../nbs/7_training/02_metrics.ipynb #eb858c56
 def progress_line(step: int, steps: int, loss: float, seconds: float, left: float) -> str:
-    """Step, loss, speed and the time that is left.
+    """Return step, loss, speed and the time left, in one line.
 
     Args:
-        step: Steps taken
-        steps: Steps of the run
-        seconds: Per step
-        left: Seconds until the end, see `core.time_left`
+        step: steps taken
+        steps: steps of the run
+        loss: of the step
+        seconds: per step
+        left: seconds until the end, see `core.time_left`
     """
     speed = f"{1 / seconds:.2f} it/s" if seconds < 1 else f"{seconds:.2f} s/it"
     return f"step {step}/{steps}  loss {loss:.4f}  {speed}  {clock(left)} left"
@@ -159,14 +160,14 @@ PEAKS = {
     "L40S": 362e12,
     "RTX 4090": 165e12,
     "A6000": 155e12,
-}  # Part of a GPU's name -> dense bf16 FLOP/s, by its data sheet
+}  # part of a GPU's name -> dense bf16 FLOP/s, by its data sheet
 
 # %% ../../nbs/7_training/02_metrics.ipynb #b115cc4a
 def peak_flops(device: torch.device) -> float | None:
-    """What the vendor says the device can do.
+    """Return the device's dense bf16 FLOP/s by the vendor's data sheet.
 
     Returns:
-        Dense bf16 FLOP/s; None when unknown, and then no MFU is written
+        None if unknown; no MFU is written then
     """
     if device.type != "cuda":
         return None
@@ -175,14 +176,12 @@ def peak_flops(device: torch.device) -> float | None:
 
 # %% ../../nbs/7_training/02_metrics.ipynb #5864702d
 def mfu(flops: float, seconds: float, ranks: int, peak: float) -> float:
-    """Model FLOPs utilisation of a training step.
+    """Return the model FLOPs utilisation (0..1) of a training step.
 
     Args:
         flops: F B: of one forward pass over all samples of a step
-        seconds: Of the step
+        seconds: of the step
+        ranks: number of devices
         peak: FLOP/s of one device
-
-    Returns:
-        0..1
     """
     return 3 * flops / (seconds * ranks * peak)

@@ -22,7 +22,7 @@ from .validation import to_device
 
 # %% ../../nbs/7_training/11_prefetch.ipynb #a1fc530a
 class StepDataset(Dataset):
-    """Item `step` is the list of micro-batches of that step.
+    """A data set whose item `step` is the list of micro-batches of that step.
 
     Args:
         source: step -> micro-batches
@@ -36,7 +36,7 @@ class StepDataset(Dataset):
 
 
 def _begin_worker(parent: int, worker: int) -> None:
-    """A worker ends with its parent, and not before it.
+    """Make a worker end with its parent, and not before it.
 
     When a scheduler asks all processes to end, the trainer ends its workers itself.
     """
@@ -46,12 +46,12 @@ def _begin_worker(parent: int, worker: int) -> None:
 
 # %% ../../nbs/7_training/11_prefetch.ipynb #4b9aabbc
 class Prefetcher:
-    """Micro-batches of consecutive steps, made before they are asked for.
+    """Micro-batches of consecutive steps, made before they are requested.
 
     Args:
-        source: step -> micro-batches; a function of the step alone
-        device: Where they go
-        workers: Processes; 0 = a thread, one step ahead
+        source: step -> micro-batches; depends on nothing but the step
+        device: where they go
+        workers: processes; 0 = a thread, one step ahead
     """
 
     def __init__(self, source: Callable[[int], list], device: torch.device, workers: int = 0):
@@ -61,14 +61,10 @@ class Prefetcher:
         self.pinned = device.type == "cuda"
         self.pool = ThreadPoolExecutor(1)
         self.next_step = None
-        self.work = None  # of the thread: a future; of processes: an iterator
+        self.work = None  # a future of the thread, or an iterator over processes
 
     def __call__(self, step: int) -> list[dict]:
-        """The micro-batches of `step`; raises what the source raised.
-
-        Returns:
-            Micro-batches, on the device
-        """
+        """Return the micro-batches of `step`, on the device; raise what the source raised."""
         make = self._from_processes if self.workers else self._from_thread
         return to_device(make(step), self.device)
 
@@ -112,7 +108,7 @@ class Prefetcher:
         self.next_step = None
         self.work = None
         if self.workers and stream is not None:
-            stream._shutdown_workers()  # now, though a traceback may still refer to the stream
+            stream._shutdown_workers()  # explicitly: a traceback may keep the stream alive
             for worker in stream._workers:
                 if worker.is_alive():
                     worker.kill()

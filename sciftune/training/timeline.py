@@ -17,7 +17,7 @@ from ..core.files import FileError, read_mapping
 
 # %% ../../nbs/7_training/04_timeline.ipynb #8e55fb89
 class Timeline:
-    """Seconds per stage since the launch of this process, or of the launcher that started it."""
+    """Seconds per stage since this process, or the launcher that started it, was launched."""
 
     def __init__(self):
         process = psutil.Process()
@@ -27,20 +27,12 @@ class Timeline:
             self.marks.insert(0, ("launcher", parent.create_time()))
 
     def enter(self, stage: str) -> None:
-        """End the stage before; entering the same stage again changes nothing.
-
-        Args:
-            stage: What happens from now on
-        """
+        """End the current stage and begin `stage`; entering the same one changes nothing."""
         if stage != self.marks[-1][0]:
             self.marks.append((stage, time.time()))
 
     def row(self) -> dict[str, float]:
-        """What the stages took; the last one ends now.
-
-        Returns:
-            Stage -> seconds, in the order of first entry
-        """
+        """Return stage -> seconds, in the order of first entry; the last stage ends now."""
         begins = [begin for _, begin in self.marks]
         ends = [*begins[1:], time.time()]
         seconds = {}
@@ -50,17 +42,17 @@ class Timeline:
 
 # %% ../../nbs/7_training/04_timeline.ipynb #0c3996ba
 def launch_summary(seconds: dict[str, float]) -> str:
-    """The stages in one line; those under a twentieth of a second are left out.
+    """Return the stages in one line, without those under a twentieth of a second.
 
     Args:
-        seconds: Of `Timeline.row`
+        seconds: from `Timeline.row`
     """
     stages = ", ".join(f"{stage} {spent:.1f}" for stage, spent in seconds.items() if spent >= 0.05)
     return f"first step after {sum(seconds.values()):.1f} s: {stages}"
 
 # %% ../../nbs/7_training/04_timeline.ipynb #bb898179
 def _denoiser_files(recipe: Path) -> list[Path]:
-    """Safetensors of the denoiser that recipe.yaml names; none for a hub id or a stand-in."""
+    """Return the denoiser's safetensors for a recipe.yaml; none for a hub id or a stand-in."""
     try:
         given = str(read_mapping(recipe)["model_path"])
     except (FileError, KeyError):
@@ -82,13 +74,13 @@ def _ask_for(files: list[Path]) -> None:
 
 # %% ../../nbs/7_training/04_timeline.ipynb #36071897
 def read_ahead(recipe: Path) -> int:
-    """Begin to bring the weights of a run into the page cache; returns at once.
+    """Begin to read the weights of a run into the page cache, without waiting.
 
     Args:
         recipe: recipe.yaml of the run
 
     Returns:
-        Bytes asked for
+        bytes requested
     """
     files = _denoiser_files(recipe)
     size = sum(file.stat().st_size for file in files)

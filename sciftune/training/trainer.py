@@ -21,7 +21,7 @@ from .timeline import Timeline, launch_summary, read_ahead
 
 if __name__ == "__main__" and "__file__" in globals():
     end_with_parent()
-    gc.disable()  # until all is imported: nothing to collect there, a fifth of the time to search
+    gc.disable()  # until everything is imported: collections took a fifth of that time
 
 if (
     __name__ == "__main__"
@@ -79,7 +79,7 @@ from .task import get_task
 
 # %% ../../nbs/7_training/14_trainer.ipynb #13e3c41d
 class StopRequest:
-    """Whether this process was asked to stop."""
+    """Record whether this process was asked to stop."""
 
     def __init__(self):
         self.asked = False
@@ -90,24 +90,25 @@ class StopRequest:
 
 # %% ../../nbs/7_training/14_trainer.ipynb #a4ec3a28
 class SaveRequest:
-    """Whether somebody wants a checkpoint now.
+    """Watch for a request to save a checkpoint now.
 
     Args:
-        main: Whether this rank looks for the file
+        run_dir: of the run
+        main: whether this rank looks for the file
     """
 
     def __init__(self, run_dir: RunDir, main: bool):
         self.file = run_dir.save_request
         self.main = main
-        self.due = False  # All ranks have been told
+        self.due = False  # all ranks know of the request
 
     @property
     def asked(self) -> bool:
-        """Whether the file is there; False on other ranks than 0."""
+        """Return whether the file exists; False on ranks other than 0."""
         return self.main and self.file.exists()
 
     def clear(self) -> None:
-        """A checkpoint is being made."""
+        """Remove the request, since a checkpoint is being written."""
         self.due = False
         if self.main:
             self.file.unlink(missing_ok=True)
@@ -127,7 +128,7 @@ class Run:
         self.host = HostMemory()
         self.plan = Plan.load(run_dir.plan)
         self.engine = Engine(recipe, self.plan)
-        self.recipe = self.engine.recipe  # what the recipe left to the plan is decided in it
+        self.recipe = self.engine.recipe  # with the settings that the plan decided
         self.heartbeat = Heartbeat(run_dir.heartbeats, self.engine.rank, recipe.stall_seconds)
         self.reporter = Reporter(self.recipe, self.engine, run_dir, self.plan)
         self._introduce()
@@ -159,7 +160,7 @@ class Run:
         )
         self.peak = peak_flops(self.engine.device)
         self.flops = self.task.flops()
-        return_freed()  # while loading
+        return_freed()  # memory freed while loading
         self._record()
 
     def _introduce(self) -> None:
@@ -175,7 +176,7 @@ class Run:
             self.reporter.say("note: " + note)
 
     def _count_samples(self) -> None:
-        """Say what trains. Raises RecipeError where `steps` are not those of `num_train_epochs`."""
+        """Print what trains; raise RecipeError if `steps` are not those of `num_train_epochs`."""
         recipe = self.recipe
         if self.task.samples:
             self.reporter.say(samples_line(recipe, *self.task.samples))
@@ -192,7 +193,7 @@ class Run:
         return {name: EMA(self.networks[name], self.recipe.ema_decay) for name in names}
 
     def _record(self) -> None:
-        """Write what ran on what, and start the trackers."""
+        """Write record.json (what ran on what) and start the trackers."""
         if self.engine.main:
             record = run_record() | dict(
                 data=self.task.fingerprint,
@@ -205,29 +206,31 @@ class Run:
         self.engine.trackers(self.dir)
 
     def host_gib(self) -> float:
-        """The most that this rank has taken of the host, its share of the machines' mean."""
+        """Return this rank's peak of host memory, as its share of the mean over machines."""
         return self.host.peak / 2**30 / self.recipe.num_machines
 
     def _samples(self) -> dict | None:
-        """How many train and how many are held out, where the task has counted them."""
+        """Return how many samples train and are held out, if the task has counted them."""
         if not self.task.samples:
             return None
         return dict(zip(("train", "held_out"), self.task.samples, strict=True))
 
     def stage(self, name: str, step: int = -1, note: str = "") -> None:
-        """What this rank does from now on, for the heartbeat and the timeline.
+        """Report what this rank does from now on to the heartbeat and the timeline.
 
         Args:
+            name: of the stage
             step: -1 = none
+            note: for example which sample
         """
         self.heartbeat.beat(name, step, note)
         self.timeline.enter(name)
 
     def resume(self) -> int:
-        """Continue from a checkpoint, when asked to and there is one.
+        """Continue from a checkpoint if the recipe asks for it and there is one.
 
         Returns:
-            Steps taken; 0 = a new run
+            steps taken; 0 = a new run
         """
         say = self.reporter.say
         path = checkpoint_to_resume(self.engine, self.dir, self.recipe.resume, say, self.stage)
@@ -247,19 +250,20 @@ class Run:
         return info["step"]
 
     def checkpoint_to_export(self) -> Path:
-        """The newest checkpoint, every byte compared. All ranks.
+        """Return the newest checkpoint, comparing every byte. All ranks call it.
 
-        Raises CheckpointError when it cannot be used: an older one is not what was trained.
+        Raises:
+            CheckpointError: it cannot be used; an older one would not be what was trained
         """
         if fault := usable_fault(self.engine, self.newest, self.stage):
             raise CheckpointError(f"export: {fault}")
         return self.newest
 
     def validate(self, step: int) -> None:
-        """The task's validation, with the averaged weights if the recipe says so. All ranks.
+        """Run the task's validation, with the EMA if the recipe says so. All ranks call it.
 
         Args:
-            step: Steps taken
+            step: steps taken
         """
         self.log(self.deferred.flush())
         began = time.perf_counter()
@@ -273,17 +277,17 @@ class Run:
             seconds = time.perf_counter() - began
             self.reporter.validation(dict(step=step) | numbers | dict(validation_time=seconds))
         if self.recipe.trackers:
-            self.engine.barrier()  # every rank has written its pictures
+            self.engine.barrier()  # all ranks have written their images
             self.reporter.pictures(step)
 
     def checkpoint(self, step: int) -> None:
-        """Begin a checkpoint. All ranks.
+        """Begin a checkpoint. All ranks call it.
 
-        The rows of its steps are written first: no step is missing from the record of a run that
-        goes on from it, and no checkpoint follows a loss that is no number.
+        The rows of its steps are written first: a run that resumes from it misses no row, and no
+        checkpoint follows a loss that is not finite.
 
         Args:
-            step: Steps taken
+            step: steps taken
         """
         self.log(self.deferred.flush())
         self.saves.clear()
@@ -300,11 +304,11 @@ class Run:
         self.reporter.checkpoint(step, time.perf_counter() - began)
 
     def _writing(self, note: str) -> None:
-        """A checkpoint that is waited for makes progress."""
+        """Report progress of a checkpoint that is waited for."""
         self.heartbeat.beat("checkpoint", self.task.done, note)
 
     def settle(self) -> None:
-        """Before this process ends in an error: let a checkpoint under way be completed."""
+        """Let a checkpoint being written complete, before this process ends with an error."""
         if self.checkpointer.writing:
             rank = self.engine.rank
             told = f"rank {rank}: before it ends, {self.checkpointer.name} is written to its end"
@@ -314,13 +318,15 @@ class Run:
     def log(self, rows: list[dict]) -> bool:
         """Complete and report finished rows.
 
-        Raises FloatingPointError like `check_finite`, DivergedError where the run has diverged.
-
         Args:
-            rows: Of `DeferredMetrics`
+            rows: from `DeferredMetrics`
 
         Returns:
-            Whether a rank was asked to stop; all ranks say the same
+            whether a rank was asked to stop; the same on all ranks
+
+        Raises:
+            FloatingPointError: as `check_finite`
+            DivergedError: the run has diverged
         """
         stop = False
         for row in rows:
@@ -335,7 +341,7 @@ class Run:
         return stop
 
     def _completed(self, row: dict) -> dict:
-        """The row of a step with times, memory, samples per second, the task's numbers and MFU."""
+        """Return the row of a step with times, memory, speed, the task's numbers and MFU."""
         times = row.pop("times")()
         row = with_numbers(row) | times | memory_now(self.engine.device)
         row["samples_per_second"] = self.recipe.global_batch / row["step_time"]
@@ -349,9 +355,9 @@ class Run:
         self,
         step: int,
     ) -> None:
-        """Say where the time since the launch went; waits for the device, once in a run.
+        """Report where the time since the launch went; this waits for the device, once in a run.
 
-        Begins to get host memory for the copies of checkpoints.
+        Also begin to allocate host memory for the copies of checkpoints.
         """
         if self.engine.device.type == "cuda":
             torch.cuda.synchronize()
@@ -367,11 +373,12 @@ def train_step(run: Run, step: int, batches: list[dict]) -> dict:
     """Do all turns of a step.
 
     Args:
-        step: Optimizer steps already taken
-        batches: Micro-batches of this rank
+        run: of this rank
+        step: optimizer steps already taken
+        batches: micro-batches of this rank
 
     Returns:
-        Scalars on the device: loss, grad_norm, stop, ...
+        scalars on the device: loss, grad_norm, stop, ...
     """
     means = dict(loss=torch.zeros((), device=run.engine.device))
     norms = {}
@@ -400,7 +407,7 @@ def _add_means(means: dict, values: dict, count: int) -> None:
 
 
 def _over_ranks(run: Run, means: dict[str, Tensor], sums: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Means and sums over all ranks, and how many ranks were asked to stop, or to save."""
+    """Return means and sums over all ranks, and how many ranks were asked to stop or to save."""
     requests = dict(stop=run.stop_request.asked, save=run.saves.asked)
     device = run.engine.device
     parts = {name: torch.full((), float(asked), device=device) for name, asked in requests.items()}
@@ -414,7 +421,7 @@ def _over_ranks(run: Run, means: dict[str, Tensor], sums: dict[str, Tensor]) -> 
 
 
 def _gradient_norms(run: Run, norms: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`grad_norm` over all turns; with several networks also one for each."""
+    """Return `grad_norm` over all turns and, with several networks, one for each."""
     if len(run.networks) == 1:
         (norm,) = norms.values()
         return dict(grad_norm=norm)
@@ -424,9 +431,10 @@ def _gradient_norms(run: Run, norms: dict[str, Tensor]) -> dict[str, Tensor]:
 
 # %% ../../nbs/7_training/14_trainer.ipynb #82cb4c7b
 def train_steps(run: Run, batches: Callable[[int], list[dict]]) -> tuple[int, bool]:
-    """The steps of a run, with what belongs between them.
+    """Take the steps of a run, with validations and checkpoints between them.
 
     Args:
+        run: of this rank
         batches: step -> micro-batches on the device
 
     Returns:
@@ -454,7 +462,7 @@ def _due(step: int, every: int) -> bool:
 
 
 def _between_steps(run: Run, step: int) -> bool:
-    """Validate and save when it is time; whether anything was done."""
+    """Validate and save if it is time; return whether anything was done."""
     validates = _due(step, run.recipe.validation_steps)
     saves = run.saves.due or _due(step, run.recipe.checkpoint_steps)
     if validates:
@@ -467,13 +475,13 @@ def _between_steps(run: Run, step: int) -> bool:
 def _timed_step(
     run: Run, step: int, batches: Callable[[int], list[dict]], began: float
 ) -> tuple[dict, dict]:
-    """A step: what the host knows of it, and its numbers on the device."""
+    """Take a step; return what the host knows of it, and its numbers on the device."""
     run.heartbeat.beat("step", step)
     run.watch.start()
     mine = batches(step)
     waited = time.perf_counter() - began
     run.watch.mark("data")
-    highest = step + 1 == run.recipe.warmup_steps  # where the rate is
+    highest = step + 1 == run.recipe.warmup_steps  # the learning rate peaks here
     measured = step == run.start + 1 or highest or _due(step + 1, run.recipe.validation_steps)
     if measured:
         run.checks.before()
@@ -488,7 +496,7 @@ def _timed_step(
     row = dict(
         step=step + 1,
         lr=run.task.rate(next(iter(run.networks)), step),
-        step_time=0.0,  # the caller's clock
+        step_time=0.0,  # set by the caller
         data_wait=waited,
         times=run.watch.take(),
         time=time.time(),
@@ -497,16 +505,17 @@ def _timed_step(
 
 # %% ../../nbs/7_training/14_trainer.ipynb #1fef7f83
 def finish_run(run: Run, step: int, stopped: bool) -> None:
-    """Last checkpoint, last validation, export.
+    """Write the last checkpoint, validate, and export.
 
     Args:
-        step: Steps taken
-        stopped: Whether a rank was asked to stop
+        run: of this rank
+        step: steps taken
+        stopped: whether a rank was asked to stop
     """
     recipe = run.recipe
     task = run.task
     if step > run.start and (task.keep or recipe.checkpoint_steps):
-        run.checkpoint(step)  # random weights are not worth a terabyte
+        run.checkpoint(step)  # `keep` is False for random weights: not worth a terabyte
     run.checkpointer.release()
     if stopped and step < recipe.steps:
         run.reporter.say(f"stopped on request after step {step}; go on with resume=latest")
@@ -533,10 +542,12 @@ def train(
     recipe: Recipe,
     run_dir: RunDir,
 ) -> None:
-    """Train as the recipe says, into the run folder. Every rank calls it.
+    """Train as the recipe says, into the run folder. All ranks call it.
 
-    An error comes out when the checkpoint that is being written is complete.
-    Raises FolderInUseError while another run uses the folder.
+    An error is raised only after a checkpoint being written is complete.
+
+    Raises:
+        FolderInUseError: another run uses the folder
     """
     with owned_by_rank_0(run_dir.path):
         load_secrets(run_dir.path)
@@ -565,10 +576,10 @@ BROKEN = re.compile(r"(closed|reset) by peer|Broken pipe|remote process exited",
 
 
 def lost_rank(error: BaseException) -> str:
-    """What to do when the connection to another rank broke.
+    """Return what to do if the connection to another rank broke.
 
     Returns:
-        '' where the error has another cause
+        '' if the error has another cause
     """
     if not isinstance(error, RuntimeError) or not BROKEN.search(str(error)):
         return ""
@@ -584,10 +595,10 @@ def _tell_lost_rank(rank: str, error: BaseException) -> None:
 
 # %% ../../nbs/7_training/14_trainer.ipynb #19d2186e
 def run_rank(arguments: list[str]) -> None:
-    """The entry point of a rank; does not return.
+    """Train as one rank; end the process.
 
     Args:
-        arguments: Of the command line: recipe.yaml
+        arguments: of the command line: recipe.yaml
     """
     import transformers
 
@@ -600,7 +611,7 @@ def run_rank(arguments: list[str]) -> None:
 
 
 def _exit_code(recipe_file: str) -> int:
-    """Train; 0 when all went well, and otherwise what is wrong on standard error."""
+    """Train; return 0, or print what is wrong to standard error and return its code."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
     rank = os.environ.get("RANK", "0")
@@ -616,7 +627,7 @@ def _exit_code(recipe_file: str) -> int:
         if not explained and type(error).__name__ != "DataError":
             traceback.print_exc()
         print(f"rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)
-        _tell_lost_rank(rank, error)  # a rank may end while a checkpoint is written
+        _tell_lost_rank(rank, error)  # another rank may end while a checkpoint is written
         return 2
     except BaseException as error:
         print(f"rank {rank} failed:", file=sys.stderr)
