@@ -38,14 +38,14 @@ def project(place):
     return place
 
 
-def use(place, fails=()):
+def use(place, fails=(), **environment):
     "A script of the project, as a person calls it; the calls with these numbers fail."
     (place / "calls").unlink(missing_ok=True)
     (place / "fails").write_text("\n".join(map(str, fails)))
     path = f"{place / 'bin'}:/usr/bin:/bin"
     return subprocess.run(
         ["bash", place / "scripts/use"],
-        env=dict(PATH=path, PLACE=str(place)),
+        env=dict(PATH=path, PLACE=str(place), **environment),
         capture_output=True,
         text=True,
         timeout=30,
@@ -90,3 +90,17 @@ def test_an_environment_whose_python_is_gone_is_made_again(tmp_path):
     use(place)
     (place / ".venv/bin/python").unlink()
     assert use(place).returncode == 0 and (place / ".venv/bin/python").exists()
+
+
+def test_another_torch_is_another_environment(tmp_path):
+    place = project(tmp_path)
+    limit = place / ".venv/constraints.txt"
+    use(place)
+    usual = limit.read_text()
+    assert use(place, SCIFTUNE_TORCH="2.11.0").returncode == 0
+    assert limit.read_text() == "torch==2.11.0\n" != usual
+    assert "install" in (place / "calls").read_text()
+    use(place, SCIFTUNE_TORCH="2.11.0")
+    assert "install" not in (place / "calls").read_text()
+    use(place)
+    assert limit.read_text() == usual
