@@ -23,7 +23,7 @@ from sciftune.lab.look_page import faults_table, findings_table, sample_page
 from sciftune.lab.plots import Table, compact, plot_images
 from sciftune.lab.report import report_notebook
 from sciftune.lab.report_page import page
-from sciftune.lab.site import write_notebook_page
+from sciftune.project.site import write_notebook_page
 from sciftune.training.card import model_card
 
 TEXTS = (

@@ -31,7 +31,7 @@ from ..core.recipe import Recipe
 from ..core.registry import nearest
 from ..core.rundir import RunDir
 from ..core.secrets import masked
-from .contents import Room
+from .contents import Notebook
 from sciftune.lab.launch import (
     LaunchError,
     continue_command,
@@ -50,17 +50,18 @@ from .tables import fields_text, parameters_of_notebook, presets_text, table_tex
 
 # %% ../../nbs/9_lab/20_command.ipynb #85fbdc45
 def packaged_notebooks(folder: Path | None = None) -> dict[str, Path]:
-    """The notebooks that can be run by name; launch.ipynb is 'run'.
+    """Return the notebooks that can be run by name; launch.ipynb is 'run'.
 
     Args:
-        folder: With notebooks; None = those of this package
+        folder: folder of notebooks; None = those of this package
 
     Returns:
         Name of the command -> notebook
     """
-    folder = folder or launch_notebook_path().parent
-    found = {path.stem: path for path in sorted(folder.glob("*.ipynb"))}
-    return {"run" if name == "launch" else name: path for name, path in found.items()}
+    lab = launch_notebook_path().parent
+    folders = [folder] if folder else [lab, lab.with_name("project")]  # a checkout has both
+    notebooks = sorted(path for folder in folders for path in folder.glob("*.ipynb"))
+    return {"run" if path.stem == "launch" else path.stem: path for path in notebooks}
 
 # %% ../../nbs/9_lab/20_command.ipynb #8c48faed
 PAIRS = ("-p", "--parameters", "-r", "--parameters_raw")  # options of papermill: a name and a value
@@ -490,7 +491,7 @@ def notebook_help(name: str) -> str:
     path = packaged_notebooks()[name]
     rows = [list(row) for row in parameters_of_notebook(path)]
     table = table_text([["parameter", "default", "what it is"], *rows])
-    return f"sciftune {name} [-p NAME VALUE | NAME=VALUE]...\n\n{Room(path).summary}\n\n{table}"
+    return f"sciftune {name} [-p NAME VALUE | NAME=VALUE]...\n\n{Notebook(path).summary}\n\n{table}"
 
 
 def _other(place: str, summary: str) -> Command:
@@ -506,7 +507,7 @@ def _other(place: str, summary: str) -> Command:
 def _of_notebook(name: str, path: Path) -> Command:
     """The command of a packaged notebook."""
     shown = run_help if name == "run" else lambda: notebook_help(name)
-    return Command(Room(path).summary, lambda words: run_notebook(name, words), shown)
+    return Command(Notebook(path).summary, lambda words: run_notebook(name, words), shown)
 
 
 def commands() -> dict[str, Command]:

@@ -20,10 +20,10 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sciftune.core.recipe import resolve
-from sciftune.lab.baseline import one_batch
 from sciftune.models.family import get_family, stack_references
 from sciftune.models.packing import Packing, join_rows, packed_attention
 from sciftune.objectives.flow.loss import FlowMatching
+from sciftune.project.baseline import one_batch
 from sciftune.strategies.compilation import prepare_denoiser
 from sciftune.strategies.lora import add_lora
 from sciftune.training.validation import to_device

@@ -7,7 +7,7 @@ equal      one double and one single block of klein at real width, pictures and 
            fp32 and in bf16
 attention  forward and backward of attention at the tokens of SIDE x SIDE pixels, one line per
            kernel: seconds, TFLOP/s, whether gradients are finite, distance from the first
-klein      the whole model at SIDE x SIDE pixels through the trainer, by `sciftune.lab.bench`: a
+klein      the whole model at SIDE x SIDE pixels through the trainer, by `sciftune.project.bench`: a
            row like those of docs/bench.jsonl, and what was planned (rank 0 starts it by itself,
            so run this case without torchrun, with --gpus)
 
@@ -178,7 +178,7 @@ def attention(engine):
 
 def klein():
     "The whole model through the trainer, by itself in processes of its own."
-    from sciftune.lab.bench import bench
+    from sciftune.project.bench import bench
 
     fields = dict(model="klein", precision="bf16-master24", micro_batch=1, global_batch=1)
     fields |= dict(strategy="fsdp", num_processes=args.gpus, context_parallel=args.gpus)

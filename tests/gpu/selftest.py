@@ -328,8 +328,8 @@ def one_launch_updates_a_block():
 
 @check
 def a_step_waits_for_nothing():
-    from sciftune.lab.baseline import one_batch
     from sciftune.objectives.flow.loss import FlowMatching
+    from sciftune.project.baseline import one_batch
     from sciftune.strategies.compilation import prepare_denoiser
     from sciftune.strategies.engine import Engine
     from sciftune.training.metrics import DeferredMetrics, Stopwatch

@@ -34,12 +34,15 @@ def test_wheel_holds_everything(python, root, tmp_path):
         for kind in ("*.py", "*.ipynb")
         for p in (root / "sciftune").rglob(kind)
     }
-    assert {"sciftune/lab/launch.ipynb", "sciftune/lab/bench.ipynb"} <= here
+    assert {"sciftune/lab/launch.ipynb", "sciftune/project/bench.ipynb"} <= here
+    here = {name for name in here if not name.startswith("sciftune/project/")}
     here |= {str(p.relative_to(root)) for p in (root / "sciftune/assets").rglob("*") if p.is_file()}
     assert len(here) > 60 and any(
         n.endswith("nano/klein/transformer/diffusion_pytorch_model.safetensors") for n in here
     )
-    assert here <= {str(p.relative_to(tmp_path / "site")) for p in (tmp_path / "site").rglob("*")}
+    packed = {str(p.relative_to(tmp_path / "site")) for p in (tmp_path / "site").rglob("*")}
+    assert here <= packed
+    assert not [name for name in packed if "sciftune/project" in name]
     (programs,) = (tmp_path / "site").glob("*.dist-info/entry_points.txt")
     assert "sciftune = sciftune.lab.command:program" in programs.read_text()
     assert (tmp_path / "site/sciftune/py.typed").exists()  # type checkers read its annotations
@@ -68,9 +71,8 @@ def test_one_version_everywhere(root):
 
 
 def test_the_command_works_from_the_wheel_alone(python, root, tmp_path):
-    shutil.copytree(
-        root / "sciftune", tmp_path / "site/sciftune", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    left_out = shutil.ignore_patterns("__pycache__", "project")
+    shutil.copytree(root / "sciftune", tmp_path / "site/sciftune", ignore=left_out)
     work = tmp_path / "work"
     work.mkdir()
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "sciftune"
-FLOORS = [
+LAYERS = [
     "core",
     "data",
     "toys",
@@ -31,6 +31,7 @@ FLOORS = [
     "training",
     "objectives",
     "lab",
+    "project",
 ]
 TORCH_FREE = [  # imported by the kernel that launches, whose forks torch could hang
     "core.*",
@@ -50,10 +51,10 @@ TORCH_FREE = [  # imported by the kernel that launches, whose forks torch could 
     "lab.report_page",
     "lab.live",
     "lab.launch",
-    "lab.bench",
+    "project.bench",
     "lab.distillation",
     "lab.contents",
-    "lab.pages",
+    "project.pages",
     "lab.tables",
     "lab.command",
 ]
@@ -114,24 +115,27 @@ def sync(root: Path) -> None:
     run_python("-c", "from nbdev.doclinks import nbdev_export; nbdev_export()", cwd=root)
     write_readme(root)
     package_notebooks(root)
-    pages = "from pathlib import Path; from sciftune.lab.pages import write_pages"
+    pages = "from pathlib import Path; from sciftune.project.pages import write_pages"
     run_python("-c", f"{pages}; write_pages(Path.cwd())", cwd=root)
 
 
-def has_parameters(notebook: Path) -> bool:
-    """Whether papermill can give a notebook parameters."""
+def is_command(notebook: Path) -> bool:
+    """Return whether users run a notebook by name: papermill can give it parameters."""
     cells = json.loads(notebook.read_text())["cells"]
     return any("parameters" in cell["metadata"].get("tags", []) for cell in cells)
 
 
 def package_notebooks(root: Path) -> None:
-    """Copy the notebooks that are run by name beside the module that runs them."""
-    chosen = {path.name: path for path in (root / "nbs").glob("*.ipynb") if has_parameters(path)}
-    for path in (root / "sciftune/lab").glob("*.ipynb"):
-        if path.name not in chosen:
-            path.unlink()
-    for path in chosen.values():
-        shutil.copy(path, root / "sciftune/lab")
+    """Copy the notebooks that are run by name beside the modules that they use."""
+    wanted = {}
+    for path in filter(is_command, (root / "nbs").glob("*.ipynb")):
+        package = "project" if "sciftune.project" in path.read_text() else "lab"
+        wanted[root / "sciftune" / package / path.name] = path
+    for copy in (root / "sciftune").rglob("*.ipynb"):
+        if copy not in wanted:
+            copy.unlink()
+    for copy, path in wanted.items():
+        shutil.copy(path, copy)
 
 
 def known_files(root: Path) -> list[str]:
@@ -177,7 +181,7 @@ class Module:
 
     def __post_init__(self):
         self.name = str(self.path.relative_to(PACKAGE))
-        self.floor = self.path.relative_to(PACKAGE).parts[0]
+        self.layer = self.path.relative_to(PACKAGE).parts[0]
         self.text = self.path.read_text()
         self.tree = ast.parse(self.text)
 
@@ -215,10 +219,10 @@ class Module:
                 base = ".".join([*above, *([node.module] if node.module else [])])
                 yield from (f"{base}.{alias.name}" for alias in node.names)
 
-    def imported_floors(self) -> set[str]:
-        """Rooms of the package that it imports from."""
+    def imported_layers(self) -> set[str]:
+        """Layers of the package that it imports from."""
         own = (name for name in self.imported_names() if name.startswith("sciftune."))
-        return {name.split(".")[1] for name in own} & set(FLOORS)
+        return {name.split(".")[1] for name in own} & set(LAYERS)
 
 
 def modules() -> list[Module]:
@@ -228,13 +232,13 @@ def modules() -> list[Module]:
     return [Module(path) for path in sorted(paths)]
 
 
-def wrong_floors() -> Iterator[str]:
-    """Imports that do not go down the house."""
+def wrong_layers() -> Iterator[str]:
+    """Imports from a layer that is not below."""
     for module in modules():
-        for other in sorted(module.imported_floors() - {module.floor}):
-            if FLOORS.index(other) >= FLOORS.index(module.floor):
-                said = f"sciftune/{module.name} imports from the floor {other}"
-                yield f"{said}, which is not below {module.floor}"
+        for other in sorted(module.imported_layers() - {module.layer}):
+            if LAYERS.index(other) >= LAYERS.index(module.layer):
+                said = f"sciftune/{module.name} imports from the layer {other}"
+                yield f"{said}, which is not below {module.layer}"
 
 
 def orphans() -> Iterator[str]:
@@ -373,7 +377,7 @@ def notebooks_to_run() -> Iterator[str]:
     for path in sorted((ROOT / "nbs").glob("*.ipynb")):
         cells = json.loads(path.read_text())["cells"]
         code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-        if code and re.match(r"\w+: \w+ = ", code[0]) and not has_parameters(path):
+        if code and re.match(r"\w+: \w+ = ", code[0]) and not is_command(path):
             yield f"nbs/{path.name}: its first code cell needs the tag 'parameters'"
 
 
@@ -463,7 +467,7 @@ def names_of_modules() -> Iterator[str]:
 
 CHECKS = [
     orphans,
-    wrong_floors,
+    wrong_layers,
     bad_notebooks,
     long_readme,
     doubled_numbers,
