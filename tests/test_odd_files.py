@@ -4,21 +4,34 @@ Every key of every JSON gets values of other types, sizes and shapes, drawn at r
 become lists, deep nests and bytes that are no text.
 """
 
+import ast
 import contextlib
 import json
+import os
 import random
 import warnings
+from pathlib import Path
 
 import pytest
 
+import sciftune
 from sciftune.core.checkpoint_folders import check_same_run, checkpoint_fault, checkpoint_info
 from sciftune.core.digests import sealed
 from sciftune.core.files import FileError
 from sciftune.core.plan import Plan
+from sciftune.core.presets import read_presets
 from sciftune.core.recipe import Recipe, RecipeError, resolve
 from sciftune.core.rundir import RunDir
+from sciftune.data.captions import jsonl_captions, text_captions
+from sciftune.data.readers import csv_rows, json_rows
+from sciftune.data.sequences import read_lines
+from sciftune.lab.evaluate import _records
 from sciftune.lab.launch import LaunchFile, read_status, state
+from sciftune.lab.scores import read_evaluation, read_pictures
 from sciftune.models.family import get_family
+from sciftune.toys.reader import load_reader
+
+PACKAGE = Path(sciftune.__file__).parent
 
 VALUES = [None, True, -1, 10**7, 10**30, 1.5, float("nan"), "abc", "", [], ["x"], {}, dict(a=1)]
 VALUES += [["transformers", "Trainer"], ["transformers"], ["os", "system"], [[1]] * 20_000]
@@ -133,3 +146,105 @@ def test_a_recipe(run, odd):
     with pytest.raises(RecipeError) as error:
         Recipe.load(run.recipe)
     assert is_sentence(str(error.value), run.recipe.name)
+
+
+# Who reads
+
+READS = {  # Calls that read a file or parse what others may have written
+    *("json.load", "json.loads", "yaml.load", "yaml.safe_load", "csv.reader", "csv.DictReader"),
+    *("tomllib.load", "tomllib.loads", "torch.load", "np.load", "pickle.load", "pickle.loads"),
+}
+PROJECT = (  # Modules that read the files of this repository
+    *("attention", "baseline", "bench", "bench_table", "contents", "gpu_profile", "gpu_suite"),
+    *("pages", "site", "tables", "wheelhouse"),
+)
+ALONE = {  # Functions that read for themselves, by why
+    "this process, or one that it has started, has just written it": """
+        core/secrets data/cache.save_shard data/sources.joined_quarantine
+        lab/command.Execution.failure lab/command.Execution.keep
+        lab/command.Execution.run lab/evaluate._in_processes lab/evaluate.evaluate
+        lab/evaluate.job_of lab/evaluate.part_command lab/launch._write_run lab/launch.launch
+        lab/launch.last_lines lab/launch.start lab/launch.follow lab/launch.job_log
+        models/chat_templates.TemplateProcess._asked models/chat_templates._answer
+        strategies/ranks.on_ranks toys/figures._draw_shards training/heartbeat.Heartbeat.__init__
+        core/writing.written_aside""",
+    "no file, but what a library has made": """
+        models/published._configuration models/sd._count toys/tiny.qwen_bpe""",
+    "a file of the system": """
+        models/chat_templates._memory_now training/heartbeat._runs
+        training/host_memory._sum_of_lines""",
+    "source code of a plug-in or a packaged notebook, which runs anyway": """
+        core/registry.read_records lab/command.check_settings""",
+    "hashed in pieces, whatever it holds": """
+        core/digests.file_digests core/digests.damage.differs data/cache.check_hashes
+        models/bagel_parts.sampled_digest training/encoding.encoder_fingerprint
+        data/cache.header_digest""",
+    "a picture: with bounds of its own": """
+        data/images.file_bytes lab/evaluate.Target.told""",
+    "tensors, after the digests of their file": """
+        training/checkpoints.CheckpointTensors.__getitem__""",
+}
+
+
+def reads_itself(call):
+    """Whether a call reads a file, or JSON, YAML and the like, without `core.files`."""
+    name = ast.unparse(call.func)
+    if name == "open":
+        modes = [ast.literal_eval(mode) for mode in call.args[1:2]]
+        return not modes or "r" in modes[0]
+    return name in READS or name.rpartition(".")[2] in ("read_text", "read_bytes") and "." in name
+
+
+def readers_of(node, place):
+    """Places, as folder/module.Class.function, of calls that read by themselves."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Call) and reads_itself(child):
+            yield place
+        named = isinstance(child, (ast.FunctionDef, ast.ClassDef))
+        yield from readers_of(child, f"{place}.{child.name}" if named else place)
+
+
+def test_others_files_are_read_by_one_reader():
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        module = path.relative_to(PACKAGE).with_suffix("").as_posix()
+        if path.stem not in PROJECT and module != "core/files":
+            found |= set(readers_of(ast.parse(path.read_text()), module))
+    alone = {place for places in ALONE.values() for place in places.split()}
+    assert not found - alone, "read it by sciftune.core.files, or say in ALONE why not"
+    assert not alone - found, "these no longer read by themselves: remove them from ALONE"
+
+
+ODD_TEXT = [DEEP, b"\xff\xfe", b'{"a"', b"[]", b"7", b"null", b"", b'"a', b"a,b\n\xff", b"9" * 5000]
+ODD_TEXT += [b"\xef\xbb\xbf{", b"{}\n{}", b"x" * 200_000, None]  # None: a pipe
+
+
+@pytest.mark.parametrize("odd", ODD_TEXT)
+def test_small_files_of_all_kinds(odd, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    readers = {
+        "evaluation.jsonl": lambda file: read_evaluation(file.parent),
+        "pictures.jsonl": lambda file: read_pictures(file.parent),
+        "metrics.jsonl": lambda file: RunDir(file.parent).read_metrics(),
+        "captions.txt": text_captions,
+        "captions.jsonl": jsonl_captions,
+        "list.json": lambda file: json_rows(tmp_path, file),
+        "list.jsonl": lambda file: json_rows(tmp_path, file),
+        "list.csv": lambda file: csv_rows(tmp_path, file),
+        "bagel.jsonl": read_lines,
+        "table.jsonl": lambda file: list(_records(file)),
+        "table.json": lambda file: list(_records(file)),
+        "table.csv": lambda file: list(_records(file)),
+        "reader.json": lambda file: load_reader(file.parent),
+        "a.yaml": lambda file: read_presets(file.parent),
+    }
+    for name, read in readers.items():
+        place = folder / name.replace(".", "-")
+        place.mkdir()
+        file = place / name
+        os.mkfifo(file) if odd is None else file.write_bytes(odd)
+        try:
+            read(file)
+        except ValueError as error:
+            assert is_sentence(str(error), file.name), (name, odd and odd[:80], str(error))

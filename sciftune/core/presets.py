@@ -10,9 +10,9 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from .files import FileError, read_mapping
 from sciftune.core.registry import (
     FamilyRecord,
     find_record,
@@ -72,8 +72,8 @@ def read_presets(folder: Path) -> dict[str, Preset]:
     found = {}
     for path in sorted(folder.glob("*.yaml")):
         try:
-            found[path.stem] = Preset(**yaml.safe_load(path.read_text()))
-        except (ValidationError, yaml.YAMLError, TypeError) as error:
+            found[path.stem] = Preset(**read_mapping(path))
+        except (ValidationError, FileError) as error:
             raise PresetError(f"preset {path}: {error}") from None
     return found
 

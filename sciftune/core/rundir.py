@@ -27,7 +27,7 @@ from typing import Self
 
 import numpy as np
 
-from .files import read_object
+from .files import open_file, parsed_json, read_object
 from .ownership import is_locked_folder, lock_folder
 from .progress import progress
 from .recipe import Recipe
@@ -170,17 +170,17 @@ class MetricsLog:
 
     def read(self) -> Self:
         """Read the lines that have been added; everything, where the file is another one."""
-        try:
-            with open(self.path, "rb") as file:
-                status = os.fstat(file.fileno())
-                if self._file != status.st_ino or status.st_size < self._offset:
-                    self.rewritten += self._file is not None
-                    self._clear()
-                    self._file = status.st_ino
-                file.seek(self._offset)
-                self._take(file.read().split(b"\n"))
-        except FileNotFoundError:
+        if not os.path.lexists(self.path):
             self._clear()
+            return self
+        with open_file(self.path) as file:
+            status = os.fstat(file.fileno())
+            if self._file != status.st_ino or status.st_size < self._offset:
+                self.rewritten += self._file is not None
+                self._clear()
+                self._file = status.st_ino
+            file.seek(self._offset)
+            self._take(file.read().split(b"\n"))
         return self
 
     def _take(self, lines: list[bytes]):
@@ -189,8 +189,8 @@ class MetricsLog:
         for number, line in enumerate(lines):
             whole = number < len(lines) - 1
             try:
-                row = json.loads(line) if line.strip() else None
-            except (ValueError, RecursionError):  # a line cut by a kill, or no row
+                row = parsed_json(line) if line.strip() else None
+            except ValueError:  # a line cut by a kill, or no row
                 row = None
             if whole or row is not None:
                 self._offset += len(line) + whole

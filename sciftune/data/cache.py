@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..core.digests import sealed, unsealed
-from ..core.files import read_object
+from ..core.files import read_bytes, read_object
 from ..core.writing import write_atomic, written_aside
 from .images import DataError
 
@@ -144,7 +144,7 @@ def open_shard(folder: Path, name: str) -> tuple[dict, safe_open]:
     """
     path = folder / f"{name}.safetensors"
     try:
-        index = unsealed((folder / f"{name}.json").read_bytes())
+        index = unsealed(read_bytes(folder / f"{name}.json"))
     except ValueError as error:
         raise ValueError(f"{name}.json: {error}") from None
     if index.get("format") != 1:

@@ -8,11 +8,11 @@ __all__ = ['record_captions', 'text_captions', 'jsonl_captions', 'parquet_captio
 # %% ../../nbs/2_data/05_captions.ipynb #cb70bb6a
 import glob
 import hashlib
-import json
 from pathlib import Path
 
 import pyarrow.parquet as pq
 
+from ..core.files import LIST_BYTES, FileError, read_json_lines, read_words
 from .images import DataError
 from sciftune.data.readers import (
     BROKEN_PARQUET,
@@ -51,10 +51,10 @@ def text_captions(path: Path) -> list[str]:
         path: A text file in UTF-8, one caption a line
     """
     try:
-        lines = path.read_text("utf-8-sig").split("\n")  # splitlines() would split at U+2028, too
+        lines = read_words(path, LIST_BYTES).split("\n")  # splitlines() would split at U+2028, too
         return [line.strip() for line in lines if line.strip()]
-    except UnicodeDecodeError as e:
-        raise DataError(f"{path}: not valid UTF-8 at byte {e.start}") from None
+    except FileError as error:
+        raise DataError(str(error)) from None
 
 # %% ../../nbs/2_data/05_captions.ipynb #de4c7399
 def jsonl_captions(path: Path) -> list[str]:
@@ -64,15 +64,11 @@ def jsonl_captions(path: Path) -> list[str]:
         path: One JSON record a line
     """
     captions = []
-    lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}:{number}: bad JSON line: {error}") from None
-        captions += record_captions(f"{path}:{number}", record)
+    try:
+        for number, record in read_json_lines(path):
+            captions += record_captions(f"{path}:{number}", record)
+    except FileError as error:
+        raise DataError(str(error)) from None
     return captions
 
 # %% ../../nbs/2_data/05_captions.ipynb #6844d795

@@ -21,6 +21,7 @@ from .images import DataError
 
 if TYPE_CHECKING:
     import lmdb
+from ..core.files import read_json_lines
 
 # %% ../../nbs/2_data/09_lmdb.ipynb #0fe61819
 def is_lmdb(path: str | Path) -> bool:
@@ -153,7 +154,7 @@ def import_lmdb(
     manifest = Path(manifests) / f"lmdb-{fingerprint[:16]}.jsonl"
     captions = []
     if manifest.is_file():
-        captions = [json.loads(line) for line in manifest.read_text().splitlines()]
+        captions = [caption for _, caption in read_json_lines(manifest)]
     if not captions or cache.missing(map(key, range(len(captions)))):
         captions = _copy_latents(path, cache, key, shape)
         manifest.parent.mkdir(parents=True, exist_ok=True)

@@ -5,10 +5,8 @@
 # %% ../../nbs/2_data/02_readers.ipynb #8700e5f1
 from __future__ import annotations
 
-import csv
 import functools
 import itertools
-import json
 import os
 import re
 import threading
@@ -20,6 +18,14 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from sciftune.core.files import (
+    LIST_BYTES,
+    FileError,
+    numbered_lines,
+    opened_csv,
+    parsed_json,
+    read_words,
+)
 from ..core.progress import progress
 from ..core.secrets import bare
 from .files import FolderFiles, composed, stored_name, valid_text
@@ -346,8 +352,8 @@ def file_captions(suffix: str, data: bytes) -> tuple[str, ...]:
     if suffix != ".json":
         return captions_of(text)
     try:
-        record = json.loads(text)
-    except (ValueError, RecursionError) as e:
+        record = parsed_json(text)
+    except ValueError as e:
         raise DataError(f"bad JSON: {e}") from None
     if not isinstance(record, dict):
         raise DataError("not a JSON object")
@@ -447,8 +453,10 @@ def json_records(path: Path) -> Iterator[tuple[str, object]]:
     """
     if path.suffix == ".json":
         try:
-            records = json.loads(path.read_text("utf-8-sig"))
-        except (ValueError, RecursionError) as e:
+            records = parsed_json(read_words(path, LIST_BYTES))
+        except FileError as e:
+            raise DataError(str(e)) from None
+        except ValueError as e:
             raise DataError(f"{path}: not valid JSON: {e}") from None
         if not isinstance(records, list):
             raise DataError(
@@ -456,17 +464,15 @@ def json_records(path: Path) -> Iterator[tuple[str, object]]:
             )
         yield from ((f"{path.name}[{i}]", record) for i, record in enumerate(records))
         return
-    with open(path, "rb") as file:
-        for n, line in enumerate(file, 1):
-            if n == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
-            if not line.strip():
-                continue
+    try:
+        for n, line in numbered_lines(path):
             try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as e:
+                record = parsed_json(line)
+            except ValueError as e:
                 record = DataError(f"bad JSON line: {e}")
             yield f"{path.name}:{n}", record
+    except FileError as e:
+        raise DataError(str(e)) from None
 
 
 def json_rows(root: Path, path: Path, notes: list[str] | None = None) -> list[Row]:
@@ -489,19 +495,18 @@ def csv_rows(root: Path, path: Path, notes: list[str] | None = None) -> list[Row
         notes: See `listed_rows`
     """
     try:
-        with open(path, newline="", encoding="utf-8-sig") as f:
-            reader = csv.DictReader(f)
+        with opened_csv(path) as reader:
             names = reader.fieldnames or []
             images = (*IMAGE_KEYS, *EDITED_KEYS)
             if not set(names) & set(images):
                 raise DataError(
-                    f"{path}: columns {', '.join(names)}: expected one of {', '.join(images)} "
+                    f"{path}: columns {', '.join(names):.200}: expected one of {', '.join(images)} "
                     f"and one of {', '.join(CAPTION_KEYS)}, separated by commas"
                 )
             records = ((f"{path.name}:{reader.line_num}", record) for record in reader)
             return listed_rows(root, records, notes)
-    except (UnicodeDecodeError, csv.Error) as e:
-        raise DataError(f"{path}: not a readable CSV file: {e}") from None
+    except FileError as e:
+        raise DataError(str(e)) from None
 
 # %% ../../nbs/2_data/02_readers.ipynb #144fd1a6
 class Files:
@@ -1000,8 +1005,8 @@ def image_bytes(path: str | Path) -> bytes:
 def _described(file: Path) -> dict:
     """The object in a JSON file of a Hugging Face dataset. Raises DataError."""
     try:
-        found = json.loads(file_bytes(file))
-    except (ValueError, RecursionError) as error:
+        found = parsed_json(file_bytes(file))
+    except ValueError as error:
         raise DataError(f"{file} is not valid JSON: {error}; copy it again") from None
     if not isinstance(found, dict):
         raise DataError(f"{file} holds no object; copy it again")

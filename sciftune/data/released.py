@@ -10,7 +10,6 @@ __all__ = ['INFO_FILES', 'INFO_FIELDS', 'GROUP_FIELDS', 'RELEASED_KINDS', 't2i_s
 # %% ../../nbs/2_data/13_released.ipynb #2a77683d
 import ast
 import itertools
-import json
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from ..core.files import YAML_BYTES, read_json, read_words, read_yaml
+from ..core.files import YAML_BYTES, parsed_json, read_json, read_words, read_yaml
 from ..core.progress import progress
 from .files import is_hidden
 from .images import DataError
@@ -50,8 +49,8 @@ def t2i_segments(picture: str, captions: object) -> tuple[Segment, ...]:
         captions: JSON text: name -> caption
     """
     try:
-        named = json.loads(captions)
-    except (TypeError, ValueError, RecursionError) as error:
+        named = parsed_json(captions)
+    except (TypeError, ValueError) as error:
         raise DataError(f"captions: not a JSON text ({error})") from None
     if not isinstance(named, dict):
         raise DataError(
@@ -327,9 +326,9 @@ def sft_examples(
         where = f"{path.name}:{number}"
         progress(f"{where} read")
         try:
-            record = json.loads(line)
+            record = parsed_json(line)
             segments, fault = sft_segments(record, folder), ""
-        except (ValueError, AttributeError, TypeError, RecursionError) as error:  # or DataError
+        except (ValueError, AttributeError, TypeError) as error:  # or DataError
             segments, fault = (), str(error)
         examples.append(Example(f"{name}{number}", segments, where, fault))
     return examples

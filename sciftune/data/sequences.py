@@ -15,7 +15,6 @@ __all__ = ['SEGMENT_FIELDS', 'ONLY_SEEN', 'VIT_SIZE_BEFORE_TARGET', 'VIT_SIZE', 
 
 # %% ../../nbs/2_data/10_sequences.ipynb #b8c80bf7
 import hashlib
-import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +26,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from ..core.files import LIST_BYTES, FileError, parsed_json, read_words
 from ..core.progress import progress
 from ..core.randomness import GlobalOrder, first_positions, stream, stream_seed, uniform
 from .files import valid_text
@@ -718,9 +718,9 @@ def read_lines(path: Path) -> list[str]:
     if not path.is_file():
         raise DataError(f"{path} is missing; a file with one JSON object per line is needed")
     try:
-        text = path.read_text("utf-8-sig")
-    except UnicodeDecodeError as e:
-        raise DataError(f"{path} is not UTF-8: {e}") from e
+        text = read_words(path, LIST_BYTES)
+    except FileError as e:
+        raise DataError(str(e)) from e
     return text.removesuffix("\n").split("\n")  # splitlines() would also split at U+2028
 
 
@@ -735,8 +735,8 @@ def read_example(line: str, number: int, path: Path) -> Example:
     where = f"{path.name}:{number}"
     progress(f"{where} read")
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as e:
+        record = parsed_json(line)
+    except ValueError as e:
         raise DataError(f"{where}: not valid JSON: {e}") from e
     if not isinstance(record, dict):
         raise DataError(f"{where}: a JSON object is needed")

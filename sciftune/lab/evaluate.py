@@ -8,7 +8,6 @@ __all__ = ['NO_CLIP', 'NO_FID', 'Target', 'asked_labels', 'quoted', 'known_label
            'evaluate_part', 'part_command', 'evaluate', 'run_jobs', 'evaluate_run', 'evaluation_command']
 
 # %% ../../nbs/9_lab/18_evaluate.ipynb #8d5b0c0b
-import csv
 import hashlib
 import json
 import os
@@ -24,6 +23,7 @@ import pyarrow.parquet as pq
 import torch
 from PIL import Image
 
+from ..core.files import opened_csv, parsed_json, read_json, read_json_lines
 from ..core.recipe import Recipe
 from ..core.rundir import RunDir, replaced_folder
 from ..data.buckets import Sizing
@@ -132,15 +132,17 @@ def _records(path: Path) -> Iterator[dict]:
         elif file.suffix in (".jsonl", ".json"):
             yield from _json_records(file)
         elif file.suffix == ".csv":
-            with open(file, newline="") as opened:
-                yield from csv.DictReader(opened)
+            with opened_csv(file) as table:
+                yield from table
 
 
 def _json_records(file: Path) -> Iterator[dict]:
     """Objects of a JSON list or of JSON lines."""
-    text = file.read_text()
-    whole = text.lstrip().startswith("[")
-    rows = json.loads(text) if whole else [json.loads(t) for t in text.splitlines() if t.strip()]
+    if file.suffix == ".jsonl":
+        rows = (value for _, value in read_json_lines(file))
+    else:
+        found = read_json(file)
+        rows = found if isinstance(found, list) else [found]
     yield from (row for row in rows if isinstance(row, dict))
 
 
@@ -148,7 +150,7 @@ def _labels_of(record: dict) -> tuple[str, list[str]] | None:
     """Where the words of a row are known from, and the words."""
     if labels := record.get("labels"):
         return "labels", labels.split("|") if isinstance(labels, str) else list(labels)
-    facts = json.loads(record["facts"]) if record.get("facts") else {}
+    facts = parsed_json(record["facts"]) if record.get("facts") else {}
     if "words" in facts:
         return "figures", [word["text"] for word in facts["words"]]
     return None
@@ -230,7 +232,7 @@ def known_facts(path: str | Path) -> dict[str, dict]:
     """
     found = {}
     for record in _records(Path(path)) if Path(path).exists() else ():
-        facts = json.loads(record["facts"]) if record.get("facts") else {}
+        facts = parsed_json(record["facts"]) if record.get("facts") else {}
         if "edit" in facts and record.get("id"):
             found[record["id"]] = facts
     return found

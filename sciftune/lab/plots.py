@@ -28,7 +28,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 
 from ..core.diagnosis import Case, recognise
-from ..core.files import read_json, read_object
+from ..core.files import numbered_lines, open_file, read_json, read_object
 from ..core.markup import escaped
 from ..core.plan import Plan, PlanRow
 from ..core.processes import ENDINGS
@@ -786,7 +786,7 @@ def quarantined(run: RunDir | str | Path) -> int:
         Rows of the data that were set aside
     """
     path = as_run(run).quarantine
-    return sum(1 for line in path.read_text().splitlines() if line.strip()) if path.exists() else 0
+    return sum(1 for _ in numbered_lines(path)) if path.exists() else 0
 
 # %% ../../nbs/9_lab/01_plots.ipynb #93d3e32b
 def median_of(rows: list[dict], key: str) -> float:
@@ -933,7 +933,7 @@ def failure_of(run: RunDir | str | Path) -> Case | None:
     ended = ENDINGS.get(status.get("exit_code", 0))
     if ended in ("finished", "stopped") or not run.log.exists():
         return None
-    with open(run.log, "rb") as f:
+    with open_file(run.log) as f:
         f.seek(status.get("log_offset", 0))
         log = f.read().decode(errors="replace")
     return Case(

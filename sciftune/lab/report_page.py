@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
 
-from ..core.files import read_json
+from ..core.files import open_file, read_json
 from ..core.rundir import RunDir
 from ..core.secrets import masked
 from ..core.writing import write_atomic
@@ -302,7 +302,8 @@ def text_of(path: Path, lines: int = 60) -> str:
     """
     if not path.exists():
         return ""
-    text = path.read_bytes().decode(errors="replace").rstrip().split("\n")[-lines:]
+    with open_file(path) as file:
+        text = file.read().decode(errors="replace").rstrip().split("\n")[-lines:]
     return masked("\n".join(line.rpartition("\r")[2] for line in text))
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageFilter
 
+from ..core.files import FileError, read_json_lines
 from ..core.writing import write_atomic
 from ..data.words import Label, Reading, Word, match_words, squeezed
 from ..toys.charts import CHART_STYLES, claims
@@ -412,10 +413,10 @@ def read_evaluation(run: Path | str) -> list[Evaluation]:
     """
     file = evaluation_file(run)
     rows = []
-    for number, line in enumerate(file.read_text().splitlines() if file.is_file() else [], 1):
+    for number, values in read_json_lines(file) if file.exists() else ():
         try:
-            rows.append(Evaluation(**json.loads(line)))
-        except (TypeError, ValueError) as error:
+            rows.append(Evaluation(**values))
+        except TypeError as error:
             raise ValueError(f"{file}, line {number}: no row of an evaluation ({error})") from None
     return sorted(rows, key=lambda row: (row.step, row.series, row.name))
 
@@ -458,9 +459,15 @@ def read_pictures(folder: Path | str) -> list[Picture]:
     Args:
         folder: evaluation/<name> of a run
     """
-    lines = (Path(folder) / "pictures.jsonl").read_text().splitlines()
-    found = [Picture(**json.loads(line)) for line in lines]
-    return [_with_words(p) for p in found]
+    file, found = Path(folder) / "pictures.jsonl", []
+    for number, values in read_json_lines(file):
+        try:
+            found.append(_with_words(Picture(**values)))
+        except (TypeError, AttributeError, KeyError) as error:
+            raise FileError(
+                f"{file}, line {number}: no picture that was scored ({error})"
+            ) from None
+    return found
 
 
 def _with_words(picture: Picture) -> Picture:

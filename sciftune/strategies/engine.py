@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..core.files import read_words
 from ..core.plan import Plan
 from ..core.recipe import Recipe, RecipeError, micro_batches
 from ..core.rundir import RunDir
@@ -80,7 +81,7 @@ def wandb_arguments(run: RunDir) -> dict[str, str]:
     if not kept.exists():
         kept.parent.mkdir(exist_ok=True)
         write_atomic(kept, uuid.uuid4().hex)
-    return dict(name=run.path.name, dir=str(run.path), id=kept.read_text(), resume="allow")
+    return dict(name=run.path.name, dir=str(run.path), id=read_words(kept, 64), resume="allow")
 
 # %% ../../nbs/5_strategies/16_engine.ipynb #4f64a6dd
 def tracker_names(recipe: Recipe) -> list[str]:

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..core.digests import folder_damage, write_digests
+from ..core.files import parsed_json, read_object
 from ..core.randomness import stream
 from ..core.recipe import Recipe, RecipeError
 from ..core.registry import nearest, records
@@ -626,7 +627,7 @@ def _read_peft_layout(raw: dict, about: Path) -> tuple[dict, Any]:
     """Take peft's own names and configuration, of which every field must be known."""
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING
 
-    fields = json.loads(about.read_text())
+    fields = read_object(about)
     config = PEFT_TYPE_TO_CONFIG_MAPPING[fields.pop("peft_type")](**fields)
     return {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in raw.items()}, config
 
@@ -656,7 +657,7 @@ def _place_adapters(path: str | Path, file: Path, family: Family, model: nn.Modu
     from peft import inject_adapter_in_model, set_peft_model_state_dict
 
     with safe_open(file, "pt") as opened:
-        about = json.loads((opened.metadata() or {}).get("lora_adapter_metadata", "null"))
+        about = parsed_json((opened.metadata() or {}).get("lora_adapter_metadata", "null"))
     raw, part = load_file(file), family.denoiser_component
     own = file.with_name("adapter_config.json")
     if family.lora_layout == "peft" or own.is_file():

@@ -16,6 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from ..core.files import read_json, read_object
 from .charts import CHART_KINDS, CHART_STYLES, claims, compose_chart
 
 # %% ../../nbs/3_toys/04_reader.ipynb #758caf62
@@ -208,7 +209,7 @@ def load_reader(folder: Path) -> ChartReader:
     folder = Path(folder)
     if not (folder / "reader.json").is_file():
         raise ValueError(f"{folder} holds no reader.json; scripts/nano trains a reader")
-    about = json.loads((folder / "reader.json").read_text())
+    about = read_object(folder / "reader.json")
     if about["kinds"] != list(CHART_KINDS):
         raise ValueError(
             f"{folder}: this reader knows {', '.join(about['kinds'])}; "
@@ -262,7 +263,7 @@ def read_validation(folder: Path, reader: Path | None = None) -> dict:
     folder = Path(folder)
     if reader is None or not (folder / "prompts.json").is_file():
         return {}
-    prompts = json.loads((folder / "prompts.json").read_text())
+    prompts = read_json(folder / "prompts.json")
     files = [(folder / f"{i:02d}.png", p) for i, p in enumerate(prompts) if claims(p)]
     files = [(f, p) for f, p in files if f.is_file() and is_square(f)]
     if not files:

@@ -18,6 +18,7 @@ import torch
 import transformers
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
+from ..core.files import read_object
 from ..core.rundir import replaced_folder
 
 # %% ../../nbs/3_toys/05_tiny.ipynb #29851578
@@ -305,7 +306,7 @@ def _is_stand_in(folder: Path, what: dict) -> bool:
             f"{folder} exists and is not a stand-in: choose another folder, "
             "nothing in it was changed"
         )
-    return json.loads((folder / STAND_IN).read_text()) == what
+    return read_object(folder / STAND_IN) == what
 
 
 def save_stand_in(folder: Path, what: dict, build: Callable) -> Path:

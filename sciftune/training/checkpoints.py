@@ -59,6 +59,7 @@ from sciftune.core.checkpoint_folders import (
     resume_candidates,
 )
 from ..core.digests import DigestingFile, digest_record, sealed
+from ..core.files import open_file
 from ..core.progress import ProgressFile, progress
 from ..core.recipe import RecipeError
 from ..core.rundir import RunDir, replaced_folder, sweep_unfinished
@@ -660,7 +661,7 @@ class CheckpointReader(dcp.FileSystemReader):
         if self.metadata is None:
             file = Path(self.path) / ".metadata"
             try:
-                with open(file, "rb") as stream:
+                with open_file(file) as stream:
                     metadata = MetadataUnpickler(stream).load()
                 _check_metadata(metadata)
             except Exception as error:  # a damaged pickle raises errors of any type

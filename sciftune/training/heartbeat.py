@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from ..core.files import read_bytes
 from ..core.ownership import is_orphan
 from ..core.progress import on_progress
 from ..core.writing import write_atomic
@@ -49,7 +50,7 @@ def read_heartbeats(folder: Path, ranks: Iterable[int] | None = None) -> list[di
         files = [path for rank in ranks if (path := beat_file(folder, rank)).exists()]
     beats = []
     for path in files:
-        raw = path.read_bytes()
+        raw = read_bytes(path, BEAT_BYTES)
         if len(raw) < HEADER.size:
             continue
         when, pid, parent, machine, length = HEADER.unpack_from(raw)
