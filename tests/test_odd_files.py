@@ -6,9 +6,11 @@ become lists, deep nests and bytes that are no text.
 
 import ast
 import contextlib
+import gc
 import json
 import os
 import random
+import sys
 import warnings
 from pathlib import Path
 
@@ -23,8 +25,10 @@ from sciftune.core.presets import read_presets
 from sciftune.core.recipe import Recipe, RecipeError, resolve
 from sciftune.core.rundir import RunDir
 from sciftune.data.captions import jsonl_captions, text_captions
+from sciftune.data.images import DataError
 from sciftune.data.readers import csv_rows, json_rows
 from sciftune.data.sequences import read_lines
+from sciftune.data.shards import remote_source
 from sciftune.lab.evaluate import _records
 from sciftune.lab.launch import LaunchFile, read_status, state
 from sciftune.lab.scores import read_evaluation, read_pictures
@@ -248,3 +252,13 @@ def test_small_files_of_all_kinds(odd, tmp_path):
             read(file)
         except ValueError as error:
             assert is_sentence(str(error), file.name), (name, odd and odd[:80], str(error))
+
+
+@pytest.mark.parametrize("address", ["ftp://", "ftp://localhost:1/a.tar", "sftp://", "weird://a"])
+def test_an_address_that_nobody_answers(address, monkeypatch):
+    left = []
+    monkeypatch.setattr(sys, "unraisablehook", left.append)
+    with pytest.raises(DataError) as error:
+        remote_source(address)
+    gc.collect()
+    assert is_sentence(str(error.value), address) and not left

@@ -6,6 +6,7 @@
 __all__ = ['tar_members', 'Tars', 'RemoteParquet', 'remote_source']
 
 # %% ../../nbs/2_data/03_shards.ipynb #ef0b5495
+import inspect
 import io
 import tarfile
 from functools import partial
@@ -188,6 +189,15 @@ class RemoteParquet(Parquet):
         return self.fs.ukey(bare(path))
 
 
+def _check_arguments(url: str):
+    """Raise TypeError where an address lacks what its file system needs, as a host.
+
+    Making one of FTP without a host leaves an error behind when the half of it is collected.
+    """
+    kind = fsspec.get_filesystem_class(fsspec.core.split_protocol(url)[0])
+    inspect.signature(kind.__init__).bind(None, **kind._get_kwargs_from_urls(url))
+
+
 def remote_source(url: str) -> RemoteParquet | Tars:
     """Choose the reader for shards behind a URL.
 
@@ -197,8 +207,9 @@ def remote_source(url: str) -> RemoteParquet | Tars:
         url: Folder, shard or pattern with a scheme, as `core.secrets.conceal` shows it
     """
     try:
+        _check_arguments(reveal(url))
         fs, path = fsspec.core.url_to_fs(reveal(url))
-    except (ImportError, ValueError, TypeError) as e:  # no package, no scheme, no host
+    except (ImportError, ValueError, TypeError, OSError) as e:  # no package, scheme, host, answer
         raise DataError(f"{url}: no address that can be read ({e})") from e
     try:
         if any(c in bare(path) for c in "*?["):
