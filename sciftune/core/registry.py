@@ -167,6 +167,7 @@ class ObjectiveRecord(Record):
         one_network: Whether a step passes through one trained network and nothing else
         context_parallel: Several ranks may work on the same samples
         trains_whole: Whether a network is trained whole although lora_rank is set
+        trains_part: Field -> values with which a part of the network stays as it was
         presets: Recipe fields that it changes in a preset
         starting_loss: A first loss above it says that something is wrong; 0 = unknown
         falling_loss: Whether the training loss falls where a run learns
@@ -185,6 +186,7 @@ class ObjectiveRecord(Record):
     one_network: bool = True
     context_parallel: bool = False
     trains_whole: bool = False
+    trains_part: dict[str, tuple] = {}
     presets: dict[str, dict] = {}
     starting_loss: float = 0.0
     falling_loss: bool = True

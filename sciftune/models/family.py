@@ -11,6 +11,7 @@ __all__ = ['VOCABULARIES', 'TOKENIZER_OBJECTS', 'PROCESSOR_FILES', 'pack', 'unpa
            'Family', 'GuidanceInput', 'get_family', 'draw_pictures']
 
 # %% ../../nbs/4_models/02_family.ipynb #b1498ce2
+import contextlib
 import copy
 import gc
 import inspect
@@ -18,7 +19,6 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import diffusers
@@ -804,13 +804,12 @@ class Family(ABC):
     def empty_denoiser(self, path: str | Path | Mapping = None, revision: str = None) -> nn.Module:
         """Denoiser on the meta device (rotary tables real); arguments of `config`."""
         config = self.config(path, revision)
-        build = partial(build_on_meta, lambda: getattr(diffusers, self.denoiser_class)(**config))
-        if path is None or isinstance(path, Mapping):
-            with readable(f"config.json of {self.denoiser_class}"):
-                return build()
-        folder = self.resolve(path, revision=revision, weights=False) / self.denoiser_component
-        with readable(f"config.json of {path} {self.denoiser_class}"), bounded(folder):
-            return build()
+        limit, name = contextlib.nullcontext(), self.denoiser_class
+        if path is not None and not isinstance(path, Mapping):
+            folder = self.resolve(path, revision=revision, weights=False)
+            limit, name = bounded(folder / self.denoiser_component), f"{path} {name}"
+        with readable(f"config.json of {name}"), limit:
+            return build_on_meta(lambda: getattr(diffusers, self.denoiser_class)(**config))
 
     def denoiser_weights(self, path: str | Path, revision: str = None) -> Weights:
         """Lazy weights of the denoiser, for strategies in which each rank reads its own part."""

@@ -944,6 +944,11 @@ def edit_sheet(rows: list[Edit], side: int = 150) -> Image.Image:
 EDITS_VERSION = 1  # raise when a change alters what is drawn
 
 
+def _edits_of(chart_side: int) -> tuple[dict, tuple]:
+    """The edits, by name, and all kinds: of charts where `chart_side` is set, else of figures."""
+    return (CHART_EDITS, CHART_KINDS) if chart_side else (FIGURE_EDITS, KINDS)
+
+
 def _checked_names(what: str, given: tuple, known: object):
     if not given or set(given) - set(known):
         raise ValueError(f"{what} {', '.join(given)!r}: expected some of {', '.join(known)}")
@@ -953,7 +958,7 @@ def _asked_names(
     count: int, seed: int, chart_side: int, styles: tuple, kinds: tuple, edits: tuple
 ) -> tuple[tuple, tuple]:
     """Kinds and edits, all where none are named. Raises ValueError for what there is not."""
-    table, all_kinds = (CHART_EDITS, CHART_KINDS) if chart_side else (FIGURE_EDITS, KINDS)
+    table, all_kinds = _edits_of(chart_side)
     kinds, edits = tuple(kinds) or all_kinds, tuple(edits) or tuple(table)
     _checked_names("edits", edits, table)
     _checked_names("styles", styles, CHART_STYLES if chart_side else STYLES)
@@ -1002,7 +1007,7 @@ def make_edits(
     Returns:
         Folder of the parquet shards, for `open_collection`
     """
-    table, all_kinds = (CHART_EDITS, CHART_KINDS) if chart_side else (FIGURE_EDITS, KINDS)
+    table, all_kinds = _edits_of(chart_side)
     kinds, edits = _asked_names(count, seed, chart_side, styles, kinds, edits)
     if chart_side:
         draw, args = draw_chart_edit, [seed, list(styles), list(kinds), list(edits), chart_side]

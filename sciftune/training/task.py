@@ -199,9 +199,9 @@ def parameter_source(
 # %% ../../nbs/7_training/09_task.ipynb #7a832f25
 def _trained_a_part(recipe: Mapping) -> bool:
     """Return whether a run left a part of its network as it was; `recipe` as in info.json."""
-    frozen = any(value is True for name, value in recipe.items() if name.startswith("freeze_"))
-    part = recipe.get("autoencoder_part") == "decoder"
-    return bool(recipe.get("lora_rank") or recipe.get("trained_layers") or frozen or part)
+    fields = find_record("objectives", recipe["objective"]).trains_part
+    part = any(recipe.get(name) in values for name, values in fields.items())
+    return bool(recipe.get("lora_rank") or recipe.get("trained_layers") or part)
 
 
 class BaseTensors(Mapping):

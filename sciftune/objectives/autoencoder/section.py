@@ -20,6 +20,7 @@ RECORDS = [
         task="sciftune.objectives.autoencoder.task:AutoencoderTask",
         strategies=("single", "ddp"),
         why_strategies="an autoencoder is small and kept whole",
+        trains_part={"autoencoder_part": ("decoder",)},
         reads=(
             "held_out",
             "validation_data",

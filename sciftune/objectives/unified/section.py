@@ -20,6 +20,7 @@ RECORDS = [
         task="sciftune.objectives.unified.task:UnifiedTask",
         work="sciftune.objectives.unified.work:UnifiedWork",
         sequences=True,
+        trains_part={"freeze_llm": (True,), "freeze_vit": (True,), "freeze_und": (True,)},
         reads=(
             "held_out",
             "validation_data",
