@@ -99,8 +99,9 @@ def parsed_json(
         value = json.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    if isinstance(value, (dict, list)):
-        _check_shape(value, MOST_PARTS)
+    a_list, a_dict = ("[", "{") if isinstance(text, str) else (b"[", b"{")
+    if len(text) > MOST_PARTS or text.count(a_list) + text.count(a_dict) > DEEPEST:
+        _check_shape(value, MOST_PARTS)  # fewer brackets, or characters, cannot be too many
     return value
 
 

@@ -16,9 +16,10 @@ from pathlib import Path, PurePosixPath
 
 from ..core.progress import progress
 from .images import OTHER_SUFFIXES, SUFFIXES, DataError, check_regular
+from .rows import Texts
 
 # %% auto #0
-__all__ = ['SYSTEM_FOLDERS', 'HIDDEN_NAMES', 'USED', 'is_hidden', 'check_place', 'valid_text', 'Account', 'FolderFiles',
+__all__ = ['SYSTEM_FOLDERS', 'HIDDEN_NAMES', 'USED', 'is_hidden', 'check_place', 'valid_text', 'Account', 'Kinds', 'FolderFiles',
            'unread_kind', 'composed', 'stored_name']
 
 # %% ../../nbs/2_data/17_files.ipynb #1e590fe5
@@ -32,8 +33,10 @@ def is_hidden(name: str) -> bool:
     Args:
         name: With forward slashes, below the root of the data
     """
-    parts = PurePosixPath(name).parts
-    return any(part.startswith(".") and part != ".." or part in HIDDEN_NAMES for part in parts)
+    return any(
+        part.startswith(".") and part not in (".", "..") or part in HIDDEN_NAMES
+        for part in name.split("/")
+    )
 
 
 def check_place(
@@ -99,6 +102,36 @@ class Account:
         more = ", …" if self.counts[kind] > len(self.names.get(kind, ())) else ""
         return f"{self.counts[kind]} x {kind}" + (f" ({names}{more})" if names else "")
 
+
+class Kinds:
+    """What many files are used as, in little memory; of several kinds the first one counts."""
+
+    def __init__(self):
+        self.names = Texts()
+        self.kinds = bytearray()  # Places in `USED`
+
+    def add(self, name: str, kind: str):
+        """Note the kind of a file.
+
+        Args:
+            kind: Of `USED`
+        """
+        self.names.append(name)
+        self.kinds.append(USED.index(kind))
+
+    def sorted(self) -> Kinds:
+        """Let all files be found that are there now."""
+        self.names.sort()
+        return self
+
+    def get(
+        self,
+        name: str,
+    ) -> str | None:
+        """Return the kind of a file; None where it has none."""
+        number = self.names.find(name)
+        return None if number < 0 else USED[self.kinds[number]]
+
 # %% ../../nbs/2_data/17_files.ipynb #49f9545f
 class FolderFiles:
     """The files of a folder: those that may be data, and an account of all others.
@@ -110,16 +143,21 @@ class FolderFiles:
     def __init__(self, root: str | Path):
         check_place(root)
         self.root = os.path.realpath(root)
-        self.names = []  # Relative to the root, with forward slashes, sorted
+        self.names = Texts()  # Relative to the root, with forward slashes, sorted
+        self.links = set()  # Those that are links to files
         self.aside = Account()
         self.repeats = []  # Folders whose names begin with a number, as 10_name
-        folders = [""]
-        while folders:
-            folders += self._walk(folders.pop())
+        names = [""]
+        while names:  # the names of one folder at a time, and all in the order of whole paths
+            name = names.pop()
+            if name and not name.endswith("/"):
+                self.names.append(name)
+            else:
+                names += sorted(self._walk(name), reverse=True)
         self.names.sort()
 
     def _walk(self, folder: str) -> list[str]:
-        """Sort the entries of a folder; gives the folders below it."""
+        """Names of the files in a folder, and of the folders with a slash behind them."""
         progress(f"{folder or self.root} listed")
         below = []
         try:
@@ -127,14 +165,14 @@ class FolderFiles:
                 for entry in entries:
                     name = f"{folder}{entry.name}"
                     kind = self._kind(entry, name)
-                    if kind == "folder":
-                        below.append(f"{name}/")
-                        if re.match(r"\d+_", entry.name):
+                    if kind in ("", "folder"):
+                        below.append(f"{name}/" if kind else name)
+                        if kind and re.match(r"\d+_", entry.name):
                             self.repeats.append(entry.name)
-                    elif kind:
-                        self.aside.add(kind, ascii(name)[1:-1] if "UTF-8" in kind else name)
+                        elif entry.is_symlink():
+                            self.links.add(name)
                     else:
-                        self.names.append(name)
+                        self.aside.add(kind, ascii(name)[1:-1] if "UTF-8" in kind else name)
         except OSError as error:
             self.aside.add(f"folder that cannot be read ({error.strerror})", folder or self.root)
         return below
@@ -185,7 +223,7 @@ class FolderFiles:
 
     def account(
         self,
-        used: Mapping[str, str],
+        used: Mapping[str, str] | Kinds,
         other: Callable[[str], str] = lambda name: "no part of the data",
     ) -> Account:
         """What became of every file.
@@ -216,7 +254,7 @@ def composed(
     name: str,
 ) -> str:
     """The form of a name in which equal looks are equal (NFC)."""
-    return unicodedata.normalize("NFC", name)
+    return name if name.isascii() else unicodedata.normalize("NFC", name)
 
 
 @functools.lru_cache(1024)

@@ -108,16 +108,18 @@ def _formats():
 
 def check_regular(
     path: str | Path,
-):
+) -> os.stat_result:
     """Raise DataError unless a path is a file with content: no folder, pipe, socket or device.
 
     Raises OSError where there is nothing.
     """
-    mode = os.stat(path).st_mode
+    status = os.stat(path)
+    mode = status.st_mode
     if not stat.S_ISREG(mode):
         tests = (stat.S_ISDIR, "folder"), (stat.S_ISFIFO, "pipe"), (stat.S_ISSOCK, "socket")
         kind = next((name for test, name in tests if test(mode)), "device")
         raise DataError(f"no file but a {kind}: {path}")
+    return status
 
 
 MAX_BYTES = 1 << 30  # Of an encoded image
@@ -127,10 +129,10 @@ def file_bytes(
     path: str | Path,
 ) -> bytes:
     """Read a file. Raises DataError for what could block for ever, and for more than 1 GiB."""
-    check_regular(path)
-    if (size := os.stat(path).st_size) > MAX_BYTES:
+    if (size := check_regular(path).st_size) > MAX_BYTES:
         raise DataError(f"file of {size / 2**30:.1f} GiB: an image has at most 1 GiB")
-    return Path(path).read_bytes()
+    with open(path, "rb") as file:
+        return file.read()
 
 
 def open_image(source: bytes | str | Path, max_pixels: int | None = None) -> Image.Image:

@@ -7,10 +7,11 @@ __all__ = ['CHOSEN_KEYS', 'REJECTED_KEYS', 'NUMBERED_KEYS', 'REJECTED', 'pair_co
            'PairParquet', 'find_pairs', 'BothImages']
 
 # %% ../../nbs/2_data/16_pairs.ipynb #ea8dcffa
+import functools
 import glob
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import pyarrow as pa
@@ -19,18 +20,21 @@ from ..core.progress import progress
 from .files import FolderFiles, check_place
 from .images import DataError, Sample
 from sciftune.data.readers import (
+    BATCH,
     CAPTION_KEYS,
     ID_KEYS,
     Files,
+    NamesInside,
     Parquet,
-    Row,
     caption_value,
     captions_of,
     check_row_group,
     inside,
     json_records,
+    made_rows,
     parquet_shards,
 )
+from .rows import Column, Row, Rows
 
 # %% ../../nbs/2_data/16_pairs.ipynb #bd7221e4
 CHOSEN_KEYS = ("chosen", "chosen_image")
@@ -87,13 +91,14 @@ def _label(name: str, value: object) -> float:
     return float(value)
 
 # %% ../../nbs/2_data/16_pairs.ipynb #56f059bb
-def pair_row(root: Path, source: str, record: object) -> Row:
+def pair_row(root: Path, source: str, record: object, find: Callable | None = None) -> Row:
     """Make a row of one record of a list of pairs.
 
     Args:
         root: Data root, resolved
         source: Where the record stands, for messages: list.jsonl:7
         record: Anything that JSON gave
+        find: `NamesInside`; None = `inside`
 
     Returns:
         With `fault` set when it cannot be used
@@ -103,8 +108,9 @@ def pair_row(root: Path, source: str, record: object) -> Row:
         if not isinstance(record, dict):
             raise DataError("not an object: expected chosen, rejected and a caption")
         chosen, rejected = chosen_and_rejected(record, pair_columns(record))
-        name = _named("chosen image", root, record[chosen])
-        other = _named(REJECTED, root, record[rejected])
+        find = find or functools.partial(inside, root)
+        name = _named("chosen image", find, record[chosen])
+        other = _named(REJECTED, find, record[rejected])
         given = _value(record, ID_KEYS)
         own = f"{name}|{other}" if given is None else str(given)
         beside = (Row(source, other, REJECTED),)
@@ -118,10 +124,10 @@ def _value(record: Mapping[str, object], keys: tuple[str, ...]) -> object:
     return next((record[k] for k in keys if record.get(k) is not None), None)
 
 
-def _named(what: str, root: Path, name: object) -> str:
+def _named(what: str, find: Callable, name: object) -> str:
     """A file under the root; its fault says which of the two it is."""
     try:
-        return inside(root, name)
+        return find(name)
     except DataError as e:
         raise DataError(f"{what}: {e}") from None
 
@@ -138,7 +144,9 @@ class PairParquet(Parquet):
         read, at = [c for c in (caption, ident, *labels) if c], 0
         for group in range(file.num_row_groups):
             check_row_group(path, file, group, (caption, ident))
-            for r, record in enumerate(file.read_row_group(group, columns=read).to_pylist()):
+            batches = file.iter_batches(BATCH, [group], read)
+            records = (record for batch in batches for record in batch.to_pylist())
+            for r, record in enumerate(records):
                 given = record[ident] if ident else None
                 row = Row(f"{name} row {at}", (n, group, r))
                 row.id = f"{name}:{at}" if given is None else str(given)
@@ -199,29 +207,31 @@ def find_pairs(path: str | Path, metadata: str | Path | None = None) -> Files | 
     root = (home if home.is_dir() else home.parent).resolve()
     if place.is_file() and place.suffix == ".parquet":
         return _shards(path, root, [root / place.name])
-    lists = [place] if place.is_file() else _lists(place)
+    files = None if place.is_file() else FolderFiles(place)
+    lists = [place] if files is None else _lists(place, files)
     if len(lists) > 1:
         names = ", ".join(p.name for p in lists)
         raise DataError(f"{path}: {names} could all be the list: name one of them")
     if lists:
-        return _listed(path, root, lists[0])
-    return _shards(path, root, parquet_shards(root))
+        source = _pair_list(path, root, lists[0])
+    else:
+        files = None if metadata else files  # of the folder itself
+        source = _shards(path, root, parquet_shards(root, files))
+    source.files = None if metadata else files
+    return source
 
 
-def _lists(folder: Path) -> list[Path]:
+def _lists(folder: Path, files: FolderFiles) -> list[Path]:
     """metadata.jsonl or metadata.json of a folder, else its .jsonl files."""
     named = [p for p in (folder / "metadata.jsonl", folder / "metadata.json") if p.is_file()]
-    return named or FolderFiles(folder).lists(".jsonl")
+    return named or files.lists(".jsonl")
 
 
-def _listed(path: str | Path, root: Path, listing: Path) -> Files:
+def _pair_list(path: str | Path, root: Path, listing: Path) -> Files:
     if listing.suffix not in (".json", ".jsonl"):
         raise DataError(f"{path}: pairs are read from .json, .jsonl and .parquet files")
-    rows = []
-    for source, record in json_records(listing):
-        bad = isinstance(record, DataError)
-        rows.append(Row(source, fault=str(record)) if bad else pair_row(root, source, record))
-    return Files(root, rows)
+    make = functools.partial(pair_row, root, find=NamesInside(root))
+    return Files(root, Rows(row for row, _ in made_rows(json_records(listing), make)))
 
 
 def _shards(path: str | Path, root: Path, shards: list[Path]) -> PairParquet:
@@ -241,11 +251,15 @@ class BothImages:
         self.pairs = pairs
         for name in ("ids", "captions", "sizes", "shards", "rejected", "fingerprint", "notes"):
             setattr(self, name, getattr(pairs, name))
-        self.digests = [*pairs.digests, *(rows[0].digest for rows in pairs.references)]
+        self.digests = Column(2 * len(pairs), self._digest)
         self.references = [()] * len(pairs)
 
     def __len__(self):
         return len(self.pairs)
+
+    def _digest(self, i: int) -> str:
+        count = len(self.pairs)
+        return self.pairs.digests[i] if i < count else self.pairs.references[i - count][0].digest
 
     def part(self, i: int) -> int:
         """The number of the collection that a pair comes from.

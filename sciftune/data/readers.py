@@ -10,8 +10,8 @@ import itertools
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ from sciftune.core.files import (
 )
 from ..core.progress import progress
 from ..core.secrets import bare
-from .files import FolderFiles, composed, stored_name, valid_text
+from .files import FolderFiles, Kinds, composed, stored_name, valid_text
 from sciftune.data.images import (
     OTHER_SUFFIXES,
     SUFFIXES,
@@ -48,14 +48,15 @@ from sciftune.data.references import (
     reference_values,
     unnumbered,
 )
+from .rows import Records, Row, Rows, Texts
 
 # %% auto #0
 __all__ = ['NO_CAPTION', 'MAX_CAPTION', 'IMAGE_KEYS', 'CAPTION_KEYS', 'ID_KEYS', 'BESIDE', 'MAX_BESIDE', 'UNREAD',
-           'BROKEN_PARQUET', 'MAX_ROW_GROUP', 'MAX_TEXT', 'MAX_UNPACKED', 'IMAGE_COLUMNS', 'captions_of', 'inside',
-           'Row', 'reference_row', 'give_references', 'listed_row', 'record_texts', 'caption_value', 'listed_rows',
-           'file_captions', 'captions_beside', 'folder_rows', 'json_records', 'json_rows', 'csv_rows', 'Files',
-           'folder_reader', 'check_row_group', 'cell_values', 'Parquet', 'parquet_shards', 'Cell', 'cell_path',
-           'parse_cell', 'cell_bytes', 'image_bytes', 'check_listed_files', 'HuggingFace']
+           'BROKEN_PARQUET', 'MAX_ROW_GROUP', 'MAX_TEXT', 'MAX_UNPACKED', 'IMAGE_COLUMNS', 'BATCH', 'captions_of',
+           'inside', 'NamesInside', 'reference_row', 'give_references', 'listed_row', 'record_texts', 'caption_value',
+           'made_rows', 'listed_rows', 'file_captions', 'captions_beside', 'folder_rows', 'json_records', 'json_rows',
+           'csv_rows', 'Files', 'folder_reader', 'check_row_group', 'cell_values', 'Parquet', 'parquet_shards', 'Cell',
+           'cell_path', 'parse_cell', 'cell_bytes', 'image_bytes', 'check_listed_files', 'HuggingFace']
 
 # %% ../../nbs/2_data/02_readers.ipynb #9338706e
 NO_CAPTION = "empty caption"  # How the fault of a row begins that lacks nothing else
@@ -138,30 +139,68 @@ def inside(root: Path, name: str) -> str:
         raise DataError(f"{'no file' if os.path.exists(real) else 'missing file'}: {name}")
     return os.path.normpath(name).replace(os.sep, "/")
 
-# %% ../../nbs/2_data/02_readers.ipynb #bceb29f0
-@dataclass(slots=True)
-class Row:
-    """One line of a listing.
 
-    Attributes:
-        source: Where it stands, for people: metadata.jsonl:3
-        key: What the reader needs to fetch the image
-        fault: Why it cannot be used; empty = nothing known against it
-        digest: SHA-256 of the image bytes, hex
-        references: Of its reference images, in order; without captions
+_ASKED = 16  # Names in a folder that are looked up one by one before the folder is listed
+
+
+class NamesInside:
+    """`inside` for many names: a folder of which many files are named is listed once.
+
+    Args:
+        root: Data root, already resolved
     """
 
-    source: str
-    key: object = None
-    id: str = ""
-    captions: tuple[str, ...] = ()
-    fault: str = ""
-    width: int = 0
-    height: int = 0
-    digest: str = ""
-    references: tuple[Row, ...] = ()
+    def __init__(self, root: Path):
+        self.root = root
+        self.asked = Counter()  # Names in each folder
+        self.plain = {}  # Folder -> how `inside` writes it, and its files that are no links
+
+    def __call__(self, name: str) -> str:
+        """Check that a path names a file under the root, see `inside`.
+
+        Args:
+            name: Path as written in a row
+
+        Returns:
+            See `inside`
+        """
+        if isinstance(name, str):
+            folder, slash, leaf = name.rpartition("/")
+            folder += slash
+            prefix, plain = self.plain.get(folder, ("", ()))
+            if leaf in plain:
+                return f"{prefix}{leaf}"
+            self.asked[folder] += 1
+            if self.asked[folder] == _ASKED:
+                self.plain[folder] = self._listed(folder)
+        return inside(self.root, name)
+
+    def _listed(self, folder: str) -> tuple[str, Sequence[str]]:
+        """A folder as `inside` writes it, and its files of which only the name has to be known."""
+        try:
+            prefix = valid_text("image path", folder)
+            if os.path.isabs(folder):
+                prefix = _relative(self.root, f"{folder}x")[:-1]
+            place = os.path.realpath(os.path.join(self.root, prefix))
+            if not os.path.join(place, "").startswith(_homes(os.fspath(self.root))):
+                return "", ()
+            return os.path.normpath(f"{prefix}x")[:-1], Texts(_plain_files(place))
+        except (OSError, ValueError, DataError):
+            return "", ()
 
 
+def _plain_files(folder: str) -> Iterator[str]:
+    """Names of the files in a folder that are no links and can be named in a list."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            progress(f"{entry.path} listed")
+            if entry.is_file(follow_symlinks=False) and entry.name.strip():
+                try:
+                    yield valid_text("name", entry.name)
+                except DataError:
+                    continue
+
+# %% ../../nbs/2_data/02_readers.ipynb #bceb29f0
 IMAGE_KEYS = ("file_path", "file_name", "image")
 CAPTION_KEYS = (
     "caption",
@@ -177,14 +216,18 @@ CAPTION_KEYS = (
 ID_KEYS = ("id", "key")
 
 
-def _first(record: dict, keys: tuple[str, ...]) -> object:
-    return next((record[k] for k in keys if record.get(k) is not None), None)
+def _first(record: dict, keys: tuple[str, ...], absent: tuple = (None,)) -> object:
+    """The first value that is there under some keys."""
+    for key in keys:
+        if record.get(key) not in absent:
+            return record[key]
+    return None
 
 
 def _target(record: dict) -> object:
     """The path of the image that is to be made. Raises DataError for two of them."""
-    given = {name: value for name, value in record.items() if value != ""}  # an empty cell of CSV
-    plain, edited = _first(given, IMAGE_KEYS), _first(given, EDITED_KEYS)
+    absent = (None, "")  # an empty cell of CSV
+    plain, edited = _first(record, IMAGE_KEYS, absent), _first(record, EDITED_KEYS, absent)
     if plain is not None and edited is not None:
         raise DataError(
             f"two images: one under {'|'.join(IMAGE_KEYS)} and one under {'|'.join(EDITED_KEYS)}: "
@@ -193,19 +236,20 @@ def _target(record: dict) -> object:
     return edited if plain is None else plain
 
 
-def reference_row(root: Path, source: str, name: object) -> Row:
+def reference_row(root: Path, source: str, name: object, find: Callable | None = None) -> Row:
     """Make the row of a reference image that is a file.
 
     Args:
         root: Data root, resolved
         source: Where the record stands, for messages
         name: Path of a reference image, as written
+        find: `NamesInside`; None = `inside`
 
     Returns:
         With `fault` set when it must not be read
     """
     try:
-        return Row(source, inside(root, name))
+        return Row(source, find(name) if find else inside(root, name))
     except DataError as e:
         return Row(source, fault=str(e))
 
@@ -217,19 +261,22 @@ def give_references(row: Row, references: Iterable[Row]):
         row: Of the target
         references: In order
     """
-    row.references = tuple(references)
-    for number, reference in enumerate(row.references, 1):
+    references = tuple(references)
+    if references:
+        row.references = references
+    for number, reference in enumerate(references, 1):
         if reference.fault and (not row.fault or row.fault.startswith(NO_CAPTION)):
             row.fault = f"reference image {number}: {reference.fault}"
 
 
-def listed_row(root: Path, source: str, record: object) -> Row:
+def listed_row(root: Path, source: str, record: object, find: Callable | None = None) -> Row:
     """Make a row of one record of a list, without its references.
 
     Args:
         root: Data root, resolved
         source: Where the record stands, for messages: list.jsonl:7
         record: Anything that JSON or CSV gave
+        find: `NamesInside`; None = `inside`
 
     Returns:
         With `fault` set when it cannot be used
@@ -244,7 +291,7 @@ def listed_row(root: Path, source: str, record: object) -> Row:
         target = _target(record)
         if target is None:
             raise DataError(f"no image path: expected one of the keys {', '.join(IMAGE_KEYS)}")
-        row.key = inside(root, target)
+        row.key = find(target) if find else inside(root, target)
         given = _first(record, ID_KEYS)
         row.id = row.key if given is None else valid_text("id", str(given))
         row.captions = record_texts(record)
@@ -269,19 +316,42 @@ def caption_value(record: Mapping[str, object]) -> object:
     Returns:
         Text, texts, or anything else; None = there is no such key
     """
+    first = None
+    for key in CAPTION_KEYS:
+        value = record.get(key)
+        if value is not None and not _empty(value):
+            return value
+        first = value if first is None else first
+    return first
 
-    def empty(value: object) -> bool:
-        if isinstance(value, (list, tuple)):
-            return all(map(empty, value))
-        return isinstance(value, str) and not value.strip()
 
-    values = [record[key] for key in CAPTION_KEYS if record.get(key) is not None]
-    return next((value for value in values if not empty(value)), values[0] if values else None)
+def _empty(value: object) -> bool:
+    """Whether a value is text of spaces, or a list of nothing else."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_empty, value))
+    return isinstance(value, str) and not value.strip()
+
+
+def made_rows(
+    records: Iterable[tuple[str, object]], make: Callable[[str, object], Row]
+) -> Iterator[tuple[Row, object]]:
+    """Make the rows of the records of a list; one that could not be read becomes a bad row.
+
+    Args:
+        records: Where each stands, and what JSON or CSV gave
+        make: Of such a pair, when the record could be read
+
+    Returns:
+        With the record
+    """
+    for source, record in records:
+        bad = isinstance(record, DataError)
+        yield Row(source, fault=str(record)) if bad else make(source, record), record
 
 
 def listed_rows(
     root: Path, records: Iterable[tuple[str, object]], notes: list[str] | None = None
-) -> list[Row]:
+) -> Rows:
     """Make the rows of a list; which columns hold references is told by all records together.
 
     Args:
@@ -289,48 +359,64 @@ def listed_rows(
         records: Where each stands, and what JSON or CSV gave
         notes: How columns were understood is added to it
     """
-    rows, named, edited = [], [], False
-    for source, record in records:
-        bad = isinstance(record, DataError)
-        rows.append(Row(source, fault=str(record)) if bad else listed_row(root, source, record))
+    rows, named, contents, edited = Rows(), Records(), {}, False
+    find = NamesInside(root)
+    for row, record in made_rows(records, functools.partial(listed_row, root, find=find)):
         if isinstance(record, dict) and (columns := reference_values(record)):
-            named.append((rows[-1], columns))
+            named.append((len(rows), columns))
+            _count_images(columns, contents, find)
             edited = edited or any(record.get(key) for key in EDITED_KEYS)
-    if named:
-        _resolve_references(root, named, edited, [] if notes is None else notes)
+        rows.append(row)
+    used = {name for name in contents if holds_references(name, contents[name], edited)}
+    if notes is not None:
+        notes += [column_note(name, contents[name], name in used) for name in contents]
+    for number, columns in named if used else ():
+        _give_named(rows[number], columns, used, functools.partial(reference_row, root, find=find))
     return rows
 
 
-def _resolve_references(root: Path, named: list[tuple[Row, dict]], edited: bool, notes: list):
-    """Give each row the references in its columns, where these hold some."""
-    contents = {}
-    for row, columns in named:
-        for name, values in columns.items():
-            content = contents.setdefault(unnumbered(name), ColumnContent())
-            columns[name] = [reference_row(root, row.source, value) for value in values]
-            for value, reference in zip(values, columns[name], strict=True):
-                content.count(value, names_image(value) and not reference.fault)
-    used = {name for name in contents if holds_references(name, contents[name], edited)}
-    notes += [column_note(name, contents[name], name in used) for name in contents]
-    for row, columns in named:
-        try:
-            order = reference_columns(name for name in columns if unnumbered(name) in used)
-            give_references(row, (r for name in order for r in columns[name]))
-        except DataError as e:
-            row.fault = row.fault or str(e)
+def _count_images(columns: dict[str, list], contents: dict[str, ColumnContent], find: Callable):
+    """Count what stands in columns of one record that may hold references."""
+    for name, values in columns.items():
+        content = contents.setdefault(unnumbered(name), ColumnContent())
+        for value in values:
+            content.count(value, names_image(value) and _is_file(value, find))
+
+
+def _give_named(row: Row, columns: dict[str, list], used: set[str], make: Callable):
+    """Give a row the references in its columns that hold some."""
+    try:
+        order = reference_columns(name for name in columns if unnumbered(name) in used)
+        give_references(row, (make(row.source, v) for name in order for v in columns[name]))
+    except DataError as e:
+        row.fault = row.fault or str(e)
+
+
+def _is_file(name: str, find: Callable) -> bool:
+    """Whether a name is that of a file of the collection."""
+    try:
+        return bool(find(name))
+    except DataError:
+        return False
 
 # %% ../../nbs/2_data/02_readers.ipynb #5990ae7b
-def _references_beside(names: list[str]) -> dict[str, list[str]]:
+def _references_beside(files: Iterable[str]) -> dict[str, list[str]]:
     """Target -> its references in order, of images whose names say so."""
-    targets = {name.rpartition(".")[0]: name for name in names}
-    found = {}
-    for name in names:
+    named = {}  # Name of the target without its ending -> numbers and names of its references
+    for name in files:
+        if name.count(".") < 2:
+            continue
         folder, slash, leaf = name.rpartition("/")
         key, _, suffix = leaf.partition(".")
-        number, target = reference_number(suffix), targets.get(f"{folder}{slash}{key}")
-        if number is not None and target:
-            found.setdefault(target, []).append((number, name))
-    return {target: [name for _, name in sorted(beside)] for target, beside in found.items()}
+        number = reference_number(suffix)
+        if number is not None:
+            named.setdefault(f"{folder}{slash}{key}", []).append((number, name))
+    targets = {}
+    for name in files if named else ():
+        stem, _, suffix = name.rpartition(".")
+        if stem in named and f".{suffix.lower()}" in SUFFIXES:
+            targets[stem] = name
+    return {name: [beside for _, beside in sorted(named[stem])] for stem, name in targets.items()}
 
 
 BESIDE = (".txt", ".caption", ".json")  # Files with the captions of an image
@@ -360,7 +446,9 @@ def file_captions(suffix: str, data: bytes) -> tuple[str, ...]:
     return record_texts(record)
 
 
-def captions_beside(files: Iterable[tuple[str, int, Callable]], missing: str) -> tuple[str, ...]:
+def captions_beside(
+    files: Iterable[tuple[str, int, Callable]], missing: Callable[[], str]
+) -> tuple[str, ...]:
     """The captions in the first of some files that holds any. Raises DataError where none does.
 
     Args:
@@ -377,7 +465,7 @@ def captions_beside(files: Iterable[tuple[str, int, Callable]], missing: str) ->
             faults.append(e)
         except OSError as e:
             faults.append(DataError(f"caption file cannot be read: {e.strerror or e}"))
-    raise faults[0] if faults else DataError(f"{NO_CAPTION}: {missing}")
+    raise faults[0] if faults else DataError(f"{NO_CAPTION}: {missing()}")
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -386,19 +474,74 @@ def _split(name: str) -> tuple[str, str]:
     return (composed(stem), f".{suffix.lower()}") if dot and "/" not in suffix else (name, "")
 
 
-def _captions_in(root: Path, beside: dict[str, str], name: str) -> tuple[str, ...]:
-    """The captions in the files beside an image."""
-    files = []
-    for suffix in BESIDE:
-        if suffix in beside:
-            path = root / inside(root, beside[suffix])
+class _Folder:
+    """The files of a folder by what they are, and which captions belong to which image."""
+
+    def __init__(self, root: Path, files: FolderFiles):
+        self.root = root
+        self.files = files
+        self.odd = {}  # Stem and ending in usual form -> name of a caption file in another
+        self.captions = Texts()  # Names of the caption files that are used
+        self.others = {}  # Name -> stem of pictures in formats that are not read
+        for name in files.names:
+            stem, suffix = _split(name)
+            if suffix in BESIDE and f"{stem}{suffix}" != name:
+                self.odd[f"{stem}{suffix}"] = name
+            elif suffix in OTHER_SUFFIXES:
+                self.others[name] = stem
+        lone = set(self.others.values())
+        names = files.names if lone else ()
+        shown = {stem for stem in map(self._stem, names) if stem in lone}
+        self.others = {
+            name: stem
+            for name, stem in self.others.items()
+            if stem not in shown and any(self.beside(name))
+        }
+
+    def _stem(self, name: str) -> str | None:
+        """The stem of a picture that can be read."""
+        stem, suffix = _split(name)
+        return stem if suffix in SUFFIXES else None
+
+    def beside(self, name: str) -> Iterator[tuple[str, str]]:
+        """Ending and name of each caption file of a picture."""
+        stem, _ = _split(name)
+        for suffix in BESIDE:
+            usual = f"{stem}{suffix}"
+            if usual in self.files.names:
+                yield suffix, usual
+            elif usual in self.odd:
+                yield suffix, self.odd[usual]
+
+    def find(self, name: str) -> str:
+        """`inside` for a name that the walk has found: only links can lead out of the folder."""
+        return inside(self.root, name) if name in self.files.links else name
+
+    def captions_of(self, name: str) -> tuple[str, ...]:
+        """The captions in the files beside an image."""
+        files = []
+        beside = list(self.beside(name))
+        for _, file in beside:
+            self.captions.append(file)
+        self.find(name)
+        if name in self.others:
+            raise DataError(f"{UNREAD}: {_split(name)[1]}: save the picture as PNG or JPEG")
+        for suffix, file in beside:
+            self.find(file)
+            path = os.path.join(self.root, file)
             files.append((suffix, os.stat(path).st_size, functools.partial(file_bytes, path)))
-    return captions_beside(files, f"no {Path(name).with_suffix('.txt').name} beside it")
+        return captions_beside(files, lambda: f"no {Path(name).with_suffix('.txt').name} beside it")
+
+    def names(self, left_out: set[str]) -> Iterator[str]:
+        """Names of all images that are rows, sorted."""
+        return (
+            name
+            for name in self.files.names
+            if name not in left_out and (_split(name)[1] in SUFFIXES or name in self.others)
+        )
 
 
-def folder_rows(
-    root: Path, files: FolderFiles | None = None, captions: dict[str, str] | None = None
-) -> list[Row]:
+def folder_rows(root: Path, files: FolderFiles | None = None) -> tuple[Rows, Texts]:
     """List images under the root, each with the caption in the `.txt` of the same name.
 
     A picture with a caption in a format that is not read is a bad row.
@@ -406,40 +549,27 @@ def folder_rows(
     Args:
         root: Data root, resolved
         files: Those of the root; None = look
-        captions: Name of each caption file that is used -> 'caption'
+
+    Returns:
+        And the names of the caption files that are used
     """
-    files, captions = files or FolderFiles(root), {} if captions is None else captions
-    texts, pictures, others = {}, {}, {}
-    for name in files.names:
-        stem, suffix = _split(name)
-        if suffix in BESIDE:
-            texts.setdefault(stem, {})[suffix] = name
-        elif suffix in SUFFIXES:
-            pictures[name] = stem
-        elif suffix in OTHER_SUFFIXES:
-            others[name] = stem
-    shown = set(pictures.values())
-    others = {name: stem for name, stem in others.items() if stem in texts and stem not in shown}
-    references = _references_beside(list(pictures))
-    own = {name for beside in references.values() for name in beside}
-    rows = []
-    for name in sorted({*pictures, *others} - own):
+    folder = _Folder(root, files or FolderFiles(root))
+    references = _references_beside(folder.files.names)
+    rows = Rows()
+    for name in folder.names({name for beside in references.values() for name in beside}):
         progress(f"{name} listed")
         row = Row(name, name, name)
-        rows.append(row)
-        beside = texts.get(pictures.get(name) or others.get(name), {})
-        captions.update(dict.fromkeys(beside.values(), "caption"))
         try:
-            inside(root, name)
-            if name in others:
-                raise DataError(f"{UNREAD}: {_split(name)[1]}: save the picture as PNG or JPEG")
-            row.captions = _captions_in(root, beside, name)
+            row.captions = folder.captions_of(name)
         except DataError as e:
             row.fault = str(e)
         except OSError as e:
             row.fault = f"unreadable file: {e.strerror or e}"
-        give_references(row, (reference_row(root, name, r) for r in references.get(name, ())))
-    return rows
+        beside = references.get(name, ())
+        give_references(row, (reference_row(root, name, r, folder.find) for r in beside))
+        rows.append(row)
+    folder.captions.sort()
+    return rows, folder.captions
 
 # %% ../../nbs/2_data/02_readers.ipynb #a5b72486
 def json_records(path: Path) -> Iterator[tuple[str, object]]:
@@ -475,7 +605,7 @@ def json_records(path: Path) -> Iterator[tuple[str, object]]:
         raise DataError(str(e)) from None
 
 
-def json_rows(root: Path, path: Path, notes: list[str] | None = None) -> list[Row]:
+def json_rows(root: Path, path: Path, notes: list[str] | None = None) -> Rows:
     """Read a JSON or JSON-lines list. Raises DataError when a .json file as a whole is wrong.
 
     Args:
@@ -486,7 +616,7 @@ def json_rows(root: Path, path: Path, notes: list[str] | None = None) -> list[Ro
     return listed_rows(root, json_records(path), notes)
 
 # %% ../../nbs/2_data/02_readers.ipynb #08edfe61
-def csv_rows(root: Path, path: Path, notes: list[str] | None = None) -> list[Row]:
+def csv_rows(root: Path, path: Path, notes: list[str] | None = None) -> Rows:
     """Read a CSV list. Raises DataError for a wrong heading or encoding.
 
     Args:
@@ -520,22 +650,30 @@ class Files:
 
     loose = frozenset()
 
-    def __init__(self, root: Path, rows: list[Row], notes: list[str] | None = None):
+    def __init__(self, root: Path, rows: Sequence[Row], notes: list[str] | None = None):
         self.root = root
         self.rows = rows
         self.notes = notes or []
         self.files = None  # All that the folder holds, where it was looked at
         self.claimed = {}  # Name of a file beside images that is read -> its kind
+        self.captions = Texts()  # Names of files beside images that hold captions
 
-    def used(self) -> dict[str, str]:
+    def used(self) -> Kinds:
         """Name of each file that is read -> its kind, see `data.files.Account`."""
-        kinds = dict(self.claimed)
+        kinds = Kinds()
+        for kind in ("image", "set aside"):  # of several kinds of a file the first one counts
+            for row in self.rows:
+                if (kind == "image") == (not row.fault) and row.key is not None:
+                    kinds.add(row.key, kind)
         for row in self.rows:
-            kinds.update((reference.key, "reference") for reference in row.references)
-        kinds.update((row.key, "set aside") for row in self.rows if row.fault)
-        kinds.update((row.key, "image") for row in self.rows if not row.fault)
-        kinds.pop(None, None)  # of a row that names no file
-        return kinds
+            for reference in row.references:
+                if reference.key is not None:
+                    kinds.add(reference.key, "reference")
+        for name in self.captions:
+            kinds.add(name, "caption")
+        for name, kind in self.claimed.items():
+            kinds.add(name, kind)
+        return kinds.sorted()
 
     def read(self, row: Row) -> bytes:
         """Read the file of a row."""
@@ -546,20 +684,22 @@ class Files:
         status = os.stat(self.root / row.key)
         return f"{row.key}|{status.st_size}|{status.st_mtime_ns}"
 
-    def chunks(self) -> list[list[Row]]:
+    def chunks(self) -> Iterator[Sequence[Row]]:
         """Group neighbouring rows, 32 at a time."""
-        return [self.rows[i : i + 32] for i in range(0, len(self.rows), 32)]
+        return (self.rows[i : i + 32] for i in range(0, len(self.rows), 32))
 
 
-def folder_reader(root: Path) -> Files:
+def folder_reader(root: Path, files: FolderFiles | None = None) -> Files:
     """The reader of a folder of images with captions beside them.
 
     Args:
         root: Data root, resolved
+        files: Those of the root; None = look
     """
-    files, captions = FolderFiles(root), {}
-    source = Files(root, folder_rows(root, files, captions))
-    source.files, source.claimed = files, captions
+    files = files or FolderFiles(root)
+    rows, captions = folder_rows(root, files)
+    source = Files(root, rows)
+    source.files, source.captions = files, captions
     if files.repeats:
         source.notes.append(
             f"{len(files.repeats)} folders with names such as {files.repeats[0]}: the number in "
@@ -630,7 +770,7 @@ def check_row_group(
 
 
 def cell_values(
-    cells: pa.ChunkedArray,
+    cells: pa.ChunkedArray | pa.Array,
 ) -> list:
     """The values of a column; text that is not UTF-8 becomes bytes, which no caption is."""
 
@@ -723,10 +863,20 @@ def _columns(path, schema: pa.Schema) -> tuple[str, str | None, str | None]:
     return image, caption, next((n for n in ID_KEYS if n in schema.names), None)
 
 
-def _texts_and_ids(table: pa.Table, caption: str | None, ident: str | None, count: int):
-    texts = cell_values(table[caption]) if caption else [None] * count
-    ids = cell_values(table[ident]) if ident else [None] * count
-    return zip(texts, ids, strict=True)
+BATCH = 4096  # Rows whose texts are Python objects at once
+
+
+def _texts_and_ids(
+    batches: Iterable[pa.RecordBatch], caption: str | None, ident: str | None, count: int
+) -> Iterator[tuple[object, object]]:
+    """Caption and id of each row, None where there is no such column."""
+    if not caption and not ident:
+        yield from itertools.repeat((None, None), count)
+        return
+    for batch in batches:
+        texts = cell_values(batch[caption]) if caption else [None] * len(batch)
+        ids = cell_values(batch[ident]) if ident else [None] * len(batch)
+        yield from zip(texts, ids, strict=True)
 
 
 def _no_column(schema: pa.Schema) -> str:
@@ -788,7 +938,7 @@ class Parquet:
     def __init__(self, root: Path, paths: list[Path]):
         self.root = root
         self.paths = paths
-        self.rows = []
+        self.rows = Rows()
         self.column = []  # of the image bytes, per shard
         self.reference_columns = []  # per shard
         self.stamps = []  # per shard
@@ -831,10 +981,10 @@ class Parquet:
         missing = "" if caption else _no_column(file.schema_arrow)
         at = 0
         for group in range(file.num_row_groups):
-            table = file.read_row_group(group, columns=[c for c in (caption, ident) if c])
+            batches = file.iter_batches(BATCH, [group], [c for c in (caption, ident) if c])
             counts = self._reference_counts(n, file, group)
             lines = file.metadata.row_group(group).num_rows
-            for r, (text, given) in enumerate(_texts_and_ids(table, caption, ident, lines)):
+            for r, (text, given) in enumerate(_texts_and_ids(batches, caption, ident, lines)):
                 own_id = f"{name}:{at}" if given is None else str(given)
                 row = _checked(Row(f"{name} row {at}", (n, group, r), own_id), text, missing)
                 row.references = tuple(
@@ -894,23 +1044,26 @@ class Parquet:
         """Shard, its version, row group, row, and of a reference its column and number."""
         return "|".join(map(str, (self.stamps[row.key[0]], *row.key[1:])))
 
-    def chunks(self) -> list[list[Row]]:
+    def chunks(self) -> Iterator[Sequence[Row]]:
         """Group the rows of each row group."""
-        return [list(rows) for _, rows in itertools.groupby(self.rows, lambda r: r.key[:2])]
+        groups = itertools.groupby(row.key[:2] for row in self.rows)
+        ends = itertools.accumulate((sum(1 for _ in rows) for _, rows in groups), initial=0)
+        return (self.rows.part(range(*some)) for some in itertools.pairwise(ends))
 
 
-def parquet_shards(root: Path) -> list[Path]:
+def parquet_shards(root: Path, files: FolderFiles | None = None) -> list[Path]:
     """List the parquet files of a folder, or below it when it holds none itself.
 
     Of several splits only `train` is taken.
 
     Args:
         root: Folder
+        files: Those of the folder; None = look
 
     Returns:
         Sorted
     """
-    paths = FolderFiles(Path(root)).with_suffix(".parquet")
+    paths = (files or FolderFiles(root)).with_suffix(".parquet")
     splits = {}
     for path in paths:
         match = re.fullmatch(r"(\w+)-\d{5}-of-\d{5}(?:-\w+)?", path.stem)
@@ -1093,16 +1246,17 @@ class HuggingFace:
             stamps.append(f"{Path(file['filename']).name}|{status.st_size}|{status.st_mtime_ns}")
         self._stamp = "|".join([self.data._fingerprint, *sorted(stamps)])
         texts = [c for c in (caption, ident) if c]
-        table = self.data.select_columns(texts).with_format("arrow")[:] if texts else None
+        table = self.data.select_columns(texts).with_format("arrow")[:] if texts else pa.table({})
         self._list_rows(schema, table, references, caption, ident)
 
     def _list_rows(self, schema, table, references, caption, ident):
         """Make the rows of the table."""
-        self.rows = []
+        self.rows = Rows()
         cells = self.data.select_columns(references).with_format("arrow")[:] if references else {}
         counts = {column: _counts(cells[column]) for column in references}
         missing = "" if caption else _no_column(schema)
-        for i, (text, given) in enumerate(_texts_and_ids(table, caption, ident, len(self.data))):
+        batches = table.to_batches(BATCH)
+        for i, (text, given) in enumerate(_texts_and_ids(batches, caption, ident, len(self.data))):
             row = Row(f"row {i}", i, f"{i}" if given is None else str(given))
             row.references = tuple(
                 Row(row.source, (i, column, number))

@@ -5,6 +5,7 @@
 # %% ../../nbs/2_data/12_references.ipynb #c095cf4d
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -58,6 +59,12 @@ def reference_columns(names: Iterable[str]) -> list[str]:
     return [name for _, name, _ in found]
 
 # %% ../../nbs/2_data/12_references.ipynb #d6a6fd00
+@functools.lru_cache(1024)
+def _numbered(name: str) -> bool:
+    """Whether a column is named as references are."""
+    return bool(_NUMBERED.fullmatch(name))
+
+
 def reference_values(record: Mapping[str, object]) -> dict[str, list]:
     """The values of a record that may be reference images.
 
@@ -69,9 +76,10 @@ def reference_values(record: Mapping[str, object]) -> dict[str, list]:
     """
     found = {}
     for name, value in record.items():
+        if not _numbered(str(name)):
+            continue
         values = value if isinstance(value, (list, tuple)) else [value]
-        values = [v for v in values if v is not None and v != ""]
-        if values and _NUMBERED.fullmatch(str(name)):
+        if values := [v for v in values if v is not None and v != ""]:
             found[str(name)] = values
     return found
 

@@ -24,13 +24,13 @@ from .files import is_hidden
 from .images import DataError
 from sciftune.data.readers import (
     BROKEN_PARQUET,
-    Row,
     cell_bytes,
     cell_path,
     cell_values,
     check_row_group,
     parse_cell,
 )
+from .rows import Row
 from sciftune.data.sequences import (
     Example,
     Resize,

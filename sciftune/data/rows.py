@@ -18,8 +18,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 # %% auto #0
-__all__ = ["Row", "Column", "Records", "Rows", "Texts", "repeated_hashes"]
-
+__all__ = ['Row', 'Column', 'Records', 'Rows', 'Texts', 'repeated_hashes']
 
 # %% ../../nbs/2_data/18_rows.ipynb #c0180005
 @dataclass(slots=True)
@@ -34,16 +33,15 @@ class Row:
         references: Of its reference images, in order; without captions
     """
 
-    source: str  # Where it stands, for people: metadata.jsonl:3
-    key: object = None  # What the reader needs to fetch the image
+    source: str
+    key: object = None
     id: str = ""
     captions: tuple[str, ...] = ()
-    fault: str = ""  # Why it cannot be used; empty = nothing known against it
+    fault: str = ""
     width: int = 0
     height: int = 0
-    digest: str = ""  # SHA-256 of the image bytes, hex
-    references: tuple[Row, ...] = ()  # Of its reference images, in order; without captions
-
+    digest: str = ""
+    references: tuple[Row, ...] = ()
 
 # %% ../../nbs/2_data/18_rows.ipynb #c0180008
 class Column(Sequence):
@@ -53,11 +51,7 @@ class Column(Sequence):
         value: Number, from 0 -> value
     """
 
-    def __init__(
-        self,
-        count: int,
-        value: Callable[[int], object],  # Number, from 0 -> value
-    ):
+    def __init__(self, count: int, value: Callable[[int], object]):
         self.count = count
         self.value = value
 
@@ -86,7 +80,6 @@ class Column(Sequence):
         shown = ", ".join(map(repr, self[:3]))
         return f"[{shown}, … {self.count} values]" if self.count > 3 else f"[{shown}]"
 
-
 # %% ../../nbs/2_data/18_rows.ipynb #c0180020
 _DIGEST = 32  # Bytes
 _writing = threading.Lock()  # of the process: a table with one of its own could not be pickled
@@ -100,10 +93,7 @@ class Records(Sequence):
         self.starts = array("q")
         self.lengths = array("I")
 
-    def append(
-        self,
-        value: object,  # For `marshal`: text, numbers, None, and tuples, lists, dicts of them
-    ):
+    def append(self, value: object):
         """Add a value.
 
         Args:
@@ -129,7 +119,6 @@ class Records(Sequence):
             self.lengths[i] = max(len(data), self.lengths[i])  # a reader may be between the two
             self.starts[i] = start
             self.lengths[i] = len(data)
-
 
 # %% ../../nbs/2_data/18_rows.ipynb #c0180011
 class Rows(Sequence):
@@ -161,10 +150,7 @@ class Rows(Sequence):
             view = self[number]
             view.width, view.height, view.digest = row.width, row.height, row.digest
 
-    def size(
-        self,
-        k: int,  # Twice the number of a row, and 1 for the height
-    ) -> int:  # 0 = not known
+    def size(self, k: int) -> int:
         """Return the width or the height of a row.
 
         Args:
@@ -175,11 +161,7 @@ class Rows(Sequence):
         """
         return self.sizes[k] if k < len(self.sizes) else 0
 
-    def set_size(
-        self,
-        k: int,  # See `size`
-        value: int,
-    ):
+    def set_size(self, k: int, value: int):
         """Set the width or the height of a row.
 
         Args:
@@ -191,10 +173,7 @@ class Rows(Sequence):
                 self.sizes.frombytes(bytes(missing * self.sizes.itemsize))
         self.sizes[k] = value
 
-    def digest(
-        self,
-        i: int,  # Number of a row
-    ) -> str:  # '' = not known
+    def digest(self, i: int) -> str:
         """Return the digest of a row.
 
         Args:
@@ -206,11 +185,7 @@ class Rows(Sequence):
         data = self.digests[_DIGEST * i : _DIGEST * (i + 1)]
         return data.hex() if any(data) else ""
 
-    def set_digest(
-        self,
-        i: int,  # Number of a row
-        value: str,  # 64 hex digits, or ''
-    ):
+    def set_digest(self, i: int, value: str):
         """Set the digest of a row. Raises ValueError for another length.
 
         Args:
@@ -225,10 +200,7 @@ class Rows(Sequence):
                 self.digests += bytes(_DIGEST * len(self) - len(self.digests))
         self.digests[_DIGEST * i : _DIGEST * (i + 1)] = data
 
-    def references(
-        self,
-        i: int,  # Number of a row
-    ) -> tuple[Row, ...]:
+    def references(self, i: int) -> tuple[Row, ...]:
         """Return the references of a row.
 
         Args:
@@ -238,11 +210,7 @@ class Rows(Sequence):
             return ()
         return tuple(self.beside[self.first[i] : self.first[i] + self.counts[i]])
 
-    def set_references(
-        self,
-        i: int,  # Number of a row
-        rows: Sequence[Row],
-    ):
+    def set_references(self, i: int, rows: Sequence[Row]):
         """Give a row its references.
 
         Args:
@@ -258,10 +226,7 @@ class Rows(Sequence):
         for row in rows:
             self.beside.append(row)
 
-    def part(
-        self,
-        numbers: Sequence[int],  # Of rows
-    ) -> Column:
+    def part(self, numbers: Sequence[int]) -> Column:
         """Return some rows, each made when it is read.
 
         Args:
@@ -289,7 +254,6 @@ class Rows(Sequence):
         return len(self) == len(other) and all(map(operator.eq, self, other))
 
     __hash__ = None
-
 
 # %% ../../nbs/2_data/18_rows.ipynb #c0180012
 def _numbered(rows: Rows, numbers: Sequence[int], k: int) -> _Stored:
@@ -353,7 +317,6 @@ class _Stored(Row):
 
     __hash__ = None
 
-
 # %% ../../nbs/2_data/18_rows.ipynb #c0180017
 class Texts(Sequence):
     """Texts with a number each that is found again."""
@@ -383,10 +346,7 @@ class Texts(Sequence):
         self.hashes = array("q", hashes[order].tobytes())
         self.order = array("I", order.astype(np.uint32).tobytes())
 
-    def find(
-        self,
-        text: str,
-    ) -> int:  # The first number of the text; -1 = not there
+    def find(self, text: str) -> int:
         """Look for a text.
 
         Returns:
@@ -426,9 +386,7 @@ class Texts(Sequence):
         return self.data[self.ends[i] : self.ends[i + 1]].decode("utf-8", "surrogatepass")
 
 
-def repeated_hashes(
-    texts: Iterable[str],
-) -> set[int]:  # Those of texts that are there twice are among them
+def repeated_hashes(texts: Iterable[str]) -> set[int]:
     """Return the hashes that two of some texts have, which are nearly always equal ones.
 
     Returns:

@@ -9,6 +9,7 @@ __all__ = ['tar_members', 'Tars', 'RemoteParquet', 'remote_source']
 import inspect
 import io
 import tarfile
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import PurePosixPath
 from typing import BinaryIO
@@ -21,8 +22,9 @@ from ..core.progress import progress
 from ..core.secrets import bare, reveal
 from .files import Account, is_hidden, valid_text
 from .images import SUFFIXES, DataError, check_regular
-from .readers import BESIDE, BROKEN_PARQUET, Parquet, Row, captions_beside
+from .readers import BESIDE, BROKEN_PARQUET, Parquet, captions_beside
 from .references import is_target, reference_number
+from .rows import Row, Rows
 
 # %% ../../nbs/2_data/03_shards.ipynb #a9836e75
 def tar_members(file: BinaryIO, name: str) -> list[tuple[str, int, int]]:
@@ -97,7 +99,7 @@ class Tars:
     def __init__(self, fs: fsspec.AbstractFileSystem, paths: list[str]):
         self.fs = fs
         self.paths = list(paths)
-        self.rows = []
+        self.rows = Rows()
         self.stamps = []  # per shard
         self.members = Account()
         for n, path in enumerate(self.paths):
@@ -152,7 +154,7 @@ class Tars:
                 files.append(
                     (f".{suffix}", parts[suffix][1], partial(_content, file, parts[suffix]))
                 )
-        return captions_beside(files, "no .txt, .caption or .json beside the image")
+        return captions_beside(files, lambda: "no .txt, .caption or .json beside the image")
 
     def read(self, row: Row) -> bytes:
         """Read the bytes of an image by its offset in the shard."""
@@ -163,9 +165,9 @@ class Tars:
         """Version of the shard as the file system tells it, offset and size."""
         return f"{self.stamps[row.key[0]]}|{row.key[1]}|{row.key[2]}"
 
-    def chunks(self) -> list[list[Row]]:
+    def chunks(self) -> Iterator[Sequence[Row]]:
         """Group neighbouring rows, 32 at a time."""
-        return [self.rows[i : i + 32] for i in range(0, len(self.rows), 32)]
+        return (self.rows[i : i + 32] for i in range(0, len(self.rows), 32))
 
 # %% ../../nbs/2_data/03_shards.ipynb #24e3d8b4
 class RemoteParquet(Parquet):

@@ -6,14 +6,17 @@
 from __future__ import annotations
 
 import bisect
-import collections
 import contextlib
+import functools
 import glob
 import hashlib
 import itertools
 import json
 import os
 import re
+import threading
+from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -35,19 +38,18 @@ from sciftune.data.readers import (
     Files,
     HuggingFace,
     Parquet,
-    Row,
     csv_rows,
     folder_reader,
     json_rows,
     parquet_shards,
 )
+from .rows import Column, Row, Rows, Texts, repeated_hashes
 from .shards import Tars, remote_source
 
 # %% auto #0
-__all__ = ['Reader', 'Findings', 'KINDS_NAMED', 'find_source', 'files_line', 'verify_images', 'findings_file', 'known_findings',
-           'verify_once', 'Collection', 'counted_reasons', 'bad_rows', 'check_bad_rows', 'without_captions',
-           'give_captions', 'set_aside', 'no_fault', 'open_collection', 'JoinedCollections', 'joined_quarantine',
-           'open_collections']
+__all__ = ['Reader', 'KINDS_NAMED', 'find_source', 'files_line', 'Findings', 'verify_images', 'findings_file', 'known_findings',
+           'verify_once', 'Collection', 'counted_reasons', 'bad_rows', 'check_bad_rows', 'give_captions', 'set_aside',
+           'no_fault', 'open_collection', 'JoinedCollections', 'joined_quarantine', 'open_collections']
 
 # %% ../../nbs/2_data/04_sources.ipynb #088a0f76
 Reader = Files | Parquet | HuggingFace | Tars
@@ -60,11 +62,11 @@ def _shard_reader(root: Path, paths: list[Path]) -> Parquet | Tars:
     return Parquet(root, paths)
 
 
-def _find_list(root: Path, text: str) -> Path | None:
+def _find_list(root: Path, files: FolderFiles, text: str) -> Path | None:
     """The list of a folder: metadata.*, else the only .jsonl or .csv there is."""
     names = [f"metadata.{suffix}" for suffix in ("jsonl", "json", "csv")]
     found = [root / name for name in names if (root / name).exists()]
-    found = found or FolderFiles(root).lists(".jsonl", ".csv")
+    found = found or files.lists(".jsonl", ".csv")
     if len(found) > 1:
         names = ", ".join(p.name for p in found)
         raise DataError(f"{text}: {names} could all be the list: name one of them")
@@ -110,11 +112,20 @@ def find_source(path: str | Path, metadata: str | Path | None = None) -> Reader:
         return HuggingFace(root)
     if metadata:
         return _list_reader(root, Path(metadata).expanduser())
-    if listing := path if path.is_file() else _find_list(root, text):
-        return _list_reader(root, listing)
-    if found := parquet_shards(root) or FolderFiles(root).with_suffix(".tar"):
-        return _shard_reader(root, found)
-    return folder_reader(root)
+    return _list_reader(root, path) if path.is_file() else _folder_source(root, text)
+
+
+def _folder_source(root: Path, text: str) -> Reader:
+    """The reader of what lies in a folder, which is walked once."""
+    files = FolderFiles(root)
+    if listing := _find_list(root, files, text):
+        source = _list_reader(root, listing)
+    elif shards := parquet_shards(root, files) or files.with_suffix(".tar"):
+        source = _shard_reader(root, shards)
+    else:
+        source = folder_reader(root, files)
+    source.files = files
+    return source
 
 
 def files_line(source: Reader, path: str | Path) -> str:
@@ -130,39 +141,88 @@ def files_line(source: Reader, path: str | Path) -> str:
     if "://" in str(path) or not folder.is_dir() or not hasattr(source, "used"):
         return ""
     files = getattr(source, "files", None) or FolderFiles(folder)
-    used = {name.removeprefix(f"{files.root}/"): kind for name, kind in source.used().items()}
+    used = source.used()
     splits = {".parquet": "another split", ".arrow": "another split"}
 
     def other(name: str) -> str:
-        return splits.get(os.path.splitext(name)[1]) or unread_kind(name)
+        kind = used.get(f"{files.root}/{name}")  # shards are known by their whole paths
+        return kind or splits.get(os.path.splitext(name)[1]) or unread_kind(name)
 
     return f"files of {path}: {files.account(used, other).line()}"
 
 # %% ../../nbs/2_data/04_sources.ipynb #d0533759
-Findings = dict[str, tuple[int, int, str]]  # stamp -> (width, height, digest)
+_Finding = tuple[int, int, str]  # width, height, digest
 
 
-def _verify_row(source: Reader, row: Row, max_pixels: int, known: Findings, found: Findings):
+class Findings:
+    """What was found of images, by their stamps: those of earlier runs, and those of this one."""
+
+    def __init__(self):
+        self.stamps = Texts()
+        self.sizes = array("i")
+        self.digests = bytearray()
+        self.used = bytearray()  # 1 where the finding is one of this run
+        self.changed = False  # This run has found something new
+        self._adding = threading.Lock()
+
+    def add(self, stamp: str, finding: _Finding, used: bool = True):
+        """Note a finding; `get` does not know it before `sort`.
+
+        Args:
+            used: It is of this run
+        """
+        width, height, digest = finding
+        with self._adding:
+            self.stamps.append(stamp)
+            self.sizes.extend((width, height))
+            self.digests += bytes.fromhex(digest)
+            self.used.append(used)
+            self.changed |= used
+
+    def get(self, stamp: str) -> _Finding | None:
+        """Return what earlier runs have found of an image, which is of this run, too, now.
+
+        Returns:
+            None = not known
+        """
+        number = self.stamps.find(stamp)
+        if number < 0:
+            return None
+        self.used[number] = True
+        return self._at(number)
+
+    def _at(self, k: int) -> _Finding:
+        digest = self.digests[32 * k : 32 * k + 32].hex()
+        return self.sizes[2 * k], self.sizes[2 * k + 1], digest
+
+    def items(self) -> Iterator[tuple[str, _Finding]]:
+        """Stamps and findings of this run, each once."""
+        self.stamps.sort()
+        for k, stamp in enumerate(self.stamps):
+            if self.used[k] and self.stamps.find(stamp) == k:
+                yield stamp, self._at(k)
+
+
+def _verify_row(source: Reader, row: Row, max_pixels: int, findings: Findings):
     if not row.fault:
-        _verify_image(source, row, max_pixels, known, found)
+        _verify_image(source, row, max_pixels, findings)
     for number, reference in enumerate(row.references, 1):
         if not row.fault:
-            _verify_image(source, reference, max_pixels, known, found)
+            _verify_image(source, reference, max_pixels, findings)
             name = reference.id or f"reference image {number}"
             row.fault = reference.fault and f"{name}: {reference.fault}"
 
 
-def _verify_image(source: Reader, row: Row, max_pixels: int, known: Findings, found: Findings):
+def _verify_image(source: Reader, row: Row, max_pixels: int, findings: Findings):
     try:
         stamp = source.stamp(row)
-        finding = known.get(stamp) or examine(source.read(row), max_pixels)
-        row.width, row.height, row.digest = finding
-        if row.key not in source.loose:
-            found[stamp] = finding
-        if row.width * row.height > max_pixels:
-            row.fault = (
-                f"too many pixels: {row.width}x{row.height} is more than max_pixels={max_pixels}"
-            )
+        if not (finding := findings.get(stamp)):
+            finding = examine(source.read(row), max_pixels)
+            if row.key not in source.loose:
+                findings.add(stamp, finding)
+        width, height, _ = row.width, row.height, row.digest = finding
+        if width * height > max_pixels:
+            row.fault = f"too many pixels: {width}x{height} is more than max_pixels={max_pixels}"
     except DataError as e:
         row.fault = str(e)
     except OSError as e:
@@ -173,50 +233,59 @@ def _verify_image(source: Reader, row: Row, max_pixels: int, known: Findings, fo
         row.fault = f"bad image path: {e}"
 
 
-def verify_images(source: Reader, max_pixels: int, workers: int, known: Findings) -> Findings:
+def verify_images(source: Reader, max_pixels: int, workers: int, findings: Findings):
     """Fill in size and digest of each row, or its fault. Raises DataError for a damaged shard.
 
     Args:
         source: Its rows are filled in
         max_pixels: Largest width*height
         workers: Threads
-        known: Of earlier runs
-
-    Returns:
-        Of this run
+        findings: Of earlier runs; those of this run are added
     """
-    found = {}
 
-    def verify_chunk(rows: list[Row]):
+    def verify_chunk(rows: Iterable[Row]):
         for row in rows:
-            _verify_row(source, row, max_pixels, known, found)
+            _verify_row(source, row, max_pixels, findings)
             progress(f"{row.source} verified")
 
-    pool = ThreadPoolExecutor(max(workers, 1))
+    workers, waiting = max(workers, 1), deque()
+    pool = ThreadPoolExecutor(workers)
     try:
-        collections.deque(pool.map(verify_chunk, source.chunks()), 0)
+        for rows in source.chunks():
+            waiting.append(pool.submit(verify_chunk, rows))
+            if len(waiting) > 4 * workers:  # chunks of a million rows would be many
+                waiting.popleft().result()
+        for chunk in waiting:
+            chunk.result()
     finally:
         pool.shutdown(cancel_futures=True)
-    return found
 
 
 def _read_findings(file: Path) -> Findings:
     """Findings of earlier runs; a damaged file counts as none."""
+    findings = Findings()
     try:
-        table = pq.ParquetFile(file).read().to_pydict()  # read_table imports pandas
-    except (pa.ArrowException, OSError):
-        return {}
-    findings = zip(table["width"], table["height"], table["digest"], strict=True)
-    return dict(zip(table["stamp"], findings, strict=True))
+        for batch in pq.ParquetFile(file).iter_batches(_ROWS):  # read_table imports pandas
+            columns = (batch[name].to_pylist() for name in ("stamp", "width", "height", "digest"))
+            for stamp, *finding in zip(*columns, strict=True):
+                findings.add(stamp, finding, used=False)
+    except (pa.ArrowException, OSError, KeyError, ValueError, OverflowError):
+        return Findings()
+    findings.stamps.sort()
+    return findings
 
 
-def _write_findings(file: Path, known: Findings):
+_ROWS = 4096  # Findings that are Python objects at once
+
+
+def _write_findings(file: Path, findings: Findings):
     file.parent.mkdir(parents=True, exist_ok=True)
-    columns = {"stamp": list(known)}
-    for i, name in enumerate(("width", "height", "digest")):
-        columns[name] = [finding[i] for finding in known.values()]
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.table(columns), sink)
+    text, number = pa.string(), pa.int64()
+    schema = pa.schema(dict(stamp=text, width=number, height=number, digest=text))
+    sink, items = pa.BufferOutputStream(), findings.items()
+    with pq.ParquetWriter(sink, schema) as writer:
+        while some := [(stamp, *found) for stamp, found in itertools.islice(items, _ROWS)]:
+            writer.write_batch(pa.record_batch(list(map(list, zip(*some, strict=True))), schema))
     write_atomic(file, sink.getvalue().to_pybytes())
 
 
@@ -260,13 +329,53 @@ def verify_once(
         max_pixels: Largest width*height of an image
         workers: Threads; None = one per available core
     """
-    known = known_findings(place, cache) if cache else {}
-    found = verify_images(source, max_pixels, workers or min(cores(), 32), known)
-    if cache and found != known:
-        _write_findings(findings_file(place, cache), found)
+    findings = known_findings(place, cache) if cache else Findings()
+    verify_images(source, max_pixels, workers or min(cores(), 32), findings)
+    if cache and (findings.changed or not all(findings.used)):
+        _write_findings(findings_file(place, cache), findings)
 
 # %% ../../nbs/2_data/04_sources.ipynb #7c98bf68
 _NEIGHBOURS = 1000  # samples that count as one shard where there are no shards
+
+
+def _id(rows: Sequence[Row], i: int) -> str:
+    return rows[i].id
+
+
+def _captions(rows: Sequence[Row], i: int) -> tuple[str, ...]:
+    return rows[i].captions
+
+
+def _size(rows: Sequence[Row], i: int) -> tuple[int, int]:
+    row = rows[i]
+    return row.width, row.height
+
+
+def _digest(rows: Sequence[Row], i: int) -> str:
+    return rows[i].digest
+
+
+def _references(rows: Sequence[Row], i: int) -> tuple[Row, ...]:
+    """Rows with width, height and digest."""
+    return rows[i].references
+
+
+def _shard(rows: Sequence[Row], i: int) -> int:
+    key = rows[i].key
+    return key[0] if isinstance(key, tuple) else i // _NEIGHBOURS
+
+
+_VALUES = dict(ids=_id, captions=_captions, sizes=_size, digests=_digest)
+_VALUES |= dict(references=_references, shards=_shard)
+
+
+def _fingerprint(rows: Iterable[Row]) -> str:
+    """SHA-256 of ids, digests, captions and digests of references, in order."""
+    digest, encode = hashlib.sha256(), json.JSONEncoder().encode
+    for r in rows:
+        own = [r.id, r.digest, r.captions, *(reference.digest for reference in r.references)]
+        digest.update(encode(own).encode() + b"\n")
+    return digest.hexdigest()
 
 
 class Collection:
@@ -277,24 +386,14 @@ class Collection:
         rejected: source and reason of the others
     """
 
-    def __init__(self, source: Reader, rows: list[Row], rejected: list[dict]):
+    def __init__(self, source: Reader, rows: Sequence[Row], rejected: list[dict]):
         self.source = source
         self.rows = rows
         self.rejected = rejected
         self.notes = list(source.notes)  # How columns were understood, for people
-        self.ids = [r.id for r in rows]
-        self.captions = [r.captions for r in rows]
-        self.sizes = [(r.width, r.height) for r in rows]
-        self.digests = [r.digest for r in rows]
-        self.references = [r.references for r in rows]  # Rows with width, height and digest
-        self.shards = [
-            r.key[0] if isinstance(r.key, tuple) else n // _NEIGHBOURS for n, r in enumerate(rows)
-        ]
-        digest = hashlib.sha256()
-        for r in rows:
-            own = [r.id, r.digest, r.captions, *(reference.digest for reference in r.references)]
-            digest.update(json.dumps(own).encode() + b"\n")
-        self.fingerprint = digest.hexdigest()
+        for name in ("ids", "captions", "sizes", "digests", "references", "shards"):
+            setattr(self, name, Column(len(rows), functools.partial(_VALUES[name], rows)))
+        self.fingerprint = _fingerprint(rows)
 
     def __len__(self):
         return len(self.rows)
@@ -327,21 +426,24 @@ class Collection:
         )
 
 # %% ../../nbs/2_data/04_sources.ipynb #6cf5b448
-def _separate(rows: list[Row]) -> tuple[list[Row], list[dict]]:
+def _separate(rows: Sequence[Row]) -> tuple[Sequence[Row], list[dict]]:
     """Rows to keep, and source and reason of the others; an id that stands twice counts once."""
-    kept, rejected, seen = [], [], {}
-    for row in rows:
-        if not row.fault and row.id in seen:
+    repeated = repeated_hashes(row.id for row in rows if not row.fault)
+    kept, rejected, seen = array("I"), [], {}
+    for number, row in enumerate(rows):
+        own = row.id
+        if not row.fault and own in seen:
             row.fault = (
-                f"duplicated id: {row.id} stands at {seen[row.id]} too; "
+                f"duplicated id: {own} stands at {seen[own]} too; "
                 "several captions of one image belong in one list"
             )
         if row.fault:
             rejected.append({"source": row.source, "reason": row.fault})
-        else:
-            seen[row.id] = row.source
-            kept.append(row)
-    return kept, rejected
+            continue
+        kept.append(number)
+        if repeated and hash(own) in repeated:
+            seen[own] = row.source
+    return rows.part(kept) if isinstance(rows, Rows) else [rows[k] for k in kept], rejected
 
 
 def _write_quarantine(quarantine: str | Path, rejected: list[dict]):
@@ -420,41 +522,37 @@ def check_bad_rows(
     raise DataError(f"{where}: {bad}: {counted_reasons(rejected)}{rest}")
 
 
-def without_captions(rows: Sequence[Row], where: str | Path) -> str:
-    """Say why a collection of which no image has a caption is refused; '' where one has.
-
-    Rows that lack more than a caption do not count.
-
-    Args:
-        rows: As listed
-        where: The collection, for the message
-    """
-    bare_rows = [row for row in rows if row.fault.startswith(NO_CAPTION)]
-    if not bare_rows or not all(row.fault for row in rows):
-        return ""
-    first = bare_rows[0]
-    missing = first.fault.removeprefix(NO_CAPTION).lstrip(": ") or "its caption is empty"
-    return (
-        f"{where}: {len(bare_rows)} images and not one caption ({first.source}: {missing}); "
-        "give each image a .txt of its name, or the folder a metadata.jsonl with file_name and "
-        "text, or one caption for all of them: prompts=, a .txt that holds it"
-    )
-
-
-def give_captions(rows: Iterable[Row], captions: tuple[str, ...]):
+def give_captions(rows: Sequence[Row], captions: tuple[str, ...], where: str | Path):
     """Give captions to the rows that lack nothing else.
 
+    Raises DataError where no image has a caption then; rows that lack more do not count.
+
     Args:
         rows: As listed
+        captions: () = none
+        where: The collection, for the message
     """
     for row in rows if captions else ():
         if row.fault.startswith(NO_CAPTION):
-            row.captions, row.fault = captions, ""
+            row.fault, row.captions = "", captions
+    first, count = None, 0
+    for row in rows:
+        if not row.fault:
+            return
+        if row.fault.startswith(NO_CAPTION):
+            first, count = first or row, count + 1
+    if first:
+        missing = first.fault.removeprefix(NO_CAPTION).lstrip(": ") or "its caption is empty"
+        raise DataError(
+            f"{where}: {count} images and not one caption ({first.source}: {missing}); give each "
+            "image a .txt of its name, or the folder a metadata.jsonl with file_name and text, "
+            "or one caption for all of them: prompts=, a .txt that holds it"
+        )
 
 
 def set_aside(
-    rows: list[Row], max_bad_fraction: float, quarantine: str | Path | None, where: str | Path
-) -> tuple[list[Row], list[dict]]:
+    rows: Sequence[Row], max_bad_fraction: float, quarantine: str | Path | None, where: str | Path
+) -> tuple[Sequence[Row], list[dict]]:
     """Set bad rows aside. Raises DataError when too many are bad or none is left.
 
     Args:
@@ -480,7 +578,7 @@ def no_fault(width: int, height: int) -> str:
     return ""
 
 
-def _check_references(rows: list[Row], reference_fault: Callable):
+def _check_references(rows: Iterable[Row], reference_fault: Callable):
     """Note the first reference of each row that the model cannot take."""
     for row in rows:
         for number, reference in enumerate(row.references, 1):
@@ -520,9 +618,7 @@ def open_collection(
     if not str(path).strip():
         raise DataError("data: the path is empty")
     source = find(path, metadata)
-    give_captions(source.rows, captions)
-    if refusal := without_captions(source.rows, path):
-        raise DataError(refusal)
+    give_captions(source.rows, captions, path)
     verify_once(source, f"{Path(path).absolute()}|{metadata}", cache, max_pixels, workers)
     _check_references(source.rows, reference_fault)
     files = files_line(source, path)
@@ -541,11 +637,21 @@ class JoinedCollections:
     ):
         self.parts = parts
         self.first = [0, *itertools.accumulate(map(len, parts))]
-        self.ids = [f"{k}:{i}" for k, part in enumerate(parts) for i in part.ids]
-        for name in ("captions", "sizes", "digests", "references", "shards", "rejected", "notes"):
+        self.ids = Column(len(self), self._id)
+        for name in ("captions", "sizes", "digests", "references", "shards"):
+            setattr(self, name, Column(len(self), functools.partial(self._value, name)))
+        for name in ("rejected", "notes"):
             setattr(self, name, [x for part in parts for x in getattr(part, name)])
         fingerprints = "|".join(part.fingerprint for part in parts)
         self.fingerprint = hashlib.sha256(fingerprints.encode()).hexdigest()
+
+    def _value(self, name: str, i: int) -> object:
+        """Value of a column of the collection that a sample comes from."""
+        k = self.part(i)
+        return getattr(self.parts[k], name)[i - self.first[k]]
+
+    def _id(self, i: int) -> str:
+        return f"{self.part(i)}:{self._value('ids', i)}"
 
     def __len__(self):
         return self.first[-1]

@@ -45,7 +45,6 @@ from sciftune.data.sources import (
     give_captions,
     known_findings,
     open_collections,
-    without_captions,
 )
 
 # %% auto #0
@@ -803,14 +802,13 @@ def quick_look(recipe: Recipe) -> DataLook:
             notes.append(f"{path}: not looked at before it is opened")
             continue
         source = _reader(recipe)(path, recipe.metadata or None)
-        give_captions(source.rows, common_captions(recipe.prompts))
-        if refusal := without_captions(source.rows, path):
-            raise DataError(refusal)
+        give_captions(source.rows, common_captions(recipe.prompts), path)
         place = f"{Path(path).absolute()}|{recipe.metadata or None}"
         known = known_findings(place, cache_root(recipe.run_root) / "verified")
-        good = [row for row in source.rows if not row.fault]
+        good = [number for number, row in enumerate(source.rows) if not row.fault]
         step = max(1, math.ceil(len(good) / HEADERS))
-        rows += [row for row in good[::step] if _fill_in(source, row, known)]
+        some = map(source.rows.__getitem__, good[::step])
+        rows += [row for row in some if _fill_in(source, row, known)]
         bad = [dict(source=row.source, reason=row.fault) for row in source.rows if row.fault]
         check_bad_rows(bad, len(source.rows), recipe.max_bad_fraction, path)
         rejected += bad

@@ -1,6 +1,6 @@
 """What many rows cost: the page and the live view of a long run, and opening a large collection.
 
-    python tests/tools/many_rows.py [--steps 100000] [--rows 1000000]
+    python tests/tools/many_rows.py [--steps 100000] [--rows 1000000] [--files 100000]
 
 Prints seconds of CPU time and the growth of the largest resident size. The tests count work in the
 place of time: lines parsed and rows looked up, see nbs/1_core/06_rundir.ipynb.
@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from sciftune.core.recipe import resolve
 from sciftune.core.rundir import RunDir
-from sciftune.data.readers import Parquet, json_rows
+from sciftune.data.readers import Parquet, folder_reader, json_rows
 from sciftune.lab.live import live_view
 from sciftune.lab.report_page import write_page
 
@@ -72,11 +72,26 @@ def large_shard(path: Path, rows: int) -> None:
     pq.write_table(pa.table(dict(image=images, text=texts, id=ids)), path, row_group_size=10_000)
 
 
+def large_folder(folder: Path, files: int) -> Path:
+    """So many images with captions beside them, and a list of them that lies elsewhere."""
+    with open(folder.with_suffix(".jsonl"), "w") as listing:
+        for i in range(files):
+            image = folder / f"{i // 1000:04}" / f"{i:06}.png"
+            image.parent.mkdir(parents=True, exist_ok=True)
+            image.write_bytes(b"x")
+            text = f"a line chart of quantity number {i}"
+            image.with_suffix(".txt").write_text(text)
+            name = str(image.relative_to(folder))
+            listing.write(json.dumps(dict(file_name=name, text=text)) + "\n")
+    return folder
+
+
 def main() -> None:
     """Measure everything."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--files", type=int, default=100_000)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()
@@ -94,6 +109,10 @@ def main() -> None:
         measured(
             f"list a jsonl of {given.rows} rows", lambda: json_rows(folder, folder / "a.jsonl")
         )
+        images = large_folder(folder / "images", given.files)
+        listing = images.with_suffix(".jsonl")
+        measured(f"list a folder of {given.files} images", lambda: folder_reader(images))
+        measured(f"list a jsonl of {given.files} images", lambda: json_rows(images, listing))
 
 
 if __name__ == "__main__":
