@@ -369,11 +369,9 @@ def plan_run(
     done = run_module("sciftune.planner.plan", recipe_path, plan_path, *folder)
     if done.returncode not in (0, 3):
         raise LaunchError(f"the plan could not be made: {failure_line(done.stderr)}")
-    if done.returncode == 3:
+    if done.returncode == 3 and check:
         refusal = done.stderr.strip()
-        if check:
-            raise LaunchError(f"{refusal}\n(plan_check=False starts it all the same)")
-        print(refusal)
+        raise LaunchError(f"{refusal}\n(plan_check=False starts it all the same)")
     return Plan.load(plan_path)
 
 

@@ -82,6 +82,15 @@ print(sorted(heavy & sys.modules.keys()))
     assert r.stdout.strip() == "[]", r.stdout + r.stderr
 
 
+def test_a_plan_that_does_not_fit_says_so_once(python):
+    words = ("model=klein", "preset=local", "strategy=single", "num_processes=1")
+    card = ("plan_device=H200", "device_memory_gib=24")
+    r = python("-m", "sciftune.lab.command", "plan", *words, *card)
+    assert r.returncode == 1, r.stderr
+    assert "\ndoes not fit: single" in r.stdout
+    assert (r.stdout + r.stderr).count("x H200: ") == 1
+
+
 def test_a_wrong_parameter_ends_the_run(papermill, runs):
     done, _ = papermill(modle="x")
     assert done.returncode == 1, done.stderr
