@@ -4,6 +4,7 @@ import copy
 import json
 import logging
 import random
+import shutil
 
 import diffusers
 import pytest
@@ -13,12 +14,33 @@ from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from sciftune.core.digests import DIGESTS_FILE
 from sciftune.core.recipe import RecipeError, resolve
+from sciftune.core.registry import records
+from sciftune.lab.sample import Request, encoded_captions, find_weights
 from sciftune.models.family import get_family
+from sciftune.models.weights import Weights, same_tensor
 from sciftune.strategies.lora import Merged, add_lora
+from sciftune.training.export import export_damage, merge_lora
 
-FAMILIES = ("qwenimage", "flux1", "kontext", "klein", "zimage", "sd15", "sdxl")
+NO_LOADER = dict(bagel="a layout of its own: no pipeline of diffusers, adapters in peft's files")
+FAMILIES = [name for name in records("models") if name not in NO_LOADER]
 RANK = 4
+
+
+def test_families_without_a_loader():
+    """Every family of the registry is tested here, or diffusers has no loader for it."""
+    for name in NO_LOADER:
+        family = get_family(name)
+        assert not hasattr(diffusers, family.pipeline_class) and family.lora_layout == "peft"
+    for name in FAMILIES:
+        assert get_family(name).lora_layout == "diffusers" and loader_of(get_family(name))
+
+
+def loader_of(family):
+    """The class of diffusers that reads adapters for a pipeline."""
+    kinds = getattr(diffusers, family.pipeline_class).__mro__
+    return next(kind.__name__ for kind in kinds if kind.__name__.endswith("LoraLoaderMixin"))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -28,38 +50,45 @@ def stand_in(request, tmp_path_factory):
     folder = family.tiny(tmp_path_factory.mktemp(request.param) / "base")
     diffusers.utils.logging.set_verbosity_error()
     logging.getLogger("peft").setLevel(logging.ERROR)
-    pipe = getattr(diffusers, family.pipeline_class).from_pretrained(folder)
+    pipe = family.build_tiny(**family.tiny_variants)
+    for name in pipe._lora_loadable_modules:  # with the weights of the folder
+        one = family.load_denoiser(folder) if name == family.denoiser_component else None
+        setattr(pipe, name, one or family.load_text(folder / name, torch.float32, "cpu"))
     return family, pipe, folder
 
 
-def merged_by_diffusers(family, pipe, file):
-    """The denoiser's weights after `load_lora_weights` and `fuse_lora`."""
-    part = family.denoiser_component
-    base = getattr(pipe, part)
-    net = copy.deepcopy(base)
-    setattr(pipe, part, net)
+def fused(pipe, file, strength=1.0):
+    """Component -> its copy after `load_lora_weights` and `fuse_lora`."""
+    parts = [name for name in pipe._lora_loadable_modules if getattr(pipe, name, None) is not None]
+    base = {name: getattr(pipe, name) for name in parts}
+    copies = {name: copy.deepcopy(part) for name, part in base.items()}
+    for name, part in copies.items():
+        setattr(pipe, name, part)
     try:
         pipe.load_lora_weights(file)
-        pipe.fuse_lora(components=[part])
+        pipe.fuse_lora(components=parts, lora_scale=strength)
         pipe.unload_lora_weights()
     finally:
-        setattr(pipe, part, base)
-    before = base.state_dict()
-    return {n: t for n, t in net.state_dict().items() if not torch.equal(t, before[n])}
+        for name, part in base.items():
+            setattr(pipe, name, part)
+    return copies
 
 
 def check_merged(family, pipe, folder, file):
-    """Merged values are those of diffusers, and no others change."""
-    want = merged_by_diffusers(family, pipe, file)
+    """Merged values are those of diffusers in every component, and no others change."""
     made = Merged(file, family, folder)
-    base = getattr(pipe, family.denoiser_component).state_dict()
-    for name in {*want, *made}:
-        value = made[name] if name in made else base[name]
-        change = (want.get(name, base[name]) - base[name]).abs().max()
-        torch.testing.assert_close(
-            value, want.get(name, base[name]), atol=1e-5 * change.item() + 1e-6, rtol=1e-5
-        )
-    assert want
+    changed = dict(made.encoders) | {family.denoiser_component: made}
+    some = False
+    for part, want in fused(pipe, file).items():
+        want, base = want.state_dict(), getattr(pipe, part).state_dict()
+        some |= any(not torch.equal(want[name], base[name]) for name in base)
+        values = changed.pop(part, {})
+        values = {same_tensor(name, base): values[name] for name in values}
+        for name in base:
+            value, change = values.get(name, base[name]), (want[name] - base[name]).abs().max()
+            limit = 1e-5 * change.item() + 1e-6
+            torch.testing.assert_close(value, want[name], atol=limit, rtol=1e-5)
+    assert some and not any(changed.values())
 
 
 def targets_of(net, count, draw):
@@ -187,28 +216,29 @@ def flat(name):
     return "lora_unet_" + name.replace(".", "_")
 
 
-def layouts(family):
+def layouts(family, net):
     """(layers, name -> name in the file, down and up, alpha) of trainers that diffusers knows."""
-    if family in ("flux1", "kontext"):
-        yield FLUX_NAMES, lambda n: f"transformer.{n}", PEFT, None
+    part, loader = family.denoiser_component, loader_of(family)
+    yield targets_of(net, 4, random.Random(1)), lambda n: f"{part}.{n}", PEFT, None
+    if loader == "FluxLoraLoaderMixin":
         yield FLUX_NAMES, lambda n: f"transformer.{n}", PEFT, 8.0
         yield FLUX_NAMES, lambda n: flat(FLUX_NAMES[n]), KOHYA, 8.0
         yield FLUX_NAMES, lambda n: flat(FLUX_NAMES[n]), KOHYA, None
-    elif family == "klein":
+    elif loader == "Flux2LoraLoaderMixin":
         yield KLEIN_NAMES, lambda n: f"diffusion_model.{KLEIN_NAMES[n]}", PEFT, None
         yield KLEIN_NAMES, lambda n: flat(KLEIN_NAMES[n]), KOHYA, 8.0
         yield KLEIN_NAMES, lambda n: f"transformer.{n}", PEFT, None
-    elif family in ("qwenimage", "zimage"):
-        names = QWEN_NAMES if family == "qwenimage" else ZIMAGE_NAMES
+    elif loader in ("QwenImageLoraLoaderMixin", "ZImageLoraLoaderMixin"):
+        names = ZIMAGE_NAMES if loader.startswith("ZImage") else QWEN_NAMES
+        names = [name for name in names if name in dict(net.named_modules())]
         yield names, flat, KOHYA, 8.0
         yield names, flat, KOHYA, None
         yield names, lambda n: f"diffusion_model.{n}", PEFT, 8.0
         yield names, lambda n: f"diffusion_model.{n}", KOHYA, 2.0
         yield names, lambda n: n, ("lora_A.default", "lora_B.default"), None
-    else:
+    elif part == "unet":
         yield UNET_NAMES, flat, KOHYA, None
         yield UNET_NAMES, flat, KOHYA, 3.0
-        yield UNET_NAMES, lambda n: f"unet.{n}", PEFT, None
 
 
 def understood(family, pipe, folder, file):
@@ -225,7 +255,7 @@ def test_what_other_trainers_write(stand_in, tmp_path):
     family, pipe, folder = stand_in
     net = getattr(pipe, family.denoiser_component)
     taken = []
-    for number, (names, write, pair, alpha) in enumerate(layouts(family.name)):
+    for number, (names, write, pair, alpha) in enumerate(layouts(family, net)):
         torch.manual_seed(number)
         file = file_of(tmp_path / f"{number}.safetensors", plain(net, names), write, *pair, alpha)
         taken.append(understood(family, pipe, folder, file))
@@ -240,10 +270,12 @@ def test_nothing_in_a_file_is_ignored(stand_in, tmp_path):
     strange = (
         "lora_te_text_model_encoder_layers_0_mlp_fc1.lora_down.weight",
         "text_encoder.layers.0.q_proj.lora_A.weight",
+        "text_encoder_2.encoder.layers.0.mlp.fc1.lora_A.weight",
+        "text_encoder_3.encoder.layers.0.mlp.fc1.lora_A.weight",
         "something.else.weight",
         "something.else.alpha",
     )
-    for number, (names, write, pair, alpha) in enumerate(layouts(family.name)):
+    for number, (names, write, pair, alpha) in enumerate(layouts(family, net)):
         pairs = plain(net, names)
         first = write(next(iter(names)))
         more = (*strange, f"{first}.dora_scale", f"{first}.diff", f"{first}9.{pair[0]}.weight")
@@ -328,3 +360,160 @@ def test_settings_that_are_not_known(tmp_path):
         with pytest.raises(RecipeError) as refused:
             Merged(tmp_path / "lora", family, folder)
         assert cure in str(refused.value), str(refused.value)
+
+
+TEXT = {
+    name
+    for name in FAMILIES
+    if "text_encoder" in getattr(diffusers, get_family(name).pipeline_class)._lora_loadable_modules
+}
+
+
+@pytest.fixture
+def with_text(stand_in):
+    """A family whose adapters may change text encoders, and these."""
+    family, pipe, folder = stand_in
+    if family.name not in TEXT:
+        pytest.skip(f"{loader_of(family)} reads no adapters of text encoders")
+    names = [name for name in pipe._lora_loadable_modules if name.startswith("text_encoder")]
+    return family, pipe, folder, {name: getattr(pipe, name) for name in names}
+
+
+def of_kohya(part, name, several):
+    """A layer of a text encoder as kohya-ss names it."""
+    number = dict(text_encoder="1", text_encoder_2="2")[part] if several else ""
+    return f"lora_te{number}_text_model_" + name.removeprefix("text_model.").replace(".", "_")
+
+
+def of_diffusers(part, name, several):
+    """As diffusers and peft name it, and with the prefix that CLIP had before transformers 5."""
+    return f"{part}.text_model." + name.removeprefix("text_model.")
+
+
+def of_memory(part, name, several):
+    """As the model itself names it."""
+    return f"{part}.{name}"
+
+
+TEXT_LAYOUTS = (
+    (of_kohya, KOHYA, None),
+    (of_kohya, KOHYA, (8.0,)),
+    (of_kohya, KOHYA, (8.0, 3.0, 3.0)),
+    (of_diffusers, PEFT, None),
+    (of_memory, PEFT, None),
+    (of_diffusers, ("lora_linear_layer.down", "lora_linear_layer.up"), None),
+)
+
+
+def text_file(path, family, pipe, encoders, layout, with_denoiser=True):
+    """Write adapters of text encoders; returns what they mean: (encoder, weight) -> new value."""
+    write, (down, up), alphas = layout
+    kohya, net = write is of_kohya, getattr(pipe, family.denoiser_component)
+    tensors, meaning = {}, {}
+    several = kohya and (len(encoders) > 1 or family.denoiser_component == "transformer")
+    for part, encoder in encoders.items():
+        linear = [n for n, m in encoder.named_modules() if isinstance(m, nn.Linear)]
+        linear = [n for n in linear if "self_attn" in n or "mlp" in n]
+        for number, (name, (a, b)) in enumerate(plain(encoder, linear).items()):
+            stem = write(part, name, several)
+            tensors |= {f"{stem}.{down}.weight": a, f"{stem}.{up}.weight": b}
+            scale = 1.0
+            if alphas:
+                tensors[f"{stem}.alpha"] = torch.tensor(alphas[number % len(alphas)])
+                scale = alphas[number % len(alphas)] / RANK
+            weight = encoder.get_submodule(name).weight.detach()
+            meaning[part, f"{name}.weight"] = weight + scale * b @ a
+    if with_denoiser:
+        part = family.denoiser_component
+        names = FLUX_NAMES if part == "transformer" else UNET_NAMES
+        for name, (a, b) in plain(net, names).items():
+            stem = f"{part}.{name}"
+            if kohya:
+                stem = flat(names[name] if part == "transformer" else name)
+            one, two = (down, up) if kohya else PEFT
+            tensors |= {f"{stem}.{one}.weight": a, f"{stem}.{two}.weight": b}
+            if alphas:
+                tensors[f"{stem}.alpha"] = torch.tensor(alphas[0])
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    return meaning
+
+
+@pytest.mark.parametrize("number", range(len(TEXT_LAYOUTS)))
+@pytest.mark.parametrize("with_denoiser", [True, False])
+def test_text_encoders(with_text, tmp_path, number, with_denoiser):
+    """Taken where diffusers applies what the file says, refused where it would not."""
+    family, pipe, folder, encoders = with_text
+    torch.manual_seed(number)
+    file = tmp_path / "text.safetensors"
+    meaning = text_file(file, family, pipe, encoders, TEXT_LAYOUTS[number], with_denoiser)
+    try:
+        after = {part: net.state_dict() for part, net in fused(pipe, file).items()}
+        faithful = all(
+            torch.allclose(after[part][name], value, atol=1e-5)
+            for (part, name), value in meaning.items()
+        )
+    except Exception:  # of any type: diffusers cannot load it
+        faithful = False
+    refused = understood(family, pipe, folder, file)
+    assert bool(refused) != faithful, refused
+    assert faithful or len(TEXT_LAYOUTS[number][2] or ()) > 1
+
+
+def test_text_encoders_in_a_merged_folder(with_text, tmp_path):
+    """`merge_lora` keeps the names and types of the base, and the pipeline loads the result."""
+    family, pipe, folder, encoders = with_text
+    base = shutil.copytree(folder, tmp_path / "base")
+    (base / DIGESTS_FILE).unlink(missing_ok=True)
+    for name in encoders:  # as published folders are
+        file = base / name / "model.safetensors"
+        old = load_file(file)
+        old = {f"text_model.{n.removeprefix('text_model.')}": t.half() for n, t in old.items()}
+        if "text_model.text_projection.weight" in old:
+            old["text_projection.weight"] = old.pop("text_model.text_projection.weight")
+        save_file(old, file, metadata=dict(format="pt"))
+    file, out = tmp_path / "text.safetensors", tmp_path / "out"
+    text_file(file, family, pipe, encoders, TEXT_LAYOUTS[0])
+    made = Merged(file, family, base)
+    count = merge_lora(base, file, out, torch.float32)
+    assert count == len(made) + sum(map(len, made.encoders.values()))
+    want = fused(pipe, file)
+    for name, encoder in family.load_encoders(out, parts=("text",)).text.items():
+        assert set(Weights(out / name)) == set(Weights(base / name))
+        after = want.get(name) or family.load_text(base / name, torch.float32, "cpu")
+        for key, value in after.state_dict().items():
+            torch.testing.assert_close(encoder.state_dict()[key], value, atol=2e-3, rtol=2e-3)
+        if name in encoders:
+            stored = Weights(out / name)
+            assert {stored.dtype(n) for n in stored} == {torch.float16}
+    net = family.load_denoiser(out).state_dict()
+    for key, value in want[family.denoiser_component].state_dict().items():
+        torch.testing.assert_close(net[key], value, atol=1e-5, rtol=1e-5)
+    assert not export_damage(out)
+
+
+@pytest.mark.parametrize("strength", [0.0, 0.4, 1.0])
+def test_text_encoders_of_samples(with_text, tmp_path, strength):
+    """Captions are encoded as by the pipeline after `fuse_lora` at the same scale."""
+    family, pipe, folder, encoders = with_text
+    file = tmp_path / "text.safetensors"
+    text_file(file, family, pipe, encoders, TEXT_LAYOUTS[0])
+    source = find_weights(file, base=folder)
+    given = [Request("a chart")], torch.float32, "cpu", strength
+    got = encoded_captions(source, *given)[("a chart", ())]
+    base = family.load_encoders(folder, parts=("text",))
+    plain_rows = family.encode_captions(base, ["a chart"])[0]
+    base.text |= {n: net for n, net in fused(pipe, file, strength).items() if n in base.text}
+    want = family.encode_captions(base, ["a chart"])[0]
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value, atol=1e-4, rtol=1e-4)
+    assert any((got[n] - plain_rows[n]).abs().max() > 1e-3 for n in want) == (strength > 0)
+
+
+def test_text_encoders_of_a_run(with_text, tmp_path):
+    """A run trains the denoiser on cached captions, so it does not start from such a file."""
+    family, pipe, folder, encoders = with_text
+    file = tmp_path / "text.safetensors"
+    text_file(file, family, pipe, encoders, TEXT_LAYOUTS[0])
+    recipe = resolve(model=family.name, lora_rank=RANK, lora_path=str(file))
+    with pytest.raises(RecipeError, match="changes the text_encoder.*sciftune merge_lora"):
+        add_lora(family.empty_denoiser(folder), family, recipe)

@@ -13,7 +13,7 @@ import tempfile
 import textwrap
 from collections import ChainMap
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -33,10 +33,10 @@ from ..core.registry import nearest, records
 from ..core.rundir import RunDir
 from ..data.images import DataError, load_picture
 from ..models.family import Encoders, Family, get_family, image_batch, stack_references
-from ..models.weights import HUB_ID
+from ..models.weights import HUB_ID, same_tensor
 from ..planner.profile import weights_path
 from ..strategies.compilation import real_rotary
-from ..strategies.lora import Merged, family_of
+from ..strategies.lora import Merged, MergedLayers, family_of
 from ..training.export import export_damage, lora_scheduler, trained_tensors
 from ..training.task import Export, get_task
 from ..training.validation import to_device
@@ -60,6 +60,7 @@ class ModelSource:
         schedule: Configuration of the scheduler
         text_tokens: Where captions are cut
         reference_side: Of the largest reference image; 0 = the pipeline's own
+        encoders: Text encoders with changes
     """
 
     name: str
@@ -74,6 +75,7 @@ class ModelSource:
     schedule: dict
     text_tokens: int | None = None
     reference_side: int = 0
+    encoders: Mapping[str, MergedLayers] = field(default_factory=dict)
 
 
 def _source(
@@ -191,7 +193,7 @@ def adapter_source(
     step = recipe.steps if recipe else -1
     made = _source(where.stem, "adapter", step, below.family, below.base, changed, recipe)
     given = dict(side=below.side, steps=below.steps, guidance=below.guidance)
-    given |= dict(text_tokens=below.text_tokens)
+    given |= dict(text_tokens=below.text_tokens, encoders=merged.encoders)
     if scheduler := lora_scheduler(where):
         given |= dict(schedule=dict(scheduler.config))
     return made if recipe else ModelSource(**{**vars(made), **given})
@@ -282,6 +284,19 @@ def load_source(
         own[name].copy_(value)
     return model
 
+
+def _change_weights(encoder: nn.Module, changed: MergedLayers, strength: float):
+    """Put the tensors that adapters change into a text encoder."""
+    own = dict(encoder.named_parameters())
+    for name in changed:
+        parameter = own[same_tensor(name, own)]
+        if parameter.is_meta:
+            raise ValueError(
+                f"the GPU has no room for the text encoder of {changed.stored.folder}, whose "
+                "adapters cannot be applied in parts; merge them with sciftune merge_lora first"
+            )
+        parameter.copy_(torch.lerp(changed.stored[name].float(), changed[name], strength))
+
 # %% ../../nbs/9_lab/19_sample.ipynb #329a9776
 @dataclass(frozen=True)
 class Request:
@@ -368,7 +383,7 @@ def draw_samples(
     samples = [settled_request(s, source) for s in samples]
     batches = sample_batches(samples, batch)[part[0] :: part[1]]
     family = source.family
-    rows = encoded_captions(source, samples, dtype, device)
+    rows = encoded_captions(source, samples, dtype, device, strength)
     files = dict.fromkeys(file for s in samples for file in s.references)
     encoded = encoded_references(source, list(files), device)
     denoiser = real_rotary(load_source(source, strength, dtype, device))
@@ -397,12 +412,17 @@ def caption_of(family: Family, sample: Request, prompt: str) -> tuple[str, tuple
 
 @torch.no_grad()
 def encoded_captions(
-    source: ModelSource, samples: list[Request], dtype: torch.dtype, device: torch.device | str
+    source: ModelSource,
+    samples: list[Request],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    strength: float = 1.0,
 ) -> dict[tuple, dict]:
     """The prompts of samples, and the negative caption of each, one by one.
 
     Args:
         dtype: Of the text encoder
+        strength: 0 = the base, 1 = the source
 
     Returns:
         `caption_of` -> tensors of the encoded caption
@@ -417,6 +437,8 @@ def encoded_captions(
     side = source.reference_side
     images = {f: family.caption_pixels(reference_image(source, f), side) for f in files}
     encoders = family.load_encoders(source.base, dtype, device, parts=("text",))
+    for name, changed in source.encoders.items() if strength else ():
+        _change_weights(encoders.text[name], changed, strength)
     for text, seen in asked:
         shown = [[images[file] for file in seen]]
         made = family.encode_captions_with(encoders, [text], shown, source.text_tokens)

@@ -2330,6 +2330,7 @@ class Bagel(Family):
         out: str | Path,
         revision: str | None = None,
         scheduler: diffusers.SchedulerMixin | None = None,
+        encoders: Mapping[str, Path] | None = None,
     ) -> Path:
         """Write `out` in the released layout, see `export_release`.
 
@@ -2339,6 +2340,7 @@ class Bagel(Family):
             out: New folder
             revision: Of a hub id
             scheduler: Unused: the layout has none
+            encoders: Unused: it has no text encoder
         """
         return export_release(self, base, component_folder, out, revision)
 

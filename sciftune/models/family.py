@@ -925,6 +925,22 @@ class Family(ABC):
         folder = self.resolve(path, encoders, revision, weights=False)
         return sum(self._text_numel(folder / name) for name in encoders)
 
+    def empty_text_encoder(
+        self, path: str | Path, component: str, revision: str = None
+    ) -> nn.Module:
+        """A text encoder on the meta device.
+
+        Args:
+            path: Diffusers folder or hub id
+            component: Name of a text encoder in `text_components`
+            revision: Hub revision
+        """
+        folder = self.resolve(path, (component,), revision, weights=False) / component
+        read_config(folder / "config.json")
+        with readable(folder), bounded(folder):
+            kind, config = self.text_model(folder)
+            return build_on_meta(lambda: getattr(transformers, kind)(config))
+
     def _text_numel(self, folder: Path) -> int:
         """`text_numel` of one text encoder."""
         read_config(folder / "config.json")
@@ -1461,8 +1477,9 @@ class Family(ABC):
         out: str | Path,
         revision: str = None,
         scheduler: diffusers.SchedulerMixin = None,
+        encoders: Mapping[str, Path] | None = None,
     ) -> Path:
-        """Write `out` = the pipeline at `base` with another denoiser, maybe another scheduler.
+        """Write `out` = the pipeline at `base` with another denoiser, maybe scheduler and encoders.
 
         Weights are hard links where the file system allows it, and `out` appears only when it is
         complete, with the digests of all its files.
@@ -1474,6 +1491,7 @@ class Family(ABC):
             out: New folder
             revision: Hub revision of the base
             scheduler: In the place of the base's
+            encoders: Text encoder -> folder of the changed one
         """
         component_folder, out = Path(component_folder), Path(out)
         index = pipeline_index(self.resolve(base, revision=revision, weights=False))
@@ -1488,7 +1506,8 @@ class Family(ABC):
                 f"{component_folder} is not a complete {self.denoiser_class}: {', '.join(lost[:4])}"
             )
         sources = {part: folder / part for part in parts}
-        sources[self.denoiser_component] = component_folder
+        changed = {self.denoiser_component: component_folder} | dict(encoders or {})
+        sources |= changed
         with replaced_folder(out) as aside:
             if scheduler is not None:
                 del sources["scheduler"]
@@ -1499,8 +1518,12 @@ class Family(ABC):
                 for file in sorted(source.rglob("*")):
                     if file.is_file() and file.suffix not in PICKLES:
                         link_or_copy(file, aside / part / file.relative_to(source))
-            known = read_digests(component_folder)["crc32"]
-            write_digests(aside, {f"{self.denoiser_component}/{n}": d for n, d in known.items()})
+            known = {
+                f"{part}/{name}": digests
+                for part, source in changed.items()
+                for name, digests in read_digests(source)["crc32"].items()
+            }
+            write_digests(aside, known)
         return out
 
 # %% ../../nbs/4_models/02_family.ipynb #819361f6

@@ -7,7 +7,7 @@ __all__ = ['HUB_ID', 'MOST_LAYERS', 'MOST_ITEMS', 'PICKLES', 'MOST_TENSORS', 'EN
            'pipeline_index', 'resolve_folder', 'read_config', 'component_config', 'open_weights', 'weight_files',
            'bounded', 'Weights', 'read_tensor', 'build_on_meta', 'check_not_quantised', 'check_stored', 'check_fit',
            'place', 'materialise', 'randomise', 'freeze', 'text_encoder_placement', 'stored_numel', 'free_memory_gib',
-           'text_encoder_numel', 'load_text_encoder', 'link_or_copy']
+           'same_tensor', 'text_encoder_numel', 'load_text_encoder', 'link_or_copy']
 
 # %% ../../nbs/4_models/01_weights.ipynb #4e3d6b3c
 import inspect
@@ -15,7 +15,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -636,6 +636,27 @@ def free_memory_gib(device: torch.device) -> float:
     return (free + kept) / GIB
 
 # %% ../../nbs/4_models/01_weights.ipynb #ef7a728d
+def same_tensor(name: str, names: Collection[str]) -> str:
+    """Find a tensor whose name has another prefix. Raises ValueError unless there is one.
+
+    CLIPTextModel of transformers 5 says `encoder.…`, older files `text_model.encoder.…`.
+
+    Args:
+        name: Of a tensor
+        names: As a file has them, or a model
+
+    Returns:
+        The same, or the one of `names` that ends alike
+    """
+    if name in names:
+        return name
+    long = f".{name}"
+    alike = [n for n in names if long.endswith(f".{n}") or f".{n}".endswith(long)]
+    if len(alike) != 1:
+        raise ValueError(f"{name}: {len(alike)} tensors are called like this, one was expected")
+    return alike[0]
+
+
 def text_encoder_numel(class_name: str, config: transformers.PretrainedConfig) -> int:
     """Parameters of a text encoder; those that it shares count once.
 

@@ -7,7 +7,7 @@ __all__ = ['NF4_LEVELS', 'NF4_BLOCK', 'NARROW_BYTES', 'PEFT_PREFIX', 'LORA_FILES
            'Adapter', 'ConvAdapter', 'is_adapter', 'base_name', 'first_values', 'lora_config', 'add_lora', 'nf4_levels',
            'narrowed', 'widened', 'narrow_product', 'narrow_product_backward', 'NarrowLinear', 'narrow_layers',
            'quantise_base', 'not_for_ddp', 'save_lora', 'adapter_layers_of', 'tensor_name', 'load_adapters',
-           'read_lora', 'lora_flops', 'family_of', 'Merged']
+           'read_lora', 'lora_flops', 'family_of', 'MergedLayers', 'Merged']
 
 # %% ../../nbs/5_strategies/07_lora.ipynb #1018a045
 import contextlib
@@ -18,13 +18,18 @@ import math
 import re
 from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
 from diffusers.loaders import StableDiffusionXLLoraLoaderMixin
-from diffusers.utils import convert_unet_state_dict_to_peft
+from diffusers.utils import (
+    convert_state_dict_to_diffusers,
+    convert_state_dict_to_peft,
+    convert_unet_state_dict_to_peft,
+)
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -37,7 +42,7 @@ from ..core.recipe import Recipe, RecipeError
 from ..core.registry import nearest, records
 from ..core.rundir import replaced_folder
 from ..models.family import Family, get_family
-from ..models.weights import PICKLES, pipeline_index, resolve_folder
+from ..models.weights import PICKLES, Weights, pipeline_index, resolve_folder, same_tensor
 
 # %% ../../nbs/5_strategies/07_lora.ipynb #cce70637
 def adapter_layers(denoiser: nn.Module, targets: tuple) -> list[str]:
@@ -560,13 +565,10 @@ class _Scalars(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _unused_tensors(tensors: Mapping[str, Tensor], outputs: Iterable, read: set) -> list[str]:
-    """Name the tensors that are neither among the outputs nor in their computation."""
-    seen, waiting = set(read), []
-    for tensor in outputs:
-        seen.add(id(tensor))
-        waiting.append(getattr(tensor, "grad_fn", None))
-    visited = set()
+def _unused_tensors(tensors: Mapping[str, Tensor], outputs: Iterable) -> list[str]:
+    """Name the tensors that are not in the computation of the outputs."""
+    waiting = [getattr(tensor, "grad_fn", None) for tensor in outputs]
+    seen, visited = set(), set()
     while waiting:
         step = waiting.pop()
         if step is None or step in visited:
@@ -587,7 +589,8 @@ def _read_pipeline_layout(
 ) -> tuple[dict, dict]:
     """Convert a file's names as the pipeline does; returns tensors and scales per layer.
 
-    Raises RecipeError for a tensor that the conversion leaves out, or that is not the denoiser's.
+    Raises RecipeError for a tensor that the conversion leaves out, or that is of no component that
+    the pipeline puts adapters on.
     """
     cls, part = getattr(diffusers, family.pipeline_class), family.denoiser_component
     flags = dict(return_lora_metadata=True)
@@ -595,32 +598,46 @@ def _read_pipeline_layout(
         flags["return_alphas"] = True
     if issubclass(cls, StableDiffusionXLLoraLoaderMixin):
         flags["unet_config"] = model.config
-    traced = {n: t.requires_grad_() if t.is_floating_point() else t for n, t in raw.items()}
+    raw = {n: t.requires_grad_() if t.is_floating_point() else t for n, t in raw.items()}
     with _Scalars() as scalars, torch.enable_grad():
+        traced = {name: tensor.clone() for name, tensor in raw.items()}  # scaled in place by some
         state, *rest = cls.lora_state_dict(dict(traced), **flags)
         if part == "unet":
-            state = convert_unet_state_dict_to_peft(state)
+            unet = {key: tensor for key, tensor in state.items() if key.startswith(f"{part}.")}
+            text = {key: tensor for key, tensor in state.items() if key not in unet}
+            state = convert_unet_state_dict_to_peft(unet) | text
     alphas = (rest[0] if len(rest) == 2 else None) or {}
-    lost = _unused_tensors(traced, [*state.values(), *alphas.values()], scalars.read)
+    read = [tensor for tensor in traced.values() if id(tensor) in scalars.read]
+    lost = _unused_tensors(raw, [*state.values(), *alphas.values(), *read])
     alphas = {k: v.item() if isinstance(v, Tensor) else v for k, v in alphas.items()}
     if lost:
         raise RecipeError(
             f"lora_path: {path} holds {_some(lost)}, which {cls.__name__} leaves out when it loads "
             "adapters; it would not act as it was trained"
         )
-    if text := [key for key in (*state, *alphas) if key.startswith("text_encoder")]:
-        raise RecipeError(
-            f"lora_path: {path} also changes the text encoder ({_some(text)}), which is neither "
-            f"trained nor merged here; give a file with the adapters of the {part} alone"
-        )
-    known = (".lora_", ".lokr_")
-    other = [k for k in state if not k.startswith(f"{part}.") or not any(n in k for n in known)]
-    if other:
-        raise RecipeError(
-            f"lora_path: {path} holds {_some(other)}, which is no adapter of the {part} that "
-            f"{cls.__name__} knows"
-        )
+    _check_components(path, cls, part, state, alphas)
     return {k: v.detach() for k, v in state.items()}, alphas
+
+
+def _component(key: str) -> str:
+    """Return the component that a tensor of a file belongs to."""
+    return key.partition(".")[0]
+
+
+def _check_components(path: str | Path, cls: type, part: str, state: dict, alphas: dict):
+    """Raise RecipeError for a tensor or a scale that `load_lora_weights` would not look at."""
+    text = [name for name in cls._lora_loadable_modules if name.startswith("text_encoder")]
+    known, there = (".lora_", ".lokr_", "_lora."), {_component(key) for key in state}
+    other = [
+        key
+        for key in state
+        if _component(key) not in (part, *text) or not any(name in key for name in known)
+    ]
+    if other := other + [key for key in alphas if _component(key) not in there]:
+        raise RecipeError(
+            f"lora_path: {path} holds {_some(other)}, which is no adapter of the "
+            f"{' or the '.join((part, *text))} that {cls.__name__} knows"
+        )
 
 
 def _read_peft_layout(raw: dict, about: Path) -> tuple[dict, Any]:
@@ -652,8 +669,24 @@ def adapter_layers_of(model: nn.Module) -> dict:
     return {name: m for name, m in model.named_modules() if isinstance(m, BaseTunerLayer)}
 
 
-def _place_adapters(path: str | Path, file: Path, family: Family, model: nn.Module) -> dict:
-    """Put the adapters of a file on a model as the pipeline's own loader does; returns tensors."""
+def _without_memory(model: nn.Module) -> nn.Module:
+    """Put zeros in the place of meta weights: peft sends adapters to the device of the weights."""
+    for layer in model.modules():
+        for name, parameter in layer._parameters.items():
+            if parameter is not None:
+                zeros = torch.zeros((), device="cpu").expand(parameter.shape)
+                layer._parameters[name] = nn.Parameter(zeros, requires_grad=False)
+    return model
+
+
+def _place_adapters(
+    path: str | Path, file: Path, family: Family, model: nn.Module, encoder: Callable | None
+) -> dict:
+    """Put the adapters of a file on empty models as the pipeline's own loader does.
+
+    Returns:
+        Component -> its model, names of its tensors
+    """
     from peft import inject_adapter_in_model, set_peft_model_state_dict
 
     with safe_open(file, "pt") as opened:
@@ -666,17 +699,45 @@ def _place_adapters(path: str | Path, file: Path, family: Family, model: nn.Modu
         light = dict(adapter_name=ADAPTER, low_cpu_mem_usage=True)
         inject_adapter_in_model(config, model, state_dict=state, **light)
         set_peft_model_state_dict(model, state, **light)
-        return state
-    _check_start(path, (about or {}).get(f"{part}.init_lora_weights", True))
+        return {part: (model, list(state))}
     state, alphas = _read_pipeline_layout(path, raw, family, model)
-    model.load_lora_adapter(
-        state,
-        prefix=part,
-        network_alphas=alphas,
-        metadata=about,
-        adapter_name=ADAPTER,
-        low_cpu_mem_usage=True,
-    )
+    placed = {}
+    for name in dict.fromkeys(map(_component, state)):
+        _check_start(path, (about or {}).get(f"{name}.init_lora_weights", True))
+        if name != part and encoder is None:
+            raise RecipeError(
+                f"lora_path: {path} also changes the {name}, which a run does not train; merge it "
+                "with sciftune merge_lora, and give the folder as model_path"
+            )
+        own, scales = (
+            {key: value for key, value in values.items() if _component(key) == name}
+            for values in (state, alphas)
+        )
+        changed = model if name == part else _without_memory(encoder(name))
+        names = _load_component(family, name, changed, own, scales, about)
+        _check_scales(path, family, changed, scales)
+        placed[name] = changed, names
+    return placed
+
+
+def _load_component(
+    family: Family, name: str, model: nn.Module, state: dict, scales: dict, about: dict | None
+) -> list[str]:
+    """Put a component's adapters on it; returns the names of the tensors below the component."""
+    given = dict(prefix=name, metadata=about, adapter_name=ADAPTER, low_cpu_mem_usage=True)
+    if name == family.denoiser_component:
+        model.load_lora_adapter(state, network_alphas=scales, **given)
+        return [key.removeprefix(f"{name}.") for key in state]
+    cls = getattr(diffusers, family.pipeline_class)
+    cls.load_lora_into_text_encoder(state, scales, model, **given)
+    names = {key.removeprefix(f"{name}."): None for key in state}
+    names = convert_state_dict_to_peft(convert_state_dict_to_diffusers(names))
+    flat = not hasattr(model, "text_model")  # CLIPTextModel of transformers 5
+    return [key.removeprefix("text_model.") if flat else key for key in names]
+
+
+def _check_scales(path: str | Path, family: Family, model: nn.Module, alphas: dict):
+    """Raise RecipeError unless every scale of a component has gone to a layer of it."""
     placed = (getattr(layer, "lora_alpha", {}) for layer in adapter_layers_of(model).values())
     taken = Counter(float(alpha[ADAPTER]) for alpha in placed if alpha)
     if alphas and taken != Counter(alphas.values()):
@@ -684,7 +745,6 @@ def _place_adapters(path: str | Path, file: Path, family: Family, model: nn.Modu
             f"lora_path: {path} holds scales of layers (…alpha) that {family.pipeline_class} gives "
             "to other layers; it would not act as it was trained"
         )
-    return {key.removeprefix(f"{part}."): tensor for key, tensor in state.items()}
 
 
 def tensor_name(name: str) -> str:
@@ -697,26 +757,25 @@ def tensor_name(name: str) -> str:
     return name.removesuffix(".weight") if ".lora_magnitude_vector" in name else name
 
 
-def load_adapters(path: str | Path, family: Family, model: nn.Module) -> dict:
-    """Put the adapters of a file on a model, by the code of diffusers and peft.
+def load_adapters(
+    path: str | Path, family: Family, model: nn.Module, encoder: Callable | None = None
+) -> dict:
+    """Put the adapters of a file on empty models, by the code of diffusers and peft.
 
     Raises RecipeError for a pickle, damage, and for everything in it that would have no effect.
 
     Args:
         path: LoRA file or folder
-        model: On meta; comes back with zeros for weights
+        model: Denoiser on meta; comes back with zeros for weights
+        encoder: Name of a text encoder -> it on meta; None = refuse these
 
     Returns:
-        Name of a layer of the base -> peft's layer with its adapters, fp32
+        Component -> name of a layer of the base -> peft's layer with its adapters, fp32
     """
     file = _lora_file(path)
-    for layer in model.modules():
-        for name, parameter in layer._parameters.items():
-            if parameter is not None:  # peft sends adapters to the device of the weights
-                zeros = torch.zeros((), device="cpu").expand(parameter.shape)
-                layer._parameters[name] = nn.Parameter(zeros, requires_grad=False)
+    _without_memory(model)
     try:
-        state = _place_adapters(path, file, family, model)
+        placed = _place_adapters(path, file, family, model, encoder)
     except RecipeError:
         raise
     except Exception as e:  # of any type, for what others wrote
@@ -725,21 +784,28 @@ def load_adapters(path: str | Path, family: Family, model: nn.Module) -> dict:
             f"lora_path: {path} was made for another model, or holds no adapters that "
             f"{family.pipeline_class} can load ({type(e).__name__}: {why})"
         ) from e
-    layers = adapter_layers_of(model)
-    parts = {
-        name: p for name, p in model.named_parameters() if re.search(rf"\.{ADAPTER}(\.|$)", name)
-    }
-    held = {tensor_name(name) for name in parts}
-    if lost := [key for key in state if tensor_name(key) not in held]:
+    if not placed:
+        raise RecipeError(f"lora_path: {path} holds no adapters")
+    for name, (part, tensors) in placed.items():
+        _check_placed(path, f"the {name} of {family.name}", part, tensors)
+    return {name: adapter_layers_of(part) for name, (part, _) in placed.items()}
+
+
+def _check_placed(path: str | Path, where: str, model: nn.Module, tensors: list[str]):
+    """Raise RecipeError unless a model has exactly these tensors, and can be merged with them."""
+    parts = [name for name, _ in model.named_parameters()]
+    parts = [tensor_name(name) for name in parts if re.search(rf"\.{ADAPTER}(\.|$)", name)]
+    wanted = [tensor_name(name) for name in tensors]
+    if lost := [name for name in wanted if name not in set(parts)]:
         raise RecipeError(
             f"lora_path: {path} was made for another model, or holds more than adapters: "
-            f"{_some(lost)} has no place in {family.name}"
+            f"{_some(lost)} has no place in {where}"
         )
-    if torn := [tensor_name(name) for name, p in parts.items() if p.is_meta]:
+    if torn := [name for name in parts if name not in set(wanted)]:
         raise RecipeError(f"lora_path: {path} is no whole LoRA: {_some(torn)} is missing")
-    if strange := next(filter(None, map(_not_mergeable, layers.values())), ""):
+    layers = adapter_layers_of(model).values()
+    if strange := next(filter(None, map(_not_mergeable, layers)), ""):
         raise RecipeError(f"lora_path: {path} {strange}")
-    return layers
 
 
 def _not_mergeable(layer: nn.Module) -> str:
@@ -783,7 +849,8 @@ def read_lora(recipe: Recipe, family: Family, denoiser: nn.Module) -> dict:
     """
     path = recipe.lora_path
     config = {name: value for name, value in denoiser.config.items() if name[0] != "_"}
-    layers = load_adapters(path, family, family.empty_denoiser(config))
+    found = load_adapters(path, family, family.empty_denoiser(config))
+    layers = found[family.denoiser_component]
     rank, scale = _trained_alike(path, layers)
     for name, there, here in (
         ("lora_rank", rank, recipe.lora_rank),
@@ -853,38 +920,30 @@ def family_of(base: str | Path, revision: str | None = None) -> Family:
     raise ValueError(f"{base} holds a {found}; known are {', '.join(f.name for f in families)}")
 
 
-class Merged(Mapping):
-    """Base tensor name -> its merged value, fp32, for the tensors that an adapter changes.
+class MergedLayers(Mapping):
+    """Tensor name -> its merged value, fp32, for the tensors of a component that adapters change.
 
-    peft merges one layer at a time, on the base's weights.
+    peft merges one layer at a time, on the stored weights.
 
     Args:
-        lora: LoRA file or folder
-        base: Pipeline folder or hub id
-        revision: Of the hub
-        earlier: Tensors of the base that an earlier run has trained
+        layers: Name of a layer as it is stored -> peft's layer with its adapters
+        stored: Of the component
+        earlier: Tensors that an earlier run has trained
     """
 
-    def __init__(
-        self,
-        lora: str | Path,
-        family: Family,
-        base: str | Path,
-        revision: str | None = None,
-        earlier: Mapping | None = None,
-    ):
-        self.stored = family.denoiser_weights(base, revision)
-        self.weights = ChainMap(earlier or {}, self.stored)
+    def __init__(self, layers: Mapping, stored: Weights, earlier: Mapping | None = None):
+        self.stored = stored
+        self.weights = ChainMap(earlier or {}, stored)
         self.layers = {}  # Name of a tensor -> the layer that it belongs to
-        for name, layer in load_adapters(
-            lora, family, family.empty_denoiser(base, revision)
-        ).items():
+        for name, layer in layers.items():
             bias = getattr(layer, "lora_bias", {}).get(ADAPTER)
             self.layers |= {
                 f"{name}.{part}": layer for part in ("weight", "bias")[: 1 + bool(bias)]
             }
-        if lost := sorted(self.layers.keys() - set(self.stored)):
-            raise ValueError(f"{lora} was made for another model: {_some(lost)} is not in the base")
+        if lost := sorted(self.layers.keys() - set(stored)):
+            raise ValueError(
+                f"the adapters were made for another model: {_some(lost)} is not in {stored.folder}"
+            )
 
     def __len__(self):
         return len(self.layers)
@@ -892,7 +951,7 @@ class Merged(Mapping):
     def __iter__(self):
         return iter(self.layers)
 
-    def __getitem__(self, name: str) -> Tensor:  # Of the base tensor's shape
+    def __getitem__(self, name: str) -> Tensor:  # Of the stored tensor's shape
         layer, (stem, _, part) = self.layers[name], name.rpartition(".")
         base = layer.get_base_layer()
         zeros = {p: getattr(base, p).data for p in ("weight", part)}
@@ -907,3 +966,34 @@ class Merged(Mapping):
             getattr(base, p).data = value
         layer.merged_adapters.clear()
         return merged
+
+
+class Merged(MergedLayers):
+    """The tensors of the base's denoiser that an adapter changes, and those of text encoders.
+
+    Args:
+        lora: LoRA file or folder
+        base: Pipeline folder or hub id
+        revision: Of the hub
+        earlier: Tensors of the denoiser that an earlier run has trained
+    """
+
+    def __init__(
+        self,
+        lora: str | Path,
+        family: Family,
+        base: str | Path,
+        revision: str | None = None,
+        earlier: Mapping | None = None,
+    ):
+        model = family.empty_denoiser(base, revision)
+        encoder = partial(family.empty_text_encoder, base, revision=revision)
+        found = load_adapters(lora, family, model, encoder)
+        layers = found.pop(family.denoiser_component, {})
+        super().__init__(layers, family.denoiser_weights(base, revision), earlier)
+        self.encoders = {}  # Text encoder -> its `MergedLayers`
+        for name, changed in found.items():
+            stored = Weights(family.resolve(base, (name,), revision) / name)
+            names = {same_tensor(f"{n}.weight", stored): m for n, m in changed.items()}
+            layers = {n.removesuffix(".weight"): layer for n, layer in names.items()}
+            self.encoders[name] = MergedLayers(layers, stored)

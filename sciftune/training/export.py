@@ -114,7 +114,7 @@ def write_component(
     changed: Mapping[str, Tensor],
     weights: Weights,
     out: Path,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | None = torch.bfloat16,
     max_shard_size: str | None = "10GB",
     stem: str = "diffusion_pytorch_model",
 ) -> Counter:
@@ -124,7 +124,7 @@ def write_component(
         changed: name -> new values, for the tensors that differ from the base
         weights: of the base: name -> tensor
         out: new folder
-        dtype: of floating tensors
+        dtype: of floating tensors; None = as they are stored
         max_shard_size: of a file; None = one file
         stem: first part of the file names
 
@@ -157,8 +157,8 @@ def write_component(
     return _count_types(out, shapes)
 
 
-def _export_type(stored: torch.dtype, wanted: torch.dtype) -> torch.dtype:
-    return wanted if stored.is_floating_point else stored
+def _export_type(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return wanted if wanted is not None and stored.is_floating_point else stored
 
 # %% ../../nbs/7_training/06_export.ipynb #e4902501
 def _count_types(folder: Path, shapes: Mapping[str, tuple]) -> Counter:
@@ -265,11 +265,15 @@ def _write_denoiser(
     limit = max_shard_size if family.sharded_weights else None
     stem = family.weights_stem
     count = write_component(changed, weights, out, dtype, limit, stem)
-    config = family.resolve(base, revision=revision) / family.denoiser_component / "config.json"
-    if config.exists():
-        shutil.copyfile(config, out / "config.json")
-        write_digests(out, read_digests(out)["crc32"])
+    _copy_config(family.resolve(base, revision=revision) / family.denoiser_component, out)
     return count
+
+
+def _copy_config(base: Path, out: Path):
+    """Copy the config.json of a component, where there is one."""
+    if (base / "config.json").exists():
+        shutil.copyfile(base / "config.json", out / "config.json")
+        write_digests(out, read_digests(out)["crc32"])
 
 # %% ../../nbs/7_training/06_export.ipynb #c256ce21
 def export_damage(
@@ -395,6 +399,8 @@ def merge_lora(
 ) -> int:
     """Write the pipeline with adapters added to its weights; return the number of merged layers.
 
+    Text encoders are changed, too, and keep the types that they are stored in.
+
     Args:
         base: pipeline folder or hub id
         lora: LoRA file or folder
@@ -414,5 +420,10 @@ def merge_lora(
     out = Path(out)
     with _folder_beside(out) as component:
         _write_denoiser(merged, weights, family, base, component, dtype, max_shard_size, revision)
-        family.save_pipeline(base, component, out, revision, lora_scheduler(lora))
-    return len(merged)
+        encoders = {}
+        for name, changed in merged.encoders.items():
+            encoders[name] = component.with_name(name)
+            write_component(changed, changed.stored, encoders[name], None, max_shard_size, "model")
+            _copy_config(changed.stored.folder, encoders[name])
+        family.save_pipeline(base, component, out, revision, lora_scheduler(lora), encoders)
+    return len(merged) + sum(map(len, merged.encoders.values()))

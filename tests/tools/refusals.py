@@ -572,8 +572,8 @@ CASES = [
         "transformer.transformer_blocks.0.attn.to_q.dora_scale",
     ),
     adapter(
-        "`-p lora_path` of adapters of the text encoder, too",
-        "also changes the text encoder",
+        "`-p lora_path` of adapters of the text encoder, too, where diffusers loads none",
+        "no adapter of the transformer that QwenImagePipeline knows",
         "text_encoder.layers.0.q_proj.lora_A.weight",
     ),
     adapter("`-p lora_path` of adapters of two ranks", "of ranks [2, 4]", ranks=(2, 4)),
