@@ -172,7 +172,7 @@ def host_parts(ledger: Ledger, machine: Machine, process_gib: float) -> dict[str
         machine: where it runs
         process_gib: of a process alone
     """
-    recipe, per = ledger.recipe, max(1, ledger.strategy.world // ledger.recipe.num_machines)
+    recipe, per = ledger.recipe, ledger.strategy.per_machine
     copies = ledger.work.checkpoint_bytes(ledger.profile, ledger.strategy)
     train = {k: per * v / 2**30 for k, v in ledger.host_bytes().items()}
     own = dict(processes=per * process_gib)
@@ -185,9 +185,8 @@ def host_parts(ledger: Ledger, machine: Machine, process_gib: float) -> dict[str
 
 def loading_gib(ledger: Ledger) -> float:
     """Return the GiB of a machine's host memory for weights on their way to the GPUs."""
-    per = max(1, ledger.strategy.world // ledger.recipe.num_machines)
     weights = ledger.policy.weights.itemsize
-    return per * weights * ledger.costs.loading_numel() / 2**30
+    return ledger.strategy.per_machine * weights * ledger.costs.loading_numel() / 2**30
 
 
 def disk_gib(ledger: Ledger) -> float:
@@ -277,8 +276,7 @@ def plan_row(profile: Profile, strategy: Strategy, machine: Machine) -> PlanRow:
         strategy: recipe on a number of processes
         machine: where it runs
     """
-    per = max(1, strategy.world // strategy.recipe.num_machines)
-    usable = machine.usable(strategy.world if machine.cuda else per)
+    usable = machine.usable(strategy.world if machine.cuda else strategy.per_machine)
     limit = tensors_limit(profile, strategy, machine, usable)
     rates = device_rates(machine.device) if machine.cuda else None
     ledger = _fitted_ledger(profile, strategy, limit, rates)

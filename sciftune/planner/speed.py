@@ -154,8 +154,7 @@ def _context_seconds(
     """Return the seconds of the exchanges around attention, which overlap with nothing."""
     if strategy.context == 1:
         return 0.0
-    machines = strategy.recipe.num_machines
-    near = machines == 1 or (strategy.world // machines) % strategy.context == 0
+    near = strategy.per_machine % strategy.context == 0
     sent = work_of(strategy.recipe).exchanged_bytes(profile, strategy, share)
     return sent / (rates.link if near else NETWORK)
 

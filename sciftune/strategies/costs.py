@@ -343,8 +343,7 @@ class Costs:
             Inside a machine, between machines
         """
         near = total * ((group - 1) / group)
-        machines = self.recipe.num_machines
-        inside = machines == 1 or group <= self.strategy.world // machines
+        inside = group <= self.strategy.per_machine
         return (near, between) if inside else (0.0, near + between)
 
     def host_seconds(self, passes: float) -> float:

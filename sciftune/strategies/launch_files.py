@@ -65,7 +65,7 @@ def threads_on_node(strategy: Strategy, processors: str) -> str:
     Args:
         processors: What a shell says they are
     """
-    ranks = strategy.world // strategy.recipe.num_machines
+    ranks = strategy.per_machine
     if not computes_on_host(strategy):
         return "OMP_NUM_THREADS=1"
     return f"OMP_NUM_THREADS=$(( ({processors} + {ranks - 1}) / {ranks} ))"
@@ -111,7 +111,7 @@ def torchrun_command(
     recipe = strategy.recipe
     options = dict(
         nnodes=recipe.num_machines,
-        nproc_per_node=strategy.world // recipe.num_machines,
+        nproc_per_node=strategy.per_machine,
         node_rank=recipe.machine_rank,
         master_addr=recipe.main_process_ip,
         master_port=recipe.main_process_port or RENDEZVOUS_PORT,
@@ -126,7 +126,7 @@ _MACHINE = '--machine_rank "$SLURM_NODEID" --main_process_ip "$3" --main_process
 
 def _directives(strategy: Strategy, run: RunDir, memory: str) -> list[str]:
     """What Slurm reads."""
-    recipe, ranks = strategy.recipe, strategy.world // strategy.recipe.num_machines
+    recipe, ranks = strategy.recipe, strategy.per_machine
     plain = re.sub(r"[^\w.-]", "_", run.path.name, flags=re.ASCII)
     options = {
         "job-name": f"sciftune-{plain}",

@@ -165,6 +165,11 @@ class Strategy:
         return max(1, self.world // self.context)
 
     @property
+    def per_machine(self) -> int:
+        """Processes of each machine, at least one."""
+        return max(1, self.world // self.recipe.num_machines)
+
+    @property
     def shards(self) -> int:
         """Into how many parts parameters, gradients or states are cut."""
         return 1
