@@ -9,9 +9,7 @@ __all__ = ['TEMPORARY', 'write_status', 'own_temporary_folder', 'run_job']
 import contextlib
 import json
 import os
-import shutil
 import signal
-import stat
 import subprocess
 import sys
 import tempfile
@@ -19,7 +17,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..core.ownership import LAUNCHER, FolderLock, is_locked_folder, lock_folder
+from ..core.ownership import LAUNCHER, FolderLock, sweep_temporary, temporary_folder
 from ..core.writing import write_atomic
 
 # %% ../../nbs/9_lab/03_job.ipynb #1cc959fd
@@ -38,23 +36,19 @@ TEMPORARY = "sciftune-job-"  # Beginning of the names of jobs' temporary folders
 
 @contextlib.contextmanager
 def own_temporary_folder() -> Iterator[Path]:
-    """A temporary folder, removed at the end; those of jobs that were killed are removed, too.
-
-    A job locks its folder, and the lock ends with it.
-    """
-    top = Path(tempfile.gettempdir())
-    for left in top.glob(f"{TEMPORARY}*"):
-        with contextlib.suppress(OSError):
-            about = left.lstat()
-            mine = stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid()
-            if mine and time.time() - about.st_mtime > 60 and not is_locked_folder(left):
-                shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=TEMPORARY, ignore_cleanup_errors=True) as name:
-        handle = lock_folder(name)
+    """Keep temporary files in a folder that goes at the end; remove those of killed jobs."""
+    top = tempfile.gettempdir()
+    sweep_temporary(top, TEMPORARY)
+    cached, variable = tempfile.tempdir, os.environ.get("TMPDIR")
+    with temporary_folder(top, TEMPORARY, 0o700) as (folder, _):
+        tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
         try:
-            yield Path(name)
+            yield folder
         finally:
-            os.close(handle)
+            tempfile.tempdir = cached
+            os.environ.pop("TMPDIR")
+            if variable is not None:
+                os.environ["TMPDIR"] = variable
 
 # %% ../../nbs/9_lab/03_job.ipynb #42d75979
 def run_job(status: Path, log_offset: int, handle: int, command: list[str]) -> int:
@@ -90,8 +84,8 @@ def run_job(status: Path, log_offset: int, handle: int, command: list[str]) -> i
         log_offset=log_offset,
     )
     write_status(status, **facts)
-    with own_temporary_folder() as folder:
-        code = _exit_code(command, children, folder)
+    with own_temporary_folder():
+        code = _exit_code(command, children)
         if code == 0 and asked:
             code = 128 + asked[0]
         write_status(status, **facts, ended=int(time.time()), exit_code=code)
@@ -99,11 +93,10 @@ def run_job(status: Path, log_offset: int, handle: int, command: list[str]) -> i
     return code
 
 
-def _exit_code(command: list[str], children: list[subprocess.Popen], folder: Path) -> int:
+def _exit_code(command: list[str], children: list[subprocess.Popen]) -> int:
     """Run `command`, which `children` then holds; 127 where there is no such program."""
     try:
-        added = {LAUNCHER: str(os.getpid()), "TMPDIR": str(folder)}
-        child = subprocess.Popen(command, env=os.environ | added)
+        child = subprocess.Popen(command, env=os.environ | {LAUNCHER: str(os.getpid())})
         children.append(child)
         code = child.wait()
     except OSError as error:
