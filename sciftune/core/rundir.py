@@ -17,7 +17,6 @@ import shutil
 import subprocess
 import sys
 import time
-import uuid
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from typing import Self
 import numpy as np
 
 from .files import open_file, parsed_json, read_object
-from .ownership import is_locked_folder, lock_folder
+from .ownership import is_abandoned, sweep_temporary, temporary_folder
 from .progress import progress
 from .recipe import Recipe
 from .registry import package_folder
@@ -62,15 +61,14 @@ def sweep_unfinished(path: str | Path) -> None:
         path: Of a folder that `replaced_folder` writes
     """
     path = Path(path)
-    ours = re.compile(re.escape(f".{path.name}.") + r"[0-9a-f]{8}(\.old)?")
-    found = path.parent.iterdir() if path.parent.is_dir() else ()
-    for place in [place for place in found if ours.fullmatch(place.name)]:
+    sweep_temporary(path.parent, f".{path.name}.")
+    ours = re.compile(re.escape(f".{path.name}.") + r"([0-9a-f]{8})[0-9a-f]{8}\.old")
+    for place in list(path.parent.glob(".*.old")):
         with contextlib.suppress(OSError):
-            if place.is_symlink() or is_locked_folder(place):
+            match = ours.fullmatch(place.name)
+            if not match or time.time() - place.lstat().st_ctime < UNFINISHED_AFTER:
                 continue
-            if place.suffix != ".old":
-                shutil.rmtree(place)
-            elif time.time() - place.stat().st_ctime > UNFINISHED_AFTER:
+            if is_abandoned(place, match[1]):
                 if not path.exists():
                     os.rename(place, path)
                 shutil.rmtree(place, ignore_errors=True)
@@ -95,32 +93,26 @@ def replaced_folder(
     """
     path = Path(path)
     sweep_unfinished(path)
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    old = path.with_name(f"{aside.name}.old")
-    new = path.with_name(f"{aside.name}.new")
-    new.mkdir(parents=True)
-    handle = lock_folder(new)
-    try:
-        os.rename(new, aside)
-        yield aside
-        _sync(aside)
-        if unless and path.exists() and unless(path):
-            return
-        if path.exists():
-            os.rename(path, old)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with temporary_folder(path.parent, f".{path.name}.") as (aside, _):
+        old = path.with_name(f"{aside.name}.old")
         try:
-            os.rename(aside, path)
-            _sync_one(path.parent)
-        except OSError:
-            if not (unless and unless(path)):
-                raise
-    finally:
-        for unfinished in (new, aside):
-            shutil.rmtree(unfinished, ignore_errors=True)
-        if old.exists() and not path.exists():
-            os.rename(old, path)
-        shutil.rmtree(old, ignore_errors=True)
-        os.close(handle)
+            yield aside
+            _sync(aside)
+            if unless and path.exists() and unless(path):
+                return
+            if path.exists():
+                os.rename(path, old)
+            try:
+                os.rename(aside, path)
+                _sync_one(path.parent)
+            except OSError:
+                if not (unless and unless(path)):
+                    raise
+        finally:
+            if old.exists() and not path.exists():
+                os.rename(old, path)
+            shutil.rmtree(old, ignore_errors=True)
 
 # %% ../../nbs/1_core/06_rundir.ipynb #c50cd836
 class MetricRows(list):

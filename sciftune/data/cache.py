@@ -25,11 +25,12 @@ from torch import Tensor
 
 from ..core.digests import sealed, unsealed
 from ..core.files import read_bytes, read_object
-from ..core.writing import write_atomic, written_aside
+from ..core.ownership import sweep_temporary, temporary_folder
+from ..core.writing import write_atomic
 from .images import DataError
 
 # %% auto #0
-__all__ = ['cache_key', 'entry_digest', 'header_digest', 'save_shard', 'open_shard', 'Writer', 'sweep', 'TensorCache',
+__all__ = ['ASIDE', 'cache_key', 'entry_digest', 'header_digest', 'save_shard', 'open_shard', 'Writer', 'sweep', 'TensorCache',
            'check_hashes']
 
 # %% ../../nbs/2_data/08_cache.ipynb #2a33e01d
@@ -100,6 +101,9 @@ def header_digest(path: Path) -> str:
     return f"{zlib.crc32(length + header):08x}"
 
 # %% ../../nbs/2_data/08_cache.ipynb #e9fbf575
+ASIDE = ".shards-"  # Beginning of the names of folders in which shards are written
+
+
 def save_shard(folder: Path, name: str, entries: dict[str, dict[str, Tensor]]):
     """Write one shard and then its index.
 
@@ -112,13 +116,16 @@ def save_shard(folder: Path, name: str, entries: dict[str, dict[str, Tensor]]):
     """
     path = folder / f"{name}.safetensors"
     flat = {f"{k}/{n}": t for k, tensors in entries.items() for n, t in tensors.items()}
-    with written_aside(path) as aside:
+    with temporary_folder(folder, ASIDE) as (place, _):
+        aside = place / path.name
         try:
             save_file(flat, aside)
         except SafetensorError as e:
             raise OSError(f"{path}: cannot be written: {e}") from e
         with open(aside, "rb") as f:
+            os.fsync(f.fileno())
             digest = hashlib.file_digest(f, "sha256").hexdigest()
+        os.replace(aside, path)
     index = {
         "format": 1,
         "bytes": path.stat().st_size,
@@ -231,7 +238,9 @@ def sweep(folder: Path, damaged: list[str], stale: float = 3600):
     for name in damaged:
         for suffix in (".json", ".safetensors"):
             (folder / (name + suffix)).unlink(missing_ok=True)
-    for path in [*folder.glob("shard-*.safetensors"), *folder.glob(".shard-*.part")]:
+    sweep_temporary(folder, ASIDE)
+    aside = [*folder.glob(".shard-*.part"), *folder.glob(".tmp??????")]  # by earlier versions, too
+    for path in [*folder.glob("shard-*.safetensors"), *aside]:
         try:
             old = time.time() - path.stat().st_mtime > stale
         except FileNotFoundError:

@@ -57,6 +57,7 @@ from sciftune.core.ownership import (
     end_with_parent,
     folder_owner,
     owned_folder,
+    temporary_folder,
 )
 from ..core.packages import check_packages
 from ..core.plan import Plan
@@ -77,6 +78,7 @@ from ..core.rundir import RunDir, new_run
 from ..core.secrets import keep_secrets, load_secrets, secrets_file
 from ..core.sections import BUILT_IN
 from ..core.writing import write_atomic
+from .job import TEMPORARY
 
 # %% ../../nbs/9_lab/02_launch.ipynb #e18cb700
 class LaunchError(RuntimeError):
@@ -141,8 +143,12 @@ def absolute_data(path: str, root: Path) -> str:
     if path in BUILT_IN or "://" in path:
         return path
     found = absolute_path(path, root)
-    if glob.glob(found) or Path(found).exists():
+    if os.path.isabs(found) and (glob.glob(found) or Path(found).exists()):
         return found
+    for place in (Path.cwd(), root):  # a pattern below a folder, whose name is none
+        pattern = os.path.join(glob.escape(str(place)), path)
+        if glob.glob(pattern):
+            return pattern
     raise LaunchError(f"{_nothing('data', path, root)}; data='figures' makes its own")
 
 
@@ -376,7 +382,7 @@ def plan_run(
 
 
 def run_module(module: str, *arguments: str | Path) -> subprocess.CompletedProcess:
-    """Run a module that needs torch in a process of its own.
+    """Run a module that needs torch in a process of its own, which leaves no temporary files.
 
     Args:
         module: For python -m
@@ -384,12 +390,14 @@ def run_module(module: str, *arguments: str | Path) -> subprocess.CompletedProce
     Returns:
         With its output as text
     """
-    return subprocess.run(
-        [sys.executable, "-m", module, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-    )
+    with temporary_folder(tempfile.gettempdir(), TEMPORARY, 0o700) as (folder, _):
+        return subprocess.run(
+            [sys.executable, "-m", module, *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            env=os.environ | {"TMPDIR": str(folder)},
+        )
 
 # %% ../../nbs/9_lab/02_launch.ipynb #d05d1a12
 class LaunchFile(BaseModel):
@@ -1467,6 +1475,9 @@ def kernel_status(run: RunDir) -> Iterator[dict]:
     try:
         yield status
         code = 0
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+        raise
     finally:
         ended = {"ended": int(time.time()), "exit_code": code}
         write_atomic(run.status, json.dumps(status | ended))

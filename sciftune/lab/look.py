@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -767,7 +768,7 @@ def recommended_settings(look: DataLook, clean: Path | None = None) -> str:
     fields = look.recommended | (dict(metadata=clean) if clean else {})
     if not fields:
         return "no field of the recipe would help"
-    return " ".join(f"-p {name} {value}" for name, value in fields.items())
+    return shlex.join(str(word) for field in fields.items() for word in ("-p", *field))
 
 # %% ../../nbs/9_lab/16_look.ipynb #52cf4d56
 HEADERS = 1000  # Images of which the header is read

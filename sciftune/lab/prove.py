@@ -23,6 +23,7 @@ from ..core.rundir import RunDir
 from sciftune.lab.launch import (
     LaunchError,
     LaunchFile,
+    interruptible,
     job_command,
     launch,
     prepare_run,
@@ -218,8 +219,9 @@ def prove(
     whole = launch(prepare_run(recipe.model_copy(update={"name": f"{name}-whole"})), "job")
     run = prepare_run(recipe)
     file = LaunchFile.load(run)
-    start(run, job_command(file.command), file.environment)
-    killed_at = kill_at(run, at)
+    with interruptible(run):
+        start(run, job_command(file.command), file.environment)
+        killed_at = kill_at(run, at)
     resumed_from = int(complete_checkpoints(run)[-1].name.removeprefix("step_"))
     again = {"export": False, **given, **changed, "name": recipe.name, "resume": "latest"}
     launch(prepare_run(recipe_from(again)), "job")

@@ -16,7 +16,13 @@ from pathlib import Path
 
 from ..core.recipe import Recipe
 from ..core.rundir import RunDir
-from .command import CommandError, papermill_options, run_notebook, settings_of
+from sciftune.lab.command import (
+    INTERRUPTED,
+    CommandError,
+    papermill_options,
+    run_notebook,
+    settings_of,
+)
 from .compare import found_runs, results_table
 from .launch import recipe_from, state, with_absolute_paths
 from .tables import table_text
@@ -137,7 +143,7 @@ def run_points(points: list[Point], launch: Callable = run_notebook) -> int:
         launch: ('run', settings) -> exit code
 
     Returns:
-        0; 1 when a point failed; 130 when it was interrupted
+        0; 1 when a point failed; as `run_notebook` when it was interrupted
     """
     recipes = [point.recipe() for point in points]
     failed = []
@@ -146,7 +152,7 @@ def run_points(points: list[Point], launch: Callable = run_notebook) -> int:
         words, said = point_words(point, run), said_of(run)
         print(f"sweep {number} of {len(points)}: {point.name}: {said}", flush=True)
         code = 0 if words is None else launch("run", words)
-        if code == 130:
+        if code in INTERRUPTED:
             print("sweep: interrupted; the same command goes on where it was", flush=True)
             return code
         failed += [point.name] if code else []
@@ -176,7 +182,7 @@ def sweep_command(words: Sequence[str]) -> int:
     given, settings = parser.parse_known_args(list(words))
     points = points_of(papermill_options(settings), given.name)
     code = run_points(points)
-    if code == 130:
+    if code in INTERRUPTED:
         return code
     folders = [Path(p.recipe().run_root) / p.name for p in points]
     there = [str(folder) for folder in folders if (folder / "recipe.yaml").exists()]

@@ -1,0 +1,96 @@
+"""Signals to `sciftune run` itself, as a scheduler, a supervisor or a terminal sends them."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+from jobs import wait
+
+from sciftune.core.checkpoint_folders import complete_checkpoints
+from sciftune.core.rundir import RunDir
+from sciftune.lab.launch import processes, state
+
+SMALL = dict(
+    preset="tiny",
+    name="asked",
+    figures=16,
+    held_out=4,
+    steps=100000,
+    validation_steps=0,
+    checkpoint_steps=0,
+    cpu=True,
+)
+
+
+@pytest.fixture
+def command(root, tmp_path):
+    "Starts `sciftune run` in a session of its own; ends what is left of it."
+    started = []
+
+    def start():
+        words = [f"{name}={value}" for name, value in SMALL.items()]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "sciftune.lab.command", "run", *words],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(root)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a script ignores it
+        )
+        started.append(process)
+        return process
+
+    yield start
+    run = RunDir(tmp_path / "runs/asked")
+    for process in [*started, *processes(run)]:
+        process.kill()
+
+
+def ended(process):
+    "(exit code, what it said), when nothing of the command is left."
+    children = psutil.Process(process.pid).children(recursive=True)
+    said = process.communicate()[0]
+    _, alive = psutil.wait_procs(children, timeout=60)
+    return process.returncode, said, alive
+
+
+def kernel_runs(process):
+    "Whether papermill has started its kernel."
+    return len(psutil.Process(process.pid).children(recursive=True)) > 1
+
+
+def test_a_closed_terminal_leaves_the_job_and_a_scheduler_ends_it(command, tmp_path):
+    run = RunDir(tmp_path / "runs/asked")
+    first = command()
+    wait(lambda: run.metrics.exists() or first.poll() is not None)
+    first.send_signal(signal.SIGHUP)
+    code, said, _ = ended(first)
+    assert code == 129 and "interrupted, the run goes on" in said, said
+    assert state(run) == "running"
+
+    second = command()  # the same words: follows the job
+    for line in second.stdout:
+        if line.startswith("attached"):
+            break
+    second.send_signal(signal.SIGTERM)
+    code, said, alive = ended(second)
+    assert code == 143 and "SIGTERM: the run ends after its step" in said, said
+    assert "every process of the run has been ended; this continues it:" in said
+    assert state(run) == "stopped" and not processes(run) and not alive
+    assert complete_checkpoints(run) and (run.path / "report.html").exists()
+    assert not list((tmp_path / "runs").glob(".*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_before_there_is_a_job_no_folder_is_left(command, tmp_path, number):
+    process = command()
+    wait(lambda: process.poll() is not None or kernel_runs(process))
+    process.send_signal(number)  # to the command alone, not to its children
+    code, said, alive = ended(process)
+    assert code == 128 + number and "sciftune run: interrupted" in said, said
+    assert not alive and not [path for path in (tmp_path / "runs").iterdir() if path.is_dir()]
