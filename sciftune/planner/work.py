@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,15 +15,19 @@ from torch import nn
 
 from ..core.recipe import Recipe
 from ..core.registry import find_record, import_class
+from .records import Block, MemoryLedger, Phase, Profile
+from .trace import Trace, trace
+from ..strategies.context import check_heads
+from ..strategies.costs import OuterModule
+from ..strategies.lora import add_lora, narrow_layers
+from ..strategies.trained_layers import choose_trained
 
 if TYPE_CHECKING:
     from sciftune.models.family import Family
-    from sciftune.planner.ledger import Ledger, Phase
-    from sciftune.planner.profile import Block, MetaModel, Profile
     from sciftune.strategies.strategy import Strategy
 
 # %% auto #0
-__all__ = ['Work', 'work_of']
+__all__ = ['Work', 'work_of', 'MetaModel']
 
 # %% ../../nbs/6_planner/03_work.ipynb #62548e39
 class Work:
@@ -151,7 +157,7 @@ class Work:
         """
         return {}
 
-    def phases(self, ledger: Ledger) -> list[Phase]:
+    def phases(self, ledger: MemoryLedger) -> list[Phase]:
         """Return the phases of memory from the end of forward to the end of backward."""
         return ledger.backward(ledger.stored_on_gpu(), (ledger.forward_pass(),))
 
@@ -223,3 +229,90 @@ def work_of(recipe: Recipe) -> Work:
     """Return the work of a recipe's objective."""
     target = find_record("objectives", recipe.objective).work
     return (import_class(target) if target else Work)(recipe)
+
+# %% ../../nbs/6_planner/03_work.ipynb #6d0c47d2
+@dataclass(frozen=True)
+class MetaModel:
+    """A model without memory, with gradients where the recipe trains it.
+
+    Attributes:
+        base: pipeline folder or hub id; None = published size
+        dtype: of the computation
+        config: of the denoiser
+        denoiser: on meta
+    """
+
+    recipe: Recipe
+    family: Family
+    base: Path | str | None
+    dtype: torch.dtype
+    config: dict
+    denoiser: nn.Module
+    work: Work
+
+    @classmethod
+    def build(
+        cls,
+        recipe: Recipe,
+        family: Family,
+        base: Path | str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> MetaModel:
+        """Build the denoiser, freeze what is not trained, add adapters.
+
+        Args:
+            recipe: its trained_layers, lora_*, revision, context_parallel and objective
+            family: the model's family
+            base: pipeline folder or hub id; None = published size
+            dtype: of the computation
+        """
+        revision, work = recipe.revision or None, work_of(recipe)
+        config = family.config(base, revision)
+        check_heads(config, recipe.context_parallel)
+        denoiser = nn.Module.to(family.empty_denoiser(base, revision), "meta", dtype)
+        choose_trained(denoiser, family, recipe)
+        work.freeze(denoiser)
+        if recipe.lora_rank:
+            add_lora(denoiser, family, recipe)
+        return cls(recipe, family, base, dtype, config, denoiser, work)
+
+    @property
+    def block_classes(self) -> tuple[str, ...]:
+        """Return the names of the block classes."""
+        return find_record("models", self.recipe.model).block_classes
+
+    @property
+    def frozen(self) -> set[str]:
+        """Return the names of the parameters without a gradient."""
+        return {n for n, p in self.denoiser.named_parameters() if not p.requires_grad}
+
+    def forward(self, batch: int) -> Callable:
+        """Return a training forward pass of `batch` samples: () -> outputs."""
+        return self.work.forward(self, batch)
+
+    def trace(self, batch: int) -> Trace:
+        """Trace one training forward pass of `batch` samples."""
+        return trace(self.denoiser, self.forward(batch), self.block_classes)
+
+    def outer_modules(self, seen: Trace) -> tuple[OuterModule, ...]:
+        """Return the modules with parameters outside of blocks.
+
+        Args:
+            seen: a trace of any batch
+        """
+        inside = tuple(f"{c.name}." for c in seen.calls)
+        frozen, found = self.frozen, []
+        for name, module in self.denoiser.named_modules():
+            own = {k: p.numel() for k, p in module._parameters.items() if p is not None}
+            if not own or f"{name}.".startswith(inside):
+                continue
+            prefix = f"{name}." if name else ""
+            trained = sum(v for k, v in own.items() if prefix + k not in frozen)
+            found.append(OuterModule(seen.first.get(name, 0), sum(own.values()), trained))
+        return tuple(found)
+
+    def narrow_numels(self) -> list[int]:
+        """Return the number of weights of each layer that `lora_base` stores in fewer bits."""
+        if self.recipe.lora_base == "bf16":
+            return []
+        return [x.weight.numel() for x in narrow_layers(self.denoiser, self.block_classes)]

@@ -39,14 +39,14 @@ IMPORTED = (  # once, before processes are forked: what runs notebooks, and what
     "sciftune.training.trainer",
 )
 LONGEST = (  # they begin first, so that workers end together
-    "planner/02_ledger",
-    "planner/05_plan",
+    "planner/05_ledger",
+    "planner/07_plan",
     "strategies/08_compilation",
     "dmd/05_work",
     "dmd/04_task",
     "training/07_encoding",
     "lab/02_launch",
-    "planner/01_profile",
+    "planner/04_profile",
 )
 
 

@@ -16,20 +16,11 @@ import torch
 from ...core.recipe import Recipe, RecipeError
 from ...core.registry import find_record
 from ...models.family import Family
-from ...planner.ledger import ForwardPass, Ledger, Phase
-from sciftune.planner.profile import (
-    BatchLine,
-    Block,
-    FlashAttention,
-    LiveBytes,
-    MetaModel,
-    Profile,
-    blocks_in,
-    each_kind_once,
-    profile,
-    trace,
-)
-from ...planner.work import Work
+from ...planner.ledger import Ledger
+from ...planner.profile import profile
+from ...planner.records import BatchLine, Block, ForwardPass, Phase, Profile
+from ...planner.trace import FlashAttention, LiveBytes, blocks_in, each_kind_once, trace
+from ...planner.work import MetaModel, Work
 from ...strategies.costs import OuterModule
 from ...strategies.strategy import Strategy
 

@@ -8,17 +8,11 @@ from __future__ import annotations
 import torch
 
 from ...core.registry import find_record
-from ...planner.ledger import ForwardPass, Ledger, Phase
-from sciftune.planner.profile import (
-    Block,
-    FlashAttention,
-    LiveBytes,
-    MetaModel,
-    Profile,
-    empty_vae,
-    weight_bytes,
-)
-from ...planner.work import Work
+from ...planner.ledger import Ledger
+from ...planner.profile import empty_vae, weight_bytes
+from ...planner.records import Block, ForwardPass, Phase, Profile
+from ...planner.trace import FlashAttention, LiveBytes
+from ...planner.work import MetaModel, Work
 from ...strategies.strategy import Strategy
 
 # %% auto #0

@@ -14,16 +14,10 @@ from torch import Tensor, nn
 
 from ...core.recipe import Recipe
 from ...models.family import Family
-from sciftune.planner.profile import (
-    Block,
-    FlashAttention,
-    LiveBytes,
-    MetaModel,
-    block_bytes,
-    empty_vae,
-    weight_bytes,
-)
-from ...planner.work import Work
+from ...planner.profile import empty_vae, weight_bytes
+from ...planner.records import Block
+from ...planner.trace import FlashAttention, LiveBytes, block_bytes
+from ...planner.work import MetaModel, Work
 
 # %% auto #0
 __all__ = ['pack_lengths', 'reference_pack', 'PieceLoss', 'text_loss_bytes', 'mask_bytes', 'encode_bytes', 'UnifiedWork']
