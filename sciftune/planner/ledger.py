@@ -305,7 +305,7 @@ def measured_room(profile: Profile, strategy: Strategy, row: dict) -> Strategy:
 
 def checkpointed_count(profile: Profile, said: int | str) -> int:
     """Return the number of checkpointed blocks; `said` is a number, 'all' or 'none'."""
-    return dict(all=len(profile.blocks), none=0).get(said) if said in ("all", "none") else int(said)
+    return int(dict(all=len(profile.blocks), none=0).get(said, said))
 
 
 def planned_peak(profile: Profile, strategy: Strategy, checkpointed: int | str) -> float:

@@ -26,8 +26,8 @@ from ..strategies.offload import worth_streaming
 
 # %% auto #0
 __all__ = ['CONTRACTIONS', 'PLAIN', 'FlashAttention', 'tensors_in', 'storages', 'LiveBytes', 'OperationRecorder', 'block_kind',
-           'kept_bytes', 'compiled_bytes', 'peak_bytes', 'block_bytes', 'OutputShapes', 'each_kind_once', 'Call',
-           'Trace', 'blocks_in', 'trace', 'measured_blocks']
+           'kept_bytes', 'compiled_bytes', 'peak_bytes', 'block_bytes', 'shape_kind', 'OutputShapes', 'each_kind_once',
+           'Call', 'Trace', 'blocks_in', 'trace', 'measured_blocks']
 
 # %% ../../nbs/6_planner/02_trace.ipynb #eb25264d
 class FlashAttention(TorchFunctionMode):
@@ -65,8 +65,7 @@ def storages(tree: object) -> dict[int, torch.UntypedStorage]:
     Returns:
         id -> storage
     """
-    found = (t.untyped_storage() for t in tensors_in(tree))
-    return {s._cdata: s for s in found}
+    return {s._cdata: s for s in (t.untyped_storage() for t in tensors_in(tree))}
 
 # %% ../../nbs/6_planner/02_trace.ipynb #504e6aed
 class LiveBytes(TorchDispatchMode):
@@ -291,12 +290,12 @@ def compiled_bytes(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, fl
     Returns:
         compiled, fp8
     """
-    own = copy.deepcopy(module)
-    use_block_kernels(own, [own])
-    compiled = _smallest_kept(own, args, kwargs)
-    for name in float8_layers(own, [own]):
-        own.get_submodule(name).__class__ = Float8Linear
-    return dict(compiled=compiled, fp8=_smallest_kept(own, args, kwargs))
+    block = copy.deepcopy(module)
+    use_block_kernels(block, [block])
+    compiled = _smallest_kept(block, args, kwargs)
+    for name in float8_layers(block, [block]):
+        block.get_submodule(name).__class__ = Float8Linear
+    return dict(compiled=compiled, fp8=_smallest_kept(block, args, kwargs))
 
 
 def _smallest_kept(module: nn.Module, args: tuple, kwargs: dict) -> float:  # Bytes
@@ -320,8 +319,8 @@ def _recorded(
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
     with FlashAttention(), OperationRecorder(weights) as recorder, hooks:
         out = module(*args, **kwargs)
-    own = recorder.made | inputs.keys()  # tables that all blocks share are not a block's
-    kept = {k: s for k, s in packed.items() if k in own}
+    of_block = recorder.made | inputs.keys()  # without tables that all blocks share
+    kept = {k: s for k, s in packed.items() if k in of_block}
     recorder.size |= {k: s.nbytes() for k, s in (kept | inputs).items()}
     return recorder, set(kept), out
 
@@ -383,8 +382,16 @@ def block_bytes(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, float
     return measured
 
 # %% ../../nbs/6_planner/02_trace.ipynb #c682dc2d
-def _kind(tensors: Iterable[torch.Tensor]) -> tuple:  # Any shapes (...)
-    return tuple((tuple(t.shape), t.requires_grad) for t in tensors)
+def shape_kind(module: nn.Module, args: tuple, kwargs: dict) -> tuple:
+    """Return class and shapes of a block and its inputs, equal for blocks that run alike.
+
+    Args:
+        module: block
+        args: its inputs
+        kwargs: its named inputs
+    """
+    tensors = [*module.parameters(), *tensors_in((args, kwargs))]
+    return type(module), tuple((tuple(t.shape), t.requires_grad) for t in tensors)
 
 
 @dataclass(frozen=True)
@@ -399,34 +406,30 @@ class OutputShapes:
     leaves: tuple
 
     @classmethod
-    def of(cls, out: object, given: list[torch.Tensor]) -> OutputShapes | None:
+    def of(cls, out: object, inputs: list[torch.Tensor]) -> OutputShapes | None:
         """Return the shapes of `out`, or None if a new output is a view of an input.
 
         Args:
             out: tensors, nested
-            given: the inputs
+            inputs: of the block
         """
         leaves, tree = tree_flatten(out)
-        found = [next((i for i, g in enumerate(given) if g is o), None) for o in leaves]
-        new = [o for o, i in zip(leaves, found, strict=True) if i is None]
-        if storages(given).keys() & storages(new).keys():
+        passed = [next((i for i, x in enumerate(inputs) if x is o), None) for o in leaves]
+        new = [o for o, i in zip(leaves, passed, strict=True) if i is None]
+        if storages(inputs).keys() & storages(new).keys():
             return None  # it would lose its storage
         parts = (
             (o.shape, o.stride(), o.dtype, o.requires_grad) if i is None else i
-            for o, i in zip(leaves, found, strict=True)
+            for o, i in zip(leaves, passed, strict=True)
         )
         return cls(tree, tuple(parts))
 
-    def make(self, given: list[torch.Tensor]) -> object:
-        """Return outputs of these shapes, on meta.
-
-        Args:
-            given: the inputs
-        """
+    def make(self, inputs: list[torch.Tensor]) -> object:
+        """Return outputs of these shapes, on meta, for other inputs of the same shapes."""
 
         def leaf(part: int | tuple) -> torch.Tensor:
             if isinstance(part, int):
-                return given[part]
+                return inputs[part]
             shape, stride, dtype, gradient = part
             new = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
             return new.requires_grad_(gradient)
@@ -437,21 +440,20 @@ class OutputShapes:
 class _RunOnce:
     """A block's forward that runs only if no block of its kind has run before."""
 
-    def __init__(self, name: str, module: nn.Module, known: dict, passing: Callable):
-        self.name, self.module, self.known, self.passing = name, module, known, passing
+    def __init__(self, name: str, module: nn.Module, shapes: dict, passing: Callable):
+        self.name, self.module, self.shapes, self.passing = name, module, shapes, passing
         self.forward = module.forward
 
     def __call__(self, *args, **kwargs):
-        given = tensors_in((args, kwargs))
-        own = _kind(self.module.parameters())
-        key = (type(self.module), own, _kind(given), torch.is_grad_enabled())
-        if key in self.known:
+        inputs = tensors_in((args, kwargs))
+        key = (*shape_kind(self.module, args, kwargs), torch.is_grad_enabled())
+        if key in self.shapes:
             aside = torch.empty(int(self.passing(self.name)), dtype=torch.uint8, device="meta")
             del aside
-            return self.known[key].make(given)
+            return self.shapes[key].make(inputs)
         out = self.forward(*args, **kwargs)
-        if shapes := OutputShapes.of(out, given):
-            self.known[key] = shapes
+        if shapes := OutputShapes.of(out, inputs):
+            self.shapes[key] = shapes
         return out
 
 
@@ -469,9 +471,9 @@ def each_kind_once(
         blocks: name and module
         passing: (name) -> bytes that a block needs beside its outputs while it runs
     """
-    known = {}
+    shapes = {}  # kind -> OutputShapes
     for name, module in blocks:
-        module.forward = _RunOnce(name, module, known, passing)
+        module.forward = _RunOnce(name, module, shapes, passing)
     try:
         yield
     finally:
@@ -580,22 +582,6 @@ def trace(denoiser: nn.Module, forward: Callable, classes: tuple[str, ...]) -> T
     return Trace(watch.calls, sum(s.nbytes() for s in watch.packed.values()), watch.first)
 
 # %% ../../nbs/6_planner/02_trace.ipynb #d5669bd7
-def _shapes(tree: object) -> tuple:
-    return tuple(tuple(t.shape) for t in tensors_in(tree))
-
-
-def _call_kind(call: Call, frozen: set[str]) -> tuple:
-    own = [n for n, _ in call.module.named_parameters()]
-    given = (call.args, call.kwargs)
-    return (
-        type(call.module),
-        _shapes(list(call.module.parameters())),
-        _shapes(given),
-        tuple(f"{call.name}.{n}" in frozen for n in own),
-        tuple(t.requires_grad for t in tensors_in(given)),
-    )
-
-
 def measured_blocks(traces: list[Trace], frozen: set[str]) -> tuple[tuple[Block, ...], int]:
     """Return all blocks with their bytes, and the operations of all.
 
@@ -603,13 +589,13 @@ def measured_blocks(traces: list[Trace], frozen: set[str]) -> tuple[tuple[Block,
         traces: at batches 1, 2 and 4
         frozen: names of parameters without a gradient
     """
-    known, blocks, operations = {}, [], 0
+    bytes_of, blocks, operations = {}, [], 0
     for calls in zip(*(t.calls for t in traces), strict=True):
         first = calls[0]
-        kind = _call_kind(first, frozen)
-        if kind not in known:
-            known[kind] = [block_bytes(c.module, c.args, c.kwargs) for c in calls]
-        measured = known[kind]
+        kind = shape_kind(first.module, first.args, first.kwargs)
+        if kind not in bytes_of:
+            bytes_of[kind] = [block_bytes(c.module, c.args, c.kwargs) for c in calls]
+        measured = bytes_of[kind]
         names = measured[0].keys() - {"operations"}
         lines = {k: BatchLine.through(*(m[k] for m in measured)) for k in names}
         boundary = BatchLine.through(*(c.new_bytes for c in calls))

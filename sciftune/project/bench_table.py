@@ -29,7 +29,8 @@ from sciftune.planner.ledger import (
     measured_strategy,
     planned_peak,
 )
-from ..planner.profile import Profile, profile
+from ..planner.profile import profile
+from ..planner.records import Profile
 from ..planner.speed import device_rates, step_seconds
 from ..strategies.strategy import Strategy
 
@@ -550,7 +551,7 @@ is allocated memory; `planned` is what `sciftune.planner.plan` predicts for it, 
 median step, without a GPU. A distillation's median step is one of the critic alone. ZeRO-3's rows
 were measured while its update ran in a loop, which takes 6 bytes more for each element of a
 sub-group, 5.7 GiB of klein's; with them they are met within 0.3 %
-([how](../../nbs/6_planner/02_ledger.ipynb)). The kernel is fused now, as it is planned.
+([how](../../nbs/6_planner/05_ledger.ipynb)). The kernel is fused now, as it is planned.
 Offloaded rows have the optimizer's states in host memory, but for as many as fit the given
 budget, and were held to it by the allocator; before 2026-11-24 their window held three of the
 largest parameters, where the plan counts the two blocks that it holds now, 1.2 to 1.5 GiB more.

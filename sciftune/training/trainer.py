@@ -632,8 +632,7 @@ def _exit_code(recipe_file: str) -> int:
     except BaseException as error:
         print(f"rank {rank} failed:", file=sys.stderr)
         traceback.print_exc()
-        if said := lost_rank(error):
-            print(f"rank {rank}: {said}", file=sys.stderr)
+        _tell_lost_rank(rank, error)
         return 1
 
 # %% ../../nbs/7_training/14_trainer.ipynb #60aa7b74
