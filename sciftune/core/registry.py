@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 # %% ../../nbs/1_core/01_registry.ipynb #901cda3c
 class RegistryError(ValueError):
@@ -60,7 +60,7 @@ class FamilyRecord(Record):
     """A model family: what can be said of it without importing it.
 
     Attributes:
-        title: For people
+        title: For people; '' = the name
         hub: Hub id of the published weights
         also: Other names and hub ids of it in other scripts
         license: Their licence, as hubs name it; '' = unknown
@@ -83,13 +83,13 @@ class FamilyRecord(Record):
         presets: Recipe fields that it changes in one; may add it to a preset
     """
 
-    title: str
     hub: str
     also: tuple[str, ...] = ()
     license: str = ""
     pipeline_class: str
     block_classes: tuple[str, ...]
-    objectives: tuple[str, ...]
+    title: str = ""
+    objectives: tuple[str, ...] = ("flow",)
     blocks: int = 0
     learning_rate: float = 1e-5
     usual_learning_rates: tuple[float, float] | None = None
@@ -111,6 +111,12 @@ class FamilyRecord(Record):
     guides_above: float | None = 1.0
     values: dict = {}
     presets: dict[str, dict] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _entitle(cls, values: dict) -> dict:
+        """Fill in a missing title."""
+        return dict(values, title=values.get("title") or values.get("name"))
 
     def guides(self, scale: float) -> bool:
         """Return whether a sampler at this scale makes a second prediction, without the caption.

@@ -32,7 +32,10 @@ from ..core.recipe import Recipe, resolve, restored
 from ..core.registry import nearest, records
 from ..core.rundir import RunDir
 from ..data.images import DataError, load_picture
-from ..models.family import Encoders, Family, get_family, image_batch, stack_references
+from ..models.encoders import Encoders
+from ..models.family import Family, get_family
+from ..models.references import stack_references
+from ..models.tokens import image_batch
 from ..models.weights import HUB_ID, same_tensor
 from ..planner.profile import weights_path
 from ..strategies.compilation import real_rotary

@@ -25,14 +25,14 @@ def _installed() -> bool:
 
 @torch.compiler.assume_constant_result
 def has_flash() -> bool:
-    """Whether FlashAttention 4 is installed and this machine's GPU is one of `ARCHITECTURES`."""
+    """Return whether FlashAttention 4 is installed and this GPU is one of `ARCHITECTURES`."""
     if not (_installed() and torch.cuda.is_available()):
         return False
     return torch.cuda.get_device_capability()[0] in ARCHITECTURES
 
 
 def fits_flash(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether FlashAttention 4 takes these.
+    """Return whether FlashAttention 4 takes these.
 
     Args:
         q: (B,S,heads,D)
@@ -47,7 +47,7 @@ def fits_flash(q: Tensor, k: Tensor, v: Tensor) -> bool:
 # %% ../../nbs/4_models/19_attention.ipynb #at-8
 @torch.library.custom_op("sciftune::flash_attention", mutates_args=())
 def flash_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over all tokens by FlashAttention 4.
+    """Compute attention over all tokens by FlashAttention 4.
 
     Args:
         q: (B,S,heads,D)
@@ -73,7 +73,7 @@ def _(q, k, v):
 def flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `flash_forward`.
+    """Compute the gradients of `flash_forward`.
 
     Args:
         grad: Of the result (B,S,heads,D)
@@ -100,13 +100,14 @@ def _(grad, q, k, v, out, total):
 
 
 class AttentionGradients(torch.autograd.Function):
-    """Attention by `flash_forward` with the gradients of `flash_backward`."""
+    """Compute attention by `flash_forward` with the gradients of `flash_backward`."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention over all tokens.
+        """Compute attention over all tokens.
 
         Args:
+            ctx: autograd context
             q: (B,S,heads,D)
             k: (B,S,heads,D)
             v: (B,S,heads,D)
@@ -120,9 +121,10 @@ class AttentionGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of queries, keys and values.
+        """Compute the gradients of queries, keys and values.
 
         Args:
+            ctx: autograd context
             grad: (B,S,heads,D)
 
         Returns:
@@ -139,7 +141,7 @@ def attention(
     backend: Any = None,
     parallel: Any = None,
 ) -> Tensor:
-    """Attention of a block.
+    """Compute the attention of a block.
 
     Args:
         q: (B,S,heads,D)

@@ -47,7 +47,8 @@ from ..core.digests import DIGESTS_FILE, read_digests, write_digests
 from ..core.registry import FamilyRecord
 from ..core.rundir import replaced_folder
 from ..data.sequences import PackedBatch, SpecialTokens, image_patches, sent, visibility
-from .family import Encoders, Family, check_tokenizer_files
+from .encoders import Encoders, check_tokenizer_files
+from .family import Family
 from .published import FLUX1_VAE
 from sciftune.models.weights import (
     HUB_ID,
@@ -134,7 +135,7 @@ RECORDS = [
 # %% ../../nbs/4_models/08_bagel.ipynb #48b4e333
 @dataclass(frozen=True)
 class BagelConfig:
-    """Shapes and constants; the defaults are the released 7B model.
+    """Hold shapes and constants; the defaults are the released 7B model.
 
     Attributes:
         vit_side: vit_side**2 positions of patches
@@ -175,17 +176,17 @@ class BagelConfig:
 
     @property
     def head_dim(self) -> int:
-        """Values of a head."""
+        """Return the values of a head."""
         return self.hidden_size // self.heads
 
     @property
     def latent_size(self) -> int:
-        """Values of a latent token."""
+        """Return the values of a latent token."""
         return self.latent_patch**2 * self.latent_channels
 
     @property
     def stride(self) -> int:
-        """Pixels per latent token and side."""
+        """Return the pixels per latent token and side."""
         return self.latent_patch * self.vae_factor
 
 # %% ../../nbs/4_models/08_bagel.ipynb #e7e699a5
@@ -223,7 +224,7 @@ VAE_KEYS = dict(z_channels="latent_channels", downsample="vae_factor")  # of its
 def config_from_json(
     llm: dict, vit: dict | None, top: dict, vit_select_layer: int = -2
 ) -> BagelConfig:
-    """The record of three JSON files. ValueError for a variant that is not this model.
+    """Read the record from three JSON files. Raise ValueError for another variant.
 
     Args:
         llm: llm_config.json
@@ -252,7 +253,7 @@ def config_from_json(
 
 # %% ../../nbs/4_models/08_bagel.ipynb #ce16739c
 def config_to_json(config: BagelConfig) -> dict[str, dict]:
-    """The three JSON files of a record, as `config_from_json` reads them.
+    """Return the three JSON files of a record, as `config_from_json` reads them.
 
     Args:
         config: Of a model
@@ -288,7 +289,7 @@ def config_to_json(config: BagelConfig) -> dict[str, dict]:
 
 # %% ../../nbs/4_models/08_bagel.ipynb #f0968bd8
 def sincos_table(side: int, dim: int) -> Tensor:
-    """The two-dimensional sine-cosine table, computed in fp64.
+    """Compute the two-dimensional sine-cosine table in fp64.
 
     Args:
         side: Cells per side
@@ -305,7 +306,7 @@ def sincos_table(side: int, dim: int) -> Tensor:
 
 # %% ../../nbs/4_models/08_bagel.ipynb #3a4afd8e
 class PositionTable(nn.Module):
-    """The frozen table; a parameter, since released checkpoints hold it.
+    """Hold the frozen table; a parameter, since released checkpoints contain it.
 
     Args:
         side: Cells per side
@@ -325,7 +326,7 @@ class PositionTable(nn.Module):
         self.pos_embed.copy_(sincos_table(self.side, self.pos_embed.shape[1]))
 
     def forward(self, ids: Tensor) -> Tensor:
-        """The entries of cells.
+        """Return the entries of cells.
 
         Args:
             ids: Cells, row*side+column (N,)
@@ -337,7 +338,7 @@ class PositionTable(nn.Module):
 
 # %% ../../nbs/4_models/08_bagel.ipynb #61a0819d
 class TimeEmbedder(nn.Module):
-    """The vector that is added to a latent token for its time.
+    """Compute the vector that is added to a latent token for its time.
 
     Args:
         hidden_size: Of the model
@@ -378,7 +379,7 @@ def shift_time(t: Tensor, shift: float) -> Tensor:
 def rotary_tables(
     positions: Tensor, head_dim: int, theta: float, rounded: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The tables that turn queries and keys.
+    """Compute the tables that rotate queries and keys.
 
     Args:
         positions: Integers (L,); all tokens of an image share one
@@ -397,7 +398,7 @@ def rotary_tables(
 
 # %% ../../nbs/4_models/08_bagel.ipynb #02535328
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Grouped-query attention of one sample: head h uses key head h // (heads / kv_heads).
+    """Attend within one sample, grouped: head h uses key head h // (heads / kv_heads).
 
     Args:
         q: Queries (L, heads, head_dim)
@@ -422,7 +423,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
 
 # %% ../../nbs/4_models/08_bagel.ipynb #76d1157d
 class DenseAttention:
-    """`sdpa` per sample under explicit masks.
+    """Attend per sample by `sdpa` under explicit masks.
 
     Args:
         masks: One per sample, (L,L): bool (True = sees) or additive
@@ -433,7 +434,7 @@ class DenseAttention:
         self.padded = sum(map(len, masks)) + 1
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of a packed sequence; zeros where no sample stands.
+        """Attend within a packed sequence; return zeros outside all samples.
 
         Args:
             layer: Number of the layer, unused
@@ -457,7 +458,7 @@ def sample_masks(
     attn_modes: list[str],
     device: torch.device | str = "cpu",
 ) -> list[Tensor]:
-    """The dense mask of each sample of a pack.
+    """Return the dense mask of each sample of a pack.
 
     Args:
         sample_lens: Tokens of each sample
@@ -478,7 +479,7 @@ def sample_masks(
 def block_counts(
     sample_lens: list[int], split_lens: list[int], attn_modes: list[str]
 ) -> np.ndarray:
-    """How many pairs of each block of 128 x 128 see each other, see `visibility`.
+    """Count the visible pairs in each block of 128 x 128; see `visibility`.
 
     Args:
         sample_lens: Tokens of each sample
@@ -506,7 +507,7 @@ def block_counts(
 def block_mask(
     sample_lens: list[int], split_lens: list[int], attn_modes: list[str], device: torch.device | str
 ) -> BlockMask:
-    """Which blocks of 128 x 128 a pack's rule lets through in part, and which entirely.
+    """Return which blocks of 128 x 128 a pack's rule makes visible in part, and which entirely.
 
     Args:
         sample_lens: Tokens of each sample
@@ -539,12 +540,12 @@ def block_mask(
 # %% ../../nbs/4_models/08_bagel.ipynb #7db0d97e
 @cache
 def compiled_flex() -> Callable:
-    """Flex attention, compiled once per process."""
+    """Compile flex attention, once per process."""
     return torch.compile(flex_attention, dynamic=False)
 
 
 class FlexAttention:
-    """Flex attention with a block mask built once per batch.
+    """Attend by flex attention with a block mask built once per batch.
 
     Args:
         sample_lens: Tokens of each sample
@@ -572,7 +573,7 @@ class FlexAttention:
         self.flex = compiled_flex() if torch.device(device).type == "cuda" else flex_attention
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of a packed sequence, which may hold the padding already.
+        """Attend within a packed sequence, which may be padded already.
 
         Args:
             layer: Number of the layer, unused
@@ -593,11 +594,11 @@ class FlexAttention:
 
 # %% ../../nbs/4_models/08_bagel.ipynb #f60f7ad6
 class Reordered(torch.autograd.Function):
-    """Rows in another order; the gradient is taken back row by row."""
+    """Reorder rows; the gradient goes back row by row."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor, to: Tensor, back: Tensor) -> Tensor:
-        """The rows `to` of x.
+        """Return the rows `to` of x.
 
         Args:
             ctx: Keeps `back`
@@ -613,7 +614,7 @@ class Reordered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, grad: Tensor) -> tuple[Tensor, None, None]:
-        """The gradient of each row of x from the one row that it became.
+        """Return the gradient of each row of x from the one row that it became.
 
         Args:
             ctx: With `back`
@@ -627,7 +628,7 @@ class Reordered(torch.autograd.Function):
 
 
 def packed_rows(und: Tensor, gen: Tensor, rows: Tensor, order: Tensor) -> Tensor:
-    """Both streams in packed order.
+    """Return both streams in packed order.
 
     Args:
         und: Understanding stream (U, ...)
@@ -643,7 +644,7 @@ def packed_rows(und: Tensor, gen: Tensor, rows: Tensor, order: Tensor) -> Tensor
 
 @dataclass
 class StreamLayout:
-    """How two streams interleave, and what attention runs over them.
+    """Describe how two streams interleave, and what attention runs over them.
 
     Attributes:
         und: Packed positions of the understanding stream, in stream order
@@ -669,7 +670,7 @@ class StreamLayout:
         self.order = last.scatter(0, self.rows, numbers)  # row of both streams of each position
 
     def packed(self, und: Tensor, gen: Tensor) -> Tensor:
-        """Both streams in packed order.
+        """Return both streams in packed order.
 
         Args:
             und: Understanding stream (U, ...)
@@ -682,7 +683,7 @@ class StreamLayout:
 
 # %% ../../nbs/4_models/08_bagel.ipynb #3348b700
 def padded_streams(inputs: tuple[Tensor, ...], padded: int) -> tuple[Tensor, ...]:
-    """Both streams with spare rows, which stand at the last packed position.
+    """Append spare rows to both streams, at the last packed position.
 
     Args:
         inputs: und (U, hidden), gen (G, hidden), packed positions of each
@@ -704,7 +705,7 @@ GEN = "_moe_gen"  # How released names mark the generation expert
 
 
 def no_grad_if(frozen: bool) -> AbstractContextManager:
-    """A context without gradients, or one that changes nothing.
+    """Return a context without gradients, or one that changes nothing.
 
     Args:
         frozen: Nothing is learnt here
@@ -713,7 +714,7 @@ def no_grad_if(frozen: bool) -> AbstractContextManager:
 
 
 class MoTAttention(nn.Module):
-    """Projections by token type, before and after the attention that all tokens share.
+    """Project by token type, before and after the attention that all tokens share.
 
     Args:
         c: Of the model
@@ -732,7 +733,7 @@ class MoTAttention(nn.Module):
                 self.add_module(name + expert, Qwen2RMSNorm(c.head_dim, c.rms_norm_eps))
 
     def project(self, x: Tensor, expert: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, the first two normalised per head.
+        """Return queries, keys and values, the first two normalised per head.
 
         Args:
             x: A stream (N, hidden)
@@ -753,7 +754,7 @@ class MoTAttention(nn.Module):
     def queries(
         self, und: Tensor, gen: Tensor, rows: Tensor, order: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries and keys, and values, in packed order.
+        """Return rotated queries and keys, and values, in packed order.
 
         Args:
             und: Understanding stream (U, hidden)
@@ -776,7 +777,7 @@ class MoTAttention(nn.Module):
     def outputs(
         self, out: Tensor, sizes: tuple[int, int], rows: Tensor, order: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """What attention adds to each stream.
+        """Return what attention adds to each stream.
 
         Args:
             out: Of attention (L, heads, head_dim)
@@ -794,7 +795,7 @@ class MoTAttention(nn.Module):
 
 # %% ../../nbs/4_models/08_bagel.ipynb #665f46b6
 class Qwen2MoTDecoderLayer(nn.Module):
-    """Norm, attention, norm, MLP, each twice: unit of sharding and of checkpointing.
+    """Apply norm, attention, norm and MLP, each twice; the unit of sharding and checkpointing.
 
     Args:
         c: Of the model
@@ -812,7 +813,7 @@ class Qwen2MoTDecoderLayer(nn.Module):
                 self.add_module(name + expert, Qwen2RMSNorm(c.hidden_size, c.rms_norm_eps))
 
     def feed_forward(self, x: Tensor, expert: str) -> Tensor:
-        """Norm and MLP, added to the stream.
+        """Add norm and MLP to the stream.
 
         Args:
             x: A stream after attention (N, hidden)
@@ -827,7 +828,7 @@ class Qwen2MoTDecoderLayer(nn.Module):
     def enter(
         self, und: Tensor, gen: Tensor, rows: Tensor, order: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What comes before attention.
+        """Compute what comes before attention.
 
         Args:
             und: Understanding stream (U, hidden)
@@ -848,7 +849,7 @@ class Qwen2MoTDecoderLayer(nn.Module):
     def leave(
         self, und: Tensor, gen: Tensor, out: Tensor, rows: Tensor, order: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """What comes after attention.
+        """Compute what comes after attention.
 
         Args:
             und: Understanding stream (U, hidden)
@@ -866,7 +867,7 @@ class Qwen2MoTDecoderLayer(nn.Module):
         return und, self.feed_forward(gen + b, GEN)
 
     def forward(self, und: Tensor, gen: Tensor, layout: StreamLayout) -> tuple[Tensor, Tensor]:
-        """One block.
+        """Run one block.
 
         Args:
             und: Understanding stream (U, hidden)
@@ -886,7 +887,7 @@ class Qwen2MoTDecoderLayer(nn.Module):
 
 # %% ../../nbs/4_models/08_bagel.ipynb #37581af3
 def any_rows(compiled: Callable) -> Callable:
-    """The function, compiled for any number of rows of each tensor but 0 and 1.
+    """Compile the function for any number of rows of each tensor but 0 and 1.
 
     Args:
         compiled: Compiled function of tensors
@@ -919,7 +920,7 @@ def maybe_checkpoint(module: Callable, on: bool | Callable, *args) -> object:
 
 # %% ../../nbs/4_models/08_bagel.ipynb #6d1bea9b
 class MoTModel(nn.Module):
-    """Embeddings, layers, and one final norm per stream.
+    """Apply embeddings, layers, and one final norm per stream.
 
     Args:
         c: Of the model
@@ -935,7 +936,7 @@ class MoTModel(nn.Module):
         self.norm_moe_gen = Qwen2RMSNorm(c.hidden_size, c.rms_norm_eps)
 
     def forward(self, und: Tensor, gen: Tensor, layout: StreamLayout) -> tuple[Tensor, Tensor]:
-        """All layers.
+        """Run all layers.
 
         Args:
             und: Understanding stream (U, hidden)
@@ -955,7 +956,7 @@ class MoTModel(nn.Module):
 
 
 class MoTLanguageModel(nn.Module):
-    """The stack and `lm_head`.
+    """Combine the stack and `lm_head`.
 
     Args:
         c: Of the model
@@ -968,7 +969,7 @@ class MoTLanguageModel(nn.Module):
 
 # %% ../../nbs/4_models/08_bagel.ipynb #5c90d3c5
 def attend_per_image(q: Tensor, k: Tensor, v: Tensor, lens: list[int]) -> Tensor:
-    """Full attention inside each image.
+    """Attend fully inside each image.
 
     Args:
         q: Queries (N, heads, d) of all images
@@ -984,10 +985,10 @@ def attend_per_image(q: Tensor, k: Tensor, v: Tensor, lens: list[int]) -> Tensor
 
 
 class VisionLayer(SiglipEncoderLayer):
-    """Transformers' layer in two parts around attention."""
+    """Split transformers' layer into two parts around attention."""
 
     def enter(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What comes before attention.
+        """Compute what comes before attention.
 
         Args:
             x: Patches of all images (N, vit_hidden)
@@ -1000,7 +1001,7 @@ class VisionLayer(SiglipEncoderLayer):
         return tuple(layer(x).unflatten(-1, (-1, attn.head_dim)) for layer in layers)
 
     def leave(self, x: Tensor, out: Tensor) -> Tensor:
-        """What comes after attention.
+        """Compute what comes after attention.
 
         Args:
             x: Patches of all images (N, vit_hidden)
@@ -1013,7 +1014,7 @@ class VisionLayer(SiglipEncoderLayer):
         return x + self.mlp(self.layer_norm2(x))
 
     def forward(self, x: Tensor, lens: list[int]) -> Tensor:
-        """One block.
+        """Run one block.
 
         Args:
             x: Patches of all images (N, vit_hidden)
@@ -1026,7 +1027,7 @@ class VisionLayer(SiglipEncoderLayer):
 
 # %% ../../nbs/4_models/08_bagel.ipynb #c69b7d5c
 class VisionTower(nn.Module):
-    """SigLIP without pooling head; key names as released (`vit_model.vision_model.*`).
+    """Run SigLIP without pooling head; key names as released (`vit_model.vision_model.*`).
 
     Args:
         c: Of the model
@@ -1053,7 +1054,7 @@ class VisionTower(nn.Module):
         self.vision_model.post_layernorm = nn.LayerNorm(c.vit_hidden, c.vit_eps)
 
     def forward(self, patches: Tensor, positions: Tensor, lens: list[int]) -> Tensor:
-        """What the tower sees; without images it sees black patches and returns nothing of them.
+        """Encode patches; without images, run on black patches and return nothing of them.
 
         Args:
             patches: Values of all patches (N, 588)
@@ -1076,7 +1077,7 @@ class VisionTower(nn.Module):
 
 # %% ../../nbs/4_models/08_bagel.ipynb #60a95037
 class BagelOutput(NamedTuple):
-    """Per-token errors, in fp32; averaging them over ranks is the objective's affair.
+    """Hold per-token errors in fp32; the objective averages them over ranks.
 
     Attributes:
         ce: (text tokens with a label,) cross entropy
@@ -1092,7 +1093,7 @@ class BagelOutput(NamedTuple):
 def pack_latents(
     latents: Tensor | list[Tensor], shapes: list[tuple[int, int]], patch: int
 ) -> Tensor:
-    """Latent tokens of all images, each token in the order row, column, channel.
+    """Return the latent tokens of all images, each in the order row, column, channel.
 
     Args:
         latents: Of images: (N,C,h,w) zero padded, or a list of (C,h,w)
@@ -1110,7 +1111,7 @@ def pack_latents(
 
 
 def unpack_latents(tokens: Tensor, rows: int, columns: int, patch: int) -> Tensor:
-    """The inverse of `pack_latents` for one image.
+    """Return the latents of one image; the inverse of `pack_latents`.
 
     Args:
         tokens: Of one image (rows*columns, patch*patch*C)
@@ -1128,7 +1129,7 @@ def unpack_latents(tokens: Tensor, rows: int, columns: int, patch: int) -> Tenso
 def token_cross_entropy(
     hidden: Tensor, labels: Tensor, head: Callable, pieces: int = 1, piece: int = 2048
 ) -> Tensor:
-    """Cross entropy per token.
+    """Compute the cross entropy per token.
 
     Args:
         hidden: Of the tokens with a label (N, hidden)
@@ -1153,7 +1154,7 @@ def token_cross_entropy(
 
 # %% ../../nbs/4_models/08_bagel.ipynb #35f103fc
 class Connector(nn.Module):
-    """Two linear layers from the tower to the language model.
+    """Project from the tower to the language model by two linear layers.
 
     Args:
         c: Of the model
@@ -1165,7 +1166,7 @@ class Connector(nn.Module):
         self.fc2 = nn.Linear(c.hidden_size, c.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Into the language model's width.
+        """Project into the language model's width.
 
         Args:
             x: What the tower saw (N, vit_hidden)
@@ -1177,7 +1178,7 @@ class Connector(nn.Module):
 
 # %% ../../nbs/4_models/08_bagel.ipynb #15b211f7
 def seen_stream(model: "BagelModel", batch: Mapping, empty: Tensor) -> Tensor:
-    """The vectors of image patches: tower, connector, position table.
+    """Return the vectors of image patches: tower, connector, position table.
 
     Args:
         model: With a tower
@@ -1199,9 +1200,10 @@ def seen_stream(model: "BagelModel", batch: Mapping, empty: Tensor) -> Tensor:
 def input_streams(
     model: "BagelModel", batch: Mapping, x_t: Tensor, t: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The two input streams. ValueError when the batch holds what the model was built without.
+    """Build both input streams. Raise ValueError for contents that the model lacks parts for.
 
     Args:
+        model: the unified model
         batch: Packed batch
         x_t: Noisy latents (latent tokens, p*p*C)
         t: Their times (latent tokens,)
@@ -1232,7 +1234,7 @@ def input_streams(
 def batch_attention(
     batch: Mapping, kind: str, device: torch.device
 ) -> DenseAttention | FlexAttention:
-    """The attention over a packed training batch.
+    """Return the attention over a packed training batch.
 
     Args:
         batch: Packed batch
@@ -1258,9 +1260,10 @@ def batch_attention(
 def hidden_states(
     model: "BagelModel", inputs: tuple, positions: Tensor, attend: Callable, compiled: bool = False
 ) -> Tensor:
-    """The stack, after the final norms.
+    """Run the stack and the final norms.
 
     Args:
+        model: the unified model
         inputs: Of `input_streams`
         positions: Position ids (L,)
         attend: (layer, q, k, v) -> out
@@ -1285,9 +1288,10 @@ def hidden_states(
 def noisy_latents(
     model: "BagelModel", batch: Mapping, latents: Tensor | list[Tensor] | None, noise: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Inputs and targets of the latent tokens. ValueError when their numbers disagree.
+    """Return inputs and targets of the latent tokens. Raise ValueError when numbers disagree.
 
     Args:
+        model: the unified model
         batch: Packed batch
         latents: Of images (see `pack_latents`), or the batch's tokens
         noise: (latent tokens, p*p*C); None = the batch's packed_noise
@@ -1318,9 +1322,12 @@ def token_errors(
     latents: Tensor | list[Tensor] | None = None,
     noise: Tensor | None = None,
 ) -> BagelOutput:
-    """Per-token errors of a packed batch. ValueError when latents, noise and times disagree.
+    """Compute per-token errors of a packed batch.
+
+    Raises ValueError when latents, noise and times disagree.
 
     Args:
+        model: the unified model
         batch: Packed batch
         latents: Clean, (N,C,h,w); None = the batch's tokens
         noise: (latent tokens, p*p*C); None = the batch's packed_noise
@@ -1349,9 +1356,10 @@ def token_errors(
 def cached_forward(
     model: "BagelModel", batch: Mapping, head: str, attend: Callable | None = None
 ) -> Tensor:
-    """One pass over new tokens.
+    """Run one pass over new tokens.
 
     Args:
+        model: the unified model
         batch: As in training, with packed_vae_tokens (x_t) and packed_times (t)
         head: logits = of the last token; velocity = of the latent tokens; hidden = all
         attend: Of a cache; None = the batch stands alone, as in training
@@ -1369,7 +1377,7 @@ def cached_forward(
 
 # %% ../../nbs/4_models/08_bagel.ipynb #a064f8f0
 class BagelModel(nn.Module):
-    """The unified model.
+    """Combine tower, language model and latent projections into the unified model.
 
     Args:
         c: Shapes
@@ -1422,7 +1430,7 @@ class BagelModel(nn.Module):
         head: str | None = None,
         attend: Callable | None = None,
     ) -> BagelOutput | Tensor:
-        """Training errors, or with `head` a pass of sampling.
+        """Return training errors, or with `head` the result of a sampling pass.
 
         Args:
             batch: Packed batch
@@ -1446,7 +1454,7 @@ class BagelModel(nn.Module):
         inject_adapter_in_model(config, self)
 
     def save_pretrained(self, folder: str | Path, **_):
-        """Configs and ema.safetensors of the released layout; the weights must be whole.
+        """Save configs and ema.safetensors in the released layout; the weights must be whole.
 
         Args:
             folder: Made if needed
@@ -1456,7 +1464,7 @@ class BagelModel(nn.Module):
 
 # %% ../../nbs/4_models/08_bagel.ipynb #c435629e
 def config_of(model: nn.Module) -> BagelConfig:
-    """The configuration of a model, whatever wraps it.
+    """Return the configuration of a model, whatever wraps it.
 
     Args:
         model: BagelModel, bare or wrapped by an engine
@@ -1508,7 +1516,7 @@ LORA_LAYERS = tuple(
 
 @torch.no_grad()
 def copy_experts(model: BagelModel):
-    """Every `*_moe_gen` parameter becomes a copy of its plain twin.
+    """Copy every plain parameter to its `*_moe_gen` twin.
 
     Args:
         model: On a real device; changed in place
@@ -1536,7 +1544,7 @@ AE_NAMES = (
 
 
 def autoencoder_names(state: Mapping[str, Tensor], to_diffusers: bool) -> dict[str, Tensor]:
-    """The same tensors under the other names.
+    """Return the same tensors under the other names.
 
     Attention weights change between (C,C,1,1) and (C,C).
 
@@ -1565,7 +1573,7 @@ AE_SCALE, AE_SHIFT = 0.3611, 0.1159
 
 
 def build_autoencoder(shapes: Mapping[str, Sequence]) -> nn.Module:
-    """An autoencoder whose widths are those of `shapes`.
+    """Build an autoencoder whose widths are those of `shapes`.
 
     Args:
         shapes: Tensor name -> shape, FLUX names; only the widths are read
@@ -1581,7 +1589,7 @@ def build_autoencoder(shapes: Mapping[str, Sequence]) -> nn.Module:
 
 
 def new_autoencoder(widths: list[int], blocks: int, channels: int) -> nn.Module:
-    """Diffusers' class with FLUX's constants.
+    """Build diffusers' class with FLUX's constants.
 
     Args:
         widths: Channels of each stage
@@ -1605,7 +1613,7 @@ def new_autoencoder(widths: list[int], blocks: int, channels: int) -> nn.Module:
 
 # %% ../../nbs/4_models/08_bagel.ipynb #cf219986
 def latent_moments(vae: nn.Module, pixels: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of the posterior in model space.
+    """Return mean and standard deviation of the posterior in model space.
 
     Args:
         vae: AutoencoderKL
@@ -1619,7 +1627,7 @@ def latent_moments(vae: nn.Module, pixels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode_latents(vae: nn.Module, z: Tensor) -> Tensor:
-    """Pixels of latents.
+    """Decode latents to pixels.
 
     Args:
         vae: AutoencoderKL
@@ -1635,7 +1643,7 @@ def decode_latents(vae: nn.Module, z: Tensor) -> Tensor:
 def encode_batch(
     vae: nn.Module, batch: Mapping, config: BagelConfig, vae_batch: int = 4
 ) -> Tensor | None:
-    """The batch's `packed_vae_tokens`; the posterior's mean where the batch brings no noise.
+    """Encode the batch's images; use the posterior's mean where the batch has no noise.
 
     Args:
         vae: AutoencoderKL
@@ -1671,7 +1679,7 @@ PARTS_FILE = "parts.json"  # In a folder whose weights lie elsewhere, see `model
 
 
 def release_files(folder: str | Path) -> dict[str, Path]:
-    """Where the weights lie: ema.safetensors, model.safetensors, or a sharded index.
+    """Find the weights: ema.safetensors, model.safetensors, or a sharded index.
 
     Raises ValueError when there are none.
 
@@ -1693,7 +1701,7 @@ def release_files(folder: str | Path) -> dict[str, Path]:
 
 
 def config_from_weights(config: BagelConfig, files: Mapping[str, Path]) -> BagelConfig:
-    """The record with what the weights say: vision layers, sides of the position tables.
+    """Correct the record by the weights: vision layers, sides of the position tables.
 
     Args:
         config: Of the JSON files
@@ -1701,7 +1709,7 @@ def config_from_weights(config: BagelConfig, files: Mapping[str, Path]) -> Bagel
     """
 
     def side(name: str) -> int | None:
-        """Cells per side of a table."""
+        """Return the cells per side of a table."""
         if name not in files:
             return None
         return math.isqrt(open_weights(files[name]).get_slice(name).get_shape()[0])
@@ -1733,7 +1741,7 @@ def write_release(folder: str | Path, config: BagelConfig, state: Mapping[str, T
 
 # %% ../../nbs/4_models/08_bagel.ipynb #c0bb3a0e
 class ReleaseWeights(Weights):
-    """The tensors that a model of `config` needs, read as they are asked for.
+    """Read the tensors that a model of `config` needs, when they are asked for.
 
     Args:
         folder: With ema.safetensors, model.safetensors or a sharded index
@@ -1764,7 +1772,7 @@ class ReleaseWeights(Weights):
             self.where.setdefault(table, None)  # computed
 
     def shape(self, name: str) -> torch.Size:
-        """The shape that the model wants.
+        """Return the shape that the model wants.
 
         Args:
             name: Of a tensor
@@ -1777,7 +1785,7 @@ class ReleaseWeights(Weights):
         return shape
 
     def slice(self, name: str, start_row: int, stop_row: int) -> Tensor:
-        """Some rows, read without the others.
+        """Read some rows and no others.
 
         Args:
             name: Of a tensor
@@ -1792,7 +1800,7 @@ class ReleaseWeights(Weights):
         return self.flat(name, super().slice(name, start_row, stop_row))
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type in the file; computed tables are fp32.
+        """Return the type in the file; computed tables are fp32.
 
         Args:
             name: Of a tensor
@@ -1806,7 +1814,7 @@ class ReleaseWeights(Weights):
 
     @staticmethod
     def flat(name: str, tensor: Tensor) -> Tensor:
-        """The tensor as the model has it: a plain SigLIP checkpoint's patches are a convolution.
+        """Reshape a tensor for the model: plain SigLIP checkpoints store patches as a convolution.
 
         Args:
             name: Of the tensor
@@ -1826,7 +1834,7 @@ FRAME_TOKENS = dict(
 
 
 def special_tokens(tokenizer: transformers.PreTrainedTokenizerBase) -> SpecialTokens:
-    """The ids that frame segments. ValueError when the tokenizer lacks one.
+    """Return the ids that frame segments. Raise ValueError when the tokenizer lacks one.
 
     Args:
         tokenizer: Qwen2.5's
@@ -1840,7 +1848,7 @@ def special_tokens(tokenizer: transformers.PreTrainedTokenizerBase) -> SpecialTo
 
 # %% ../../nbs/4_models/08_bagel.ipynb #33de59e8
 def forward_flops(c: BagelConfig, lens: Iterable[int]) -> float:
-    """FLOPs of one forward pass; training costs three times as much.
+    """Return the FLOPs of one forward pass; training costs three times as much.
 
     Args:
         c: Of the model
@@ -1862,7 +1870,7 @@ def caption_batch(
     side: int,
     device: torch.device | str,
 ) -> PackedBatch:
-    """One image after each caption.
+    """Build a batch of one image after each caption.
 
     Args:
         captions: Framed ids of each (n,), maybe empty
@@ -1929,7 +1937,7 @@ class Bagel(Family):
         revision: str | None = None,
         weights: bool = True,
     ) -> Path:
-        """Checked local folder. ValueError says what is missing.
+        """Return the checked local folder. Raise ValueError naming what is missing.
 
         Args:
             path: Folder or hub id
@@ -1946,7 +1954,7 @@ class Bagel(Family):
         return folder
 
     def _download(self, path: str | Path, revision: str | None, weights: bool) -> Path:
-        """A hub's files. ValueError when they cannot be had."""
+        """Download a hub's files. Raise ValueError when they cannot be had."""
         if not HUB_ID.fullmatch(str(path)):
             raise ValueError(
                 f"model_path {str(path)!r} is not a folder; give a BAGEL folder or a hub id "
@@ -1970,7 +1978,7 @@ class Bagel(Family):
         revision: str | None = None,
         **changes,
     ) -> BagelConfig:
-        """The released shapes, those of a folder, or a record; with `changes` to single fields.
+        """Return the released shapes, a folder's, or a record's, with `changes` to single fields.
 
         Args:
             path: None = as released
@@ -2003,7 +2011,7 @@ class Bagel(Family):
         revision: str | None = None,
         **changes,
     ) -> BagelModel:
-        """The model on the meta device.
+        """Build the model on the meta device.
 
         Args:
             path: See `config`
@@ -2018,7 +2026,7 @@ class Bagel(Family):
     def denoiser_weights(
         self, path: str | Path, revision: str | None = None, **changes
     ) -> ReleaseWeights:
-        """Lazy weights, for engines in which each rank reads its own part.
+        """Open the weights lazily; each rank of a sharded engine reads its own part.
 
         Args:
             path: Folder or hub id
@@ -2034,7 +2042,7 @@ class Bagel(Family):
         return ReleaseWeights(folder, config)
 
     def assemble(self, root: Path, parts: Mapping[str, str], seed: int) -> Path:
-        """The folder of a model of separate parts, see `models.bagel_parts`.
+        """Build the folder of a model from separate parts; see `models.bagel_parts`.
 
         Args:
             root: Folder for such folders
@@ -2054,7 +2062,7 @@ class Bagel(Family):
         prepare: Callable[[nn.Module], object] | None = None,
         **changes,
     ) -> BagelModel:
-        """The model with its weights, each read once; position tables stay frozen.
+        """Load the model, reading each weight once; position tables stay frozen.
 
         Args:
             path: Folder or hub id
@@ -2078,7 +2086,7 @@ class Bagel(Family):
         seed: int = 0,
         prepare: Callable[[nn.Module], object] | None = None,
     ) -> BagelModel:
-        """Random weights made on `device`.
+        """Build the model with random weights made on `device`.
 
         Tables are as they must be, and the last projection zero, as in a new model.
 
@@ -2102,7 +2110,7 @@ class Bagel(Family):
         return model
 
     def frozen_parameters(self, denoiser: nn.Module) -> list[str]:
-        """The position tables, which never get a gradient.
+        """Return the position tables, which never get a gradient.
 
         Args:
             denoiser: BagelModel
@@ -2116,7 +2124,7 @@ class Bagel(Family):
         device: torch.device | str = "cpu",
         revision: str | None = None,
     ) -> nn.Module:
-        """The frozen autoencoder, from ae.safetensors or from a diffusers `vae/` folder.
+        """Load the frozen autoencoder, from ae.safetensors or from a diffusers `vae/` folder.
 
         Args:
             path: Folder or hub id
@@ -2129,7 +2137,7 @@ class Bagel(Family):
     def load_autoencoder(
         self, folder: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> nn.Module:
-        """`load_vae` of a folder that need not hold the rest of the model.
+        """Load the autoencoder of a folder that need not hold the rest of the model.
 
         Args:
             folder: With ae.safetensors or vae/
@@ -2158,7 +2166,7 @@ class Bagel(Family):
         revision: str | None = None,
         parts: tuple = ("vae", "text"),
     ) -> Encoders:
-        """The autoencoder and the tokenizer; text is embedded by the model itself.
+        """Load the autoencoder and the tokenizer; the model embeds text itself.
 
         Args:
             path: Folder or hub id
@@ -2176,7 +2184,7 @@ class Bagel(Family):
         return Encoders(vae, {}, tokenizers)
 
     def load_tokenizer(self, folder: Path) -> transformers.Qwen2Tokenizer:
-        """The language model's tokenizer, whose files lie beside the weights."""
+        """Load the language model's tokenizer, whose files lie beside the weights."""
         check_tokenizer_files(folder)
         with readable(folder):
             return transformers.Qwen2Tokenizer.from_pretrained(folder)
@@ -2184,7 +2192,7 @@ class Bagel(Family):
     def check_files(
         self, path: str | Path, revision: str | None = None, weights: bool = True, text: bool = True
     ):
-        """ValueError naming a file of the folder that is missing or damaged.
+        """Raise ValueError naming a file of the folder that is missing or damaged.
 
         Args:
             path: Folder or hub id
@@ -2203,7 +2211,7 @@ class Bagel(Family):
 
     @torch.no_grad()
     def encode_images(self, encoders: Encoders, pixels: Tensor) -> dict[str, Tensor]:
-        """The posterior in model space.
+        """Return the posterior in model space.
 
         Args:
             encoders: With the autoencoder
@@ -2216,7 +2224,7 @@ class Bagel(Family):
         return dict(mean=mean, scale=scale)
 
     def decode(self, vae: nn.Module, x: Tensor) -> Tensor:
-        """Pixels of latents.
+        """Decode latents to pixels.
 
         Args:
             vae: AutoencoderKL
@@ -2230,7 +2238,7 @@ class Bagel(Family):
     def encode_captions(
         self, encoders: Encoders, captions: list[str], text_tokens: int | None = None
     ) -> list[dict[str, Tensor]]:
-        """Ids with bos and eos; nothing at all for an empty caption.
+        """Return ids with bos and eos; nothing at all for an empty caption.
 
         Args:
             encoders: With the tokenizer
@@ -2255,7 +2263,7 @@ class Bagel(Family):
     def caption_shapes(
         self, config: BagelConfig, text_tokens: int | None = None
     ) -> dict[str, tuple]:
-        """Shapes of the tensors of one encoded caption (at most).
+        """Return the shapes (at most) of the tensors of one encoded caption.
 
         Args:
             config: Unused
@@ -2264,7 +2272,7 @@ class Bagel(Family):
         return dict(ids=((text_tokens or self.text_tokens) + 2,), frame=(2,))
 
     def collate(self, rows: list[dict], pad_to: int | None = None) -> dict:
-        """The conditioning of a batch.
+        """Return the conditioning of a batch.
 
         Args:
             rows: Of `encode_captions`
@@ -2275,7 +2283,7 @@ class Bagel(Family):
     def predict(
         self, denoiser: nn.Module, x_t: Tensor, sigma: Tensor, conditioning: dict
     ) -> Tensor:
-        """Velocity of images given only their captions.
+        """Return the velocity of images that have only their captions.
 
         Args:
             denoiser: BagelModel, bare or wrapped
@@ -2302,7 +2310,7 @@ class Bagel(Family):
     def flops(
         self, config: Mapping | BagelConfig | None, height: int, width: int, text_tokens: int
     ) -> float:
-        """FLOPs of a forward pass of one `[caption][image]` sample.
+        """Return the FLOPs of a forward pass of one `[caption][image]` sample.
 
         Args:
             config: None = as released
@@ -2313,7 +2321,7 @@ class Bagel(Family):
         return forward_flops(self.config(config), [text_tokens + 4 + self.tokens(height, width)])
 
     def tiny(self, folder: str | Path, seed: int = 0, **changes) -> Path:
-        """The offline stand-in: every part of the release, with 297,000 parameters.
+        """Write the stand-in: every part of the release, with 297,000 parameters.
 
         Args:
             folder: Where the stand-in is made, or found made
@@ -2361,7 +2369,7 @@ TINY = dict(
 
 
 class TinyBagel:
-    """What `save_stand_in` saves: a folder in the released layout with random weights.
+    """Save a folder in the released layout with random weights, for `save_stand_in`.
 
     Args:
         family: Makes the weights
@@ -2390,7 +2398,7 @@ class TinyBagel:
 
 # %% ../../nbs/4_models/08_bagel.ipynb #18cb4583
 def same_tensors(file: Path, shapes: Mapping[str, torch.Size]) -> bool:
-    """Whether a file holds exactly these tensors.
+    """Return whether a file holds exactly these tensors.
 
     Args:
         file: safetensors, maybe missing

@@ -44,7 +44,7 @@ from ..toys.tiny import qwen_tokenizer
 
 # %% ../../nbs/4_models/11_bagel_parts.ipynb #49e500fe
 def tiny_language_model(folder: Path, **fields) -> Path:
-    """A small Qwen2 with its tokenizer, as transformers saves it.
+    """Write a small Qwen2 with its tokenizer, as transformers saves it.
 
     Args:
         folder: New
@@ -63,7 +63,7 @@ def tiny_language_model(folder: Path, **fields) -> Path:
 
 
 def tiny_vision_tower(folder: Path, **fields) -> Path:
-    """A small SigLIP vision tower, as transformers saves it.
+    """Write a small SigLIP vision tower, as transformers saves it.
 
     Args:
         folder: New
@@ -78,7 +78,7 @@ def tiny_vision_tower(folder: Path, **fields) -> Path:
 
 
 def tiny_parts(folder: Path) -> dict[str, str]:
-    """Small random parts in their real layouts.
+    """Write small random parts in their real layouts.
 
     Args:
         folder: Where the parts are made
@@ -97,7 +97,7 @@ def tiny_parts(folder: Path) -> dict[str, str]:
 
 # %% ../../nbs/4_models/11_bagel_parts.ipynb #f9927e28
 def _config_file(field: str, folder: Path) -> dict:
-    """config.json of a part. Raises RecipeError naming the field."""
+    """Read config.json of a part. Raise RecipeError naming the field."""
     try:
         return read_object(folder / "config.json")
     except (OSError, ValueError) as error:
@@ -105,7 +105,7 @@ def _config_file(field: str, folder: Path) -> dict:
 
 
 def language_config(folder: Path) -> dict:
-    """The configuration of the language model. Raises RecipeError for another kind of model.
+    """Read the language model's configuration. Raise RecipeError for another kind of model.
 
     Args:
         folder: Of a Qwen2
@@ -134,7 +134,7 @@ def language_config(folder: Path) -> dict:
 
 
 def vision_config(folder: Path) -> dict:
-    """The configuration of the vision tower. Raises RecipeError for another kind of model.
+    """Read the vision tower's configuration. Raise RecipeError for another kind of model.
 
     Args:
         folder: Of a SigLIP, whole or its vision tower
@@ -154,7 +154,7 @@ def vision_config(folder: Path) -> dict:
 
 
 def parts_config(llm: Path, vit: Path) -> BagelConfig:
-    """The shapes of a BAGEL of these parts; the autoencoder's are those of FLUX.1.
+    """Return the shapes of a BAGEL of these parts; the autoencoder's are those of FLUX.1.
 
     Args:
         llm: Folder of the language model
@@ -164,7 +164,7 @@ def parts_config(llm: Path, vit: Path) -> BagelConfig:
 
 # %% ../../nbs/4_models/11_bagel_parts.ipynb #bb57563b
 class Place(NamedTuple):
-    """Where a tensor of the model is stored.
+    """Hold where a tensor of the model is stored.
 
     Attributes:
         file: None = it is new
@@ -176,7 +176,7 @@ class Place(NamedTuple):
 
 
 def _files(field: str, folder: Path) -> dict[str, Path]:
-    """Tensor name -> file of a part. Raises RecipeError naming the field."""
+    """Map tensor names to files of a part. Raise RecipeError naming the field."""
     try:
         return weight_files(folder)
     except ValueError as error:
@@ -184,7 +184,7 @@ def _files(field: str, folder: Path) -> dict[str, Path]:
 
 
 def tensor_places(names: Mapping[str, torch.Size], llm: Path, vit: Path) -> dict[str, Place]:
-    """Where each tensor of the model comes from. Raises RecipeError naming what is missing.
+    """Map each tensor of the model to its source. Raise RecipeError naming what is missing.
 
     Args:
         names: Of the model
@@ -224,7 +224,7 @@ def _refuse(field: str, what: str, names: list[str]):
 
 # %% ../../nbs/4_models/11_bagel_parts.ipynb #aaed4610
 def new_tensor(name: str, shapes: Mapping[str, torch.Size], seed: int) -> Tensor:
-    """A tensor that no part brings, the same whoever asks for it.
+    """Create a tensor that no part has, the same on every rank.
 
     Args:
         name: In the model
@@ -246,7 +246,7 @@ def new_tensor(name: str, shapes: Mapping[str, torch.Size], seed: int) -> Tensor
 
 # %% ../../nbs/4_models/11_bagel_parts.ipynb #2bca2e2d
 class PartsFile(BaseModel):
-    """Of which parts a folder was assembled.
+    """Record the parts that a folder was assembled from.
 
     Attributes:
         parts: Field of the recipe -> path
@@ -259,7 +259,7 @@ class PartsFile(BaseModel):
 
 
 class PartsWeights(ReleaseWeights):
-    """The tensors of a model of `config`, out of the parts that `parts.json` names.
+    """Read a model's tensors from the parts that `parts.json` names.
 
     Args:
         folder: Of `assemble`
@@ -282,11 +282,11 @@ class PartsWeights(ReleaseWeights):
         self.where = {name: place.file for name, place in self.places.items()}
 
     def shape(self, name: str) -> torch.Size:
-        """The shape that the model wants."""
+        """Return the shape that the model wants."""
         return self.shapes[name]
 
     def stored(self, name: str):
-        """The slice of a file, or None for a new tensor."""
+        """Return the slice of a file, or None for a new tensor."""
         file, inside = self.places[name]
         if file is None:
             return None
@@ -295,7 +295,7 @@ class PartsWeights(ReleaseWeights):
         return self._handles[file].get_slice(inside)
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type in the file; new tensors are fp32."""
+        """Return the type in the file; new tensors are fp32."""
         stored = self.stored(name)
         return torch.float32 if stored is None else stored[:1].dtype
 
@@ -303,7 +303,7 @@ class PartsWeights(ReleaseWeights):
         return self.slice(name, 0, self.shapes[name][0])
 
     def slice(self, name: str, start_row: int, stop_row: int) -> Tensor:
-        """Some rows; of a stored tensor the others are not read.
+        """Read some rows; the other rows of a stored tensor are not read.
 
         Args:
             name: Of a tensor
@@ -333,7 +333,7 @@ TOKENIZER_FILES = (
 
 
 def sampled_digest(file: Path) -> str:
-    """A digest of size, beginning and 64 places of a file.
+    """Return a digest of size, beginning and 64 places of a file.
 
     Args:
         file: Of weights, many GB maybe
@@ -352,7 +352,7 @@ def sampled_digest(file: Path) -> str:
 
 
 def autoencoder_file(path: Path) -> Path:
-    """The autoencoder that a path means. Raises RecipeError when there is none.
+    """Return the autoencoder that a path means. Raise RecipeError when there is none.
 
     Args:
         path: vae_path
@@ -374,7 +374,7 @@ def autoencoder_file(path: Path) -> Path:
 
 
 def part_files(parts: Mapping[str, str]) -> dict[str, list[Path]]:
-    """Weights and configurations of the parts. Raises RecipeError for a part without weights.
+    """Return weights and configurations of the parts. Raise RecipeError without weights.
 
     Args:
         parts: llm_path, vit_path, vae_path
@@ -393,7 +393,7 @@ def part_files(parts: Mapping[str, str]) -> dict[str, list[Path]]:
 
 
 def assemble(root: Path, parts: Mapping[str, str], seed: int) -> Path:
-    """The folder of a BAGEL of these parts, made where it is missing. Raises RecipeError.
+    """Write the folder of a BAGEL of these parts if it is missing. Raise RecipeError.
 
     Args:
         root: Folder for such folders
@@ -442,7 +442,7 @@ def _write_parts(folder: Path, parts: Mapping[str, str], seed: int):
 
 
 def _with_autoencoder(folder: Path, config: BagelConfig, coder: Path) -> BagelConfig:
-    """`config` with what the autoencoder says. Raises RecipeError when it cannot be loaded."""
+    """Add the autoencoder's facts to `config`. Raise RecipeError when it cannot be loaded."""
     try:
         vae = Bagel().load_autoencoder(folder)
     except Exception as error:  # safetensors, torch and diffusers raise each their own
@@ -486,7 +486,7 @@ def _check_shapes(weights: PartsWeights):
 
 
 def parts_digests(folder: Path | None) -> dict[str, list[str]]:
-    """What the weight files of the parts were when the folder was made.
+    """Return the digests of the parts' weight files when the folder was made.
 
     Args:
         folder: A model folder; None = random weights

@@ -37,11 +37,11 @@ from sciftune.models.bagel import (
     shift_time,
     unpack_latents,
 )
-from .family import Encoders
+from .encoders import Encoders
 
 # %% ../../nbs/4_models/09_bagel_sampling.ipynb #bd36b93d
 class KVCache:
-    """What the model has read.
+    """Hold what the model has read.
 
     Args:
         layers: Of the model
@@ -53,7 +53,7 @@ class KVCache:
         self.position = 0  # Of the next token
 
     def copy(self) -> "KVCache":
-        """Another cache with the same content; the two go on apart."""
+        """Return an independent cache with the same content."""
         new = KVCache(0)
         new.keys, new.values = list(self.keys), list(self.values)
         new.position = self.position
@@ -63,7 +63,7 @@ class KVCache:
         return 0 if self.keys[0] is None else len(self.keys[0])
 
     def attend(self, causal: bool, keep: bool) -> Callable:
-        """Attention of new tokens over the cache and themselves.
+        """Return the attention of new tokens over the cache and themselves.
 
         Args:
             causal: New tokens see each other in order
@@ -95,7 +95,7 @@ class KVCache:
 def new_tokens(
     ids: Sequence[int], cells: int, position: int, device: torch.device | str, advance: bool = False
 ) -> PackedBatch:
-    """Text-type tokens and the room for an image between them.
+    """Build text-type tokens and the room for an image between them.
 
     Args:
         ids: Text-type tokens: a text, or (soi, eoi) around `cells`
@@ -117,7 +117,7 @@ def new_tokens(
 def image_cells(
     rows: int, columns: int, side: int, device: torch.device | str
 ) -> tuple[Tensor, Tensor]:
-    """Packed places of an image's tokens behind soi, and their cells in the table.
+    """Return packed places of an image's tokens behind soi, and their cells in the table.
 
     Args:
         rows: Of the image, in tokens
@@ -141,7 +141,7 @@ def latent_tokens(
     side: int,
     position: int,
 ) -> PackedBatch:
-    """An image's latents at one time, framed.
+    """Frame an image's latents at one time.
 
     Args:
         special: Of the tokenizer
@@ -286,7 +286,7 @@ def generate_text(
 # %% ../../nbs/4_models/09_bagel_sampling.ipynb #61856df2
 @dataclass(frozen=True)
 class Guidance:
-    """How an image is drawn. The defaults are those for text to image; `EDIT` for editing.
+    """Hold how an image is drawn. The defaults are for text to image; `EDIT` is for editing.
 
     Attributes:
         interval: Guidance only for lo < t <= hi
@@ -312,15 +312,11 @@ class Guidance:
             warnings.warn("image_scale has no effect without text_scale > 1", stacklevel=2)
 
     def times(self) -> list[float]:
-        """The points of time, from 1 to 0."""
+        """Return the points of time, from 1 to 0."""
         return shift_time(torch.linspace(1, 0, self.steps), self.shift).tolist()
 
     def applies(self, t: float) -> bool:
-        """Whether there is guidance at a time.
-
-        Args:
-            t: Time
-        """
+        """Return whether there is guidance at time `t`."""
         return self.text_scale > 1 and self.interval[0] < t <= self.interval[1]
 
 
@@ -328,7 +324,7 @@ EDIT = Guidance(4.0, 2.0, (0.0, 1.0), "text_channel")
 
 # %% ../../nbs/4_models/09_bagel_sampling.ipynb #403a68ea
 def guided_velocity(v: Tensor, u: Tensor, w: Tensor | None, g: Guidance) -> Tensor:
-    """Classifier-free guidance on text and images, its norm scaled back.
+    """Guide by text and images, and scale the norm back.
 
     Args:
         v: Velocity with everything (N, p*p*C)
@@ -411,7 +407,7 @@ def generate_image(
 
 # %% ../../nbs/4_models/09_bagel_sampling.ipynb #26128172
 class Context:
-    """What has been said and shown, with the poorer contexts that guidance needs.
+    """Hold what has been said and shown, and the reduced contexts that guidance needs.
 
     Args:
         model: BagelModel, bare or wrapped by an engine
@@ -508,7 +504,7 @@ IMAGE_SIZE, SEEN_SIZE = Resize(16, 1024, 512), Resize(14, 980, 224)  # As publis
 def input_pixels(
     path: str | Path, vae_rule: Resize = IMAGE_SIZE, vit_rule: Resize = SEEN_SIZE
 ) -> tuple[Tensor, Tensor]:
-    """An input image as the model reads it. Raises DataError for a damaged file.
+    """Read an input image as the model does. Raise DataError for a damaged file.
 
     Args:
         path: Image file
@@ -542,7 +538,7 @@ def respond(
     device: torch.device | str = "cpu",
     **how,
 ) -> tuple[str, Tensor | None]:
-    """Answer or draw.
+    """Answer with a text or a picture.
 
     Args:
         model: BagelModel, bare or wrapped by an engine

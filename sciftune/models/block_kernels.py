@@ -33,7 +33,7 @@ def norm_rope_forward(
     sin2: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """Norm and rotary embedding of one part or two.
+    """Compute norm and rotary embedding of one part or two.
 
     Args:
         x: (B,S,heads,D)
@@ -44,6 +44,7 @@ def norm_rope_forward(
         weight2: (D,)
         cos2: fp32 (S2,D/2) or (B,S2,D/2)
         sin2: Of the same strides
+        eps: of the norms
 
     Returns:
         (B,S+S2,heads,D)
@@ -81,7 +82,7 @@ def norm_rope_backward(
     sin2: Tensor | None,
     eps: float,
 ) -> list[Tensor]:
-    """The gradients of `norm_rope_forward`.
+    """Compute the gradients of `norm_rope_forward`.
 
     Args:
         grad: (B,S+S2,heads,D)
@@ -93,6 +94,7 @@ def norm_rope_backward(
         weight2: (D,)
         cos2: fp32 (S2,D/2) or (B,S2,D/2)
         sin2: Of the same strides
+        eps: of the norms
 
     Returns:
         Gradients of x, weight and, where they are, of x2, weight2
@@ -115,7 +117,7 @@ def _(grad, x, weight, cos, sin, x2, weight2, cos2, sin2, eps):
 
 
 class NormRope(torch.autograd.Function):
-    """`norm_rope_forward` and its gradients."""
+    """Compute `norm_rope_forward` and its gradients."""
 
     @staticmethod
     def forward(
@@ -130,9 +132,10 @@ class NormRope(torch.autograd.Function):
         sin2: Tensor | None,
         eps: float,
     ) -> Tensor:
-        """Norm and rotary embedding of one part or two.
+        """Compute norm and rotary embedding of one part or two.
 
         Args:
+            ctx: autograd context
             x: (B,S,heads,D)
             weight: (D,)
             cos: fp32 (S,D/2) or (B,S,D/2)
@@ -141,6 +144,7 @@ class NormRope(torch.autograd.Function):
             weight2: (D,)
             cos2: fp32 (S2,D/2) or (B,S2,D/2)
             sin2: Of the same strides
+            eps: of the norms
 
         Returns:
             (B,S+S2,heads,D)
@@ -151,9 +155,10 @@ class NormRope(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of both parts.
+        """Compute the gradients of both parts.
 
         Args:
+            ctx: autograd context
             grad: (B,S+S2,heads,D)
 
         Returns:
@@ -168,7 +173,7 @@ IN_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"  # Kernels run on the
 
 
 def has_kernels(x: Tensor) -> bool:
-    """Whether the kernels compute: on a GPU, in compiled code; and on meta, where nothing does.
+    """Return whether the kernels compute: on a GPU in compiled code, and on meta.
 
     There a block's parameters are whole. Without compilation ZeRO-3 gathers those of a norm when
     the norm is called. On meta the planner looks at what is kept.
@@ -204,7 +209,7 @@ def norm_rope(
     norm2: nn.Module | None = None,
     table2: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Norm and rotary embedding of a sequence of one part or two.
+    """Compute norm and rotary embedding of a sequence of one part or two.
 
     Args:
         x: (B,S,heads,D)
@@ -228,7 +233,7 @@ def norm_rope(
 # %% ../../nbs/4_models/18_block_kernels.ipynb #23k0012
 @torch.library.custom_op("sciftune::swiglu_backward", mutates_args=())
 def swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    """The gradient of `silu(gate) * up`.
+    """Compute the gradient of `silu(gate) * up`.
 
     Args:
         grad: (...,M)
@@ -254,7 +259,7 @@ def _(grad, x):
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """`silu(gate) * up`.
+    """Compute `silu(gate) * up`.
 
     Args:
         x: (...,2M), gate before up
@@ -267,13 +272,14 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 class SwiGLU(torch.autograd.Function):
-    """`swiglu` with a gradient that is computed in one pass."""
+    """Compute `swiglu` with a gradient in one pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """The activation.
+        """Compute the activation.
 
         Args:
+            ctx: autograd context
             x: (B,S,2M)
 
         Returns:
@@ -284,9 +290,10 @@ class SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """The gradient of both halves.
+        """Compute the gradient of both halves.
 
         Args:
+            ctx: autograd context
             grad: (B,S,M)
 
         Returns:
@@ -296,10 +303,10 @@ class SwiGLU(torch.autograd.Function):
 
 
 class GatedActivation(flux2.Flux2SwiGLU):
-    """FLUX.2's activation by `SwiGLU` on a GPU."""
+    """Compute FLUX.2's activation by `SwiGLU` on a GPU."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The activation.
+        """Compute the activation.
 
         Args:
             x: (B,S,2M)
@@ -311,10 +318,11 @@ class GatedActivation(flux2.Flux2SwiGLU):
 
 # %% ../../nbs/4_models/18_block_kernels.ipynb #23k0016
 def fused_parts(x: Tensor, heads: int, width: int) -> list[Tensor]:
-    """What a fused projection consists of.
+    """Split a fused projection into its parts, as views.
 
     Args:
         x: (B,S,3C+2M)
+        heads: number of heads
         width: D = C/heads
 
     Returns:
@@ -338,7 +346,7 @@ def fused_projection_backward(
     sin: Tensor,
     eps: float,
 ) -> list[Tensor]:
-    """The gradients of `FusedProjection`.
+    """Compute the gradients of `FusedProjection`.
 
     Args:
         dq: (B,S,heads,D)
@@ -350,6 +358,7 @@ def fused_projection_backward(
         wk: Norm of keys (D,)
         cos: fp32 (S,D/2) or (B,S,D/2)
         sin: Of the same strides
+        eps: of the norms
 
     Returns:
         Gradients of x, wq, wk
@@ -374,7 +383,7 @@ def _(dq, dk, dv, dact, x, wq, wk, cos, sin, eps):
 
 
 class FusedProjection(torch.autograd.Function):
-    """From a fused projection to what attention and the output take."""
+    """Turn a fused projection into the inputs of attention and of the output layer."""
 
     @staticmethod
     def forward(
@@ -387,14 +396,16 @@ class FusedProjection(torch.autograd.Function):
         heads: int,
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Queries and keys normalised and turned, values, and the activation.
+        """Normalise and rotate queries and keys; return values and the activation, too.
 
         Args:
+            ctx: autograd context
             x: (B,S,3C+2M)
             wq: Norm of queries (D,)
             wk: Norm of keys (D,)
             cos: fp32 (S,D/2) or (B,S,D/2)
             sin: Of the same strides
+            heads: number of heads
             eps: Of both norms
 
         Returns:
@@ -411,9 +422,10 @@ class FusedProjection(torch.autograd.Function):
     def backward(
         ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, dact: Tensor
     ) -> tuple[Tensor | None, ...]:
-        """The gradient of the projection, in one tensor.
+        """Compute the gradient of the projection in one tensor.
 
         Args:
+            ctx: autograd context
             dq: (B,S,heads,D)
             dk: (B,S,heads,D)
             dv: (B,S,heads,D)
@@ -427,13 +439,14 @@ class FusedProjection(torch.autograd.Function):
 
 # %% ../../nbs/4_models/18_block_kernels.ipynb #bkjoin02
 class SideBySide(torch.autograd.Function):
-    """Two tensors joined along the channels; the gradient of the first is contiguous."""
+    """Join two tensors along the channels; the gradient of the first is contiguous."""
 
     @staticmethod
     def forward(ctx: Any, first: Tensor, second: Tensor) -> Tensor:
-        """`torch.cat`.
+        """Concatenate the channels.
 
         Args:
+            ctx: autograd context
             first: (B,S,C)
             second: (B,S,M)
 
@@ -445,9 +458,10 @@ class SideBySide(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Both parts.
+        """Return the gradients of both parts.
 
         Args:
+            ctx: autograd context
             grad: (B,S,C+M)
         """
         return grad[..., : ctx.width].clone(memory_format=torch.contiguous_format), grad[
@@ -456,13 +470,14 @@ class SideBySide(torch.autograd.Function):
 
 # %% ../../nbs/4_models/18_block_kernels.ipynb #23k0020
 class OneRow(torch.autograd.Function):
-    """A linear layer of one row."""
+    """Compute a linear layer of one row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """`torch.nn.functional.linear`.
+        """Compute `torch.nn.functional.linear`.
 
         Args:
+            ctx: autograd context
             x: (1,C)
             weight: (N,C)
             bias: (N,)
@@ -475,9 +490,10 @@ class OneRow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient of the weight as an outer product.
+        """Compute the gradient of the weight as an outer product.
 
         Args:
+            ctx: autograd context
             grad: (1,N)
 
         Returns:
@@ -489,10 +505,10 @@ class OneRow(torch.autograd.Function):
 
 
 class ModulationLinear(nn.Linear):
-    """A linear layer whose inputs may be a single row."""
+    """Compute a linear layer whose inputs may be a single row."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """`OneRow` for one row.
+        """Apply `OneRow` to one row.
 
         Args:
             x: (...,C)
@@ -506,7 +522,7 @@ class ModulationLinear(nn.Linear):
 
 # %% ../../nbs/4_models/18_block_kernels.ipynb #bkheads2
 def part_tables(rotary: tuple[Tensor, Tensor], length: int = 0) -> list[tuple[Tensor, Tensor]]:
-    """The tables of both parts, each angle once.
+    """Return the tables of both parts, each angle once.
 
     Args:
         rotary: cos and sin (T+S,D), pairs equal; fp32, or its bits as int32
@@ -527,7 +543,7 @@ def joint_heads(
     text: Tensor | None = None,
     text_table: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys normalised and turned, text before image.
+    """Project, normalise and rotate queries and keys, text before image.
 
     Args:
         attn: With to_q, to_k, to_v and their norms; add_q_proj and so on for text
@@ -556,7 +572,7 @@ def joint_heads(
 def fused_heads(
     attn: nn.Module, x: Tensor, table: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries and keys normalised and turned, values, and the activation, of one product.
+    """Project once; return normalised and rotated heads, values, and the activation.
 
     Args:
         attn: `Flux2ParallelSelfAttention`
@@ -576,7 +592,7 @@ def fused_heads(
 
 # %% ../../nbs/4_models/18_block_kernels.ipynb #23k0023
 class JointAttention(flux.FluxAttnProcessor):
-    """Attention of FLUX.1's blocks and FLUX.2's double blocks by `norm_rope`."""
+    """Attend in FLUX.1's blocks and FLUX.2's double blocks by `norm_rope`."""
 
     def __call__(
         self,
@@ -610,7 +626,7 @@ class JointAttention(flux.FluxAttnProcessor):
 
 
 class FusedAttention(flux2.Flux2ParallelSelfAttnProcessor):
-    """Attention and MLP of FLUX.2's single blocks by `FusedProjection`."""
+    """Compute attention and MLP of FLUX.2's single blocks by `FusedProjection`."""
 
     def __call__(
         self,
@@ -640,6 +656,7 @@ def use_block_kernels(denoiser: nn.Module, blocks: list[nn.Module]) -> nn.Module
     """Let blocks compute with the kernels of this notebook where they have such layers.
 
     Args:
+        denoiser: before compilation and engines
         blocks: Its repeated blocks
 
     Returns:
@@ -659,7 +676,7 @@ def use_block_kernels(denoiser: nn.Module, blocks: list[nn.Module]) -> nn.Module
 
 
 def is_modulation(name: str) -> bool:
-    """Whether a linear layer makes scales and shifts of a block, from one row per sample.
+    """Return whether a linear layer makes a block's scales and shifts, from one row per sample.
 
     Args:
         name: Of a layer, in its block

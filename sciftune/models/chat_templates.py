@@ -24,13 +24,13 @@ LONGEST = 2**20  # Characters that a template may add
 
 
 def _memory_now() -> int:
-    """Address space of this process, in bytes."""
+    """Return the address space of this process, in bytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     return pages * resource.getpagesize()
 
 
 def _answer(request: bytes) -> dict:
-    """What the child says to a line: the text, or what is wrong."""
+    """Answer a request with the text, or with what is wrong."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     template, turns, values = json.loads(request)
@@ -59,7 +59,7 @@ def render_requests() -> None:
 
 # %% ../../nbs/4_models/21_chat_templates.ipynb #ct000006
 class TemplateProcess:
-    """A child that renders templates; it is started again after one that it did not survive."""
+    """Render templates in a child process that is restarted when it dies."""
 
     def __init__(self):
         self.lock = threading.Lock()
@@ -69,6 +69,7 @@ class TemplateProcess:
         """Render. Raises ValueError saying what is wrong with the template.
 
         Args:
+            template: Jinja source
             turns: 'role' and 'content' of each
             values: Of the template's variables
         """
@@ -105,16 +106,17 @@ class TemplateProcess:
 
 @functools.cache
 def _template_process(owner: int) -> TemplateProcess:
-    """The child of a process; a fork starts its own."""
+    """Start the child of a process; a fork starts its own."""
     return TemplateProcess()
 
 
 def put_into_template(template: str, turns: list[dict], values: dict) -> str:
-    """Turns in a chat template. Raises ValueError saying what is wrong with the template.
+    """Render turns in a chat template. Raise ValueError saying what is wrong with the template.
 
     Args:
+        template: Jinja source
         turns: 'role' and 'content' of each
-        values: Of the template's variables
+        values: of the template's variables
     """
     return _template_process(os.getpid())(template, turns, values)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..core.sections import RecipeError
-from .family import build_scheduler
+from .sampler import build_scheduler
 
 # %% ../../nbs/4_models/06_ddpm.ipynb #16123dd3
 STEPS = 1000
@@ -28,7 +28,7 @@ PUBLISHED = dict(
 
 @lru_cache
 def alphas_cumprod() -> Tensor:
-    """The signal's share of the variance after each timestep.
+    """Return the signal's share of the variance after each timestep.
 
     Returns:
         (1000,), fp32
@@ -37,7 +37,7 @@ def alphas_cumprod() -> Tensor:
 
 # %% ../../nbs/4_models/06_ddpm.ipynb #a79e26c6
 def timesteps_of(sigma: Tensor) -> Tensor:
-    """The integer timestep nearest to `sigma`.
+    """Return the integer timestep nearest to each `sigma`.
 
     Args:
         sigma: (B,) in [0, 1]
@@ -49,7 +49,7 @@ def timesteps_of(sigma: Tensor) -> Tensor:
 
 # %% ../../nbs/4_models/06_ddpm.ipynb #34833392
 def level(alphas: Tensor, t: Tensor, like: Tensor) -> Tensor:
-    """`alphas` at `t`, shaped to multiply `like`.
+    """Return `alphas` at `t`, shaped to multiply `like`.
 
     Args:
         alphas: (1000,) cumulative products
@@ -63,7 +63,7 @@ def level(alphas: Tensor, t: Tensor, like: Tensor) -> Tensor:
 
 
 def add_noise(x0: Tensor, noise: Tensor, t: Tensor, alphas: Tensor) -> Tensor:
-    """The noised latents $x_t$.
+    """Return the noised latents $x_t$.
 
     Args:
         x0: (B, ...) clean latents
@@ -79,7 +79,7 @@ def add_noise(x0: Tensor, noise: Tensor, t: Tensor, alphas: Tensor) -> Tensor:
 
 
 def x0_from_eps(x: Tensor, eps: Tensor, t: Tensor, alphas: Tensor) -> Tensor:
-    """The clean latents that `eps` implies, worked out in float64.
+    """Return the clean latents that `eps` implies, computed in float64.
 
     Args:
         x: (B, ...) noised latents
@@ -97,7 +97,7 @@ def x0_from_eps(x: Tensor, eps: Tensor, t: Tensor, alphas: Tensor) -> Tensor:
 def min_snr_weights(
     t: Tensor, gamma: float = 5.0, alphas: Tensor = None, prediction: str = "epsilon"
 ) -> Tensor:
-    """Weights of the loss after Min-SNR.
+    """Return the Min-SNR weights of the loss.
 
     Args:
         t: (B,) integer timesteps
@@ -118,7 +118,7 @@ def min_snr_weights(
 
 # %% ../../nbs/4_models/06_ddpm.ipynb #c1875a16
 def epsilon_loss(pred: Tensor, noise: Tensor, weight: Tensor = None) -> Tensor:
-    """Mean squared error of the predicted noise.
+    """Return the mean squared error of the predicted noise.
 
     Args:
         pred: (B, ...) predicted noise
@@ -136,7 +136,7 @@ PREDICTIONS = ("epsilon", "v_prediction")  # What a network may predict
 
 
 def scheduler_betas(config: Mapping) -> Tensor:
-    """The betas of a scheduler. Raises RecipeError where it has none, or not a thousand.
+    """Return the betas of a scheduler. Raise RecipeError where it has none, or not a thousand.
 
     Args:
         config: Contents of scheduler_config.json
@@ -168,7 +168,7 @@ def scheduler_betas(config: Mapping) -> Tensor:
 
 
 class NoiseSchedule:
-    """How latents are noised, and what the network predicts.
+    """Define how latents are noised, and what the network predicts.
 
     Args:
         betas: (1000,), those of Stable Diffusion by default
@@ -182,7 +182,7 @@ class NoiseSchedule:
 
     @classmethod
     def from_config(cls, config: Mapping) -> "NoiseSchedule":
-        """The schedule of a folder. Raises RecipeError for one that cannot be trained.
+        """Return the schedule of a folder. Raise RecipeError for one that cannot be trained.
 
         Args:
             config: Contents of scheduler_config.json
@@ -203,13 +203,13 @@ class NoiseSchedule:
         return found
 
     def to(self, device: torch.device) -> "NoiseSchedule":
-        """The same on a device."""
+        """Return the same schedule on a device."""
         moved = copy.copy(self)
         moved.betas, moved.alphas = self.betas.to(device), self.alphas.to(device)
         return moved
 
     def add_noise(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        """The noised latents.
+        """Return the noised latents.
 
         Args:
             x0: (B, ...) clean latents
@@ -222,7 +222,7 @@ class NoiseSchedule:
         return add_noise(x0, noise, t, self.alphas)
 
     def target(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        """What the network should predict: the noise or the velocity.
+        """Return what the network should predict: the noise or the velocity.
 
         Args:
             x0: (B, ...) clean latents
@@ -238,7 +238,7 @@ class NoiseSchedule:
         return a.sqrt() * noise.float() - (1 - a).sqrt() * x0.float()
 
     def x0(self, x: Tensor, made: Tensor, t: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The clean latents that a prediction implies, worked out in float64.
+        """Return the clean latents that a prediction implies, computed in float64.
 
         Args:
             x: (B, ...) noised latents
@@ -255,7 +255,7 @@ class NoiseSchedule:
         return (a.sqrt() * x.double() - (1 - a).sqrt() * made.double()).to(dtype)
 
     def snr_weights(self, t: Tensor, gamma: float) -> Tensor:
-        """Min-SNR weights of the loss of this prediction.
+        """Return the Min-SNR weights of the loss of this prediction.
 
         Args:
             t: (B,) integer timesteps

@@ -16,21 +16,8 @@ import transformers
 from torch import Tensor, nn
 
 from ..core.registry import FamilyRecord
-from sciftune.models.family import (
-    Encoders,
-    Family,
-    GuidanceInput,
-    TokenArguments,
-    check_captions,
-    compute_dtype,
-    mask_with_references,
-    mmdit_flops,
-    pack,
-    references_of,
-    stack_rows,
-    stack_sizes,
-    unpack,
-)
+from .encoders import Encoders, check_captions
+from .family import Family
 from sciftune.models.packing import (
     PackedForward,
     Packing,
@@ -40,6 +27,16 @@ from sciftune.models.packing import (
     separate_rows,
 )
 from .published import CLIP_L, FLUX1_VAE, T5_XXL
+from .references import mask_with_references, references_of
+from .sampler import GuidanceInput
+from sciftune.models.tokens import (
+    TokenArguments,
+    compute_dtype,
+    mmdit_flops,
+    pack,
+    stack_sizes,
+    unpack,
+)
 from ..toys import tiny
 
 # %% ../../nbs/4_models/05_flux1.ipynb #62614a38
@@ -80,14 +77,13 @@ FLUX1_SCHNELL = dict(FLUX1_DEV, guidance_embeds=False)
 
 # %% ../../nbs/4_models/05_flux1.ipynb #ede3bae5
 def _padded_ids(encoders: Encoders, captions: list[str], suffix: str, length: int) -> Tensor:
-    """Token ids padded and cut to one length.
+    """Return token ids (B, length) of captions padded and cut to one length.
 
     Args:
+        encoders: with tokenizers
+        captions: texts
         suffix: "" = CLIP, "_2" = T5
-        length: Of every result
-
-    Returns:
-        (B, length) on the encoder's device
+        length: of every result
     """
     tokens = encoders.tokenizers["tokenizer" + suffix](
         captions, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
@@ -100,7 +96,7 @@ def _padded_ids(encoders: Encoders, captions: list[str], suffix: str, length: in
 def t5_and_clip_states(
     encoders: Encoders, captions: list[str], text_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """Both encodings of each caption, pads included.
+    """Return both encodings of each caption, pads included.
 
     Args:
         encoders: text_encoder (CLIP) and text_encoder_2 (T5)
@@ -118,7 +114,7 @@ def t5_and_clip_states(
 def flux1_position_ids(
     rows: int, cols: int, device: torch.device = "cpu", first: int = 0
 ) -> Tensor:
-    """Position ids of an image.
+    """Return position ids of an image.
 
     Args:
         rows: Token rows
@@ -135,7 +131,7 @@ def flux1_position_ids(
 
 
 def picture_places(pictures: list[Tensor]) -> Tensor:
-    """Position ids of a sample's image and of the reference behind it.
+    """Return position ids of a sample's image and of the reference behind it.
 
     Args:
         pictures: (C,h,w), the image and its reference
@@ -151,7 +147,7 @@ def picture_places(pictures: list[Tensor]) -> Tensor:
 
 # %% ../../nbs/4_models/05_flux1.ipynb #ddae1f60
 def takes_guidance(denoiser: nn.Module) -> bool:
-    """Whether the denoiser has an embedder for guidance.
+    """Return whether the denoiser has an embedder for guidance.
 
     Args:
         denoiser: FLUX.1 transformer, bare or wrapped (.raw, or .module by DDP)
@@ -172,15 +168,18 @@ def join_streams(
     *rest: object,
     **named: object,
 ) -> tuple[Tensor, Tensor]:
-    """A single block whose tokens are rows.
+    """Run a single block whose tokens are rows.
 
     Args:
-        usual: Forward of a single block
-        hidden_states: Of images (N,1,C)
-        encoder_hidden_states: Of captions (T,1,C)
+        usual: forward of a single block
+        packing: of the samples
+        hidden_states: of images (N,1,C)
+        encoder_hidden_states: of captions (T,1,C)
+        *rest: passed on
+        **named: passed on
 
     Returns:
-        Of captions, of images
+        States of captions and of images
     """
     joint = torch.cat((encoder_hidden_states, hidden_states))
     _, joint = usual(joint, joint[:, :0], *rest, **named)
@@ -205,7 +204,7 @@ class Flux1(GuidanceInput, Family):
 
     record = RECORDS[0]
     denoiser_class = "FluxTransformer2DModel"
-    vae_class = "AutoencoderKL"
+    captions = "fixed"
     text_components = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
     real_config = FLUX1_DEV
     real_vae = FLUX1_VAE
@@ -235,31 +234,16 @@ class Flux1(GuidanceInput, Family):
     )
 
     def caption_shapes(self, config: Mapping, text_tokens: int = None) -> dict[str, tuple]:
-        """T5 states and CLIP's pooled output."""
+        """Return the shapes of T5's states and CLIP's pooled output."""
         shapes = super().caption_shapes(config, text_tokens)
         return shapes | dict(pooled=(config["pooled_projection_dim"],))
 
     def sampling(self, path: str | Path = None, revision: str = None) -> dict:
-        """As in the base class; 4 steps without guidance for schnell."""
+        """Return the sampler's settings; 4 steps without guidance for schnell."""
         found = super().sampling(path, revision)
         if path is not None and not self.config(path, revision)["guidance_embeds"]:
             found.update(guidance=1.0, steps=4)
         return found
-
-    @torch.no_grad()
-    def encode_images(self, encoders: Encoders, pixels: Tensor) -> dict[str, Tensor]:
-        """Mean and scale (B,16,H/8,W/8) of the shifted and scaled posterior.
-
-        Args:
-            pixels: (B,3,H,W) in [-1,1]
-        """
-        self.check_pixels(pixels)
-        vae = encoders.vae
-        posterior = vae.encode(pixels.to(vae.device, vae.dtype)).latent_dist
-        return dict(
-            mean=(posterior.mean.float() - vae.config.shift_factor) * vae.config.scaling_factor,
-            scale=posterior.std.float() * vae.config.scaling_factor,
-        )
 
     def token_limit(
         self,
@@ -267,33 +251,24 @@ class Flux1(GuidanceInput, Family):
         tokenizer: transformers.PreTrainedTokenizerBase,
         text_tokens: int = None,
     ) -> int:
-        """`text_tokens` for T5; CLIP always reads 77."""
+        """Return `text_tokens` for T5; CLIP always reads 77."""
         return 77 if component == "tokenizer" else self.check_text_tokens(text_tokens)
 
     def encode_captions(
         self, encoders: Encoders, captions: list[str], text_tokens: int = None
     ) -> list[dict]:
-        """One {'text': (T,4096), 'pooled': (768,)} per caption."""
+        """Return {'text': (T,4096), 'pooled': (768,)} per caption."""
         length = self.check_text_tokens(text_tokens)
         text, pooled = t5_and_clip_states(encoders, check_captions(captions), length)
         return [dict(text=t.clone(), pooled=p.clone()) for t, p in zip(text, pooled, strict=True)]
 
-    def collate(self, rows: list[dict], pad_to: int = None) -> dict:
-        """'text' (B,T,4096) and 'pooled' (B,768); captions have one length."""
-        return stack_rows(rows, pad_to)
-
     def predict(
         self, denoiser: nn.Module, x_t: Tensor, sigma: Tensor, conditioning: dict
     ) -> Tensor:
-        """Velocity, packed and unpacked; guidance is dropped when the model has no embedder.
+        """Return the velocity (B,16,h,w).
 
-        Args:
-            x_t: Noisy latents (B,16,h,w)
-            sigma: Noise levels (B,) in [0,1]
-            conditioning: May hold 'guidance' (B,), else that of training is told
-
-        Returns:
-            (B,16,h,w)
+        The conditioning may hold 'guidance' (B,), otherwise training's scale is used; schnell has
+        no input for it.
         """
         self.check_inputs(x_t, sigma)
         if "packed" in conditioning:
@@ -323,7 +298,7 @@ class Flux1(GuidanceInput, Family):
     def predict_packed(
         self, denoiser: nn.Module, x_t: Tensor, sigma: Tensor, conditioning: dict
     ) -> Tensor:
-        """`predict` without padding: tokens of all samples one behind another, and back.
+        """Predict without padding: tokens of all samples follow each other in one sequence.
 
         Args:
             denoiser: After `prepare_packing`
@@ -357,11 +332,7 @@ class Flux1(GuidanceInput, Family):
         return stack_sizes(images)[0].to(x_t.dtype)
 
     def prepare_packing(self, denoiser: nn.Module):
-        """Modulations with a row for each token, attention within each sample.
-
-        Args:
-            denoiser: Not yet compiled nor under an engine
-        """
+        """Give modulations a row per token, and keep attention within samples."""
         forward = PackedForward(denoiser)
         for block in denoiser.transformer_blocks:
             forward.prepare_block(block)
@@ -374,27 +345,14 @@ class Flux1(GuidanceInput, Family):
             forward.attend(block.attn)
         forward.spread(denoiser.norm_out.linear, "image")
 
-    @torch.no_grad()
-    def decode(self, vae: nn.Module, x: Tensor) -> Tensor:
-        """Undo scale and shift, then decode.
-
-        Args:
-            x: Latents (B,16,h,w)
-
-        Returns:
-            Pixels (B,3,H,W)
-        """
-        z = x.float() / vae.config.scaling_factor + vae.config.shift_factor
-        return vae.decode(z.to(vae.dtype), return_dict=False)[0].float()
-
     def flops(self, config: Mapping, height: int, width: int, text_tokens: int) -> float:
-        """See `mmdit_flops`; double and single blocks cost the same."""
+        """Compute `mmdit_flops`; double and single blocks cost the same."""
         blocks = config["num_layers"] + config["num_single_layers"]
         d = config["num_attention_heads"] * config["attention_head_dim"]
         return mmdit_flops(blocks, d, self.tokens(height, width), self.text_length(text_tokens))
 
     def build_tiny(self, schnell: bool = False) -> diffusers.FluxPipeline:
-        """Random FLUX.1 pipeline; schnell's has no guidance embedder and its own schedule."""
+        """Build the stand-in; schnell's has no guidance embedder and its own schedule."""
         clip, t5 = tiny.clip_tokenizer(), tiny.t5_tokenizer()
         vae = tiny.tiny_flux_vae()
         schedule = SCHNELL_SCHEDULE if schnell else tiny.FLUX_SCHEDULE

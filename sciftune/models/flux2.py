@@ -23,21 +23,8 @@ from torch import Tensor, nn
 
 from ..core.registry import FamilyRecord
 from .block_kernels import fused_heads, part_tables
-from sciftune.models.family import (
-    Encoders,
-    Family,
-    TokenArguments,
-    check_captions,
-    compute_dtype,
-    mask_with_references,
-    mmdit_flops,
-    patchify,
-    references_of,
-    stack_rows,
-    stack_sizes,
-    unpatchify,
-    user_turn,
-)
+from .encoders import Encoders, check_captions, user_turn
+from .family import Family
 from sciftune.models.packing import (
     PackedForward,
     Packing,
@@ -49,6 +36,13 @@ from sciftune.models.packing import (
     spread,
 )
 from .published import QWEN3_4B, QWEN3_8B
+from .references import mask_with_references, references_of
+from sciftune.models.tokens import (
+    TokenArguments,
+    compute_dtype,
+    mmdit_flops,
+    stack_sizes,
+)
 from .weights import pipeline_index
 from ..toys import nano, tiny
 
@@ -120,7 +114,7 @@ KLEIN_4B = dict(
 
 # %% ../../nbs/4_models/04_flux2.ipynb #992ee073
 def flux2_flops(config: Mapping, image_tokens: int, text_tokens: int) -> float:
-    """Forward FLOPs L(26 d^2 S + 4 d S^2), S = N+T.
+    """Compute forward FLOPs L(26 d^2 S + 4 d S^2), S = N+T.
 
     Args:
         config: Denoiser configuration
@@ -136,7 +130,7 @@ def flux2_flops(config: Mapping, image_tokens: int, text_tokens: int) -> float:
 
 # %% ../../nbs/4_models/04_flux2.ipynb #8fb4c7c4
 def empirical_mu(tokens: int, steps: int) -> float:
-    """Klein's resolution shift.
+    """Return klein's resolution shift mu.
 
     Args:
         tokens: Image tokens N
@@ -152,14 +146,7 @@ QWEN3_LAYERS = (9, 18, 27)  # decoder layers counted from 1, before any final no
 
 
 def qwen3_config(folder: Path) -> transformers.PretrainedConfig:
-    """The part of Qwen3 that klein uses; ValueError when it has too few layers.
-
-    Args:
-        folder: text_encoder folder
-
-    Returns:
-        Of the first 27 layers
-    """
+    """Return the configuration of Qwen3's first 27 layers. Raise ValueError when it has fewer."""
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     last = QWEN3_LAYERS[-1]
     if config.num_hidden_layers < last:
@@ -180,7 +167,7 @@ def qwen3_states(
     text_tokens: int,
     length: int,
 ) -> Tensor:
-    """Hidden states 9, 18, 27 of one user turn, pads included.
+    """Return hidden states 9, 18 and 27 of one user turn, pads included.
 
     Args:
         lm: Of `Flux2.load_text`
@@ -211,7 +198,7 @@ REFERENCE_TIME = 10  # Between reference images, and before the first
 def flux2_position_ids(
     batch: int, rows: int, cols: int, length: int, device: torch.device = "cpu", time: int = 0
 ) -> Tensor:
-    """Position ids of an image (length 1) or of a text (rows = cols = 1).
+    """Return position ids of an image (length 1) or of a text (rows = cols = 1).
 
     Args:
         batch: B
@@ -231,7 +218,7 @@ def flux2_position_ids(
 
 
 def picture_ids(pictures: list[Tensor]) -> Tensor:
-    """Position ids of a sample's image and of the references behind it.
+    """Return position ids of a sample's image and of the references behind it.
 
     Args:
         pictures: (C,h,w), the image and its references
@@ -256,17 +243,20 @@ def spread_double(
     *rest: object,
     **named: object,
 ) -> tuple[Tensor, Tensor]:
-    """A double block with the modulation of each token's sample.
+    """Run a double block with the modulation of each token's sample.
 
     Args:
-        usual: Forward of a double block
-        hidden_states: Of images (1,N,C)
-        encoder_hidden_states: Of captions (1,T,C)
-        temb_mod_img: Of samples (n,6C)
-        temb_mod_txt: (n,6C)
+        usual: forward of a double block
+        packing: of the samples
+        hidden_states: of images (1,N,C)
+        encoder_hidden_states: of captions (1,T,C)
+        temb_mod_img: of samples (n,6C)
+        temb_mod_txt: of samples (n,6C)
+        *rest: passed on
+        **named: passed on
 
     Returns:
-        Of captions, of images
+        States of captions and of images
     """
     image, text = spread(temb_mod_img, packing.image), spread(temb_mod_txt, packing.text)
     return usual(hidden_states, encoder_hidden_states, image[None], text[None], *rest, **named)
@@ -281,12 +271,16 @@ def spread_single(
     *rest: object,
     **named: object,
 ) -> Tensor:
-    """A single block with the modulation of each token's sample.
+    """Run a single block with the modulation of each token's sample.
 
     Args:
-        usual: Forward of a single block
-        hidden_states: Of captions and images (1,T+N,C)
-        temb_mod: Of samples (n,3C)
+        usual: forward of a single block
+        packing: of the samples
+        hidden_states: of captions and images (1,T+N,C)
+        encoder_hidden_states: None: both are one sequence
+        temb_mod: of samples (n,3C)
+        *rest: passed on
+        **named: passed on
 
     Returns:
         (1,T+N,C)
@@ -302,11 +296,12 @@ def attend_fused(
     hidden_states: Tensor,
     image_rotary_emb: tuple[Tensor, Tensor],
 ) -> Tensor:
-    """Attention and MLP of a single block, within each sample.
+    """Compute attention, within each sample, and MLP of a single block.
 
     Args:
         attention: `Flux2ParallelSelfAttention`
-        usual: Its own forward, which is not called
+        usual: its own forward, not called
+        packing: of the samples
         hidden_states: (1,T+N,C)
         image_rotary_emb: cos and sin (T+N,D)
 
@@ -319,12 +314,13 @@ def attend_fused(
 
 
 def norm_rows(usual: Callable, packing: Packing, x: Tensor, conditioning: Tensor) -> Tensor:
-    """The last norm, whose scale and shift have a row for each token.
+    """Apply the last norm with a row of scale and shift per token.
 
     Args:
-        usual: Forward of the last norm
+        usual: forward of the last norm
+        packing: of the samples
         x: (1,N,C)
-        conditioning: Embedded noise levels (n,C)
+        conditioning: embedded noise levels (n,C)
 
     Returns:
         (1,N,C)
@@ -369,12 +365,7 @@ _TURN = "user\nassistant\n<think>\n\n</think>\n\n"  # the chat template's own wo
 
 # %% ../../nbs/4_models/04_flux2.ipynb #embedfp2
 def cast_to_weight(layer: nn.Module, args: tuple) -> tuple:
-    """Cast the first argument of a call to the type of the layer's weight.
-
-    Args:
-        layer: With a weight
-        args: Of its call
-    """
+    """Cast the first argument of a call to the type of the layer's weight; a forward pre-hook."""
     return (args[0].to(layer.weight.dtype), *args[1:])
 
 
@@ -392,7 +383,7 @@ def embed_float32(denoiser: nn.Module) -> nn.Module:
 
 # %% ../../nbs/4_models/04_flux2.ipynb #a32277c2
 def _reference_area(side: int) -> int:
-    """The largest area of a reference image, pixels."""
+    """Return the largest area of a reference image in pixels."""
     return min(side or 1024, 1024) ** 2
 
 
@@ -408,6 +399,8 @@ class Klein(Family):
     posterior = "mode"
     latent_channels = 128
     latent_factor = 16
+    latent_patch = 2
+    captions = "fixed"
     tiny_variants = dict(distilled=False)
     token_arguments = TokenArguments(
         image=dict(hidden_states=1, img_ids=-2),
@@ -424,7 +417,7 @@ class Klein(Family):
     )
 
     def check_config(self, config: Mapping):
-        """ValueError for FLUX.2-dev, which would train silently without its guidance."""
+        """Raise ValueError for FLUX.2-dev, which would train silently without its guidance."""
         if config.get("guidance_embeds", True):
             raise ValueError(
                 "transformer/config.json has guidance_embeds=true (FLUX.2-dev); "
@@ -432,55 +425,43 @@ class Klein(Family):
             )
 
     def empty_denoiser(self, path: str | Path | Mapping = None, revision: str = None) -> nn.Module:
-        """See `embed_float32`."""
+        """Build the denoiser on meta; see `embed_float32`."""
         return embed_float32(super().empty_denoiser(path, revision))
 
     def is_distilled(self, path: str | Path, revision: str = None) -> bool:
-        """Whether the weights at `path` are the step-distilled ones."""
+        """Return whether the weights at `path` are step-distilled."""
         folder = self.resolve(path, revision=revision, weights=False)
         return bool(pipeline_index(folder).get("is_distilled"))
 
     def sampling(self, path: str | Path = None, revision: str = None) -> dict:
-        """As in the base class; 4 steps without guidance for distilled weights."""
+        """Return the sampler's settings; 4 steps without guidance for distilled weights."""
         found = super().sampling(path, revision)
         if path is not None and self.is_distilled(path, revision):
             found.update(guidance=1.0, steps=4)
         return found
 
     def guides(self, scale: float, path: str | Path = None) -> bool:
-        """As in the base class; never with distilled weights."""
+        """Return whether the pipeline guides; never with distilled weights."""
         return super().guides(scale) and not (path is not None and self.is_distilled(path))
 
     def text_model(self, folder: Path) -> tuple[str, transformers.PretrainedConfig]:
-        """See `qwen3_config`."""
+        """Return Qwen3 as klein uses it; see `qwen3_config`."""
         return "Qwen3Model", qwen3_config(folder)
 
     def load_text(self, folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-        """The first 27 layers of Qwen3, without norm and vocabulary."""
+        """Load the first 27 layers of Qwen3, without norm and vocabulary."""
         lm = super().load_text(folder, dtype, device)
         lm.norm = nn.Identity()
         return lm
 
-    def latent_stats(self, vae: nn.Module) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of the patchified latents, each (1,128,1,1) fp32."""
+    def latent_statistics(self, vae: nn.Module) -> tuple[Tensor, Tensor]:
+        """Return the batch norm's mean and standard deviation, (1,128,1,1) fp32 each."""
         mean = vae.bn.running_mean.float().view(1, -1, 1, 1)
         variance = vae.bn.running_var.float().view(1, -1, 1, 1)
         return mean, (variance + vae.config.batch_norm_eps).sqrt()
 
-    @torch.no_grad()
-    def encode_images(self, encoders: Encoders, pixels: Tensor) -> dict[str, Tensor]:
-        """The normalised mode (B,128,H/16,W/16).
-
-        Args:
-            pixels: (B,3,H,W) in [-1,1]
-        """
-        self.check_pixels(pixels)
-        mean, std = self.latent_stats(encoders.vae)
-        posterior = encoders.vae.encode(pixels.to(mean.device, encoders.vae.dtype)).latent_dist
-        return dict(mean=(patchify(posterior.mode().float()) - mean) / std)
-
     def tokenized_text(self, tokenizer: transformers.PreTrainedTokenizerBase, caption: str) -> str:
-        """The caption as a user's turn."""
+        """Return the caption as a user's turn."""
         return user_turn(tokenizer, caption, thinking=False)
 
     def token_limit(
@@ -489,13 +470,13 @@ class Klein(Family):
         tokenizer: transformers.PreTrainedTokenizerBase,
         text_tokens: int = None,
     ) -> int:
-        """`text_tokens`, and no more than the tokenizer takes (a nano one takes fewer)."""
+        """Return `text_tokens`, or the tokenizer's maximum if lower (a nano one's is)."""
         return min(self.check_text_tokens(text_tokens), tokenizer.model_max_length)
 
     def encode_captions(
         self, encoders: Encoders, captions: list[str], text_tokens: int = None
     ) -> list[dict]:
-        """One {'text': (512, 3*width)} per caption; shorter with a nano tokenizer."""
+        """Return {'text': (512, 3*width)} per caption; shorter with a nano tokenizer."""
         tokenizer = encoders.tokenizers["tokenizer"]
         states = qwen3_states(
             encoders.text["text_encoder"],
@@ -506,33 +487,16 @@ class Klein(Family):
         )
         return [dict(text=text.clone()) for text in states]
 
-    def collate(self, rows: list[dict], pad_to: int = None) -> dict:
-        """'text' (B,512,3*width); captions have one length."""
-        return stack_rows(rows, pad_to)
-
     def guidance_input(self, conditioning: Mapping, sigma: Tensor) -> Tensor | None:
-        """The guidance that the denoiser is told: klein has no input for it.
-
-        Args:
-            conditioning: Of `collate`
-            sigma: Noise levels (B,)
-
-        Returns:
-            (B,), in natural units
-        """
+        """Return None: klein has no input for guidance."""
         return None
 
     def predict(
         self, denoiser: nn.Module, x_t: Tensor, sigma: Tensor, conditioning: dict
     ) -> Tensor:
-        """Velocity: flatten, put references behind, predict, cut them off, unflatten.
+        """Return the velocity (B,128,h,w).
 
-        Args:
-            x_t: Noisy latents (B,128,h,w)
-            sigma: Noise levels (B,) in [0,1]
-
-        Returns:
-            (B,128,h,w)
+        Tokens of references follow the picture's and are cut off after the prediction.
         """
         self.check_inputs(x_t, sigma)
         if "packed" in conditioning:
@@ -562,7 +526,7 @@ class Klein(Family):
     def predict_packed(
         self, denoiser: nn.Module, x_t: Tensor, sigma: Tensor, conditioning: dict
     ) -> Tensor:
-        """`predict` without padding: tokens of all samples one behind another, and back.
+        """Predict without padding: tokens of all samples follow each other in one sequence.
 
         Args:
             denoiser: After `prepare_packing`
@@ -593,11 +557,7 @@ class Klein(Family):
         return stack_sizes(images)[0].to(x_t.dtype)
 
     def prepare_packing(self, denoiser: nn.Module):
-        """Modulations spread inside the blocks, attention within each sample.
-
-        Args:
-            denoiser: Not yet compiled nor under an engine
-        """
+        """Spread modulations inside the blocks, and keep attention within samples."""
         forward = PackedForward(denoiser)
         for block in denoiser.transformer_blocks:
             forward.prepare_block(block, spread_double)
@@ -609,7 +569,7 @@ class Klein(Family):
         forward.spread(denoiser.norm_out.linear, "image")
 
     def reference_fault(self, width: int, height: int) -> str:
-        """`Flux2ImageProcessor.check_image_input`, from the size alone."""
+        """Apply `Flux2ImageProcessor.check_image_input` to the size alone."""
         if min(width, height) < 64:
             return f"{width}x{height} is too small: {self.pipeline_class} takes 64 pixels or more"
         if max(width / height, height / width) > 8:
@@ -617,7 +577,7 @@ class Klein(Family):
         return ""
 
     def reference_size(self, width: int, height: int, side: int = 0) -> tuple[int, int]:
-        """Shrunk to an area of 1024x1024, or `side` squared, then cut to multiples of 16."""
+        """Return the size, shrunk to 1024x1024 pixels (`side` squared), in multiples of 16."""
         area = _reference_area(side)
         if width * height > area:
             scale = math.sqrt(area / (width * height))
@@ -626,51 +586,37 @@ class Klein(Family):
         return height // multiple * multiple, width // multiple * multiple
 
     def reference_pixels(self, image: Image.Image, side: int = 0) -> np.ndarray:
-        """By the pipeline's own image processor."""
+        """Scale and crop with the pipeline's own image processor."""
         height, width = self.reference_size(*image.size, side)
         image = Flux2ImageProcessor._resize_if_exceeds_area(image, _reference_area(side))
         processor = Flux2ImageProcessor(vae_scale_factor=self.size_multiple)
         return np.array(processor.resize(image, height, width, resize_mode="crop"))
 
-    @torch.no_grad()
-    def decode(self, vae: nn.Module, x: Tensor) -> Tensor:
-        """Undo the normalisation, then the patches, then decode.
-
-        Args:
-            x: Latents (B,128,h,w)
-
-        Returns:
-            Pixels (B,3,H,W)
-        """
-        mean, std = self.latent_stats(vae)
-        z = unpatchify(x.float() * std + mean).to(vae.dtype)
-        return vae.decode(z, return_dict=False)[0].float()
-
     def text_length(self, text_tokens: int = None) -> int:
-        """Always 512: pads take part."""
+        """Return 512 always: pads take part."""
         self.check_text_tokens(text_tokens)
         return self.text_tokens
 
     def shift_mu(
         self, height: int, width: int, steps: int = None, schedule: Mapping = None
     ) -> float:
-        """See `empirical_mu`; the scheduler's linear rule is not used."""
+        """Return `empirical_mu`; the scheduler's linear rule is not used."""
         steps = self.default_sample_steps if steps is None else steps
         return empirical_mu(self.tokens(height, width), steps)
 
     def flops(self, config: Mapping, height: int, width: int, text_tokens: int) -> float:
-        """See `flux2_flops`."""
+        """Compute `flux2_flops`."""
         return self.flops_with(config, height, width, text_tokens, 0)
 
     def flops_with(
         self, config: Mapping, height: int, width: int, text_tokens: int, references: int
     ) -> float:
-        """See `flux2_flops`; a reference's tokens cost what those of the picture cost."""
+        """Compute `flux2_flops`; a reference's tokens cost what the picture's cost."""
         tokens = self.tokens(height, width) + references
         return flux2_flops(config, tokens, self.text_length(text_tokens))
 
     def build_tiny(self, distilled: bool = False) -> diffusers.Flux2KleinPipeline:
-        """Random klein pipeline of a megabyte.
+        """Build a random klein pipeline of a megabyte.
 
         The batch-norm statistics are random, so that a forgotten normalisation shows.
         """
@@ -694,7 +640,7 @@ class Klein(Family):
         )
 
     def build_nano(self, size: str = "full") -> diffusers.Flux2KleinPipeline:
-        """Random klein pipeline that can learn charts."""
+        """Build a random klein pipeline that can learn charts."""
         if not self.record.nano:
             return super().build_nano(size)
         widths = NANO_KLEIN[size]

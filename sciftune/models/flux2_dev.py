@@ -19,9 +19,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from torch import Tensor, nn
 
 from ..core.registry import FamilyRecord
-from sciftune.models.family import (
+from sciftune.models.encoders import (
     Encoders,
-    GuidanceInput,
     chat_text,
     check_captions,
     check_processor_files,
@@ -29,6 +28,7 @@ from sciftune.models.family import (
 )
 from .flux2 import KLEIN_9B, TINY_KLEIN, Klein
 from .published import MISTRAL_SMALL
+from .sampler import GuidanceInput
 from .weights import load_text_encoder
 from ..toys import tiny
 
@@ -64,11 +64,7 @@ FLUX2_DEV = dict(
 
 # %% ../../nbs/4_models/14_flux2_dev.ipynb #4177d11f
 def dev_turns(tokenizer: transformers.PreTrainedTokenizerBase, caption: str) -> str:
-    """System message and caption in the tokenizer's chat template.
-
-    Args:
-        tokenizer: With a chat template
-    """
+    """Put the system message and the caption into the tokenizer's chat template."""
     message = system_messages.SYSTEM_MESSAGE
     return chat_text(tokenizer, pipeline_flux2.format_input([caption], message)[0])
 
@@ -95,7 +91,7 @@ MISTRAL_CHAT_TEMPLATE = (
 
 
 def mistral_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """Offline stand-in for the tokenizer of Mistral Small 3."""
+    """Build an offline stand-in for the tokenizer of Mistral Small 3."""
     vocab, merges = tiny.qwen_bpe(system_messages.SYSTEM_MESSAGE)
     words = dict.fromkeys((*MISTRAL_SPECIAL, *vocab))
     tok = Tokenizer(models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=merges))
@@ -123,11 +119,7 @@ def mistral_tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 # %% ../../nbs/4_models/14_flux2_dev.ipynb #1580168b
 def tokens_before_caption(tokenizer: transformers.PreTrainedTokenizerBase) -> int:
-    """Tokens of the template before the caption. Raises ValueError where it has no caption.
-
-    Args:
-        tokenizer: With a chat template
-    """
+    """Count the template's tokens before the caption. Raise ValueError where it has no caption."""
     mark = "§"
     before, found, _ = dev_turns(tokenizer, mark).partition(mark)
     if not found:
@@ -144,11 +136,13 @@ def dev_tokens(
     text_tokens: int,
     length: int,
 ) -> transformers.BatchEncoding:
-    """Captions in their turns, cut and padded.
+    """Tokenise captions in their turns, cut and padded.
 
     Args:
-        text_tokens: Where they are cut, counted after the system message
-        length: Of every result, 512
+        tokenizer: with a chat template
+        captions: texts
+        text_tokens: where they are cut, counted after the system message
+        length: of every result, 512
 
     Returns:
         input_ids and attention_mask (B, length)
@@ -165,13 +159,10 @@ LANGUAGE_MODEL = r"^(language_model\.model|model\.language_model)\."  # Names of
 
 
 def mistral_config(folder: Path) -> transformers.MistralConfig:
-    """The part of Mistral that FLUX.2-dev uses; ValueError for another model, or too few layers.
+    """Return the configuration of Mistral's first 30 layers.
 
-    Args:
-        folder: text_encoder folder
-
-    Returns:
-        Of the first 30 layers
+    Raises:
+        ValueError: another model, or too few layers
     """
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     text, last = getattr(config, "text_config", config), MISTRAL_LAYERS[-1]
@@ -190,7 +181,7 @@ def mistral_config(folder: Path) -> transformers.MistralConfig:
 # %% ../../nbs/4_models/14_flux2_dev.ipynb #22e22569
 @torch.no_grad()
 def mistral_states(lm: nn.Module, tokens: Mapping[str, Tensor]) -> Tensor:
-    """Hidden states 10, 20, 30, pads included.
+    """Return hidden states 10, 20 and 30, pads included.
 
     Args:
         lm: Of `Flux2Dev.load_text`
@@ -212,11 +203,7 @@ def mistral_states(lm: nn.Module, tokens: Mapping[str, Tensor]) -> Tensor:
 def tiny_mistral3(
     tokenizer: transformers.PreTrainedTokenizerBase, hidden: int = 16, layers: int = 40
 ) -> transformers.Mistral3ForConditionalGeneration:
-    """Mistral Small 3 with narrow layers and one vision layer.
-
-    Args:
-        hidden: Width
-    """
+    """Build Mistral Small 3 with narrow layers and one vision layer."""
     text = dict(
         model_type="mistral",
         vocab_size=len(tokenizer),
@@ -248,7 +235,7 @@ def tiny_mistral3(
 
 # %% ../../nbs/4_models/14_flux2_dev.ipynb #957845de
 class PixtralProcessor(transformers.ProcessorMixin):
-    """transformers' processor of this name, for text alone.
+    """Replace transformers' processor of this name, for text alone.
 
     Args:
         image_processor: Of Pixtral; it is kept and saved, and sees no image
@@ -290,7 +277,7 @@ class Flux2Dev(GuidanceInput, Klein):
     )
 
     def check_config(self, config: Mapping):
-        """ValueError for a model that has no input for guidance."""
+        """Raise ValueError for a model that has no input for guidance."""
         if not config.get("guidance_embeds", True):
             raise ValueError(
                 "transformer/config.json has guidance_embeds=false, as FLUX.2 klein has; "
@@ -298,15 +285,15 @@ class Flux2Dev(GuidanceInput, Klein):
             )
 
     def is_distilled(self, path: str | Path, revision: str = None) -> bool:
-        """False: its guidance was distilled, not its steps."""
+        """Return False: its guidance was distilled, not its steps."""
         return False
 
     def text_model(self, folder: Path) -> tuple[str, transformers.PretrainedConfig]:
-        """See `mistral_config`."""
+        """Return Mistral as FLUX.2-dev uses it; see `mistral_config`."""
         return "MistralModel", mistral_config(folder)
 
     def load_text(self, folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-        """The first 30 layers of Mistral's language model, without norm and vocabulary."""
+        """Load the first 30 layers of Mistral's language model, without norm and vocabulary."""
         kind, config = self.text_model(folder)
         names = {LANGUAGE_MODEL: ""}
         lm = load_text_encoder(folder, kind, dtype, device, config=config, key_mapping=names)
@@ -314,17 +301,17 @@ class Flux2Dev(GuidanceInput, Klein):
         return lm
 
     def load_tokenizer(self, folder: Path) -> transformers.PreTrainedTokenizerBase:
-        """The tokenizer of the folder's processor; ValueError where diffusers would read none."""
+        """Load the processor's tokenizer. Raise ValueError where diffusers would read none."""
         check_processor_files(folder)
         return super().load_tokenizer(folder)
 
     def load_processor(self, folder: Path) -> PixtralProcessor:
-        """The folder's processor without its images, for a pipeline without torchvision."""
+        """Load the folder's processor without its images, for a pipeline without torchvision."""
         images, tokenizer = load_image_processor(folder), self.load_tokenizer(folder)
         return PixtralProcessor(images, tokenizer, chat_template=tokenizer.chat_template)
 
     def tokenized_text(self, tokenizer: transformers.PreTrainedTokenizerBase, caption: str) -> str:
-        """System message and caption, without the first token where the tokenizer adds it."""
+        """Return system message and caption, without a first token that the tokenizer adds."""
         turns, first = dev_turns(tokenizer, caption), tokenizer.bos_token_id
         if tokenizer("").input_ids[:1] == [first]:
             return turns.removeprefix(tokenizer.bos_token)
@@ -336,14 +323,14 @@ class Flux2Dev(GuidanceInput, Klein):
         tokenizer: transformers.PreTrainedTokenizerBase,
         text_tokens: int = None,
     ) -> int:
-        """`text_tokens` after the system message, and no more than 512 with it."""
+        """Return `text_tokens` plus those of the system message, at most 512."""
         longest = tokens_before_caption(tokenizer) + self.check_text_tokens(text_tokens)
         return min(longest, self.text_length())
 
     def encode_captions(
         self, encoders: Encoders, captions: list[str], text_tokens: int = None
     ) -> list[dict]:
-        """One {'text': (512, 3*width)} per caption."""
+        """Return {'text': (512, 3*width)} per caption."""
         tokenizer = encoders.tokenizers["tokenizer"]
         limit, captions = self.check_text_tokens(text_tokens), check_captions(captions)
         tokens = dev_tokens(tokenizer, captions, limit, self.text_length())
@@ -351,7 +338,7 @@ class Flux2Dev(GuidanceInput, Klein):
         return [dict(text=text.clone()) for text in states]
 
     def build_tiny(self) -> diffusers.Flux2Pipeline:
-        """Random FLUX.2-dev pipeline of a megabyte; its folder names the usual processor."""
+        """Build a random pipeline of a megabyte; its folder names the usual processor."""
         parts, tokenizer = super().build_tiny().components, mistral_tokenizer()
         config = TINY_KLEIN | dict(guidance_embeds=True)
         pipe = diffusers.Flux2Pipeline(

@@ -15,8 +15,8 @@ from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RES
 from PIL import Image
 
 from ..core.registry import FamilyRecord
-from .family import mmdit_flops
 from .flux1 import Flux1
+from .tokens import mmdit_flops
 
 # %% ../../nbs/4_models/12_kontext.ipynb #2d184b14
 RECORDS = [
@@ -47,13 +47,13 @@ class Kontext(Flux1):
     tiny_variants = {}
 
     def reference_fault(self, width: int, height: int) -> str:
-        """A side below a multiple of 16 has no ratio."""
+        """Refuse a side below 16, which has no ratio."""
         if min(width, height) < self.size_multiple:
             return f"{width}x{height} is too small: {self.pipeline_class} takes 16 pixels or more"
         return ""
 
     def reference_size(self, width: int, height: int, side: int = 0) -> tuple[int, int]:
-        """The preferred shape whose ratio is nearest, scaled down where `side` is less than 1024.
+        """Return the preferred shape of the nearest ratio, scaled down where `side` is below 1024.
 
         The ratio is that of the sides cut to multiples of 16, as the pipeline takes it.
         """
@@ -64,24 +64,24 @@ class Kontext(Flux1):
         return tuple(int(n * scale) // multiple * multiple for n in (height, width))
 
     def reference_pixels(self, image: Image.Image, side: int = 0) -> np.ndarray:
-        """By the pipeline's own image processor; nothing is cropped."""
+        """Scale with the pipeline's own image processor; nothing is cropped."""
         processor = VaeImageProcessor(vae_scale_factor=self.size_multiple)
         return np.array(processor.resize(image, *self.reference_size(*image.size, side)))
 
     def flops(self, config: Mapping, height: int, width: int, text_tokens: int) -> float:
-        """As FLUX.1, see `mmdit_flops`."""
+        """Compute FLUX.1's `mmdit_flops`."""
         return self.flops_with(config, height, width, text_tokens, 0)
 
     def flops_with(
         self, config: Mapping, height: int, width: int, text_tokens: int, references: int
     ) -> float:
-        """As FLUX.1; a reference's tokens cost what those of the picture cost."""
+        """Compute FLUX.1's FLOPs; a reference's tokens cost what the picture's cost."""
         blocks = config["num_layers"] + config["num_single_layers"]
         d = config["num_attention_heads"] * config["attention_head_dim"]
         tokens = self.tokens(height, width) + references
         return mmdit_flops(blocks, d, tokens, self.text_length(text_tokens))
 
     def build_tiny(self) -> diffusers.FluxKontextPipeline:
-        """Random FLUX.1-dev in Kontext's pipeline."""
+        """Build a random FLUX.1-dev in Kontext's pipeline."""
         parts = super().build_tiny().components
         return diffusers.FluxKontextPipeline(**parts)

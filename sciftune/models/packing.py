@@ -25,7 +25,7 @@ ROUNDING = 256  # Lengths of packed rows are multiples of it
 
 
 def own_images(x: Tensor, sizes: list | None = None) -> list[Tensor]:
-    """The image of each sample without the padding beside it.
+    """Cut the padding beside the image of each sample.
 
     Args:
         x: Latents (B,C,H,W)
@@ -39,7 +39,7 @@ def own_images(x: Tensor, sizes: list | None = None) -> list[Tensor]:
 
 
 def own_pictures(x: Tensor, conditioning: dict) -> list[list[Tensor]]:
-    """The image of each sample, and behind it those of its reference images that are there.
+    """Return each sample's image, followed by its reference images, without padding.
 
     Args:
         x: Latents (B,C,H,W)
@@ -58,7 +58,7 @@ def own_pictures(x: Tensor, conditioning: dict) -> list[list[Tensor]]:
 
 
 def join_rows(rows: list[Tensor]) -> Tensor:
-    """The rows of all samples one behind another, and zeros behind the last.
+    """Join the rows of all samples in one sequence, with zeros at its end.
 
     Args:
         rows: (tokens, ...) of each sample
@@ -71,7 +71,7 @@ def join_rows(rows: list[Tensor]) -> Tensor:
 
 
 def separate_rows(rows: Tensor, lengths: list[int]) -> tuple[Tensor, ...]:
-    """The rows of each sample again.
+    """Split a joined sequence into the rows of each sample.
 
     Args:
         rows: (L, ...), of `join_rows`
@@ -84,7 +84,7 @@ def separate_rows(rows: Tensor, lengths: list[int]) -> tuple[Tensor, ...]:
 
 
 def caption_rows(conditioning: dict) -> list[Tensor]:
-    """The embeddings of each caption without padding.
+    """Return the embeddings of each caption without padding.
 
     Args:
         conditioning: 'text' (B,T,width), and 'packed': tokens of each caption
@@ -98,7 +98,7 @@ def caption_rows(conditioning: dict) -> list[Tensor]:
 # %% ../../nbs/4_models/16_packing.ipynb #b966de78
 @dataclass
 class Packing:
-    """Where the tokens of each sample are, in a row of captions and in one of images.
+    """Locate the tokens of each sample in a sequence of captions and one of images.
 
     Attributes:
         spans: (n,4) int64 on the CPU: begin and end of caption and image, see `of`
@@ -114,16 +114,12 @@ class Packing:
 
     @property
     def joint(self) -> Tensor:
-        """The sample of each token, captions before images.
-
-        Returns:
-            (T+N,)
-        """
+        """Return the sample (T+N,) of each token, captions before images."""
         return torch.cat((self.text, self.image))
 
     @classmethod
     def of(cls, texts: list[int], images: list[int], device: torch.device = "cpu") -> "Packing":
-        """The packing of samples of these lengths, in this order.
+        """Create the packing of samples of these lengths, in this order.
 
         Args:
             texts: Tokens of each caption
@@ -139,7 +135,7 @@ class Packing:
 
 
 def _numbered(lengths: list[int]) -> Tensor:
-    """(L,) the number of the sample of each token."""
+    """Return the number (L,) of the sample of each token."""
     return join_rows([torch.full((length,), i) for i, length in enumerate(lengths)])
 
 # %% ../../nbs/4_models/16_packing.ipynb #dea8fa89
@@ -148,7 +144,7 @@ class SpreadRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sample: Tensor) -> Tensor:
-        """The row of each token's sample.
+        """Return the row of each token's sample.
 
         Args:
             ctx: Keeps `sample`
@@ -164,7 +160,7 @@ class SpreadRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """The sum over the tokens of each sample.
+        """Sum gradients over the tokens of each sample.
 
         Args:
             ctx: Holds `sample`
@@ -180,7 +176,7 @@ class SpreadRows(torch.autograd.Function):
 
 
 def spread(rows: Tensor, sample: Tensor) -> Tensor:
-    """The row of each token's sample.
+    """Return the row of each token's sample.
 
     Args:
         rows: (n,C), a row for each sample
@@ -193,7 +189,7 @@ def spread(rows: Tensor, sample: Tensor) -> Tensor:
 
 # %% ../../nbs/4_models/16_packing.ipynb #6abd9ee1
 def _fits_cudnn(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether cuDNN has a kernel for these."""
+    """Return whether cuDNN has a kernel for these."""
     if not q.is_cuda or q.itemsize != 2:
         return False
     params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, False, False)
@@ -201,7 +197,7 @@ def _fits_cudnn(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def attend_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention of one sample by the fastest kernel that there is.
+    """Compute attention of one sample by the fastest available kernel.
 
     Args:
         q: Queries (1,heads,S,D)
@@ -226,7 +222,7 @@ def attend_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients, by the kernel that `attend_forward` took.
+    """Compute the gradients with the kernel that `attend_forward` used.
 
     Args:
         grad: Of the result (1,heads,S,D)
@@ -257,7 +253,7 @@ def attend_backward(
 
 # %% ../../nbs/4_models/16_packing.ipynb #2b763e9c
 def written_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention by products of matrices.
+    """Compute attention by products of matrices.
 
     Args:
         q: Queries (1,heads,S,D)
@@ -275,7 +271,7 @@ def written_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def written_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients by products of matrices, computed in fp32.
+    """Compute the gradients by products of matrices, in fp32.
 
     Args:
         grad: Of the result (1,heads,S,D)
@@ -296,13 +292,13 @@ def written_backward(
 
 # %% ../../nbs/4_models/16_packing.ipynb #b5b68df9
 def _filled(rows: list[Tensor], length: int) -> list[Tensor]:
-    """Rows, and zeros behind them up to a length."""
+    """Append zeros to rows, up to a length."""
     dead = length - sum(map(len, rows))
     return [*rows, rows[0].new_zeros(dead, *rows[0].shape[1:])]
 
 
 def _by_sample(x: Tensor, spans: list[list[int]]) -> Tensor:
-    """(L,heads,D) the rows of one sample behind those of another, caption before image."""
+    """Reorder (L,heads,D) by sample: its caption, then its image."""
     rows = []
     for text, text_end, image, image_end in spans:
         rows += [x[text:text_end], x[image:image_end]]
@@ -310,7 +306,7 @@ def _by_sample(x: Tensor, spans: list[list[int]]) -> Tensor:
 
 
 def _by_part(samples: list[Tensor], spans: list[list[int]], length: int) -> Tensor:
-    """(L,heads,D) captions of all samples before images again, of (1,heads,S,D) each."""
+    """Reorder (1,heads,S,D) of each sample to all captions before all images, (L,heads,D)."""
     texts, images = [], []
     for x, (text, text_end, *_) in zip(samples, spans, strict=True):
         rows = x[0].transpose(0, 1)
@@ -321,12 +317,12 @@ def _by_part(samples: list[Tensor], spans: list[list[int]], length: int) -> Tens
 
 
 def _lengths(spans: list[list[int]]) -> list[int]:
-    """Tokens of each sample."""
+    """Return the tokens of each sample."""
     return [text_end - text + image_end - image for text, text_end, image, image_end in spans]
 
 
 def _separated(x: Tensor, spans: list[list[int]]) -> list[Tensor]:
-    """(1,heads,S,D) each sample of what `_by_sample` gave."""
+    """Split what `_by_sample` returned into (1,heads,S,D) per sample."""
     return [rows[None].transpose(1, 2) for rows in separate_rows(x, _lengths(spans))]
 
 
@@ -334,7 +330,7 @@ def _separated(x: Tensor, spans: list[list[int]]) -> list[Tensor]:
 def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, spans: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Attention of each sample's tokens to each other: the result (L,heads,D).
+    """Attend from each sample's tokens to each other; return the result (L,heads,D).
 
     And for backward, sample by sample, the logs of sums (heads*L,) in fp32, queries, keys and
     values (L,heads,D).
@@ -357,7 +353,7 @@ def packed_attention(
 def packed_attention_backward(
     grad: Tensor, out: Tensor, totals: Tensor, q: Tensor, k: Tensor, v: Tensor, spans: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `packed_attention`.
+    """Compute the gradients of `packed_attention`.
 
     Args:
         grad: Of the result (L,heads,D)
@@ -398,7 +394,7 @@ def _keep(ctx, inputs, output):
 
 
 def _gradients(ctx, grad, *_):
-    """Of queries, keys and values."""
+    """Return the gradients of queries, keys and values."""
     return *packed_attention_backward(grad, *ctx.saved_tensors), None
 
 
@@ -417,7 +413,7 @@ def mark_lengths(inputs: object):
 
 
 class PackedForward:
-    """What modules of a denoiser do in a packed call in the place of their own `forward`.
+    """Replace the `forward` of a denoiser's modules in packed calls.
 
     Args:
         denoiser: Not yet compiled nor under an engine
@@ -442,6 +438,7 @@ class PackedForward:
         """Let `forward` run in a packed call.
 
         Args:
+            module: of the denoiser
             forward: (the module's forward, packing, *args, **kwargs)
         """
         usual = module.forward
@@ -483,22 +480,23 @@ class PackedForward:
 
 
 def _as_usual(usual: Callable, packing: Packing, *args: object, **named: object) -> object:
-    """A module's own forward."""
+    """Run a module's own forward."""
     return usual(*args, **named)
 
 
 def _spread_output(stream: str, usual: Callable, packing: Packing, x: Tensor) -> Tensor:
-    """A layer's output with a row for each token."""
+    """Return a layer's output with a row for each token."""
     return spread(usual(x), getattr(packing, stream))
 
 # %% ../../nbs/4_models/16_packing.ipynb #7b0b31b5
 def attend_packed(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
-    """Attention within each sample.
+    """Attend within each sample.
 
     Args:
         q: Queries (1,L,heads,D)
         k: Keys (1,L,heads,D)
         v: Values (1,L,heads,D)
+        packing: of the samples
 
     Returns:
         (1,L,heads*D)
@@ -516,11 +514,12 @@ def attend_jointly(
     image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     **unused: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The forward of an attention layer over captions and images within each sample.
+    """Run an attention layer over captions and images within each sample.
 
     Args:
         attention: Whose layers are used
         usual: Its own forward, which is not called
+        packing: of the samples
         hidden_states: Of images, or of both, (N,1,C) or (1,N,C)
         encoder_hidden_states: Of captions (T,1,C) or (1,T,C)
         image_rotary_emb: cos and sin, see `part_tables`

@@ -137,7 +137,7 @@ SDXL_VAE = dict(SD_VAE, scaling_factor=0.13025)  # of stabilityai/stable-diffusi
 
 # %% ../../nbs/4_models/20_published.ipynb #a3c1f0bc
 def _configuration(kind: str, values: Mapping) -> dict:
-    """What a library writes into the configuration of one of its classes."""
+    """Return what a library writes into the configuration of one of its classes."""
     if hasattr(diffusers, kind):
         return dict(values, _class_name=kind)
     return json.loads(getattr(transformers, kind).config_class(**values).to_json_string(False))

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['RECORDS', 'QWEN_IMAGE', 'TINY_QWEN_IMAGE', 'NANO_QWEN_IMAGE', 'qwen_image_template', 'last_hidden_states',
-           'latent_stats', 'pad_rows', 'last_text_branch', 'renormalised_guidance', 'qwen_positions', 'real_tables',
-           'place_tokens', 'QwenImage']
+           'last_text_branch', 'renormalised_guidance', 'qwen_positions', 'real_tables', 'place_tokens', 'QwenImage']
 
 # %% ../../nbs/4_models/03_qwenimage.ipynb #829dda82
 import functools
@@ -19,19 +18,8 @@ import transformers
 from torch import Tensor, nn
 
 from ..core.registry import FamilyRecord
-from sciftune.models.family import (
-    Encoders,
-    Family,
-    TokenArguments,
-    check_captions,
-    compute_dtype,
-    mask_with_references,
-    mmdit_flops,
-    pack,
-    references_of,
-    stack_sizes,
-    unpack,
-)
+from .encoders import Encoders, check_captions
+from .family import Family
 from sciftune.models.packing import (
     PackedForward,
     Packing,
@@ -41,6 +29,15 @@ from sciftune.models.packing import (
     separate_rows,
 )
 from .published import QWEN25_VL_7B
+from .references import mask_with_references, references_of
+from sciftune.models.tokens import (
+    TokenArguments,
+    compute_dtype,
+    mmdit_flops,
+    pack,
+    stack_sizes,
+    unpack,
+)
 from ..toys import nano, tiny
 
 # %% ../../nbs/4_models/03_qwenimage.ipynb #667b6d87
@@ -84,11 +81,7 @@ QWEN_IMAGE = dict(
 # %% ../../nbs/4_models/03_qwenimage.ipynb #62c94f49
 @functools.cache
 def qwen_image_template() -> tuple[str, int]:
-    """Prompt template of `QwenImagePipeline`.
-
-    Returns:
-        Template with {}, number of leading tokens to drop
-    """
+    """Return the prompt template of `QwenImagePipeline`, and how many leading tokens it drops."""
     pipe = diffusers.QwenImagePipeline(
         scheduler=None, vae=None, text_encoder=None, tokenizer=None, transformer=None
     )
@@ -103,7 +96,7 @@ def last_hidden_states(
     text_tokens: int,
     prompt_template: tuple[str, int] = None,
 ) -> list[Tensor]:
-    """Final hidden states of the template with each caption, prefix dropped, unpadded.
+    """Return the final hidden states of each caption in the template, prefix dropped, unpadded.
 
     Args:
         lm: Inner model of Qwen2.5-VL
@@ -130,44 +123,6 @@ def last_hidden_states(
     masks = batch.attention_mask.bool()
     return [states[mask][dropped:].clone() for states, mask in zip(hidden, masks, strict=True)]
 
-# %% ../../nbs/4_models/03_qwenimage.ipynb #f841a906
-def latent_stats(vae: nn.Module) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation per channel.
-
-    Args:
-        vae: With latents_mean and latents_std, of C channels each
-
-    Returns:
-        Each (1,C,1,1) fp32
-    """
-    device = next(vae.parameters()).device
-    return tuple(
-        torch.tensor(values, dtype=torch.float32, device=device).view(1, -1, 1, 1)
-        for values in (vae.config.latents_mean, vae.config.latents_std)
-    )
-
-# %% ../../nbs/4_models/03_qwenimage.ipynb #abed36cf
-def pad_rows(rows: list[Tensor], pad_to: int = None) -> tuple[Tensor, Tensor | None]:
-    """Zero-pad on the right; ValueError when a row is longer than `pad_to`.
-
-    Args:
-        rows: (T_i, width) tensors
-        pad_to: Common length, None = the longest
-
-    Returns:
-        (B,T,width) and mask (B,T) int64 or None
-    """
-    lengths = torch.tensor([len(r) for r in rows])
-    width = int(lengths.max()) if pad_to is None else pad_to
-    if width < lengths.max():
-        raise ValueError(
-            f"a caption of {int(lengths.max())} tokens does not fit into pad_to={pad_to}"
-        )
-    text = torch.stack([nn.functional.pad(r, (0, 0, 0, width - len(r))) for r in rows])
-    if (lengths == width).all():
-        return text, None
-    return text, (torch.arange(width)[None] < lengths[:, None]).long().to(text.device)
-
 # %% ../../nbs/4_models/03_qwenimage.ipynb #daffd56f
 _WRAPPERS = re.compile(
     r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.)"
@@ -175,7 +130,7 @@ _WRAPPERS = re.compile(
 
 
 def last_text_branch(names: list[str]) -> list[str]:
-    """Parameters of the last block that no loss can reach.
+    """Return the parameters of the last block that no loss can reach.
 
     Args:
         names: Parameter names of the denoiser, bare or wrapped by a strategy
@@ -191,7 +146,7 @@ def last_text_branch(names: list[str]) -> list[str]:
 
 # %% ../../nbs/4_models/03_qwenimage.ipynb #0c5ec2d4
 def renormalised_guidance(cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
-    """Classifier-free guidance that keeps each token's length.
+    """Guide by both predictions, keeping the length of each token.
 
     Args:
         cond: Conditional prediction (B,16,h,w)
@@ -209,14 +164,15 @@ def renormalised_guidance(cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
 
 # %% ../../nbs/4_models/03_qwenimage.ipynb #c62ae7f0
 def qwen_positions(rows: int, cols: int, text: int) -> tuple[Tensor, Tensor]:
-    """The places of a sample's tokens: frame, row, column.
+    """Return the positions (frame, row, column) of a sample's tokens.
 
     Args:
-        rows: Of tokens
-        text: Tokens of the caption
+        rows: of tokens
+        cols: of tokens
+        text: tokens of the caption
 
     Returns:
-        Of the caption (text,3), of the image (rows*cols,3), int64
+        Of the caption (text,3) and of the image (rows*cols,3), int64
     """
     row, col = (torch.arange(n) - (n - n // 2) for n in (rows, cols))
     image = torch.cartesian_prod(torch.zeros(1, dtype=torch.int64), row, col)
@@ -225,7 +181,7 @@ def qwen_positions(rows: int, cols: int, text: int) -> tuple[Tensor, Tensor]:
 
 
 def real_tables(positions: Tensor, widths: tuple[int, ...], theta: float) -> tuple[Tensor, Tensor]:
-    """Rotary tables of any places.
+    """Compute rotary tables at any positions.
 
     Args:
         positions: (L,axes) int64
@@ -246,13 +202,14 @@ def real_tables(positions: Tensor, widths: tuple[int, ...], theta: float) -> tup
 def place_tokens(
     pos_embed: nn.Module, usual: Callable, packing: Packing, *shapes: object, **named: object
 ) -> tuple[Tensor, Tensor]:
-    """The tables of a packed call.
+    """Return the rotary tables of a packed call; replaces a forward of `QwenEmbedRope`.
 
     Args:
         pos_embed: `QwenEmbedRope`
-        usual: Its own forward, which is not called
-        packing: With positions
-        *shapes: What the model gives, for one size
+        usual: its own forward, not called
+        packing: with positions
+        *shapes: ignored: what the model passes, for one size
+        **named: ignored, likewise
 
     Returns:
         See `real_tables`
@@ -292,11 +249,25 @@ class QwenImage(Family):
     record = RECORDS[0]
     denoiser_class = "QwenImageTransformer2DModel"
     vae_class = "AutoencoderKLQwenImage"
+    latent_frames = True
     real_config = QWEN_IMAGE
     real_text = dict(text_encoder=QWEN25_VL_7B)
     schedule = tiny.QWEN_SCHEDULE
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
     max_text_tokens = 1024
+    tiny_config = TINY_QWEN_IMAGE
+    tiny_parts = dict(
+        tokenizer=lambda: tiny.qwen_tokenizer(qwen_image_template()[0]),
+        vae=lambda: diffusers.AutoencoderKLQwenImage(
+            base_dim=8,
+            z_dim=16,
+            dim_mult=[1, 2, 2, 2],
+            num_res_blocks=1,
+            attn_scales=[],
+            temperal_downsample=[False, True, True],
+        ),
+        text_encoder=tiny.tiny_qwen25vl,
+    )
     negative_caption = " "
     token_arguments = TokenArguments(
         image=dict(hidden_states=1),
@@ -308,7 +279,7 @@ class QwenImage(Family):
     foreign_flags = ("guidance_embeds", "zero_cond_t", "use_additional_t_cond", "use_layer3d_rope")
 
     def check_config(self, config: Mapping):
-        """ValueError for an edit or layered variant, which has other inputs."""
+        """Raise ValueError for an edit or layered variant, which has other inputs."""
         for flag in self.foreign_flags:
             if config.get(flag):
                 raise ValueError(
@@ -317,33 +288,17 @@ class QwenImage(Family):
                 )
 
     def prompt_template(self) -> tuple[str, int]:
-        """The template of captions, and how many of its leading tokens are dropped."""
+        """Return the template of captions, and how many of its leading tokens are dropped."""
         return qwen_image_template()
 
     def load_text(self, folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-        """Qwen2.5-VL's inner language model, without vocabulary head and vision tower."""
+        """Load Qwen2.5-VL's inner language model, without vocabulary head and vision tower."""
         whole = super().load_text(folder, dtype, device)
         whole.model.visual = None
         return whole.model
 
-    @torch.no_grad()
-    def encode_images(self, encoders: Encoders, pixels: Tensor) -> dict[str, Tensor]:
-        """Mean and scale (B,16,H/8,W/8) of the normalised posterior.
-
-        Args:
-            pixels: (B,3,H,W) in [-1,1]
-        """
-        self.check_pixels(pixels)
-        mean, std = latent_stats(encoders.vae)
-        video = pixels.to(mean.device, encoders.vae.dtype).unsqueeze(2)
-        posterior = encoders.vae.encode(video).latent_dist
-        return dict(
-            mean=(posterior.mean[:, :, 0].float() - mean) / std,
-            scale=posterior.std[:, :, 0].float() / std,
-        )
-
     def tokenized_text(self, tokenizer: transformers.PreTrainedTokenizerBase, caption: str) -> str:
-        """The caption in the pipeline's template."""
+        """Return the caption in the pipeline's template."""
         return self.prompt_template()[0].format(caption)
 
     def token_limit(
@@ -352,37 +307,28 @@ class QwenImage(Family):
         tokenizer: transformers.PreTrainedTokenizerBase,
         text_tokens: int = None,
     ) -> int:
-        """`text_tokens` after those of the template's beginning, which are dropped."""
+        """Return `text_tokens` plus the template's leading tokens, which are dropped."""
         return self.prompt_template()[1] + self.check_text_tokens(text_tokens)
 
     def encode_captions(
         self, encoders: Encoders, captions: list[str], text_tokens: int = None
     ) -> list[dict]:
-        """One {'text': (T,3584)} per caption, its valid tokens only."""
+        """Return {'text': (T,3584)} per caption, its valid tokens only."""
         lm, tokenizer = encoders.text["text_encoder"], encoders.tokenizers["tokenizer"]
         length = self.check_text_tokens(text_tokens)
         captions = check_captions(captions)
         states = last_hidden_states(lm, tokenizer, captions, length, self.prompt_template())
         return [dict(text=text) for text in states]
 
-    def collate(self, rows: list[dict], pad_to: int = None) -> dict:
-        """'text' (B,T,3584), padded with zeros, and 'mask' (B,T) or None."""
-        text, mask = pad_rows([row["text"] for row in rows], pad_to)
-        return dict(text=text, mask=mask)
-
     def predict(
         self, denoiser: nn.Module, x_t: Tensor, sigma: Tensor, conditioning: dict
     ) -> Tensor:
-        """Velocity; tokens of references stand behind those of the picture and are cut off.
+        """Return the velocity (B,16,h,w).
 
-        Raises ValueError when pictures and caption exceed the 4096 rotary positions.
+        Tokens of references follow the picture's and are cut off after the prediction.
 
-        Args:
-            x_t: Noisy latents (B,16,h,w)
-            sigma: Noise levels (B,) in [0,1]
-
-        Returns:
-            (B,16,h,w)
+        Raises:
+            ValueError: pictures and caption exceed the 4096 rotary positions
         """
         self.check_inputs(x_t, sigma)
         h, w = x_t.shape[2:]
@@ -412,7 +358,7 @@ class QwenImage(Family):
     def predict_packed(
         self, denoiser: nn.Module, x_t: Tensor, sigma: Tensor, conditioning: dict
     ) -> Tensor:
-        """`predict` without padding: tokens of all samples one behind another, and back.
+        """Predict without padding: tokens of all samples follow each other in one sequence.
 
         Args:
             denoiser: After `prepare_packing`
@@ -444,11 +390,7 @@ class QwenImage(Family):
         return stack_sizes([unpack(row[None], *side)[0] for row, side in made])[0].to(x_t.dtype)
 
     def prepare_packing(self, denoiser: nn.Module):
-        """Modulations and positions with a row for each token, attention within each sample.
-
-        Args:
-            denoiser: Not yet compiled nor under an engine
-        """
+        """Give modulations and positions a row per token, and keep attention within samples."""
         if not self.record.packing:
             super().prepare_packing(denoiser)
         forward, positions = PackedForward(denoiser), denoiser.pos_embed
@@ -462,14 +404,15 @@ class QwenImage(Family):
         forward.replace(positions, functools.partial(place_tokens, rope))
 
     def padding(self, pictures: list[Tensor], conditioning: dict) -> tuple[list, dict | None]:
-        """Token rows and columns of the pictures, those of smaller images in them, and the mask.
+        """Return image shapes for the position tables, and the attention mask or None.
 
-        Qwen-Image counts positions from the middle of an image, so where images of one batch differ
-        in size, that of each follows as a shape of 0 frames, which counts no tokens. Their
+        Qwen-Image counts positions from the middle of an image. Where images of one batch differ in
+        size, each one's own size follows as a shape of 0 frames, which counts no tokens. Such
         positions and the mask need `real_rotary`; diffusers' own positions refuse 0 frames.
 
         Args:
-            pictures: Noisy latents (B,16,h,w), and those of references
+            pictures: noisy latents (B,16,h,w), and those of references
+            conditioning: of `collate`, with sizes
         """
         x_t, b = pictures[0], len(pictures[0])
         canvases = [(1, x.shape[2] // 2, x.shape[3] // 2) for x in pictures]
@@ -485,62 +428,21 @@ class QwenImage(Family):
         own = [[(0, h // 2, w // 2) for h, w in sample] for sample in zip(*sizes, strict=True)]
         return [canvases + o for o in own], dict(attention_mask=mask)
 
-    @torch.no_grad()
-    def decode(self, vae: nn.Module, x: Tensor) -> Tensor:
-        """Undo the normalisation, decode as a video of one frame.
-
-        Args:
-            x: Latents (B,16,h,w)
-
-        Returns:
-            Pixels (B,3,H,W)
-        """
-        mean, std = latent_stats(vae)
-        video = (x.float() * std + mean).to(vae.dtype).unsqueeze(2)
-        return vae.decode(video, return_dict=False)[0][:, :, 0].float()
-
     def guide(self, cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
-        """Guidance that keeps each token's length, see `renormalised_guidance`.
-
-        Args:
-            cond: (B,16,h,w)
-            uncond: (B,16,h,w)
-
-        Returns:
-            (B,16,h,w)
-        """
+        """Guide as `renormalised_guidance` does."""
         return renormalised_guidance(cond, uncond, scale)
 
     def flops(self, config: Mapping, height: int, width: int, text_tokens: int) -> float:
-        """See `mmdit_flops`."""
+        """Compute `mmdit_flops`."""
         d = config["num_attention_heads"] * config["attention_head_dim"]
         return mmdit_flops(config["num_layers"], d, self.tokens(height, width), text_tokens)
 
     def frozen_parameters(self, denoiser: nn.Module) -> list[str]:
-        """The last block's text branch."""
+        """Return the last block's text branch."""
         return last_text_branch([n for n, _ in denoiser.named_parameters()])
 
-    def build_tiny(self) -> diffusers.QwenImagePipeline:
-        """Random Qwen-Image pipeline of a megabyte."""
-        tokenizer = tiny.qwen_tokenizer(qwen_image_template()[0])
-        vae = diffusers.AutoencoderKLQwenImage(
-            base_dim=8,
-            z_dim=16,
-            dim_mult=[1, 2, 2, 2],
-            num_res_blocks=1,
-            attn_scales=[],
-            temperal_downsample=[False, True, True],
-        )
-        return diffusers.QwenImagePipeline(
-            scheduler=diffusers.FlowMatchEulerDiscreteScheduler(**tiny.QWEN_SCHEDULE),
-            vae=vae,
-            text_encoder=tiny.tiny_qwen25vl(tokenizer),
-            tokenizer=tokenizer,
-            transformer=diffusers.QwenImageTransformer2DModel(**TINY_QWEN_IMAGE),
-        )
-
     def build_nano(self, size: str = "full") -> diffusers.QwenImagePipeline:
-        """Random Qwen-Image pipeline that can learn charts."""
+        """Build a random Qwen-Image pipeline that can learn charts."""
         widths = NANO_QWEN_IMAGE[size]
         tokenizer = nano.nano_tokenizer(qwen_image_template()[0])
         text = tiny.tiny_qwen25vl(tokenizer, widths["text"])

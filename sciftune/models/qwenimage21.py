@@ -26,19 +26,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..core.registry import FamilyRecord
-from sciftune.models.family import (
-    Encoders,
-    Family,
-    build_scheduler,
-    chat_text,
-    check_captions,
-    compute_dtype,
-    load_image_processor,
-    references_of,
-)
+from .encoders import Encoders, chat_text, check_captions, load_image_processor
+from .family import Family
 from .published import QWEN3_VL_8B
-from .qwenimage import latent_stats, pad_rows
 from .qwenimage_edit import LastState, WithoutVideos
+from .references import references_of
+from .sampler import build_scheduler
+from .tokens import compute_dtype, pad_rows
 from .weights import build_on_meta, pipeline_index, readable
 from ..toys import tiny
 
@@ -81,7 +75,7 @@ QWEN_IMAGE_21 = dict(
 def joint_flops(
     config: Mapping, image_tokens: int, text_tokens: int, reference_tokens: int = 0
 ) -> float:
-    """Forward FLOPs L(26 d^2 S + 4 d (R^2 + T(R+T) + N S)), S = N+T+R.
+    """Compute forward FLOPs L(26 d^2 S + 4 d (R^2 + T(R+T) + N S)), S = N+T+R.
 
     Args:
         config: Denoiser configuration
@@ -103,7 +97,7 @@ TEXT, PADDING = -1, -2  # Instead of the number of an image
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the tokens of a batch are: P places before the pictures, N of the pictures.
+    """Hold the positions of a batch's tokens: P before the pictures, N of the pictures.
 
     Attributes:
         order: (B,P) number of the token in [texts, references]
@@ -120,21 +114,13 @@ class Layout:
     padded: bool
 
     def to(self, device: torch.device) -> "Layout":
-        """The same with its tensors on a device."""
+        """Move the tensors to a device."""
         moved = (x.to(device, non_blocking=True) for x in (self.order, self.where, self.image))
         return Layout(*moved, self.runs, self.padded)
 
 
 def centred_grid(height: int, width: int, frame: int) -> np.ndarray:
-    """Positions of an image, from its middle.
-
-    Args:
-        height: Rows
-        width: Columns
-
-    Returns:
-        (height*width, 3)
-    """
+    """Return positions (height*width, 3) of an image's tokens, counted from its middle."""
     rows, columns = np.arange(height) - (height - height // 2), np.arange(width)
     row, column = np.meshgrid(rows, columns - (width - width // 2), indexing="ij")
     return np.stack([np.full_like(row, frame), row, column], -1).reshape(-1, 3)
@@ -144,7 +130,7 @@ def centred_grid(height: int, width: int, frame: int) -> np.ndarray:
 def sample_layout(
     length: int, spans: tuple, sizes: tuple, tokens: tuple
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    """One sample before its picture. Raises ValueError where places and latents differ.
+    """Lay out one sample before its picture. Raise ValueError where places and latents differ.
 
     Args:
         length: Of the text, with the places of images
@@ -187,7 +173,7 @@ def joint_layout(
     canvas: tuple[int, int],
     pictures: list,
 ) -> Layout:
-    """Where all tokens of a batch are.
+    """Lay out all tokens of a batch.
 
     Args:
         text: Length of the padded texts
@@ -224,7 +210,7 @@ def joint_layout(
 
 
 def prefix_runs(image: np.ndarray) -> tuple:
-    """Where the parts before the picture begin and end.
+    """Return where the parts before the picture begin and end.
 
     Args:
         image: (P,) number of each token's image, or TEXT
@@ -239,11 +225,12 @@ def prefix_runs(image: np.ndarray) -> tuple:
 def rotary_angles(
     where: Tensor, widths: tuple[int, int, int], theta: float = 10000
 ) -> tuple[Tensor, Tensor]:
-    """Angles of `QwenImage21Rope` for any positions.
+    """Compute the angles of `QwenImage21Rope` at any positions.
 
     Args:
         where: (B,S,3) frame, row, column
         widths: Channels of each
+        theta: longest wavelength
 
     Returns:
         cos, sin (B,S,1,D/2) fp32
@@ -272,7 +259,7 @@ def turned(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class PartAttention:
-    """Attention of a joint sequence, part by part or with a mask."""
+    """Attend within a joint sequence, part by part or with a mask."""
 
     def __call__(
         self,
@@ -287,8 +274,10 @@ class PartAttention:
         """Project, normalise, turn, attend, project.
 
         Args:
+            attn: the layer
             hidden_states: (B,S,C)
             attention_mask: (B,1,S,S) bool, where samples differ in layout
+            rotary_emb: cos and sin
             segments: `Layout.runs`, where they do not
             key_valid: (B,S) bool, with `segments`
             **unused: Of a cache while sampling
@@ -323,13 +312,16 @@ class PartAttention:
         end: int,
         is_text: bool,
     ) -> Tensor:
-        """Attention of a part to what comes before it, and to itself.
+        """Attend from one part to what precedes it, and to itself.
 
         Args:
             q: (B,heads,S,D)
             k: (B,heads,S,D)
             v: (B,heads,S,D)
-            valid: (B,1,1,S) bool
+            valid: (B,1,1,S) bool, or None
+            start: first token of the part
+            end: behind its last token
+            is_text: whether the part is causal
 
         Returns:
             (B,heads,end-start,D)
@@ -343,7 +335,7 @@ class PartAttention:
 
 
 def layout_mask(image: Tensor) -> Tensor:
-    """What each token sees: what comes before it, and its own image.
+    """Return what each token attends to: what precedes it, and its own image.
 
     Args:
         image: (B,S), of `Layout`
@@ -358,7 +350,7 @@ def layout_mask(image: Tensor) -> Tensor:
 
 # %% ../../nbs/4_models/15_qwenimage21.ipynb #cf2d2f6f
 class QwenImage21Transformer2DModel(diffusers.QwenImage21Transformer2DModel):
-    """diffusers' network, told where every token is; its configuration names diffusers'."""
+    """Run diffusers' network with the position of every token as an input."""
 
     def forward(
         self,
@@ -375,6 +367,7 @@ class QwenImage21Transformer2DModel(diffusers.QwenImage21Transformer2DModel):
             references: (B,R,64), R may be 0
             encoder_hidden_states: Texts (B,T,4096)
             timestep: (B,) in [0,1]
+            layout: positions and order of the tokens
 
         Returns:
             (B,N,64)
@@ -403,18 +396,14 @@ class QwenImage21Transformer2DModel(diffusers.QwenImage21Transformer2DModel):
         return self.proj_out(self.norm_out(x[:, before:], embedded, target))
 
     def masks(self, layout: Layout) -> tuple[Tensor | None, Tensor | None]:
-        """The mask where samples differ in layout; else which tokens are there, if not all."""
+        """Return the mask where samples differ in layout; else the valid tokens, if not all."""
         if layout.runs is None:
             return layout_mask(layout.image), None
         return None, layout.image != PADDING if layout.padded else None
 
 
 def told_layout(config: Mapping) -> QwenImage21Transformer2DModel:
-    """The network with attention that reads a layout.
-
-    Args:
-        config: Denoiser configuration
-    """
+    """Build the network with attention that reads a layout."""
     net = QwenImage21Transformer2DModel(**config)
     for block in net.transformer_blocks:
         block.attn.set_processor(PartAttention())
@@ -422,17 +411,13 @@ def told_layout(config: Mapping) -> QwenImage21Transformer2DModel:
 
 # %% ../../nbs/4_models/15_qwenimage21.ipynb #43209389
 class PictureProcessor(WithoutVideos, transformers.Qwen3VLProcessor):
-    """`Qwen3VLProcessor` without videos; its image processor makes patches of 16."""
+    """Process captions and images without videos, in patches of 16."""
 
 
 def caption_pipeline(
     text_encoder: object, processor: PictureProcessor
 ) -> diffusers.QwenImage21Pipeline:
-    """The pipeline without what makes pictures.
-
-    Args:
-        text_encoder: As the pipeline calls it
-    """
+    """Build the pipeline without what makes pictures."""
     parts = dict(text_encoder=text_encoder, processor=processor)
     return diffusers.QwenImage21Pipeline(scheduler=None, vae=None, transformer=None, **parts)
 
@@ -445,12 +430,14 @@ def joint_states(
     images: list[np.ndarray],
     text_tokens: int,
 ) -> dict[str, Tensor]:
-    """States of a caption with its images, and the places of the images in them.
+    """Return states of a caption with its images, and the images' places among them.
 
     Args:
-        lm: Inner model of Qwen3-VL
+        lm: inner model of Qwen3-VL
+        processor: of captions and images
+        caption: text
         images: (H,W,3) uint8 each; [] = none
-        text_tokens: Longest caption behind the images
+        text_tokens: longest caption behind the images
 
     Returns:
         text (T,width); with images slots (T,) bool
@@ -465,7 +452,7 @@ def joint_states(
 
 
 def slot_spans(slots: Tensor) -> tuple:
-    """Where the places of images begin, and how many there are.
+    """Return where the places of images begin, and how many there are.
 
     Args:
         slots: (T,) bool
@@ -494,12 +481,7 @@ QWEN3VL_CHAT_TEMPLATE = (
 def tiny_qwen3vl(
     tok: transformers.PreTrainedTokenizerBase, hidden: int = 32
 ) -> transformers.Qwen3VLForConditionalGeneration:
-    """Qwen3-VL with two language layers and two of vision.
-
-    Args:
-        tok: Its tokenizer
-        hidden: Width
-    """
+    """Build Qwen3-VL with two language layers and two of vision."""
     sid = tok.convert_tokens_to_ids
     text = dict(
         vocab_size=len(tok),
@@ -535,7 +517,7 @@ def tiny_qwen3vl(
 
 
 def tiny_processor() -> PictureProcessor:
-    """The stand-in's; it takes images of 32x32 pixels and more."""
+    """Build the stand-in's processor; it takes images of 32x32 pixels and more."""
     words = "".join(f" <image{k}>" for k in range(1, 11))
     system = "Comprehend and analyze the provided prompt."
     tok = tiny.qwen_tokenizer(f"system\n{system}user\nassistant\n{words}", QWEN3VL_CHAT_TEMPLATE)
@@ -547,7 +529,7 @@ def tiny_processor() -> PictureProcessor:
 
 @functools.cache
 def caption_template() -> str:
-    """The pipeline's template behind the system message, with {} for a caption."""
+    """Return the pipeline's template behind the system message, with {} for a caption."""
     template = caption_pipeline(None, tiny_processor()).prompt_template_t2i
     return template.partition("<|im_end|>\n")[2]
 
@@ -573,17 +555,17 @@ class QwenImage21(Family):
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
 
     def caption_shapes(self, config: Mapping, text_tokens: int = None) -> dict[str, tuple]:
-        """States, at most: `text_tokens` with the places of images, which have no limit."""
+        """Return the shape of the states with the places of images, which have no limit."""
         return dict(text=(text_tokens or self.text_tokens, config["context_in_dim"]))
 
     def empty_denoiser(self, path: str | Path | Mapping = None, revision: str = None) -> nn.Module:
-        """See `told_layout`."""
+        """Build the denoiser on meta; see `told_layout`."""
         config = self.config(path, revision)
         with readable(f"config.json of {self.denoiser_class}"):
             return build_on_meta(lambda: told_layout(config))
 
     def sampling(self, path: str | Path = None, revision: str = None) -> dict:
-        """As in the base class; with the folder's `sample_sigmas`, where its index has them."""
+        """Return the sampler's settings, with the folder's `sample_sigmas` if it has them."""
         found = super().sampling(path, revision)
         if path is not None:
             index = pipeline_index(self.resolve(path, revision=revision, weights=False))
@@ -595,7 +577,7 @@ class QwenImage21(Family):
     def scheduler(
         self, height: int, width: int, steps: int, schedule: Mapping = None
     ) -> diffusers.SchedulerMixin:
-        """At `sample_sigmas` where these are as many steps, else as in the base class."""
+        """Build the scheduler, at `sample_sigmas` where these are as many steps."""
         config = dict(schedule or self.schedule)
         levels = config.pop("sample_sigmas", [])
         if len(levels) != steps:
@@ -605,32 +587,28 @@ class QwenImage21(Family):
         return scheduler
 
     def load_text(self, folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-        """Qwen3-VL's inner model with its vision tower, without vocabulary head."""
+        """Load Qwen3-VL's inner model with its vision tower, without vocabulary head."""
         return super().load_text(folder, dtype, device).model
 
     def load_processor(self, folder: Path) -> PictureProcessor:
-        """The folder's image processor and tokenizer."""
+        """Load the folder's image processor and tokenizer."""
         images, tokenizer = load_image_processor(folder), self.load_tokenizer(folder)
         chat_text(tokenizer, [dict(role="system", content=[dict(type="text", text="a message")])])
         return PictureProcessor(images, tokenizer, chat_template=tokenizer.chat_template)
 
     def load_tokenizers(self, folder: str | Path) -> dict:
-        """That of the processor."""
+        """Load the processor's tokenizer."""
         return dict(tokenizer=self.load_tokenizer(Path(folder) / "processor"))
 
     def tokenized_text(self, tokenizer: transformers.PreTrainedTokenizerBase, caption: str) -> str:
-        """The caption in the pipeline's template, from where its states are kept."""
+        """Return the caption in the pipeline's template, from where its states are kept."""
         return caption_template().format(caption or " ")
 
     @torch.no_grad()
     def encode_images(self, encoders: Encoders, pixels: Tensor) -> dict[str, Tensor]:
-        """The normalised mode (B,64,H/16,W/16) of opaque images.
-
-        Args:
-            pixels: (B,3,H,W) in [-1,1]
-        """
+        """Return the normalised mode (B,64,H/16,W/16) of opaque images."""
         self.check_pixels(pixels)
-        mean, std = latent_stats(encoders.vae)
+        mean, std = self.latent_statistics(encoders.vae)
         opaque = torch.cat([pixels, torch.ones_like(pixels[:, :1])], 1)
         video = opaque.to(mean.device, encoders.vae.dtype).unsqueeze(2)
         mode = encoders.vae.encode(video).latent_dist.mode()[:, :, 0].float()
@@ -639,7 +617,7 @@ class QwenImage21(Family):
     def encode_captions(
         self, encoders: Encoders, captions: list[str], text_tokens: int = None
     ) -> list[dict]:
-        """One {'text': (T,4096)} per caption."""
+        """Return {'text': (T,4096)} per caption."""
         alone = [[] for _ in check_captions(captions)]
         return self.encode_captions_with(encoders, captions, alone, text_tokens)
 
@@ -650,7 +628,10 @@ class QwenImage21(Family):
         references: list[list[np.ndarray]],
         text_tokens: int = None,
     ) -> list[dict]:
-        """See `joint_states`. Raises ValueError where the processor resizes a reference."""
+        """Encode captions with images; see `joint_states`.
+
+        Raises ValueError where the processor resizes a reference.
+        """
         lm, processor = encoders.text["text_encoder"], encoders.tokenizers["processor"]
         length, rows = self.check_text_tokens(text_tokens), []
         for caption, images in zip(check_captions(captions), references, strict=True):
@@ -668,7 +649,7 @@ class QwenImage21(Family):
         return rows
 
     def collate(self, rows: list[dict], pad_to: int = None) -> dict:
-        """'text' (B,T,4096), padded; 'lengths', and 'spans' of images, of each."""
+        """Return 'text' (B,T,4096), padded, 'lengths', and 'spans' of images, of each caption."""
         text, _ = pad_rows([row["text"] for row in rows], pad_to)
         spans = [slot_spans(row["slots"]) if "slots" in row else None for row in rows]
         return dict(text=text, lengths=[len(row["text"]) for row in rows], spans=spans)
@@ -676,15 +657,7 @@ class QwenImage21(Family):
     def predict(
         self, denoiser: nn.Module, x_t: Tensor, sigma: Tensor, conditioning: dict
     ) -> Tensor:
-        """Velocity of the pictures, which stand behind captions and references.
-
-        Args:
-            x_t: Noisy latents (B,64,h,w)
-            sigma: Noise levels (B,) in [0,1]
-
-        Returns:
-            (B,64,h,w)
-        """
+        """Return the velocity (B,64,h,w); pictures follow captions and references."""
         self.check_inputs(x_t, sigma)
         dtype, text, (h, w) = compute_dtype(denoiser), conditioning["text"], x_t.shape[2:]
         images = [x_t, *references_of(conditioning)]
@@ -699,11 +672,11 @@ class QwenImage21(Family):
         return out.transpose(1, 2).unflatten(2, (h, w)).to(x_t.dtype)
 
     def layout(self, x_t: Tensor, conditioning: Mapping) -> Layout:
-        """Where the tokens are. Without `spans`, as for random texts, images come first.
+        """Lay out the tokens of a batch. Without `spans`, as for random texts, images come first.
 
         Args:
-            x_t: Noisy latents (B,64,h,w)
-            conditioning: Of `collate`, with `sizes` and what `stack_references` gave
+            x_t: noisy latents (B,64,h,w)
+            conditioning: of `collate`, with `sizes` and what `stack_references` returned
         """
         canvas, references = tuple(x_t.shape[2:]), references_of(conditioning)
         canvases = [tuple(x.shape[2:]) for x in references]
@@ -729,61 +702,62 @@ class QwenImage21(Family):
         """Undo the normalisation, decode as a video of one frame, lay on white.
 
         Args:
+            vae: autoencoder
             x: Latents (B,64,h,w)
 
         Returns:
             Pixels (B,3,H,W)
         """
-        mean, std = latent_stats(vae)
+        mean, std = self.latent_statistics(vae)
         video = (x.float() * std + mean).to(vae.dtype).unsqueeze(2)
         made = vae.decode(video, return_dict=False)[0][:, :, 0].float()
         colour, opacity = made[:, :3], (made[:, 3:] + 1) / 2
         return colour * opacity + (1 - opacity)
 
     def caption_pixels(self, image: Image.Image, side: int = 0) -> np.ndarray:
-        """As `reference_pixels`: both encoders see the same."""
+        """Return `reference_pixels`: both encoders see the same."""
         return self.reference_pixels(image, side)
 
     def vision_libraries(self) -> str:
-        """Versions of the libraries that make vision tokens, and what resizes their images."""
+        """Return the versions of the libraries that make vision tokens or resize images."""
         resizes = "torchvision" if transformers.utils.is_torchvision_available() else "Pillow"
         return f"{diffusers.__version__} {transformers.__version__} {resizes}"
 
     def vision_tokens(self, height: int, width: int) -> int:
-        """A token per 32x32 pixels, and seven around them: `<image1>`, start and end."""
+        """Count a token per 32x32 pixels, and seven around them: `<image1>`, start and end."""
         return height // 32 * (width // 32) + 7
 
     def reference_fault(self, width: int, height: int) -> str:
-        """Qwen2-VL's image processor takes 200:1 at most."""
+        """Refuse ratios above 200:1, as Qwen2-VL's image processor does."""
         if max(width, height) > 200 * min(width, height):
             taken = f"the processor of {self.pipeline_class} takes 200:1"
             return f"{width}x{height} is too long: {taken}"
         return ""
 
     def reference_size(self, width: int, height: int, side: int = 0) -> tuple[int, int]:
-        """About a megapixel of the same ratio, or `side` squared where that is less."""
+        """Return a size of about a megapixel, or `side` squared if less, of the same ratio."""
         area = min(side or 1024, 1024) ** 2
         columns, rows, _ = pipeline_qwenimage21.calculate_dimensions(area, width / height)
         return max(rows, 32), max(columns, 32)
 
     def reference_pixels(self, image: Image.Image, side: int = 0) -> np.ndarray:
-        """By the pipeline's own image processor; nothing is cropped."""
+        """Scale with the pipeline's own image processor; nothing is cropped."""
         height, width = self.reference_size(*image.size, side)
         return np.array(VaeImageProcessor(vae_scale_factor=16).resize(image, height, width))
 
     def flops(self, config: Mapping, height: int, width: int, text_tokens: int) -> float:
-        """See `joint_flops`."""
+        """Compute `joint_flops`."""
         return self.flops_with(config, height, width, text_tokens, 0)
 
     def flops_with(
         self, config: Mapping, height: int, width: int, text_tokens: int, references: int
     ) -> float:
-        """See `joint_flops`; latents of references take the places of their vision tokens."""
+        """Compute `joint_flops`; latents of references replace their vision tokens."""
         text = text_tokens - references // 4
         return joint_flops(config, self.tokens(height, width), text, references)
 
     def build_tiny(self) -> diffusers.QwenImage21Pipeline:
-        """Random Qwen-Image-2.1 pipeline of a megabyte; its folder names the usual processor."""
+        """Build a random pipeline of a megabyte; its folder names the usual processor."""
         processor = tiny_processor()
         pipe = diffusers.QwenImage21Pipeline(
             scheduler=diffusers.FlowMatchEulerDiscreteScheduler(**tiny.QWEN_SCHEDULE),
@@ -799,7 +773,7 @@ class QwenImage21(Family):
 
 
 def leading_spans(sizes: tuple) -> tuple:
-    """Places of images that are the first of a text.
+    """Return places of images that come first in a text.
 
     Args:
         sizes: (rows, columns) of each reference

@@ -21,19 +21,15 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ..core.registry import FamilyRecord
-from sciftune.models.family import (
-    Encoders,
-    Family,
-    check_captions,
-    load_image_processor,
-    mmdit_flops,
-)
+from .encoders import Encoders, check_captions, load_image_processor
+from .family import Family
 from sciftune.models.qwenimage import (
     QWEN_IMAGE,
     TINY_QWEN_IMAGE,
     QwenImage,
     last_hidden_states,
 )
+from .tokens import mmdit_flops
 from ..toys import tiny
 
 # %% ../../nbs/4_models/13_qwenimage_edit.ipynb #76b2199e
@@ -59,17 +55,13 @@ QWEN_IMAGE_EDIT = dict(QWEN_IMAGE, zero_cond_t=True)
 # %% ../../nbs/4_models/13_qwenimage_edit.ipynb #76808d20
 @functools.cache
 def edit_template() -> tuple[str, int]:
-    """Prompt template of `QwenImageEditPlusPipeline`.
-
-    Returns:
-        Template with {}, number of leading tokens to drop
-    """
+    """Return the template of `QwenImageEditPlusPipeline`, and how many leading tokens it drops."""
     pipe = _pipeline(None, None)
     return pipe.prompt_template_encode, pipe.prompt_template_encode_start_idx
 
 
 def _pipeline(text_encoder: object, processor: object) -> diffusers.QwenImageEditPlusPipeline:
-    """The pipeline without what makes pictures.
+    """Build the pipeline without what makes pictures.
 
     Args:
         text_encoder: Module, or None
@@ -86,7 +78,7 @@ def _pipeline(text_encoder: object, processor: object) -> diffusers.QwenImageEdi
 
 # %% ../../nbs/4_models/13_qwenimage_edit.ipynb #4e8759fc
 class WithoutVideos:
-    """For a processor of transformers, put before it among the bases: no video processor.
+    """Remove the video processor of a transformers processor; put it first among the bases.
 
     Args:
         image_processor: Of Qwen2-VL
@@ -124,7 +116,7 @@ class ImageTextProcessor(WithoutVideos, transformers.Qwen2VLProcessor):
 
 # %% ../../nbs/4_models/13_qwenimage_edit.ipynb #801918ac
 class LastState:
-    """A text encoder as the pipeline calls it, that computes its last hidden state alone.
+    """Compute a text encoder's last hidden state alone, called as the pipeline calls it.
 
     Args:
         model: Inner model of Qwen2.5-VL, with its vision tower
@@ -158,15 +150,14 @@ def states_with_images(
     images: list[np.ndarray],
     text_tokens: int,
 ) -> Tensor:
-    """Final hidden states of a caption with images, by the pipeline's own function.
+    """Return the final hidden states (T,width) of a caption with images, as the pipeline does.
 
     Args:
-        lm: Inner model of Qwen2.5-VL, with its vision tower
+        lm: inner model of Qwen2.5-VL, with its vision tower
+        processor: of captions and images
+        caption: text
         images: (H,W,3) uint8 each, one or more
-        text_tokens: Longest caption behind the images
-
-    Returns:
-        (T,width)
+        text_tokens: longest caption behind the images
     """
     encoder = LastState(lm)
     pictures = [Image.fromarray(image) for image in images]
@@ -193,21 +184,21 @@ class QwenImageEdit(QwenImage):
     token_arguments = None
 
     def prompt_template(self) -> tuple[str, int]:
-        """See `edit_template`."""
+        """Return `edit_template`."""
         return edit_template()
 
     def load_text(self, folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-        """Qwen2.5-VL's inner model with its vision tower, without vocabulary head."""
+        """Load Qwen2.5-VL's inner model with its vision tower, without vocabulary head."""
         return Family.load_text(self, folder, dtype, device).model
 
     def load_processor(self, folder: Path) -> ImageTextProcessor:
-        """The folder's image processor and tokenizer."""
+        """Load the folder's image processor and tokenizer."""
         return ImageTextProcessor(load_image_processor(folder), self.load_tokenizer(folder))
 
     def encode_captions(
         self, encoders: Encoders, captions: list[str], text_tokens: int = None
     ) -> list[dict]:
-        """Captions without images, as the pipeline's function has them: no `Picture`."""
+        """Encode captions without images, as the pipeline's function does: no `Picture`."""
         lm, processor = encoders.text["text_encoder"], encoders.tokenizers["processor"]
         length, captions = self.check_text_tokens(text_tokens), check_captions(captions)
         states = last_hidden_states(lm, processor.tokenizer, captions, length, edit_template())
@@ -220,7 +211,7 @@ class QwenImageEdit(QwenImage):
         references: list[list[np.ndarray]],
         text_tokens: int = None,
     ) -> list[dict]:
-        """See `states_with_images`; captions without images are encoded together."""
+        """Encode captions with images; those without are encoded together."""
         lm, processor = encoders.text["text_encoder"], encoders.tokenizers["processor"]
         length, captions = self.check_text_tokens(text_tokens), check_captions(captions)
         made = dict.fromkeys(range(len(captions)))
@@ -233,16 +224,16 @@ class QwenImageEdit(QwenImage):
         return list(made.values())
 
     def caption_pixels(self, image: Image.Image, side: int = 0) -> np.ndarray:
-        """By the pipeline's own image processor, of one size for any `side`; nothing is cropped."""
+        """Scale with the pipeline's own image processor, to one size for any `side`."""
         return _stretched(image, edit_plus.CONDITION_IMAGE_SIZE)
 
     def vision_libraries(self) -> str:
-        """Versions of the libraries that make vision tokens, and what resizes their images."""
+        """Return the versions of the libraries that make vision tokens or resize images."""
         resizes = "torchvision" if transformers.utils.is_torchvision_available() else "Pillow"
         return f"{diffusers.__version__} {transformers.__version__} {resizes}"
 
     def vision_tokens(self, height: int, width: int) -> int:
-        """A token per 28x28 pixels, and seven around them: `Picture 1: `, start and end."""
+        """Count a token per 28x28 pixels, and seven around them: `Picture 1: `, start and end."""
         side = edit_plus.CONDITION_IMAGE_SIZE
         columns, rows = (
             round(n / 28) for n in edit_plus.calculate_dimensions(side, width / height)
@@ -250,7 +241,7 @@ class QwenImageEdit(QwenImage):
         return rows * columns + 7
 
     def reference_fault(self, width: int, height: int) -> str:
-        """Qwen2-VL's processor takes 200:1 at most, counted as the pipeline scales an image."""
+        """Refuse ratios above 200:1, as Qwen2-VL's processor does after scaling."""
         sides = edit_plus.calculate_dimensions(edit_plus.CONDITION_IMAGE_SIZE, width / height)
         if max(sides) > 200 * min(sides):
             return (
@@ -259,25 +250,25 @@ class QwenImageEdit(QwenImage):
         return ""
 
     def reference_size(self, width: int, height: int, side: int = 0) -> tuple[int, int]:
-        """About a megapixel of the same ratio, or `side` squared where that is less."""
+        """Return a size of about a megapixel, or `side` squared if less, of the same ratio."""
         columns, rows = edit_plus.calculate_dimensions(_area(side), width / height)
         return max(rows, 32), max(columns, 32)
 
     def reference_pixels(self, image: Image.Image, side: int = 0) -> np.ndarray:
-        """By the pipeline's own image processor; nothing is cropped."""
+        """Scale with the pipeline's own image processor; nothing is cropped."""
         return _resized(image, *self.reference_size(*image.size, side))
 
     def flops_with(
         self, config: Mapping, height: int, width: int, text_tokens: int, references: int
     ) -> float:
-        """As Qwen-Image; a reference's tokens cost what those of the picture cost."""
+        """Compute Qwen-Image's FLOPs; a reference's tokens cost what the picture's cost."""
         d = config["num_attention_heads"] * config["attention_head_dim"]
         tokens = self.tokens(height, width) + references
         return mmdit_flops(config["num_layers"], d, tokens, text_tokens)
 
     def build_tiny(self, zero_cond_t: bool = True) -> diffusers.QwenImageEditPlusPipeline:
-        """Random Qwen-Image-Edit pipeline of a megabyte; its folder names the usual processor."""
-        parts = super().build_tiny().components
+        """Build a random pipeline of a megabyte; its folder names the usual processor."""
+        parts = self.tiny_components()
         words = "".join(f"Picture {k}: " for k in range(1, 10))
         tokenizer = tiny.qwen_tokenizer(edit_template()[0] + words)
         config = TINY_QWEN_IMAGE | dict(zero_cond_t=zero_cond_t)
@@ -293,16 +284,16 @@ class QwenImageEdit(QwenImage):
 
 
 def _area(side: int) -> int:
-    """Pixels of a reference image."""
+    """Return the pixels of a reference image."""
     return min(side**2 or edit_plus.VAE_IMAGE_SIZE, edit_plus.VAE_IMAGE_SIZE)
 
 
 def _resized(image: Image.Image, height: int, width: int) -> np.ndarray:
-    """An image in a size, as the pipeline's image processor makes it."""
+    """Resize an image as the pipeline's image processor does."""
     return np.array(VaeImageProcessor(vae_scale_factor=16).resize(image, height, width))
 
 
 def _stretched(image: Image.Image, area: int) -> np.ndarray:
-    """An image in about so many pixels."""
+    """Resize an image to about `area` pixels."""
     width, height = edit_plus.calculate_dimensions(area, image.width / image.height)
     return _resized(image, height, width)

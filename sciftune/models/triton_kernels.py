@@ -15,7 +15,7 @@ from torch import Tensor
 # %% ../../nbs/4_models/17_triton_kernels.ipynb #22k0005
 @triton.jit
 def _turned(y, cos, sin, heads: tl.constexpr, width: tl.constexpr):
-    """Each pair of channels of (heads, width) turned by its angle."""
+    """Rotate each pair of channels of (heads, width) by its angle."""
     a, b = tl.split(tl.reshape(y, (heads, width // 2, 2)))
     return tl.reshape(tl.join(a * cos - b * sin, a * sin + b * cos), (heads, width))
 
@@ -26,7 +26,7 @@ def _norm_rope_kernel(
     x_batch, x_token, x_head, table_batch, table_token, table_pair, y_batch, y_token, eps,
     heads: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one token."""
+    """Process some heads of one token."""
     row = tl.program_id(0).to(tl.int64)
     batch = row // tokens
     token = row % tokens
@@ -51,7 +51,7 @@ def _norm_rope_backward_kernel(
     table_batch, table_token, table_pair, dx_batch, dx_token, eps,
     heads: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of many tokens."""
+    """Process some heads of many tokens."""
     head = tl.program_id(1) * heads + tl.arange(0, heads)[:, None]
     column = tl.arange(0, width)[None, :]
     pair = tl.arange(0, width // 2)[None, :]
@@ -93,7 +93,7 @@ def _table_strides(table: Tensor) -> tuple[int, int, int]:  # (S,D/2) or (B,S,D/
 
 
 def launch_norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, out: Tensor, eps: float):
-    """Norm and rotary embedding of all heads.
+    """Launch norm and rotary embedding of all heads.
 
     Args:
         x: (B,S,heads,D)
@@ -101,6 +101,7 @@ def launch_norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, out: T
         cos: fp32 (S,D/2) or (B,S,D/2)
         sin: Of the same strides
         out: (B,S,heads,D), written; the heads of a token side by side
+        eps: of the norms
     """
     x = _side_by_side(x)
     batch, tokens, count, width = x.shape
@@ -113,7 +114,7 @@ def launch_norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, out: T
 def launch_norm_rope_backward(
     grad: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, out: Tensor, eps: float
 ) -> Tensor:
-    """The gradients of norm and rotary embedding.
+    """Launch the gradients of norm and rotary embedding.
 
     Args:
         grad: (B,S,heads,D)
@@ -122,6 +123,7 @@ def launch_norm_rope_backward(
         cos: fp32 (S,D/2) or (B,S,D/2)
         sin: Of the same strides
         out: (B,S,heads,D), takes the gradient of x; the heads of a token side by side
+        eps: of the norms
 
     Returns:
         Gradient of the weight (D,)
@@ -145,7 +147,7 @@ HIDDEN_PART = 1024  # of a program
 def _swiglu_backward_kernel(
     g_ptr, x_ptr, dx_ptr, tokens, hidden, g_batch, g_token, x_row, dx_row, columns: tl.constexpr
 ):  # fmt: skip
-    """Some columns of one row."""
+    """Process some columns of one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * columns + tl.arange(0, columns)
     inside = column < hidden
@@ -161,7 +163,7 @@ def _swiglu_backward_kernel(
 
 
 def launch_swiglu_backward(grad: Tensor, x: Tensor, out: Tensor):
-    """The gradient of a gated projection.
+    """Launch the gradient of a gated projection.
 
     Args:
         grad: (B,S,M)
@@ -181,7 +183,7 @@ def _copy_kernel(
     x_ptr, y_ptr, tokens, count, x_batch, x_token, x_head, y_row,
     heads: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one token."""
+    """Copy some heads of one token."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * heads + tl.arange(0, heads)[:, None]
     column = tl.arange(0, width)[None, :]
@@ -213,7 +215,7 @@ def _float8_kernel(
     x_ptr, scale_ptr, y_ptr, turned_ptr, rows, columns, x_row, turned_row, kind: tl.constexpr,
     largest: tl.constexpr, straight: tl.constexpr, height: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """One tile, as it is (where `straight`) and transposed."""
+    """Convert one tile, as it is (where `straight`) and transposed."""
     top, left = tl.program_id(0).to(tl.int64) * height, tl.program_id(1).to(tl.int64) * width
     row = top + tl.arange(0, height)[:, None]
     column = left + tl.arange(0, width)[None, :]
@@ -230,7 +232,7 @@ def _float8_kernel(
 
 
 def launch_float8(x: Tensor, scale: Tensor, out: Tensor | None, turned: Tensor):
-    """A matrix times a scale in float8, saturated, as it is and transposed.
+    """Convert a scaled matrix to float8, saturated, as it is and transposed.
 
     Args:
         x: bf16 (N,C)

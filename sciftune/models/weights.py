@@ -153,7 +153,7 @@ _COUNTS = re.compile(r"(layers|blocks|depth)$|layers_per_block$")
 
 
 def _settings(value: object, name: str = "") -> Iterator[tuple[str, object]]:
-    """Every list and every number in a configuration, with the name that it stands under."""
+    """Yield every list and number of a configuration with its dotted name."""
     if isinstance(value, dict):
         for inner, part in value.items():
             yield from _settings(part, inner)
@@ -166,7 +166,7 @@ def _settings(value: object, name: str = "") -> Iterator[tuple[str, object]]:
 
 
 def read_config(file: Path) -> dict:
-    """The configuration in a file. Raises FileError for numbers that no network has.
+    """Read the configuration in a file. Raise FileError for numbers that no network has.
 
     Args:
         file: config.json of a component
@@ -230,7 +230,7 @@ def open_weights(file: Path) -> safetensors.safe_open:
 
 # %% ../../nbs/4_models/01_weights.ipynb #81f385b8
 def _indexed_files(index: Path) -> dict[str, Path]:
-    """The map of a sharded component; ValueError names a shard that is not there.
+    """Return the map of a sharded component. Raise ValueError naming a missing shard.
 
     Args:
         index: *.safetensors.index.json
@@ -252,7 +252,7 @@ def _indexed_files(index: Path) -> dict[str, Path]:
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
-    """Where each tensor of a component lies.
+    """Return the file of each tensor of a component.
 
     Raises ValueError for pickles, missing shards or no weights at all.
 
@@ -336,7 +336,7 @@ _DTYPES = dict(
 
 
 class Weights(Mapping):
-    """Lazy name -> tensor over the safetensors of a component folder.
+    """Map names to tensors lazily over the safetensors of a component folder.
 
     Files are memory mapped: a tensor costs nothing until it is read.
 
@@ -371,7 +371,7 @@ class Weights(Mapping):
         return self._handle(name).get_tensor(name)
 
     def slice(self, name: str, start_row: int, stop_row: int) -> Tensor:
-        """Rows [start_row, stop_row) of a tensor; the other rows are not read.
+        """Read rows [start_row, stop_row) of a tensor and no others.
 
         Args:
             name: Tensor
@@ -385,11 +385,11 @@ class Weights(Mapping):
         return self._handle(name).get_slice(name)[start_row:stop_row]
 
     def shape(self, name: str) -> torch.Size:
-        """Shape of a tensor, from the file's header."""
+        """Return the shape of a tensor, from the file's header."""
         return torch.Size(self._handle(name).get_slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        """Type of a tensor as it is stored, from the file's header."""
+        """Return the type of a tensor as it is stored, from the file's header."""
         stored = self._handle(name).get_slice(name).get_dtype()
         if stored not in _DTYPES:
             raise ValueError(f"{self.where[name]}: {name} is of type {stored}, which is not read")
@@ -443,7 +443,7 @@ _WHOLE = tuple(kind for kind in _DTYPES.values() if not kind.is_floating_point)
 
 
 def check_not_quantised(weights: Weights, names: Iterable[str], kinds: tuple[torch.dtype, ...]):
-    """ValueError names tensors that are stored in types without a point.
+    """Raise ValueError naming tensors that are stored as integers.
 
     Args:
         weights: Of a component
@@ -465,7 +465,7 @@ def check_stored(
     unexpected: Iterable[str] = (),
     whose: str = "the denoiser",
 ):
-    """ValueError names tensors that are missing, of another shape, or no floating numbers.
+    """Raise ValueError naming tensors that are missing, of another shape, or not floating.
 
     Args:
         want: Name -> shape of floating tensors
@@ -494,7 +494,7 @@ def check_stored(
 
 
 def check_fit(module: nn.Module, weights: Weights):
-    """ValueError names tensors that are missing, unexpected, of another shape or kind.
+    """Raise ValueError naming tensors that are missing, unexpected, or of another shape or kind.
 
     Args:
         module: Module, maybe on meta
@@ -591,7 +591,7 @@ GIB = 2**30
 
 
 def text_encoder_placement(weights_gib: float, free_gib: float, device: torch.device) -> dict:
-    """The whole encoder on `device`, or its first layers and the others in host memory.
+    """Place the whole encoder on `device`, or its first layers there and the others on the host.
 
     Args:
         weights_gib: Of the encoder, in the type it is loaded in
@@ -610,7 +610,7 @@ def text_encoder_placement(weights_gib: float, free_gib: float, device: torch.de
 
 # %% ../../nbs/4_models/01_weights.ipynb #cee22a02
 def stored_numel(folder: Path) -> int:
-    """Elements of all tensors of a component, from the headers of its files.
+    """Return the elements of all tensors of a component, from the headers of its files.
 
     Raises ValueError for quantised weights, whose numbers mean nothing without their scales.
 
@@ -623,14 +623,7 @@ def stored_numel(folder: Path) -> int:
 
 
 def free_memory_gib(device: torch.device) -> float:
-    """What can still be allocated on a GPU.
-
-    Args:
-        device: A GPU
-
-    Returns:
-        GiB
-    """
+    """Return the GiB that can still be allocated on the GPU `device`."""
     free, _ = torch.cuda.mem_get_info(device)
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return (free + kept) / GIB
@@ -658,7 +651,7 @@ def same_tensor(name: str, names: Collection[str]) -> str:
 
 
 def text_encoder_numel(class_name: str, config: transformers.PretrainedConfig) -> int:
-    """Parameters of a text encoder; those that it shares count once.
+    """Return the parameters of a text encoder; shared ones count once.
 
     Args:
         class_name: transformers class
@@ -718,7 +711,7 @@ def load_text_encoder(
 
 # %% ../../nbs/4_models/01_weights.ipynb #6197be8e
 def link_or_copy(source: Path, target: Path):
-    """Hard link for weights, copy for everything else or across file systems.
+    """Hard-link weights; copy everything else, and across file systems.
 
     Args:
         source: Existing file (symbolic links, as in the hub cache, are followed)

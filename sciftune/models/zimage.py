@@ -16,16 +16,10 @@ import transformers
 from torch import Tensor, nn
 
 from ..core.registry import FamilyRecord
-from sciftune.models.family import (
-    Encoders,
-    Family,
-    check_captions,
-    compute_dtype,
-    mmdit_flops,
-    stack_sizes,
-    user_turn,
-)
+from .encoders import Encoders, check_captions, user_turn
+from .family import Family
 from .published import FLUX1_VAE, QWEN3_4B
+from .tokens import compute_dtype, mmdit_flops, stack_sizes
 from ..toys import tiny
 
 # %% ../../nbs/4_models/10_zimage.ipynb #2a67af77
@@ -71,7 +65,7 @@ SEQUENCE_MULTIPLE = 32  # Picture and caption are filled up to a multiple of it
 
 
 def z_image_flops(config: Mapping, image_tokens: int, text_tokens: int) -> float:
-    """Forward FLOPs of the main blocks over N+T tokens and of the refiners over N and over T.
+    """Compute the FLOPs of the main blocks (N+T tokens) and of the refiners (N, and T).
 
     Args:
         config: Denoiser configuration
@@ -91,14 +85,7 @@ def z_image_flops(config: Mapping, image_tokens: int, text_tokens: int) -> float
 
 # %% ../../nbs/4_models/10_zimage.ipynb #1318420c
 def qwen3_but_last(folder: Path) -> transformers.PretrainedConfig:
-    """The part of Qwen3 that Z-Image uses.
-
-    Args:
-        folder: text_encoder folder
-
-    Returns:
-        Of all layers but the last
-    """
+    """Return the configuration of Qwen3 without its last layer."""
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     config.num_hidden_layers -= 1
     if getattr(config, "layer_types", None):
@@ -113,7 +100,7 @@ def turn_states(
     captions: list[str],
     text_tokens: int,
 ) -> list[Tensor]:
-    """Hidden states of one user turn per caption, unpadded.
+    """Return the hidden states of one user turn per caption, unpadded.
 
     Args:
         lm: Of `ZImage.load_text`
@@ -151,78 +138,60 @@ class ZImage(Family):
 
     record = RECORDS[0]
     denoiser_class = "ZImageTransformer2DModel"
-    vae_class = "AutoencoderKL"
     real_config = Z_IMAGE
     real_vae = FLUX1_VAE
     real_text = dict(text_encoder=QWEN3_4B)
     schedule = Z_IMAGE_SCHEDULE
     posterior = "mode"
+    caption_width = "cap_feat_dim"
+    tiny_config = TINY_Z_IMAGE
+    tiny_parts = dict(
+        tokenizer=lambda: tiny.qwen_tokenizer("user\nassistant\n", tiny.QWEN3_CHAT_TEMPLATE),
+        vae=tiny.tiny_flux_vae,
+        text_encoder=lambda tokenizer: tiny.tiny_qwen3(tokenizer).model,
+    )
     default_guidance = 5.0
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
 
     def check_config(self, config: Mapping):
-        """ValueError for the omni variant, which reads SigLIP features, too."""
+        """Raise ValueError for the omni variant, which reads SigLIP features, too."""
         if config.get("siglip_feat_dim"):
             raise ValueError(
                 "transformer/config.json has siglip_feat_dim: the omni variant, "
                 f"which {self.name!r} does not train"
             )
 
-    def caption_shapes(self, config: Mapping, text_tokens: int = None) -> dict[str, tuple]:
-        """States of one turn, at most."""
-        return dict(text=(self.text_length(text_tokens), config["cap_feat_dim"]))
-
     def text_model(self, folder: Path) -> tuple[str, transformers.PretrainedConfig]:
-        """See `qwen3_but_last`."""
+        """Return Qwen3 without its last layer."""
         return "Qwen3Model", qwen3_but_last(folder)
 
     def load_text(self, folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-        """All layers of Qwen3 but the last, without norm and vocabulary."""
+        """Load all layers of Qwen3 but the last, without norm and vocabulary."""
         lm = super().load_text(folder, dtype, device)
         lm.norm = nn.Identity()
         return lm
 
-    @torch.no_grad()
-    def encode_images(self, encoders: Encoders, pixels: Tensor) -> dict[str, Tensor]:
-        """The shifted and scaled mode (B,16,H/8,W/8).
-
-        Args:
-            pixels: (B,3,H,W) in [-1,1]
-        """
-        self.check_pixels(pixels)
-        vae = encoders.vae
-        z = vae.encode(pixels.to(vae.device, vae.dtype)).latent_dist.mode().float()
-        return dict(mean=(z - vae.config.shift_factor) * vae.config.scaling_factor)
-
     def tokenized_text(self, tokenizer: transformers.PreTrainedTokenizerBase, caption: str) -> str:
-        """The caption as a user's turn."""
+        """Return the caption as a user's turn."""
         return user_turn(tokenizer, caption, thinking=True)
 
     def encode_captions(
         self, encoders: Encoders, captions: list[str], text_tokens: int = None
     ) -> list[dict]:
-        """One {'text': (T,2560)} per caption, its valid tokens only."""
+        """Return {'text': (T,2560)} per caption, its valid tokens only."""
         lm, tokenizer = encoders.text["text_encoder"], encoders.tokenizers["tokenizer"]
         length = self.check_text_tokens(text_tokens)
         states = turn_states(lm, tokenizer, check_captions(captions), length)
         return [dict(text=text) for text in states]
 
     def collate(self, rows: list[dict], pad_to: int = None) -> dict:
-        """'text': a list of (T_i,2560); the transformer pads."""
+        """Return 'text', a list of (T_i,2560); the transformer pads."""
         return dict(text=[row["text"] for row in rows])
 
     def predict(
         self, denoiser: nn.Module, x_t: Tensor, sigma: Tensor, conditioning: dict
     ) -> Tensor:
-        """Velocity epsilon - x0: the negative of what the network gives at time 1 - sigma.
-
-        Args:
-            x_t: Noisy latents (B,16,h,w)
-            sigma: Noise levels (B,) in [0,1]
-
-        Returns:
-            (B,16,h,w)
-        """
+        """Return the velocity epsilon - x0 (B,16,h,w): minus the network's output at 1 - sigma."""
         self.check_inputs(x_t, sigma)
         dtype = compute_dtype(denoiser)
         sizes = conditioning.get("sizes") or [x_t.shape[2:]] * len(x_t)
@@ -232,48 +201,18 @@ class ZImage(Family):
         out = denoiser(pictures, time, captions, return_dict=False)[0]
         return -stack_sizes([velocity.squeeze(1) for velocity in out])[0].to(x_t.dtype)
 
-    @torch.no_grad()
-    def decode(self, vae: nn.Module, x: Tensor) -> Tensor:
-        """Undo scale and shift, then decode.
-
-        Args:
-            x: Latents (B,16,h,w)
-
-        Returns:
-            Pixels (B,3,H,W)
-        """
-        z = x.float() / vae.config.scaling_factor + vae.config.shift_factor
-        return vae.decode(z.to(vae.dtype), return_dict=False)[0].float()
-
     def guide(self, cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
-        """The pipeline's rule: cond + scale*(cond - uncond).
-
-        Args:
-            cond: (B,16,h,w)
-            uncond: (B,16,h,w)
-
-        Returns:
-            (B,16,h,w)
-        """
+        """Guide by the pipeline's rule: cond + scale*(cond - uncond)."""
         return cond + scale * (cond - uncond)
 
     def flops(self, config: Mapping, height: int, width: int, text_tokens: int) -> float:
-        """See `z_image_flops`."""
+        """Compute `z_image_flops`."""
         return z_image_flops(config, self.tokens(height, width), text_tokens)
 
     def build_tiny(self) -> diffusers.ZImagePipeline:
-        """Random Z-Image pipeline; its pad tokens are random, too, so that they show."""
-        tokenizer = tiny.qwen_tokenizer("user\nassistant\n", tiny.QWEN3_CHAT_TEMPLATE)
-        vae = tiny.tiny_flux_vae()
-        text = tiny.tiny_qwen3(tokenizer).model
-        transformer = diffusers.ZImageTransformer2DModel(**TINY_Z_IMAGE)
+        """Build the stand-in with random pad tokens, so that they show."""
+        pipeline = super().build_tiny()
         with torch.no_grad():
-            transformer.x_pad_token.normal_()
-            transformer.cap_pad_token.normal_()
-        return diffusers.ZImagePipeline(
-            scheduler=diffusers.FlowMatchEulerDiscreteScheduler(**Z_IMAGE_SCHEDULE),
-            vae=vae,
-            text_encoder=text,
-            tokenizer=tokenizer,
-            transformer=transformer,
-        )
+            pipeline.transformer.x_pad_token.normal_()
+            pipeline.transformer.cap_pad_token.normal_()
+        return pipeline

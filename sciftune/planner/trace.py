@@ -399,7 +399,7 @@ class OutputShapes:
     """The recipe of a block's outputs: inputs that it passes on, and shapes of the others.
 
     Attributes:
-        leaves: position among the inputs, or (shape, stride, dtype, requires_grad)
+        leaves: position among the inputs, (shape, stride, dtype, requires_grad), or None
     """
 
     tree: TreeSpec
@@ -415,21 +415,23 @@ class OutputShapes:
         """
         leaves, tree = tree_flatten(out)
         passed = [next((i for i, x in enumerate(inputs) if x is o), None) for o in leaves]
-        new = [o for o, i in zip(leaves, passed, strict=True) if i is None]
+        new = [o for o, i in zip(leaves, passed, strict=True) if i is None and o is not None]
         if storages(inputs).keys() & storages(new).keys():
             return None  # it would lose its storage
-        parts = (
-            (o.shape, o.stride(), o.dtype, o.requires_grad) if i is None else i
-            for o, i in zip(leaves, passed, strict=True)
-        )
-        return cls(tree, tuple(parts))
+
+        def part(leaf: torch.Tensor | None, position: int | None) -> tuple | int | None:
+            if leaf is None or position is not None:
+                return position
+            return leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad
+
+        return cls(tree, tuple(map(part, leaves, passed)))
 
     def make(self, inputs: list[torch.Tensor]) -> object:
         """Return outputs of these shapes, on meta, for other inputs of the same shapes."""
 
-        def leaf(part: int | tuple) -> torch.Tensor:
-            if isinstance(part, int):
-                return inputs[part]
+        def leaf(part: tuple | int | None) -> torch.Tensor | None:
+            if part is None or isinstance(part, int):
+                return part if part is None else inputs[part]
             shape, stride, dtype, gradient = part
             new = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
             return new.requires_grad_(gradient)

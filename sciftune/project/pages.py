@@ -66,7 +66,7 @@ MAP = """## Where is
 
 - **the target of klein**, and of every flow-matching model:
   @objectives.flow.loss.flow_loss, noise − latent; klein's latents are made by
-  @models.flux2.Klein.encode_images
+  @models.encoders.Encoding.encode_images, from @models.flux2.Klein.latent_statistics
 - **the configuration of ZeRO-3**: @strategies.zero.Zero3.zero_config, the section
   `zero_optimization` of @strategies.zero.Zero.deepspeed_config, which is written as
   `deepspeed.json`
@@ -134,7 +134,7 @@ plugged into it and calls down to the model family (`4_models`).
 1. @data.sources.open_collection, or @data.streams, gives pictures with captions.
 2. @data.buckets says at which size each of them is trained.
 3. @training.encoding.cache_data encodes what is not in the @data.cache.TensorCache yet, by the
-   family's @models.family.Family.encode_images and @models.family.Family.encode_captions.
+   family's @models.encoders.Encoding.encode_images and @models.encoders.Encoding.encode_captions.
 4. @objectives.flow.data.FlowBatches makes the micro-batches of a step: latents, noise, noise
    levels, conditioning, each a function of (seed, sample, epoch): @core.randomness.
 5. @training.prefetch makes the next step's batches while this one computes.

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..core.recipe import Recipe, RecipeError
-from ..models.family import Family, TokenArguments
+from ..models.family import Family
+from ..models.tokens import TokenArguments
 from .engine import Engine
 
 # %% ../../nbs/5_strategies/20_context.ipynb #7fa99cc2

@@ -38,7 +38,8 @@ from ..data.images import PIXELS_VERSION, load_picture, pixels
 from ..data.pairs import find_pairs
 from ..data.references import REFERENCE_KEYS
 from ..data.sources import joined_quarantine, open_collection, open_collections
-from ..models.family import Family, get_family, image_batch
+from ..models.family import Family, get_family
+from ..models.tokens import image_batch
 from ..planner.profile import weights_path
 from ..planner.work import work_of
 from ..strategies.engine import Engine

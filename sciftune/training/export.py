@@ -34,7 +34,8 @@ from ..core.progress import ProgressFile
 from ..core.recipe import RecipeError
 from ..core.rundir import replaced_folder
 from ..core.sections import size_in_bytes
-from ..models.family import Family, build_scheduler
+from ..models.family import Family
+from ..models.sampler import build_scheduler
 from ..models.weights import Weights
 from ..strategies.engine import Engine
 from ..strategies.lora import Merged, family_of

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.recipe import Recipe
-from ..models.family import own_mean
+from ..models.tokens import own_mean
 
 # %% ../../nbs/7_training/18_intervals.ipynb #894090f9
 def loss_by_sigma(losses: Tensor, sigma: Tensor, ranges: int) -> Tensor:

@@ -19,7 +19,8 @@ from torch import Tensor
 from ..core.randomness import stream
 from ..core.recipe import Recipe
 from ..core.writing import write_atomic, written_aside
-from ..models.family import Family, stack_references
+from ..models.family import Family
+from ..models.references import stack_references
 from ..strategies.engine import Engine
 from ..strategies.network import Network
 from .encoding import CachedData, reference_latents

@@ -20,8 +20,9 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sciftune.core.recipe import resolve
-from sciftune.models.family import get_family, stack_references
+from sciftune.models.family import get_family
 from sciftune.models.packing import Packing, join_rows, packed_attention
+from sciftune.models.references import stack_references
 from sciftune.objectives.flow.loss import FlowMatching
 from sciftune.project.baseline import one_batch
 from sciftune.strategies.compilation import prepare_denoiser

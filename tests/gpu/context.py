@@ -27,7 +27,8 @@ from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_a
 from torch import nn
 
 from sciftune.core.recipe import resolve
-from sciftune.models.family import get_family, stack_sizes
+from sciftune.models.family import get_family
+from sciftune.models.tokens import stack_sizes
 from sciftune.strategies import context
 from sciftune.strategies.compilation import prepare_denoiser
 from sciftune.strategies.engine import Engine

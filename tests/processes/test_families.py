@@ -105,7 +105,8 @@ def stand_ins():
     """A family of each stand-in: families of one class differ in size alone."""
     names = {}
     for name in records("models"):
-        names.setdefault(type(get_family(name)).build_tiny, name)
+        family = get_family(name)
+        names.setdefault((type(family).build_tiny, str(family.tiny_config)), name)
     return list(names.values())
 
 
@@ -188,7 +189,7 @@ def test_what_it_exports_is_what_was_trained(root, trained, model, setting):
     network, opened = trained_network(export, "denoiser"), load_exported(export, run.model)
     check_types(export, network, run.model)
     if setting == "whole":
-        for parameter in network.parameters():
-            parameter.data.copy_(parameter.bfloat16())  # the type of the exported file
+        for tensor in network.state_dict().values():
+            tensor.copy_(tensor.bfloat16())  # the type of the exported file
     wanted, found = (predicted(export.family, export.base(), n) for n in (network, opened))
     assert (found - wanted).abs().max() <= CLOSE

@@ -17,7 +17,8 @@ from forked import USED_LATER, losses, train
 
 from sciftune.core.registry import records
 from sciftune.core.rundir import RunDir
-from sciftune.models.family import GuidanceInput, get_family
+from sciftune.models.family import get_family
+from sciftune.models.sampler import GuidanceInput
 from sciftune.strategies.ranks import on_ranks, toy_engine
 from sciftune.training.task import parameter_source, unprepared_denoiser
 

@@ -219,7 +219,7 @@ def test_drawing_an_edit_shows_its_images_to_the_text_encoder(data, seeing, monk
 
     from sciftune.core.randomness import stream
     from sciftune.lab.sample import Request, draw_samples, find_weights
-    from sciftune.models.family import pack
+    from sciftune.models.tokens import pack
 
     monkeypatch.setattr(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", 64 * 64)
     family, source = get_family("qwenimage_edit"), find_weights(data / "runs" / "seeing" / "model")

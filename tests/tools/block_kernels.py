@@ -13,10 +13,11 @@ import torch
 
 from sciftune.core.registry import find_record
 from sciftune.models import block_kernels, packing, triton_kernels
-from sciftune.models.family import get_family, stack_sizes
+from sciftune.models.family import get_family
 from sciftune.models.flux1 import TINY_FLUX1
 from sciftune.models.flux2 import TINY_KLEIN
 from sciftune.models.qwenimage import TINY_QWEN_IMAGE
+from sciftune.models.tokens import stack_sizes
 from sciftune.strategies import float8
 from sciftune.strategies.compilation import (
     blocks_of,

@@ -19,7 +19,7 @@ from ...core.randomness import GlobalOrder
 from ...core.recipe import Recipe
 from ...core.rundir import replaced_folder
 from ...core.writing import write_atomic
-from ...models.family import patchify
+from ...models.tokens import patchify
 from ...models.weights import link_or_copy
 from .data import PictureBatches, PictureCache
 from .loss import Coder, Reconstruction, reconstruction_loss

@@ -11,7 +11,7 @@ from functools import cached_property
 from torch import Tensor, nn
 
 from ...models.ddpm import NoiseSchedule, timesteps_of
-from ...models.family import own_mean
+from ...models.tokens import own_mean
 from ..flow.loss import FlowMatching
 
 # %% ../../../nbs/8_objectives/epsilon/02_loss.ipynb #5c3b0fda

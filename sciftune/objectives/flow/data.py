@@ -16,7 +16,9 @@ from ...core.randomness import share, stream, uniform
 from ...core.recipe import Recipe
 from ...data.buckets import rank_share
 from ...data.streams import sample_order
-from ...models.family import Family, stack_references, stack_sizes
+from ...models.family import Family
+from ...models.references import stack_references
+from ...models.tokens import stack_sizes
 from .loss import density, shift, shift_factor, weight
 from ...training.encoding import CachedData, CachedSample, reference_latents
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from ...core.randomness import stream_seed
 from ...core.recipe import Recipe
-from ...models.family import Family, own_mean
+from ...models.family import Family
+from ...models.tokens import own_mean
 from ...training.intervals import latent_sums, loss_by_sigma
 from ...training.task import Turn
 

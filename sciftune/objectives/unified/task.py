@@ -37,7 +37,8 @@ from sciftune.models.bagel import (
 )
 from ...models.bagel_parts import check_same_parts, parts_digests
 from ...models.bagel_sampling import EDIT, Guidance, respond
-from ...models.family import Encoders, get_family
+from ...models.encoders import Encoders
+from ...models.family import get_family
 from ...models.weights import freeze
 from .data import HeldOutPacks, UnifiedBatches, open_groups
 from .loss import UnifiedObjective
