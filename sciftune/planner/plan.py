@@ -111,21 +111,21 @@ class Machine:
         """
         if recipe.plan_device:
             return cls.absent(recipe)
-        found = [] if recipe.cpu else gpus()
+        cards = [] if recipe.cpu else gpus()
         planned = recipe.device_memory_gib
         host = recipe.host_memory_gib or psutil.virtual_memory().total / 2**30
-        if recipe.num_machines > 1 and not (recipe.cpu or found or planned):
+        if recipe.num_machines > 1 and not (recipe.cpu or cards or planned):
             raise RecipeError(
                 "num_machines: this machine has no GPU, so that nothing is known of the others: "
                 "with launcher=print give plan_device, for example 'H100', and host_memory_gib; "
                 "cpu=True is a run on processors"
             )
-        if recipe.cpu or not (found or planned):
+        if recipe.cpu or not (cards or planned):
             return cls("CPU", planned or host, host, 0, False)
-        if not found:
+        if not cards:
             return cls(f"GPU with {planned:g} GiB", planned, *cls.elsewhere(recipe))
-        memory = planned or min(gpu["memory_gib"] for gpu in found)
-        return cls(found[0]["name"], memory, host, len(found), True)
+        memory = planned or min(gpu["memory_gib"] for gpu in cards)
+        return cls(cards[0]["name"], memory, host, len(cards), True)
 
     @classmethod
     def absent(cls, recipe: Recipe) -> Machine:
@@ -459,7 +459,7 @@ def ranked(
         below: only settings that take fewer seconds
     """
     rates = device_rates(machine.device) or DEVICES["H200"]
-    found, states_suffice = [], False
+    fitting, states_suffice = [], False
     for strategy in candidates(recipe, machine, worlds):
         unlike = strategy.context != profile.context  # blocks were measured with other tokens
         if unlike or strategy.recipe.offload not in offloads:
@@ -470,11 +470,11 @@ def ranked(
         states_suffice |= strategy.streams_states and not strategy.streams_weights
         seconds = step_seconds(profile, strategy, row.recompute_blocks, rates)
         if seconds < below and command(strategy, recipe):
-            found.append((seconds, row.gpu_total_gib, row, strategy))
+            fitting.append((seconds, row.gpu_total_gib, row, strategy))
     if states_suffice:
-        found = [entry for entry in found if not entry[-1].streams_weights]
+        fitting = [entry for entry in fitting if not entry[-1].streams_weights]
     words = {}
-    for _, _, row, strategy in sorted(found, key=lambda entry: entry[:2]):
+    for _, _, row, strategy in sorted(fitting, key=lambda entry: entry[:2]):
         key = row.strategy, strategy.world
         words.setdefault(key, _in_words(row, strategy, machine, recipe))
     return list(words.values())
@@ -661,8 +661,8 @@ def _measured_times(
     try:
         return time_blocks(recipe, family, base, dtype, "cuda")
     except Exception as e:
-        said = " ".join(str(e).split())[:200]
-        notes.append(f"profile_block: {type(e).__name__}: {said}; times are the estimate")
+        message = " ".join(str(e).split())[:200]
+        notes.append(f"profile_block: {type(e).__name__}: {message}; times are the estimate")
         return None
 
 
@@ -773,8 +773,8 @@ def _planned(
         model = replace(model, times=_measured_times(recipe, family, base, dtype, notes))
     encoding = encoding_note(recipe, family, base, machine)
     mine = plan_row(model, strategy, machine)
-    found = epochs_line(recipe), encoding, _saving(mine, strategy), _uncompared(mine, machine)
-    notes += filter(None, found)
+    further = epochs_line(recipe), encoding, _saving(mine, strategy), _uncompared(mine, machine)
+    notes += filter(None, further)
     words = _better(model, recipe, strategy, machine, mine)
     if machine.cuda and not mine.fits and all("-p offload" in w for w in words):
         words = _otherwise(recipe, family, base, machine, words)
@@ -857,8 +857,8 @@ def main(args: list[str]) -> int:
         print(" ".join(str(e).split()) or repr(e), file=sys.stderr)
         return 2
     except Exception as e:
-        said = f"{type(e).__name__}: {' '.join(str(e).split())}"
-        print(f"the planner failed on model {model!r}: {said}", file=sys.stderr)
+        message = f"{type(e).__name__}: {' '.join(str(e).split())}"
+        print(f"the planner failed on model {model!r}: {message}", file=sys.stderr)
         return 2
     if result.run.fits or not recipe.plan_check:
         return 0

@@ -233,11 +233,11 @@ def state_shards(
         progress(f"{part.name} copied")
         return memory.copy(read()) if memory else read().to("cpu", copy=True)
 
-    found = contributions(networks, averages)
+    parts = contributions(networks, averages)
     if memory is None:
-        return {key: DeferredShard.of(partial(to_host, *one), one[0]) for key, *one in found}
+        return {key: DeferredShard.of(partial(to_host, *one), one[0]) for key, *one in parts}
     memory.begin()
-    shards = {key: FlatShard.of(to_host(*one), one[0]) for key, *one in found}
+    shards = {key: FlatShard.of(to_host(*one), one[0]) for key, *one in parts}
     memory.end()
     return shards
 
@@ -511,9 +511,9 @@ class Checkpointer:
         """Return every rank's `thing`; called in the writing threads."""
         if self.group is None:
             return [thing]
-        found = [None] * self.engine.world
-        dist.all_gather_object(found, thing, group=self.group)
-        return found
+        things = [None] * self.engine.world
+        dist.all_gather_object(things, thing, group=self.group)
+        return things
 
     def _agreed(self, error: BaseException | None) -> BaseException | None:
         """Return the error of this rank or of another; no rank returns before all have finished."""
@@ -623,9 +623,9 @@ class MetadataUnpickler(pickle._Unpickler):
         """Return what a name means; raise UnpicklingError if it is not part of the format."""
         if (module, name) in METADATA_NAMES:
             return METADATA_NAMES[module, name]
-        found = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(found, torch.dtype):
-            return found
+        dtype = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(dtype, torch.dtype):
+            return dtype
         raise pickle.UnpicklingError(f"it names {module}.{name}, which can run code")
 
     def load_build(self):
@@ -762,7 +762,7 @@ class _Wanted:
 
 
 def _wanted(name: str, network: Network, average: EMA | None) -> list[_Wanted]:
-    found = [
+    wanted = [
         _Wanted(f"{name}/{state}/{part.name}", part, partial(network.write, part, state))
         for part in network.held()
         for state in STATES
@@ -770,20 +770,20 @@ def _wanted(name: str, network: Network, average: EMA | None) -> list[_Wanted]:
     if average:
         for part in network.owned():
             put = partial(average.write, part)
-            found.append(_Wanted(f"{name}/ema/{part.name}", part, put))
-    return found
+            wanted.append(_Wanted(f"{name}/ema/{part.name}", part, put))
+    return wanted
 
 
 def _check_stored(wanted: list[_Wanted], stored: Mapping, path: Path) -> None:
     """Raise RecipeError if a tensor is missing or has another size."""
     for item in wanted:
-        found = stored.get(item.key)
-        if found is None:
+        tensor = stored.get(item.key)
+        if tensor is None:
             raise RecipeError(f"resume: {path} holds no {item.key}; it belongs to another model")
-        if found.size[0] != item.range.total:
+        if tensor.size[0] != item.range.total:
             network = item.key.split("/")[0]
             raise RecipeError(
-                f"resume: {network}/{item.range.name} has {found.size[0]} elements in {path}, "
+                f"resume: {network}/{item.range.name} has {tensor.size[0]} elements in {path}, "
                 f"the model has {item.range.total}"
             )
 

@@ -111,9 +111,9 @@ class Divergence:
         cause += f", {self.norms[0]:.3g} at first"
         if self.moved > 0.1:
             cause += f"; a step has changed the weights by {self.moved:.3g} times their size"
-        said, usual = rate_advice(recipe)
-        rate = said or f"learning_rate {recipe.learning_rate:g} is the first suspect"
-        cure = [usual or f"learning_rate={recipe.learning_rate / 10:g} or less"]
+        fault, better = rate_advice(recipe)
+        rate = fault or f"learning_rate {recipe.learning_rate:g} is the first suspect"
+        cure = [better or f"learning_rate={recipe.learning_rate / 10:g} or less"]
         cure += ["max_grad_norm=1"] if not recipe.max_grad_norm else []
         cure += [f"warmup_steps={max(100, 2 * recipe.warmup_steps)}"] if recipe.steps > 200 else []
         cure += ["a new run, or start_from=<a checkpoint from before it>"]

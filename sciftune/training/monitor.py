@@ -187,7 +187,7 @@ class Monitor:
         self.held_out_losses = []  # (step, now, at the start)
         self.best_step = None  # fastest median so far, s
         self.rounded = ""  # last warning of the updates meter
-        self.said = set()
+        self.reported = set()  # names of findings
 
     def updates(self, words: str) -> None:
         """Store whether updates reach the weights.
@@ -223,8 +223,8 @@ class Monitor:
         return self._once([Finding("loss does not fall", f"{what}: {self._why()}", self._cure())])
 
     def _once(self, findings: list[Finding | None]) -> list[Finding]:
-        new = [found for found in findings if found and found.name not in self.said]
-        self.said |= {found.name for found in new}
+        new = [one for one in findings if one and one.name not in self.reported]
+        self.reported |= {one.name for one in new}
         return new
 
     def _starts_too_high(self) -> Finding | None:
@@ -323,11 +323,11 @@ class Monitor:
             _slow_allocator,
             _slow_offload,
         )
-        found = [finding for rule in rules if (finding := rule(self.recipe, rows))]
-        if not [finding for finding in found if finding.name not in self.said]:
+        findings = [finding for rule in rules if (finding := rule(self.recipe, rows))]
+        if not [finding for finding in findings if finding.name not in self.reported]:
             planned = _slower_than_planned(self.recipe, step, self.planned_step)
             before = _slower_than_before(self.recipe, step, self.best_step)
-            new_planned = planned and planned.name not in self.said
-            found = [planned] if new_planned else [before]
+            new_planned = planned and planned.name not in self.reported
+            findings = [planned] if new_planned else [before]
         self.best_step = min(step, self.best_step or step)
-        return [finding for finding in found if finding]
+        return [finding for finding in findings if finding]

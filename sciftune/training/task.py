@@ -467,12 +467,12 @@ def export_trained(
         family,
         base,
         out,
-        export.dtype,
-        recipe.max_shard_size,
-        export.state,
-        network,
-        earlier,
-        export.revision,
+        dtype=export.dtype,
+        max_shard_size=recipe.max_shard_size,
+        state=export.state,
+        network=network,
+        earlier=earlier,
+        revision=export.revision,
         left_out=export.left_out,
     )
     types = ", ".join(f"{n} {kind}" for kind, n in count.items())
