@@ -45,10 +45,10 @@ class Ledger:
     # stored between two steps
     def stored(self) -> dict[str, tuple[float, float]]:
         """Return part -> (bytes per GPU, bytes per rank on the host) between two steps."""
-        own = self.costs.stored()
-        parts = own | self.work.stored(self.profile, self.strategy)
+        engine_parts = self.costs.stored()
+        parts = engine_parts | self.work.stored(self.profile, self.strategy)
         parts["frozen"] = (self.profile.resident, 0.0)
-        return {k: v for k, v in parts.items() if k in own or any(v)}
+        return {k: v for k, v in parts.items() if k in engine_parts or any(v)}
 
     def stored_on_gpu(self) -> dict[str, float]:
         """Return part -> bytes of a GPU between two steps."""
@@ -136,12 +136,12 @@ class Ledger:
         gradients = costs.gradient_bytes()
         phases = self.work.phases(self)
         if self.profile.before:
-            held = gradients if costs.holds_all_gradients else 0.0
-            parts = base | dict(activations=self.profile.before, gradients=held)
+            remaining = gradients if costs.holds_all_gradients else 0.0
+            parts = base | dict(activations=self.profile.before, gradients=remaining)
             phases.insert(0, Phase("before forward", parts))
         states = base["optimizer"] + costs.update_bytes()
-        held = 0.0 if self.strategy.releases_gradients else gradients
-        phases.append(Phase("optimizer step", base | dict(gradients=held, optimizer=states)))
+        remaining = 0.0 if self.strategy.releases_gradients else gradients
+        phases.append(Phase("optimizer step", base | dict(gradients=remaining, optimizer=states)))
         if self.recipe.validation_steps and self.recipe.validation_images:
             parts = base | self._validation()
             if self.recipe.cuda_graphs:  # graphs keep the memory that a step allocated
@@ -211,12 +211,12 @@ class _Backward:
 
     def _phase(self, name: str, position: int, activations: float, gradients: float) -> Phase:
         gathered = self.base.get("gathered", 0.0) + self.ledger.gathered(position)
-        own = dict(
+        parts = dict(
             activations=self.held + activations,
             gradients=self.base.get("gradients", 0.0) + gradients,
             gathered=gathered,
         )
-        return Phase(self.prefix + name, self.base | own)
+        return Phase(self.prefix + name, self.base | parts)
 
     def _block(self, one: ForwardPass, position: int, kept: float, working: float) -> Phase:
         block = self.profile.blocks[position]
@@ -240,11 +240,11 @@ class _Backward:
         return self.whole + late if self.costs.holds_all_gradients else self.behind + self.outer
 
     def _reduction(self, gradients: float, gathered: float) -> Phase:
-        own = dict(
+        parts = dict(
             gradients=self.base.get("gradients", 0.0) + gradients,
             gathered=self.base.get("gathered", 0.0) + gathered,
         )
-        return Phase(self.prefix + "reduction of the root", self.base | own)
+        return Phase(self.prefix + "reduction of the root", self.base | parts)
 
 # %% ../../nbs/6_planner/05_ledger.ipynb #e023c6f7
 _MEASURED = (

@@ -170,12 +170,12 @@ def host_parts(ledger: Ledger, machine: Machine, process_gib: float) -> dict[str
     recipe, per = ledger.recipe, ledger.strategy.per_machine
     copies = ledger.work.checkpoint_bytes(ledger.profile, ledger.strategy)
     train = {k: per * v / 2**30 for k, v in ledger.host_bytes().items()}
-    own = dict(processes=per * process_gib)
+    alone = dict(processes=per * process_gib)
     if recipe.ema_decay and recipe.validation_ema and recipe.validation_steps:
         # the weights are kept on the host while the average replaces them on the GPU
-        held = 4 * ledger.costs.model.trained / ledger.strategy.shards
-        train["validation"] = per * held / 2**30
-    return own | train | dict(checkpoint=copies / recipe.num_machines / 2**30)
+        averaged = 4 * ledger.costs.model.trained / ledger.strategy.shards
+        train["validation"] = per * averaged / 2**30
+    return alone | train | dict(checkpoint=copies / recipe.num_machines / 2**30)
 
 
 def loading_gib(ledger: Ledger) -> float:
@@ -808,15 +808,15 @@ def _planned(
 def silenced() -> Iterator[None]:
     """Suppress what libraries write to stderr, so that only the one message appears."""
     sys.stderr.flush()
-    kept = os.dup(2)
+    stderr_copy = os.dup(2)
     with tempfile.TemporaryFile() as aside:
         os.dup2(aside.fileno(), 2)
         try:
             yield
         finally:
             sys.stderr.flush()
-            os.dup2(kept, 2)
-            os.close(kept)
+            os.dup2(stderr_copy, 2)
+            os.close(stderr_copy)
 
 
 def write_plan(recipe: Recipe, target: Path, at: Path | None = None) -> Plan:

@@ -131,12 +131,12 @@ def profile(
         vae: also measure the VAE's decoder
     """
     model = MetaModel.build(recipe, family, base, dtype)
-    known = {b: model.trace(b) for b in dict.fromkeys(model.work.batches)}
-    traces = [known[b] for b in model.work.batches]
+    traced = {b: model.trace(b) for b in dict.fromkeys(model.work.batches)}
+    traces = [traced[b] for b in model.work.batches]
     blocks, operations = measured_blocks(traces, model.frozen)
     frozen, side = model.frozen, recipe.resolution
     numels = {n: p.numel() for n, p in model.denoiser.named_parameters()}
-    own = tuple(v for n, v in numels.items() if n not in frozen)
+    trained_numels = tuple(v for n, v in numels.items() if n not in frozen)
     repeated = blocks_of(model.denoiser, model.block_classes)
     large, others = (
         len(float8_layers(model.denoiser, repeated, captions=seen)) for seen in (True, False)
@@ -148,9 +148,9 @@ def profile(
         blocks=blocks,
         outer=model.outer_modules(traces[0]),
         numel=sum(numels.values()),
-        trained=sum(own),
+        trained=sum(trained_numels),
         tensors=tuple(numels.values()),
-        trained_tensors=own,
+        trained_tensors=trained_numels,
         narrow=sum(model.narrow_numels()),
         widest=max(model.narrow_numels(), default=0),
         outside=BatchLine.through(*(t.outside for t in traces)),

@@ -73,7 +73,7 @@ DEVICES = {
 
 def device_rates(name: str) -> DeviceRates | None:
     """Return the rates of a GPU by the driver's name for it, or None if it is not listed."""
-    return next((rates for known, rates in DEVICES.items() if known in name.upper()), None)
+    return next((rates for part, rates in DEVICES.items() if part in name.upper()), None)
 
 
 def named_device(name: str) -> DeviceRates:
@@ -87,9 +87,9 @@ def named_device(name: str) -> DeviceRates:
     """
     rates = device_rates(name)
     if rates is None:
-        known = ", ".join(DEVICES)
+        names = ", ".join(DEVICES)
         raise RecipeError(
-            f"plan_device: the rates of '{name}' are not known; known: {known}; "
+            f"plan_device: the rates of '{name}' are not known; known: {names}; "
             "for its memory alone give device_memory_gib"
         )
     return rates
@@ -177,8 +177,8 @@ def _launch_seconds(profile: Profile, strategy: Strategy, share: float, every_tu
             once = blocks * GRAPHED_BLOCK
         return strategy.accumulation * passes * once
     each = CAST_OPERATION if work.autocasts(profile, strategy) else OPERATION
-    own = strategy.costs(profile).host_seconds(passes)
-    return strategy.accumulation * passes * profile.operations * each + own
+    engine_seconds = strategy.costs(profile).host_seconds(passes)
+    return strategy.accumulation * passes * profile.operations * each + engine_seconds
 
 
 def step_parts(

@@ -301,15 +301,15 @@ class MetaModel:
             seen: a trace of any batch
         """
         inside = tuple(f"{c.name}." for c in seen.calls)
-        frozen, found = self.frozen, []
+        frozen, outer = self.frozen, []
         for name, module in self.denoiser.named_modules():
-            own = {k: p.numel() for k, p in module._parameters.items() if p is not None}
-            if not own or f"{name}.".startswith(inside):
+            numels = {k: p.numel() for k, p in module._parameters.items() if p is not None}
+            if not numels or f"{name}.".startswith(inside):
                 continue
             prefix = f"{name}." if name else ""
-            trained = sum(v for k, v in own.items() if prefix + k not in frozen)
-            found.append(OuterModule(seen.first.get(name, 0), sum(own.values()), trained))
-        return tuple(found)
+            trained = sum(v for k, v in numels.items() if prefix + k not in frozen)
+            outer.append(OuterModule(seen.first.get(name, 0), sum(numels.values()), trained))
+        return tuple(outer)
 
     def narrow_numels(self) -> list[int]:
         """Return the number of weights of each layer that `lora_base` stores in fewer bits."""

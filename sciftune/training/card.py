@@ -30,10 +30,10 @@ def head_of(
     """Return the YAML at the top of a model card; empty if there is none."""
     parts = read_words(readme).split("---\n") if readme.is_file() else []
     try:
-        found = parsed_yaml(parts[1]) if len(parts) > 2 and not parts[0] else None
+        head = parsed_yaml(parts[1]) if len(parts) > 2 and not parts[0] else None
     except ValueError as error:
         raise FileError(f"{readme}: its head is not valid YAML: {error}") from None
-    return found if isinstance(found, dict) else {}
+    return head if isinstance(head, dict) else {}
 
 
 def base_and_licence(recipe: Recipe) -> tuple[str, str]:
@@ -93,9 +93,9 @@ def _call_parameters(recipe: Recipe) -> dict[str, inspect.Parameter]:
 
 def _guidance(recipe: Recipe) -> dict[str, Any]:
     """Return the validation's guidance as arguments of this pipeline."""
-    known = _call_parameters(recipe)
-    own = known.get("guidance_scale")
-    if "true_cfg_scale" in known and (own is None or own.default is None):
+    parameters = _call_parameters(recipe)
+    scale = parameters.get("guidance_scale")
+    if "true_cfg_scale" in parameters and (scale is None or scale.default is None):
         return dict(true_cfg_scale=recipe.validation_guidance, negative_prompt=" ")
     return dict(guidance_scale=recipe.validation_guidance)
 
@@ -115,8 +115,8 @@ def loading_code(recipe: Recipe, folder: Path) -> str:
         pipe = 'pipe = DiffusionPipeline.from_pretrained("FOLDER", torch_dtype=torch.bfloat16)'
         return "\n".join([*lines, pipe, *references, draw])
     if not (folder / "pytorch_lora_weights.safetensors").exists():
-        given = f'dict(model="{recipe.model}", model_path="FOLDER")'
-        return f"from sciftune.lab.launch import recipe_from\n\nrecipe = recipe_from({given})"
+        fields = f'dict(model="{recipe.model}", model_path="FOLDER")'
+        return f"from sciftune.lab.launch import recipe_from\n\nrecipe = recipe_from({fields})"
     hub = find_record("models", recipe.model).hub
     name = hub if recipe.model_path == hub else "BASE"  # the pipeline that was trained from
     base = f'"{name}", torch_dtype=torch.bfloat16'
@@ -130,9 +130,9 @@ def loading_code(recipe: Recipe, folder: Path) -> str:
 
 def _drawing(recipe: Recipe) -> tuple[list[str], str]:
     """Return lines that load reference images, and the pipeline's call."""
-    given = {name: repr(value) for name, value in sampling_arguments(recipe).items()}
+    arguments = {name: repr(value) for name, value in sampling_arguments(recipe).items()}
     if not recipe.reference_images:
-        return [], _call(dict(prompt='"a bar chart"') | given)
+        return [], _call(dict(prompt='"a bar chart"') | arguments)
     files = [f"source{i}.png" for i in range(1, recipe.reference_images + 1)]
     lines = [f"images = [load_image(name) for name in {files!r}]"]
     if side := recipe.reference_side:
@@ -142,7 +142,7 @@ def _drawing(recipe: Recipe) -> tuple[list[str], str]:
         ]
         lines.append("    picture.thumbnail([min(1, area**0.5) * n for n in picture.size])")
     image = "images[0]" if len(files) == 1 else "images"
-    return lines, _call(dict(image=image, prompt='"make the bars red"') | given)
+    return lines, _call(dict(image=image, prompt='"make the bars red"') | arguments)
 
 
 def _call(arguments: dict[str, str]) -> str:
@@ -167,18 +167,20 @@ def measured_rows(run: RunDir) -> list[tuple[str, str]]:
     """Return (what, value) of losses, steps, time and memory, as far as they were measured."""
     rows = run.read_metrics()
     losses = [row for row in rows if "loss" in row]
-    held = [row["held_out"] for row in rows if "held_out" in row]
-    found = []
+    held_out = [row["held_out"] for row in rows if "held_out" in row]
+    measured = []
     if losses:
-        found.append(("steps", str(losses[-1]["step"])))
-        found.append(("training loss, first and last", _pair(losses, "loss")))
-    if held:
-        found.append(("held-out loss, first and last", f"{held[0]:.4f} → {held[-1]:.4f}"))
+        measured.append(("steps", str(losses[-1]["step"])))
+        measured.append(("training loss, first and last", _pair(losses, "loss")))
+    if held_out:
+        measured.append(
+            ("held-out loss, first and last", f"{held_out[0]:.4f} → {held_out[-1]:.4f}")
+        )
     if times := sorted(row["step_time"] for row in losses if "step_time" in row):
-        found.append(("median seconds per step", f"{times[len(times) // 2]:.3f}"))
+        measured.append(("median seconds per step", f"{times[len(times) // 2]:.3f}"))
     if peak := max((row.get("memory_allocated_gib", 0.0) for row in rows), default=0.0):
-        found.append(("peak memory per device (GiB)", f"{peak:.1f}"))
-    return found
+        measured.append(("peak memory per device (GiB)", f"{peak:.1f}"))
+    return measured
 
 
 def _pair(rows: list[dict], name: str) -> str:

@@ -334,8 +334,8 @@ def failure_cause(error: BaseException) -> str:
 
 def _raised(error: BaseException, calls: traceback.StackSummary) -> str:
     """Return an error in one line, with the place that raised it."""
-    said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    return f"{said}, at {Path(calls[-1].filename).name}:{calls[-1].lineno}" if calls else said
+    text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return f"{text}, at {Path(calls[-1].filename).name}:{calls[-1].lineno}" if calls else text
 
 # %% ../../nbs/7_training/05_checkpoints.ipynb #af14674a
 class Checkpointer:

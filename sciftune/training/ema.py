@@ -76,15 +76,15 @@ class EMA:
     def applied(self) -> Iterator[Network]:
         """Compute with the average inside the context. All ranks enter together."""
         network = self.network
-        held = network.held()
-        kept = {part.name: network.read(part, "weight").to("cpu", copy=True) for part in held}
-        for part in held:
+        ranges = network.held()
+        weights = {part.name: network.read(part, "weight").to("cpu", copy=True) for part in ranges}
+        for part in ranges:
             average = self.gathered(part)
             network.write(part, "weight", average[part.start : part.start + part.count])
         network.finish_write(network.steps)
         try:
             yield network
         finally:
-            for part in held:
-                network.write(part, "weight", kept[part.name])
+            for part in ranges:
+                network.write(part, "weight", weights[part.name])
             network.finish_write(network.steps)

@@ -59,9 +59,9 @@ def read_heartbeats(folder: Path, ranks: Iterable[int] | None = None) -> list[di
         if not step.lstrip("-").isdigit():
             continue
         rank = int(path.name.removeprefix("rank_"))
-        place = dict(pid=pid, parent=parent, machine=machine)
+        process = dict(pid=pid, parent=parent, machine=machine)
         beat = dict(rank=rank, stage=stage, step=int(step), note=note, time=when)
-        beats.append(beat | place)
+        beats.append(beat | process)
     return beats
 
 # %% ../../nbs/7_training/10_heartbeat.ipynb #6ff7e9f1

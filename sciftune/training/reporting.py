@@ -130,8 +130,8 @@ class Reporter:
     ) -> None:
         """Send the images of a validation, written by all ranks, to the trackers."""
         if self.engine.main:
-            found = validation_pictures(self.run_dir, step)
-            log_pictures(self.engine.accelerator.trackers, found, step)
+            images = validation_pictures(self.run_dir, step)
+            log_pictures(self.engine.accelerator.trackers, images, step)
 
     def checkpoint(self, step: int, seconds: float) -> None:
         """Report a checkpoint that was begun, or written in place.

@@ -142,8 +142,8 @@ class ParameterSource:
         self.weights = None
         if base is not None:
             self.weights = family.denoiser_weights(base, recipe.revision or None)
-            own = {name: shape for name, shape in shapes.items() if not is_adapter(name)}
-            check_stored(own, self.weights)
+            of_base = {name: shape for name, shape in shapes.items() if not is_adapter(name)}
+            check_stored(of_base, self.weights)
 
     def __call__(self, name: str, first: int | None, last: int | None) -> Tensor:
         """Return rows [first, last) of a parameter, (last-first, ...), or the whole parameter.
@@ -290,10 +290,10 @@ class EarlierRun:
 
     def check_size(self, name: str, size: int):
         """Raise RecipeError if the checkpoint's tensor `name` does not have `size` elements."""
-        found = self.tensors.sizes[name]
-        if found != size:
+        count = self.tensors.sizes[name]
+        if count != size:
             raise RecipeError(
-                f"start_from: {name} has {found} elements in {self.path}, the model has {size}"
+                f"start_from: {name} has {count} elements in {self.path}, the model has {size}"
             )
 
     def frozen(self, model: nn.Module, values: Callable | None = None) -> Callable | None:
@@ -306,28 +306,28 @@ class EarlierRun:
         Returns:
             `values` preceded by the checkpoint's tensors; None for a loaded model
         """
-        known = {
+        replaced = {
             name: (run, base_name(name), parameter.shape)
             for name, parameter in model.named_parameters()
             if not parameter.requires_grad and (run := self._holder(base_name(name)))
         }
-        for run, stored, shape in known.values():
+        for run, stored, shape in replaced.values():
             run.check_size(stored, shape.numel())
             run.placed.add(stored)
 
         def value(name: str) -> Tensor:
-            run, stored, shape = known[name]
+            run, stored, shape = replaced[name]
             return run.tensors[stored].reshape(shape)
 
         def rows(name: str, first: int | None, last: int | None) -> Tensor:
-            if name not in known:
+            if name not in replaced:
                 return values(name, first, last)
             return value(name) if first is None else value(name)[first:last]
 
         if values is not None:
             return rows
         with torch.no_grad():
-            for name in known:
+            for name in replaced:
                 model.get_parameter(name).copy_(value(name))
         return None
 
@@ -335,16 +335,16 @@ class EarlierRun:
         """Give trained parameters the checkpoint's values, per rank; return how many."""
         readers = {run: CheckpointReader(run.path) for run in self.runs}
         names = set()
-        for held in network.held():
-            run = self._holder(held.name)
+        for part in network.held():
+            run = self._holder(part.name)
             if run is None:
                 continue
-            run.check_size(held.name, held.total)
-            names.add(held.name)
-            key = f"{self.network}/{run.state}/{held.name}"
-            piece = {key: FlatShard.of(torch.zeros(held.count), held)}
+            run.check_size(part.name, part.total)
+            names.add(part.name)
+            key = f"{self.network}/{run.state}/{part.name}"
+            piece = {key: FlatShard.of(torch.zeros(part.count), part)}
             dcp.load(piece, storage_reader=readers[run], no_dist=True)
-            network.write(held, "weight", piece[key].plain())
+            network.write(part, "weight", piece[key].plain())
         network.finish_write(0)
         self.placed |= names | (set(network.params) & self.tensors.keys())
         self.check_all_placed()

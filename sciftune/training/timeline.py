@@ -54,10 +54,10 @@ def launch_summary(seconds: dict[str, float]) -> str:
 def _denoiser_files(recipe: Path) -> list[Path]:
     """Return the denoiser's safetensors for a recipe.yaml; none for a hub id or a stand-in."""
     try:
-        given = str(read_mapping(recipe)["model_path"])
+        model_path = str(read_mapping(recipe)["model_path"])
     except (FileError, KeyError):
         return []
-    folder = Path(given.removeprefix("random:")).expanduser()
+    folder = Path(model_path.removeprefix("random:")).expanduser()
     if not folder.is_dir():
         return []
     components = [folder / name for name in ("transformer", "unet")]

@@ -119,9 +119,9 @@ def log_scores(trackers: Sequence[Any], rows: Sequence[dict]) -> None:
 
 def _numbers(row: dict) -> dict[str, float]:
     """Return the scores of a row by their names in a tracker."""
-    scores = {name: found["value"] for name, found in row["scores"].items()}
-    known = {name: value for name, value in scores.items() if value is not None}
-    return {f"evaluation/{row['series']}/{name}": value for name, value in known.items()}
+    scores = {name: score["value"] for name, score in row["scores"].items()}
+    numbers = {name: value for name, value in scores.items() if value is not None}
+    return {f"evaluation/{row['series']}/{name}": value for name, value in numbers.items()}
 
 
 def _wandb_scores(run: Any, rows: Sequence[dict], table: list[list]) -> None:

@@ -311,8 +311,8 @@ class Run:
         """Let a checkpoint being written complete, before this process ends with an error."""
         if self.checkpointer.writing:
             rank = self.engine.rank
-            told = f"rank {rank}: before it ends, {self.checkpointer.name} is written to its end"
-            print(told, file=sys.stderr, flush=True)
+            message = f"rank {rank}: before it ends, {self.checkpointer.name} is written to its end"
+            print(message, file=sys.stderr, flush=True)
             self.checkpointer.settle(self.recipe.stall_seconds)
 
     def log(self, rows: list[dict]) -> bool:
@@ -410,7 +410,10 @@ def _over_ranks(run: Run, means: dict[str, Tensor], sums: dict[str, Tensor]) -> 
     """Return means and sums over all ranks, and how many ranks were asked to stop or to save."""
     requests = dict(stop=run.stop_request.asked, save=run.saves.asked)
     device = run.engine.device
-    parts = {name: torch.full((), float(asked), device=device) for name, asked in requests.items()}
+    parts = {
+        name: torch.full((), float(requested), device=device)
+        for name, requested in requests.items()
+    }
     parts |= {name: mean / run.engine.world for name, mean in means.items()}
     parts |= {name: run.engine.once(total) for name, total in sums.items()}
     parts["host_memory_gib"] = torch.full((), run.host_gib(), device=device)
@@ -590,8 +593,8 @@ def lost_rank(error: BaseException) -> str:
 
 
 def _tell_lost_rank(rank: str, error: BaseException) -> None:
-    if said := lost_rank(error):
-        print(f"rank {rank}: {said}", file=sys.stderr)
+    if advice := lost_rank(error):
+        print(f"rank {rank}: {advice}", file=sys.stderr)
 
 # %% ../../nbs/7_training/14_trainer.ipynb #19d2186e
 def run_rank(arguments: list[str]) -> None:

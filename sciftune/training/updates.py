@@ -129,8 +129,8 @@ def _shares(sums: list) -> dict:
 # %% ../../nbs/7_training/03_updates.ipynb #eb75e225
 def _stored_type(tensor: Tensor) -> str:  # tensor (...) or a quantised state of flashoptim
     stored = getattr(tensor, "_quantized", None)
-    held = tensor.quantized if stored is not None else tensor
-    return str(held.dtype).removeprefix("torch.")
+    values = tensor.quantized if stored is not None else tensor
+    return str(values.dtype).removeprefix("torch.")
 
 
 def types_in_use(network: Network) -> dict:
