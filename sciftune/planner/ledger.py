@@ -303,9 +303,9 @@ def measured_room(profile: Profile, strategy: Strategy, row: dict) -> Strategy:
     return strategy.costs(profile).with_resident(resident * 2**30)
 
 
-def checkpointed_count(profile: Profile, said: int | str) -> int:
-    """Return the number of checkpointed blocks; `said` is a number, 'all' or 'none'."""
-    return int(dict(all=len(profile.blocks), none=0).get(said, said))
+def checkpointed_count(profile: Profile, checkpointed: int | str) -> int:
+    """Return the number of checkpointed blocks; `checkpointed` is a number, 'all' or 'none'."""
+    return int(dict(all=len(profile.blocks), none=0).get(checkpointed, checkpointed))
 
 
 def planned_peak(profile: Profile, strategy: Strategy, checkpointed: int | str) -> float:

@@ -215,10 +215,10 @@ def _plain(value: object) -> object:
     if isinstance(value, tuple | list):
         return tuple(map(_plain, value))
     if isinstance(value, dict):
-        return tuple((key, _plain(held)) for key, held in value.items())
-    own = getattr(value, "__dict__", {}).items()
+        return tuple((key, _plain(item)) for key, item in value.items())
+    attributes = getattr(value, "__dict__", {}).items()
     name = getattr(value, "__qualname__", "")
-    return type(value), name, tuple((k, v) for k, v in own if isinstance(v, PLAIN))
+    return type(value), name, tuple((k, v) for k, v in attributes if isinstance(v, PLAIN))
 
 
 def _tensor_kind(tensor: torch.Tensor, order: dict[int, int]) -> tuple:
@@ -244,13 +244,13 @@ def block_kind(module: nn.Module, args: tuple, kwargs: dict) -> tuple | None:
         for name, m in module.named_modules()
     )
     weights = (*module.named_parameters(), *module.named_buffers())
-    given = (_tensor_kind(x, order) if isinstance(x, torch.Tensor) else x for x in leaves)
+    inputs = (_tensor_kind(x, order) if isinstance(x, torch.Tensor) else x for x in leaves)
     return (
         torch.is_grad_enabled(),
         layers,
         tuple((name, _tensor_kind(weight, order)) for name, weight in weights),
         repr(tree),
-        tuple(given),
+        tuple(inputs),
     )
 
 # %% ../../nbs/6_planner/02_trace.ipynb #0f394431

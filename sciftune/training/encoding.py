@@ -144,17 +144,17 @@ def hold_out_by_source(recipe: Recipe, collection: object) -> tuple[list[int], l
     weights = [weight for _, weight in recipe.sources]
     parts = getattr(collection, "parts", [collection])
     train, held = [], []
-    first = given = 0
+    first = assigned = 0
     so_far = 0.0
     for part, weight in zip(parts, weights, strict=True):
         so_far += weight
         until_here = int(recipe.held_out * so_far / sum(weights) + 1e-9)
         ids = collection.ids[first : first + len(part)]
-        own_train, own_held = hold_out(ids, until_here - given, recipe.seed)
+        own_train, own_held = hold_out(ids, until_here - assigned, recipe.seed)
         train += [first + i for i in own_train]
         held += [first + i for i in own_held]
         first += len(part)
-        given = until_here
+        assigned = until_here
     return train, held
 
 # %% ../../nbs/7_training/07_encoding.ipynb #45491e71
@@ -300,8 +300,8 @@ class EncodingJobs:
         Returns:
             rows of reference images; [] = the caption is encoded alone
         """
-        asked = self.family.captions_see_references and self.recipe.reference_images
-        return self.collection.references[i] if asked and i is not None else []
+        shown = self.family.captions_see_references and self.recipe.reference_images
+        return self.collection.references[i] if shown and i is not None else []
 
     def references_of(self, i: int) -> dict[str, tuple]:
         """List the reference images of sample `i`; {} if the recipe has none.
@@ -408,10 +408,10 @@ def decoded_images(jobs: EncodingJobs, keys: list[str], threads: int = 1) -> Ite
         for key in keys:
             waiting.append((key, _submitted(jobs, key, pool)))
             if len(waiting) > 2 * threads:
-                first, made = waiting.popleft()
-                yield first, made.result()
-        for key, made in waiting:
-            yield key, made.result()
+                first, future = waiting.popleft()
+                yield first, future.result()
+        for key, future in waiting:
+            yield key, future.result()
 
 # %% ../../nbs/7_training/07_encoding.ipynb #5d67e537
 def encode_images(
@@ -430,8 +430,8 @@ def encode_images(
     """
 
     def encode(same: list) -> tuple:
-        found = jobs.family.encode_images(encoders, image_batch(image for _, image in same))
-        tensors = [{n: t[j].cpu() for n, t in found.items()} for j in range(len(same))]
+        latents = jobs.family.encode_images(encoders, image_batch(image for _, image in same))
+        tensors = [{n: t[j].cpu() for n, t in latents.items()} for j in range(len(same))]
         return [key for key, _ in same], tensors
 
     groups = {}
@@ -485,11 +485,11 @@ def caption_references(
     def decoded(data: bytes) -> np.ndarray:
         return jobs.family.caption_pixels(load_picture(data), jobs.recipe.reference_side)
 
-    made = {}
+    futures_of = {}
     for i in dict.fromkeys(jobs.shown[key] for key in keys if key in jobs.shown):
         places = range(len(jobs.collection.references[i]))
-        made[i] = [pool.submit(decoded, jobs.collection.reference(i, k)) for k in places]
-    ready = {i: [image.result() for image in images] for i, images in made.items()}
+        futures_of[i] = [pool.submit(decoded, jobs.collection.reference(i, k)) for k in places]
+    ready = {i: [image.result() for image in images] for i, images in futures_of.items()}
     return [ready[jobs.shown[key]] if key in jobs.shown else [] for key in keys]
 
 # %% ../../nbs/7_training/07_encoding.ipynb #0d8e9208
@@ -528,9 +528,9 @@ def fill_cache(
         heartbeat: (stage, step, note)
     """
     images = part == "vae"
-    known = [*jobs.images, *jobs.references] if images else list(jobs.captions)
-    missing = set(tensors.missing(known))
-    mine = own_keys(known, missing, engine.rank, engine.world)
+    wanted = [*jobs.images, *jobs.references] if images else list(jobs.captions)
+    missing = set(tensors.missing(wanted))
+    mine = own_keys(wanted, missing, engine.rank, engine.world)
     if mine:
         encoders = jobs.family.load_encoders(jobs.folder, dtype, engine.device, parts=(part,))
         encode = encode_images if images else encode_captions
@@ -538,8 +538,8 @@ def fill_cache(
         began, done = time.time(), 0
         heartbeat(f"cache {part}", -1, f"0/{len(mine)}")
         with tensors.writer(engine.rank) as writer:
-            for n, (keys, made) in enumerate(encode(jobs, encoders, mine, threads)):
-                for key, encoded in zip(keys, made, strict=True):
+            for n, (keys, rows) in enumerate(encode(jobs, encoders, mine, threads)):
+                for key, encoded in zip(keys, rows, strict=True):
                     writer.add(key, encoded)
                 done += len(keys)
                 heartbeat(f"cache {part}", -1, f"{done}/{len(mine)}")
@@ -551,7 +551,7 @@ def fill_cache(
             seconds = time.time() - began
             say(f"encoded {len(missing)} {kind} in {seconds:.0f} s")
     before = None
-    while left := len(tensors.refresh().missing(known)):
+    while left := len(tensors.refresh().missing(wanted)):
         if left != before:  # beats of a waiting rank must not hide that another one hangs
             heartbeat(f"cache {part}", -1, f"waiting for {left} of other ranks")
         before = left
@@ -688,11 +688,11 @@ def random_data(recipe: Recipe, family: Family) -> CachedData:
         shape["reference_sizes"] = (work_of(recipe).largest_reference(family),) * places
     samples = []
     for i in range(count):
-        own = dict(place=(i * parts // count, 0))
-        own["references"] = tuple(f"reference-{i * places + k}" for k in range(places))
+        fields = dict(place=(i * parts // count, 0))
+        fields["references"] = tuple(f"reference-{i * places + k}" for k in range(places))
         if recipe.varied:
-            own["sizes"] = own["buckets"] = (tensors.sizes[i % len(tensors.sizes)],)
-        samples.append(CachedSample(f"{i}", f"image-{i}", (f"text-{i}",), **own, **shape))
+            fields["sizes"] = fields["buckets"] = (tensors.sizes[i % len(tensors.sizes)],)
+        samples.append(CachedSample(f"{i}", f"image-{i}", (f"text-{i}",), **fields, **shape))
     train, held = hold_out([s.id for s in samples], recipe.held_out, recipe.seed)
     _, _, folder = recipe.model_path.partition(":")
     return CachedData(
@@ -725,8 +725,8 @@ def check_references(recipe: Recipe, collection: object):
         collection: Collection or JoinedCollections
     """
     counts = [len(rows) for rows in collection.references]
-    most, asked = max(counts), recipe.reference_images
-    if most <= asked or find_record("objectives", recipe.objective).pairs:
+    most, wanted = max(counts), recipe.reference_images
+    if most <= wanted or find_record("objectives", recipe.objective).pairs:
         return
     takes = find_record("models", recipe.model).references
     if recipe.objective not in readers("reference_images")["objective"]:
@@ -740,7 +740,7 @@ def check_references(recipe: Recipe, collection: object):
         )
     raise RecipeError(
         f"reference_images: {collection.ids[counts.index(most)]} has {most} reference "
-        f"image{'s' * (most > 1)}, and the recipe says {asked}: {cure}"
+        f"image{'s' * (most > 1)}, and the recipe says {wanted}: {cure}"
     )
 
 
@@ -861,8 +861,8 @@ def in_both(collection: object, train: list[int], held: list[int]) -> int:
         train: numbers of training samples
         held: numbers of held-out samples
     """
-    known = {collection.digests[i] for i in train}
-    both = sum(collection.digests[i] in known for i in held)
+    trained = {collection.digests[i] for i in train}
+    both = sum(collection.digests[i] in trained for i in held)
     return both if isinstance(collection, WithHeldOut) else 0
 
 # %% ../../nbs/7_training/07_encoding.ipynb #5e1f0e02
@@ -1074,8 +1074,8 @@ def cache_data(
     negative = jobs.caption(family.negative_caption)
     prompts = listed_prompts(jobs, drawn)
     jobs.sizing.draws = size_draws(recipe, len(train))
-    kept = set(held)
-    samples = [jobs.sample(i, held=i in kept) for i in range(len(collection))]
+    held_out = set(held)
+    samples = [jobs.sample(i, held=i in held_out) for i in range(len(collection))]
     if engine.main:
         say(cut_line([collection.sizes[i] for i in train], recipe))
         if sizes := {size for i in train for size in samples[i].buckets}:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import SchedulerMixin
@@ -164,18 +165,18 @@ def _export_type(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype
 # %% ../../nbs/7_training/06_export.ipynb #e4902501
 def _count_types(folder: Path, shapes: Mapping[str, tuple]) -> Counter:
     """Open what was written and count types; raise ValueError at the first tensor that is wrong."""
-    found = {}
+    written = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             names = file.keys()
             for name in names:
                 tensor = file.get_slice(name)
-                found[name] = (tensor.get_dtype(), tuple(tensor.get_shape()))
-    if lost := sorted(set(shapes) ^ set(found)):
+                written[name] = (tensor.get_dtype(), tuple(tensor.get_shape()))
+    if lost := sorted(set(shapes) ^ set(written)):
         raise ValueError(f"{folder}: {lost[0]} is missing or unexpected")
     for name, (dtype, shape) in shapes.items():
-        if found[name] != (CODES[dtype], shape):
-            code, actual = found[name]
+        if written[name] != (CODES[dtype], shape):
+            code, actual = written[name]
             raise ValueError(
                 f"{folder}: {name} is {code} {actual} instead of {CODES[dtype]} {shape}"
             )
@@ -311,8 +312,8 @@ def verify_base(engine: Engine, base: Path | None, heartbeat: Callable = lambda 
     def fault(rank: int, world: int) -> str:
         return export_damage(base, rank, world, partial(heartbeat, "verify model", -1))
 
-    if found := common_fault(engine, fault):
-        raise RecipeError(f"model_path: {found}")
+    if damage := common_fault(engine, fault):
+        raise RecipeError(f"model_path: {damage}")
 
 # %% ../../nbs/7_training/06_export.ipynb #d88a13ed
 @contextmanager
@@ -328,14 +329,9 @@ def export_pipeline(
     family: Family,
     base: str | Path,
     out: Path,
-    dtype: torch.dtype = torch.bfloat16,
-    max_shard_size: str = "10GB",
-    state: str = "weight",
-    network: str = "denoiser",
-    earlier: Mapping[str, Tensor] | None = None,
     revision: str | None = None,
     scheduler: SchedulerMixin | None = None,
-    left_out: tuple = (),
+    **options: Any,
 ) -> Counter:
     """Write the pipeline with the trained denoiser.
 
@@ -344,14 +340,9 @@ def export_pipeline(
         family: the model's family
         base: pipeline folder or hub id that was trained from
         out: new pipeline folder
-        dtype: of floating tensors
-        max_shard_size: of a file
-        state: 'weight' or 'ema'
-        network: name of the trained network in the checkpoint
-        earlier: tensors of an earlier run that this one began with
         revision: of a hub id
         scheduler: replaces the base's
-        left_out: prefixes of trained tensors that are not written
+        **options: of `export_component`: dtype, state, network, ...
 
     Returns:
         number of tensors written of each type
@@ -361,19 +352,7 @@ def export_pipeline(
     """
     out = Path(out)
     with _folder_beside(out) as component:
-        count = export_component(
-            checkpoint,
-            family,
-            base,
-            component,
-            dtype,
-            max_shard_size,
-            state,
-            network,
-            earlier,
-            revision,
-            left_out,
-        )
+        count = export_component(checkpoint, family, base, component, revision=revision, **options)
         family.save_pipeline(base, component, out, revision, scheduler)
     return count
 

@@ -78,8 +78,8 @@ class Sums:
 
     def take(self) -> dict[str, Tensor]:
         """Return the sums so far, by name, and begin again without any."""
-        held, self.held = self.held, {}
-        return held
+        sums, self.held = self.held, {}
+        return sums
 
 # %% ../../nbs/7_training/18_intervals.ipynb #4175cb00
 def with_numbers(row: dict) -> dict:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from accelerate.utils import send_to_device
 from PIL import Image
 from torch import Tensor
 
@@ -33,13 +34,7 @@ def to_device(batch: object, device: torch.device) -> object:
         batch: tensors in dicts and lists; anything else is returned as it is
         device: where the tensors go
     """
-    if torch.is_tensor(batch):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {k: to_device(v, device) for k, v in batch.items()}
-    if isinstance(batch, list):
-        return [to_device(v, device) for v in batch]
-    return batch
+    return send_to_device(batch, device, non_blocking=True)
 
 # %% ../../nbs/7_training/08_validation.ipynb #54f0e187
 def rank_batches(
@@ -186,18 +181,18 @@ def sample_prompts(
     sizes = data.prompt_sizes or [square] * count
     references = data.prompt_references or [()] * count
     size = min(at_once, -(-count // engine.groups))
-    made = {}
+    sampled = {}  # number of the prompt -> latents
     for items, counted in rank_batches(count, size, engine.group, engine.groups, sizes):
         heartbeat("sampling", -1, f"prompt{'s' * (size > 1)} {str(items)[1:-1]}")
         shape = family.latent_shape(*sizes[items[0]])
         noise = [torch.randn(shape, generator=stream(recipe.seed, "validation", i)) for i in items]
-        given = family.collate([data.tensors[data.prompts[i][1]] for i in items])
+        captions = family.collate([data.tensors[data.prompts[i][1]] for i in items])
         sources = [reference_latents(data.tensors, references[i]) for i in items]
-        given = to_device(given | stack_references(sources), engine.device)
-        latents = draw(items, torch.stack(noise).to(engine.device), given)
-        made |= {i: latents[j : j + 1] for j, i in enumerate(items[:counted])}
-    if made and engine.place == 0:
-        write_images(family, data.base, engine.device, folder, made)
+        conditioning = to_device(captions | stack_references(sources), engine.device)
+        latents = draw(items, torch.stack(noise).to(engine.device), conditioning)
+        sampled |= {i: latents[j : j + 1] for j, i in enumerate(items[:counted])}
+    if sampled and engine.place == 0:
+        write_images(family, data.base, engine.device, folder, sampled)
     if engine.main:
         texts = [text for text, _ in data.prompts]
         write_atomic(folder / "prompts.json", json.dumps(texts, ensure_ascii=False))
@@ -224,17 +219,17 @@ def pipeline_sampler(
     Returns:
         (numbers of the prompts, noise (B,C,h,w), conditioning) -> latents (B,C,h,w)
     """
-    own = family.sampling(base)
-    steps = recipe.validation_sample_steps or own["steps"]
+    published = family.sampling(base)
+    steps = recipe.validation_sample_steps or published["steps"]
     if guidance is None:
-        asked = recipe.validation_guidance
-        guidance = asked if asked >= 0 else own["guidance"]
+        chosen = recipe.validation_guidance
+        guidance = chosen if chosen >= 0 else published["guidance"]
     guided = family.guides(guidance, base)
 
     def draw(numbers: list[int], noise: Tensor, conditioning: dict) -> Tensor:
         unconditional = negative(numbers) if guided else None
         height, width = (n * family.latent_factor for n in noise.shape[2:])
-        scheduler = family.scheduler(height, width, steps, own["schedule"])
+        scheduler = family.scheduler(height, width, steps, published["schedule"])
         return family.sample(denoiser, noise, scheduler, conditioning, unconditional, guidance)
 
     return draw
