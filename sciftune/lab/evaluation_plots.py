@@ -32,12 +32,13 @@ from sciftune.lab.scores import (
 def run_evaluation(
     run: Path | str, count: int = 32, processes: int = 1, say: Callable[[str], None] = print
 ) -> list[Evaluation]:
-    """Evaluate base and fine-tuned weights of a run. Raises RuntimeError with what went wrong.
+    """Evaluate base and fine-tuned weights of a run. Raises RuntimeError if this fails.
 
     Args:
-        run: Run folder
-        count: Held-out samples, at most
-        say: Told what is being evaluated
+        run: run folder
+        count: largest number of held-out samples
+        processes: number of processes on this machine
+        say: called with each line of progress
     """
     call = "evaluation_command(sys.argv[1:])"
     code = f"import sys; from sciftune.lab.evaluate import evaluation_command; {call}"
@@ -59,11 +60,7 @@ def run_evaluation(
 
 # %% ../../nbs/9_lab/32_evaluation_plots.ipynb #22ff8c02
 def shown_score(found: dict | None) -> str:
-    """A score with its interval.
-
-    Args:
-        found: Of `scores`: value, low, high, pictures
-    """
+    """Format a score of `scores` (value, low, high, pictures) with its interval."""
     if not found or found["value"] is None:
         return ""
     if found.get("low") is None:
@@ -72,11 +69,7 @@ def shown_score(found: dict | None) -> str:
 
 
 def evaluation_table(run: Path | str) -> Table:
-    """Every evaluation of a run; columns are the scores that any of them has.
-
-    Args:
-        run: Run folder, or any folder of results
-    """
+    """Return every evaluation in a run folder (or any folder of results) with all their scores."""
     rows = read_evaluation(run)
     names = [name for name in SCORES if any(name in row.scores for row in rows)]
     notes = [f"{SCORES[n]}{' (less is better)' if n in FALLING else ''}" for n in names]
@@ -89,11 +82,7 @@ def evaluation_table(run: Path | str) -> Table:
 
 
 def skipped_scores(run: Path | str) -> dict[str, str]:
-    """What the last evaluation did not score, and why.
-
-    Returns:
-        Score -> why
-    """
+    """Return the scores that the last evaluation skipped: score -> reason."""
     rows = read_evaluation(run)
     return rows[-1].skipped if rows else {}
 
@@ -102,11 +91,7 @@ SERIES_COLORS = dict(weights="main", ema="second", adapter="third", model="third
 
 
 def plot_evaluation(run: Path | str, score: str = "recall") -> Figure:
-    """A score over the steps of a run. Raises ValueError for an unknown one.
-
-    Args:
-        score: In SCORES
-    """
+    """Plot a score of SCORES over the steps of a run. Raises ValueError for an unknown one."""
     if score not in SCORES:
         raise ValueError(f"score {score!r}: expected one of {', '.join(SCORES)}")
     rows = [row for row in read_evaluation(run) if row.scores.get(score)]
@@ -121,7 +106,7 @@ def plot_evaluation(run: Path | str, score: str = "recall") -> Figure:
 
 
 def _draw_series(ax, series: str, points: list[tuple[int, dict]]):
-    """A curve with intervals, or a band across for the base."""
+    """Draw a curve with intervals, or a horizontal band for the base."""
     colour = COLORS[SERIES_COLORS.get(series, "dark")]
     first = points[0][1]
     if series == "base":
@@ -139,7 +124,7 @@ def _draw_series(ax, series: str, points: list[tuple[int, dict]]):
 def plot_legibility(
     run: Path | str,
 ) -> Figure:
-    """Recall by the size of letters, newest row of each series."""
+    """Plot recall by the size of letters for the newest row of each series."""
     rows = {row.series: row for row in read_evaluation(run) if row.legibility}
     if not rows:
         return empty_figure("Legibility", "no words with letters of known size")
@@ -161,13 +146,12 @@ FRAMES = dict(found="#1a9850", wrong="#f08c00", added="#d73027", ignored="#99999
 
 
 def marked(image: Image.Image, picture: Picture, side: int = 260) -> Image.Image:
-    """A picture with frames around what was read in it.
+    """Draw frames around the words that were read in a picture, and its verdict below.
 
     Args:
-        side: Longer side on the page, pixels
-
-    Returns:
-        With its verdict below
+        image: the picture
+        picture: its scores and words
+        side: longer side on the page, in pixels
     """
     scale = side / max(image.size)
     small = image.convert("RGB").resize([max(1, round(scale * n)) for n in image.size])
@@ -188,11 +172,7 @@ def marked(image: Image.Image, picture: Picture, side: int = 260) -> Image.Image
 
 
 def picture_verdict(picture: Picture) -> list[tuple[str, str]]:
-    """What was found of a picture, in a few lines.
-
-    Returns:
-        Lines and their colours
-    """
+    """Return the findings in a picture as lines with their colours."""
     lines = [(picture.prompt, "black")]
     for score in ("happened", "stayed"):
         if score in picture.parts:
@@ -215,7 +195,7 @@ def picture_verdict(picture: Picture) -> list[tuple[str, str]]:
 
 
 def _answer(picture: Picture, answer: str) -> tuple[str, str]:
-    """Whether an edit has happened, or the rest has stayed; if not, which checks say so."""
+    """Return whether an edit has happened, or the rest has stayed; if not, the failed checks."""
     if picture.parts[answer][0]:
         return f"{SCORES[answer]}: yes", FRAMES["found"]
     failed = [
@@ -227,12 +207,12 @@ def _answer(picture: Picture, answer: str) -> tuple[str, str]:
 
 
 def edit_tile(picture: Picture, folder: Path, side: int) -> Image.Image:
-    """What was given, what was made and the true picture, side by side.
+    """Draw the given pictures, the model's and the true one side by side.
 
     Args:
-        picture: Of an edit
+        picture: scores of an edit
         folder: evaluation/<name> of a run
-        side: Longer side of a picture, pixels
+        side: longer side of a picture, in pixels
     """
     *given, true = picture.beside
     files = [*given, picture.file, true]
@@ -250,12 +230,14 @@ def edit_tile(picture: Picture, folder: Path, side: int) -> Image.Image:
 def words_page(
     run: Path | str, name: str, columns: int = 4, most: int = 12, side: int = 260
 ) -> Image.Image:
-    """A page of the pictures of an evaluation. Raises ValueError where there are none.
+    """Draw a page of an evaluation's pictures. Raises ValueError if there are none.
 
     Args:
-        name: Of a row of evaluation.jsonl
-        most: Pictures
-        side: Of a picture, pixels
+        run: run folder
+        name: name of a row of evaluation.jsonl
+        columns: pictures beside each other
+        most: largest number of pictures
+        side: longer side of a picture, in pixels
     """
     folder = Path(run) / "evaluation" / name
     if not (folder / "pictures.jsonl").is_file():

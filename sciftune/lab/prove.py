@@ -36,7 +36,7 @@ from ..training.checkpoints import CheckpointReader, CheckpointTensors
 
 # %% ../../nbs/9_lab/15_prove.ipynb #e2c2ff1a
 def recorded_numbers(run: RunDir) -> dict[tuple[int, str], float]:
-    """Every loss and gradient norm of a run; of a repeated step the last one.
+    """Return every loss and gradient norm of a run; for a repeated step, those of the last time.
 
     Returns:
         (step, name) -> value
@@ -50,23 +50,19 @@ def recorded_numbers(run: RunDir) -> dict[tuple[int, str], float]:
 
 
 def last_step(run: RunDir) -> int:
-    """The last step in the record of a run.
-
-    Returns:
-        0 before the first
-    """
+    """Return the last recorded step of a run, 0 before the first."""
     return max((row.get("step", 0) for row in run.read_metrics()), default=0)
 
 # %% ../../nbs/9_lab/15_prove.ipynb #c8b55273
 def weights_deviation(whole: Path, other: Path) -> float:
-    """Distance of the weights of two checkpoints, |b - a| / |a| by the Euclidean norm.
+    """Return the relative distance |b - a| / |a| (2-norm) of the weights of two checkpoints.
 
     Args:
-        whole: A complete checkpoint
-        other: One of the same step
+        whole: a complete checkpoint
+        other: a complete checkpoint of the same step
 
     Returns:
-        Relative, over all networks and parameters
+        deviation over all networks and parameters
     """
     stored = CheckpointReader(whole).read_metadata().state_dict_metadata
     networks = {key.split("/")[0] for key in stored if key.split("/")[1:2] == ["weight"]}
@@ -84,15 +80,15 @@ def weights_deviation(whole: Path, other: Path) -> float:
 # %% ../../nbs/9_lab/15_prove.ipynb #b1cc7836
 @dataclass
 class Proof:
-    """A run that was killed and resumed, against one that was not.
+    """The comparison of a run that was killed and resumed with an uninterrupted one.
 
     Attributes:
-        whole: Numbers of the uninterrupted run
-        resumed: Numbers of the other
-        killed_at: Last step in the record when the processes were killed
-        resumed_from: Step of the checkpoint
-        weights: Relative deviation at the end
-        how: Fields of the resume that differ
+        whole: numbers of the uninterrupted run
+        resumed: numbers of the resumed run
+        killed_at: last recorded step when the processes were killed
+        resumed_from: step of the checkpoint
+        weights: relative deviation at the end
+        how: recipe fields that the resume changed
     """
 
     whole: Mapping[tuple[int, str], float]
@@ -103,11 +99,7 @@ class Proof:
     how: Mapping[str, Any] = field(default_factory=dict)
 
     def deviations(self) -> dict[tuple[int, str], float]:
-        """Of every number that both runs have.
-
-        Returns:
-            (step, name) -> relative deviation
-        """
+        """Return (step, name) -> relative deviation of every number that both runs have."""
         return {
             key: abs(self.resumed[key] - value) / max(abs(value), 1e-30)
             for key, value in self.whole.items()
@@ -115,28 +107,20 @@ class Proof:
         }
 
     def missing(self) -> list[tuple[int, str]]:
-        """Numbers that only one of the records has."""
+        """Return the numbers that only one of the records has."""
         return sorted(self.whole.keys() ^ self.resumed.keys())
 
     def worst(self) -> float:
-        """The largest deviation, of numbers and weights; infinite where a number is not finite."""
+        """Return the largest deviation of numbers and weights; inf if a number is not finite."""
         every = [*self.deviations().values(), self.weights]
         return max((value if value == value else float("inf") for value in every), default=0.0)
 
     def holds(self, tolerance: float) -> bool:
-        """Whether nothing is missing and nothing deviates by more than `tolerance`.
-
-        Args:
-            tolerance: Largest relative deviation
-        """
+        """Return whether no number is missing and none deviates more than `tolerance`."""
         return bool(self.whole) and not self.missing() and self.worst() <= tolerance
 
     def table(self) -> str:
-        """A line for each step, a pair of columns for each number.
-
-        Returns:
-            Markdown
-        """
+        """Return a Markdown table: a line for each step, two columns for each number."""
         names = sorted({name for _, name in self.whole})
         lines = ["| step | " + " | ".join(f"{n} | deviation" for n in names) + " |"]
         lines.append("|" + "---|" * (1 + 2 * len(names)))
@@ -148,11 +132,7 @@ class Proof:
         return "\n".join(lines)
 
     def verdict(self, tolerance: float) -> str:
-        """What was found, in two lines.
-
-        Args:
-            tolerance: Largest relative deviation
-        """
+        """Return the result in two lines; `tolerance` is the largest relative deviation allowed."""
         how = ", ".join(f"{name} {value}" for name, value in self.how.items())
         said = (
             f"killed at step {self.killed_at}, resumed from step {self.resumed_from}"
@@ -166,20 +146,19 @@ class Proof:
 
 
 def _cells(key: tuple[int, str], whole: Mapping, deviations: Mapping) -> str:
-    """The two cells of a number."""
+    """Return the two table cells of a number: its value and its deviation."""
     value = f"{whole[key]:.6g}" if key in whole else "–"
     return f"{value} | {deviations[key]:.1e}" if key in deviations else f"{value} | missing"
 
 # %% ../../nbs/9_lab/15_prove.ipynb #154494af
 def kill_at(run: RunDir, step: int) -> int:
-    """SIGKILL to all processes of a run. Raises LaunchError when it ends before.
-
-    Args:
-        run: Its job has been started
-        step: To be in the record
+    """Kill all processes of a started run (SIGKILL) once `step` is recorded.
 
     Returns:
-        The last step in the record
+        the last recorded step
+
+    Raises:
+        LaunchError: the run ended before
     """
     while state(run) == "running":
         if last_step(run) >= step and complete_checkpoints(run):
@@ -200,15 +179,17 @@ def kill_at(run: RunDir, step: int) -> int:
 def prove(
     given: Mapping[str, Any], at: int | None = None, resume_with: Mapping[str, Any] | None = None
 ) -> Proof:
-    """Run a recipe whole, run it again, kill and resume it, and compare.
+    """Run a recipe whole, run it again, kill and resume it, and compare the two.
 
-    Two run folders are made, NAME-whole and NAME-killed (`name`, or 'proof'). Raises LaunchError
-    for a recipe that cannot be killed between two checkpoints, or that fails.
+    The run folders are NAME-whole and NAME-killed (`name`, or 'proof').
 
     Args:
-        given: Parameters of the run, as in the launch notebook
-        at: Step to kill at; None = half of the steps
-        resume_with: Parameters that change in the resume
+        given: parameters of the run, as in the launch notebook
+        at: step to kill at; None = half of the steps
+        resume_with: parameters that change in the resume
+
+    Raises:
+        LaunchError: the recipe cannot be killed between two checkpoints, or a run fails
     """
     changed = dict(resume_with or {})
     name = str(given.get("name") or "proof")
@@ -231,7 +212,7 @@ def prove(
 
 
 def _check(recipe: Recipe, at: int) -> None:
-    """Raise LaunchError for what cannot be proven."""
+    """Raise LaunchError if the recipe cannot be proven."""
     if recipe.num_machines > 1:
         raise LaunchError(f"num_machines is {recipe.num_machines}; a proof runs on one machine")
     if not 0 < recipe.checkpoint_steps <= at < recipe.steps:
@@ -242,11 +223,7 @@ def _check(recipe: Recipe, at: int) -> None:
 
 # %% ../../nbs/9_lab/15_prove.ipynb #f7c5601e
 def prove_command(arguments: list[str]) -> None:
-    """`sciftune prove`: print the table and end with 1 when the resume is not exact.
-
-    Args:
-        arguments: Without the program
-    """
+    """Run `sciftune prove`: print the table, return 1 if the resume is not exact."""
     parser = argparse.ArgumentParser(
         prog="sciftune prove",
         description="Run a recipe, run it again, kill it, resume it, and compare the two.",

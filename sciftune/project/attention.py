@@ -43,12 +43,12 @@ from sciftune.models.bagel import (
 # %% ../../nbs/10_project/06_attention.ipynb #5310905b
 @dataclass
 class AttentionCase:
-    """What is compared, and where.
+    """The sizes of a comparison.
 
     Attributes:
-        tokens: Of a pack, about
-        layers: Of the model
-        tiny: Small shapes on a CPU
+        tokens: approximate tokens of a pack
+        layers: layers of the model
+        tiny: small shapes on a CPU
     """
 
     tokens: int = 10240
@@ -57,40 +57,40 @@ class AttentionCase:
 
     @property
     def device(self) -> str:
-        """Where it is computed."""
+        """Return the device of the computation."""
         return "cpu" if self.tiny else "cuda"
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the computation."""
+        """Return the type of the computation."""
         return torch.float32 if self.tiny else torch.bfloat16
 
     @cached_property
     def config(self) -> BagelConfig:
-        """Of the model."""
+        """Return the configuration of the model."""
         return BagelConfig(**TINY, vocab_size=256) if self.tiny else BagelConfig(layers=self.layers)
 
     @cached_property
     def rules(self) -> PackingRules:
-        """How samples are packed."""
+        """Return the rules for packing samples."""
         special = SpecialTokens(250, 251, 252, 253) if self.tiny else SpecialTokens()
         return PackingRules.from_config(self.config, special)
 
     @property
     def sides(self) -> tuple[int, int]:
-        """Pixels of an image to draw and of one to look at."""
+        """Return the pixels of a generated image and of an input image."""
         return (32, 28) if self.tiny else (704, 392)
 
     @property
     def words(self) -> tuple[int, int]:
-        """Tokens of a short and a long text."""
+        """Return the tokens of a short and a long text."""
         return (4, 9) if self.tiny else (30, 220)
 
 # %% ../../nbs/10_project/06_attention.ipynb #9d608541
 def mixed_pack(
     case: AttentionCase,
 ) -> PackedBatch:
-    """A packed micro-batch of random texts and images."""
+    """Create a packed micro-batch of random texts and images."""
     generator = torch.Generator().manual_seed(0)
     packer, rules = Packer(case.rules), case.rules
     tokens = 400 if case.tiny else case.tokens
@@ -127,11 +127,11 @@ def mixed_pack(
 
 # %% ../../nbs/10_project/06_attention.ipynb #23fafbda
 class Measured(NamedTuple):
-    """What a call gave and took.
+    """Result and cost of a call.
 
     Attributes:
-        seconds: Per call
-        gib: Above what was allocated before; 0 on a CPU
+        seconds: per call
+        gib: above the earlier allocation; 0 on a CPU
     """
 
     result: object
@@ -161,22 +161,23 @@ def measure_call(
 
 
 def relative_distance(wanted: Sequence[Tensor], got: Sequence[Tensor]) -> float:
-    """The largest distance of two tensors over the norm of the first.
-
-    Args:
-        wanted: Of any shapes
-        got: Of the same shapes
-    """
+    """Return the largest relative distance of paired tensors of equal shapes."""
     pairs = [(a.float(), b.float()) for a, b in zip(wanted, got, strict=True)]
     return max(float((a - b).norm() / a.norm().clamp_min(1e-12)) for a, b in pairs)
 
 
 def compared(what: str, dense: Measured, flex: Measured, allowed: float, **more: float) -> dict:
-    """A row of the report. Raises AssertionError when the two differ.
+    """Return a row of the report.
 
     Args:
-        allowed: Relative distance
-        **more: Other columns
+        what: name of the row
+        dense: result with dense masks
+        flex: result with flex attention
+        allowed: largest relative distance
+        **more: other columns
+
+    Raises:
+        AssertionError: the results differ
     """
     distance = relative_distance(dense.result, flex.result)
     assert distance < allowed, f"{what}: {distance:.1e} apart, allowed {allowed:.0e}"
@@ -188,7 +189,7 @@ def attention_row(
     case: AttentionCase,
     batch: PackedBatch,
 ) -> dict:
-    """One layer's attention on a pack: outputs, and gradients on a GPU."""
+    """Compare one layer's attention on a pack: outputs, and gradients on a GPU."""
     lens, splits, modes = batch["sample_lens"], batch["split_lens"], batch["attn_modes"]
     config, cuda, device = case.config, not case.tiny, case.device
     torch.manual_seed(0)
@@ -216,7 +217,7 @@ def model_row(
     case: AttentionCase,
     batch: PackedBatch,
 ) -> dict:
-    """A model of a few layers on a pack: losses, and gradients of its first layer on a GPU."""
+    """Compare a model of a few layers on a pack: losses, and first-layer gradients on a GPU."""
     cuda = not case.tiny
     model = Bagel().random_denoiser(case.config, case.dtype, case.device)
     nn.init.normal_(model.llm2vae.weight, std=0.02)
@@ -255,7 +256,7 @@ def mask_row(
     case: AttentionCase,
     batch: PackedBatch,
 ) -> dict:
-    """How long the block mask of a pack takes, and the share of pairs that it hides."""
+    """Measure the time for a pack's block mask, and the share of pairs that it hides."""
     lens, splits, modes = batch["sample_lens"], batch["split_lens"], batch["attn_modes"]
     length = sum(lens)
     rest = -length % 128
@@ -273,19 +274,17 @@ def mask_row(
 def row_text(
     row: dict,
 ) -> str:
-    """A row for reading."""
+    """Format a row."""
     shown = {k: f"{v:.4g}" if isinstance(v, float) else str(v) for k, v in row.items()}
     return "  ".join(f"{name} {value}" for name, value in shown.items())
 
 
 def compare_attention(case: AttentionCase, out: Path) -> list[dict]:
-    """Compare both attentions on one pack.
+    """Compare both attentions on one pack, and return the rows.
 
     Args:
-        out: Takes attention.json
-
-    Returns:
-        Rows
+        case: sizes
+        out: folder for attention.json
     """
     out.mkdir(parents=True, exist_ok=True)
     batch = mixed_pack(case)
@@ -304,10 +303,10 @@ def compare_attention(case: AttentionCase, out: Path) -> list[dict]:
 
 # %% ../../nbs/10_project/06_attention.ipynb #93bac648
 def attention_command(words: list[str]):
-    """`python -m sciftune.project.attention OUT [--tokens N] [--layers N] [--tiny]`.
+    """Run `python -m sciftune.project.attention OUT [--tokens N] [--layers N] [--tiny]`.
 
     Args:
-        words: Of the command line
+        words: the command line
     """
     parser = argparse.ArgumentParser(prog="python -m sciftune.project.attention")
     parser.add_argument("out", type=Path)
