@@ -290,7 +290,7 @@ def _size_field(place: int) -> property:
     return property(get, put)
 
 
-class _Stored(Row):
+class _Stored(Row):  # pyrefly: ignore[bad-class-definition]
     """A row of a table."""
 
     __slots__ = ("listed", "number", "rows", "start")

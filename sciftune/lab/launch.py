@@ -1214,8 +1214,10 @@ def kernel_restarts(patience: float = 1.0) -> bool:
         patience: Seconds to wait for the message
     """
     try:
+        from IPython import get_ipython
+
         kernel = get_ipython().kernel
-    except (NameError, AttributeError):
+    except AttributeError:  # no kernel
         return False
     end = time.monotonic() + patience
     while time.monotonic() < end:

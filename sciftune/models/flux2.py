@@ -227,7 +227,7 @@ def picture_ids(pictures: list[Tensor]) -> Tensor:
         (tokens,4) int64
     """
     ids = [
-        flux2_position_ids(1, *x.shape[1:], 1, x.device, time=REFERENCE_TIME * k)[0]
+        flux2_position_ids(1, x.shape[1], x.shape[2], 1, x.device, time=REFERENCE_TIME * k)[0]
         for k, x in enumerate(pictures)
     ]
     return torch.cat(ids)
@@ -507,7 +507,7 @@ class Klein(Family):
         mask = mask_with_references(conditioning, x_t, 1, everything)
         pictures = [x_t, *references_of(conditioning)]
         ids = [
-            flux2_position_ids(b, *x.shape[2:], 1, device, time=REFERENCE_TIME * k)
+            flux2_position_ids(b, x.shape[2], x.shape[3], 1, device, time=REFERENCE_TIME * k)
             for k, x in enumerate(pictures)
         ]
         tokens = [x.flatten(2).transpose(1, 2).float() for x in pictures]

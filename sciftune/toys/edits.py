@@ -600,7 +600,7 @@ def _picture(scene: Scene, side: int) -> tuple[Image.Image, dict] | None:
 
 def _try_figure(name: str, edit: str, draw: Draw, rng: np.random.Generator, shown: bool, side: int):
     """A row of figures, or None where its edit does not apply to these data."""
-    change = FIGURE_EDITS[edit][0]
+    change: Callable = FIGURE_EDITS[edit][0]
     made = change(draw, rng, shown=True) if shown else change(draw, rng)
     if made is None:
         return None

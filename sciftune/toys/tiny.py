@@ -261,8 +261,8 @@ def tiny_t5(
             feed_forward_proj="gated-gelu",
             pad_token_id=0,
             eos_token_id=1,
-            decoder_start_token_id=0,
-            tie_word_embeddings=False,
+            decoder_start_token_id=0,  # pyrefly: ignore[unexpected-keyword]
+            tie_word_embeddings=False,  # pyrefly: ignore[unexpected-keyword]
         )
     ).eval()
 

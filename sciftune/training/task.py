@@ -20,10 +20,12 @@ from torch import Tensor, nn
 from ..core.checkpoint_folders import check_start_from, checkpoint_info
 from ..core.plan import Plan
 from ..core.progress import progress
-from ..core.randomness import stream_seed
+from ..core.randomness import GlobalOrder, stream_seed
 from ..core.recipe import Recipe, RecipeError, learning_rate_at
 from ..core.registry import find_record, import_class
 from ..core.rundir import RunDir
+from ..data.buckets import BucketOrder
+from ..data.streams import Mixture
 from ..models.family import Family, get_family
 from ..models.weights import PICKLES, check_stored
 from ..planner.profile import weights_path
@@ -605,7 +607,7 @@ class Task:
         return None
 
     @classmethod
-    def training_order(cls, recipe: Recipe) -> "GlobalOrder | BucketOrder | Mixture":  # noqa: F821
+    def training_order(cls, recipe: Recipe) -> GlobalOrder | BucketOrder | Mixture:
         """Return the order in which a run draws its samples, from the data alone.
 
         It has `steps(epochs)`, which `num_train_epochs` needs.

@@ -492,6 +492,17 @@ def names_of_modules() -> Iterator[str]:
             yield f"{line}: import it in a cell that is not exported"
 
 
+def mistyped() -> Iterator[str]:
+    """Yield what the type checker finds in the modules."""
+    command = [sys.executable, "-m", "pyrefly", "check", "--output-format", "min-text"]
+    command += ["--python-interpreter-path", sys.executable]
+    checked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    errors = [line for line in checked.stdout.splitlines() if line.lstrip().startswith("ERROR")]
+    yield from errors
+    if checked.returncode and not errors:
+        yield f"pyrefly: {(checked.stderr or checked.stdout).strip()[-300:]}"
+
+
 CHECKS = [
     orphans,
     wrong_layers,
@@ -506,6 +517,7 @@ CHECKS = [
     unformatted,
     linted,
     names_of_modules,
+    mistyped,
     dense,
     few_examples,
     ambiguous_names,
