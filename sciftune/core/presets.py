@@ -87,9 +87,8 @@ def preset_files() -> dict[str, Preset]:
 def _suits(preset: Preset, name: str, family: FamilyRecord) -> bool:
     """Whether a family has a preset."""
     named = not preset.models or family.name in preset.models or name in family.presets
-    objective = preset.objective or family.objectives[0]
-    able = objective in family.objectives
-    return named and (able or family.name in find_record("objectives", objective).models)
+    objective = find_record("objectives", preset.objective or family.objectives[0])
+    return named and objective.trains(family)
 
 
 def _values(preset: Preset, name: str, family: FamilyRecord) -> dict[str, Any]:

@@ -166,7 +166,7 @@ def check_model(recipe: Fields):
     """
     family = find_record("models", recipe.model)
     objective = find_record("objectives", recipe.objective)
-    if recipe.objective not in family.objectives and recipe.model not in objective.models:
+    if not objective.trains(family):
         raise ValueError(
             f"objective: '{recipe.objective}' does not suit {recipe.model}; "
             f"use {_listed(family.objectives)}"

@@ -76,6 +76,7 @@ RECORDS = [
         block_classes=("Qwen2MoTDecoderLayer", "VisionLayer"),
         blocks=28,
         objectives=("unified",),
+        prediction="tokens",
         parts=("llm_path", "vit_path", "vae_path"),
         learning_rate=2e-5,
         usual_learning_rates=(5e-6, 1e-4),

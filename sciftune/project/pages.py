@@ -65,7 +65,7 @@ def names_markdown() -> str:
 MAP = """## Where is
 
 - **the target of klein**, and of every flow-matching model:
-  @objectives.flow.loss.flow_loss, noise − latent; klein's latents are made by
+  @objectives.common.velocity.flow_loss, noise − latent; klein's latents are made by
   @models.encoders.Encoding.encode_images, from @models.flux2.Klein.latent_statistics
 - **the configuration of ZeRO-3**: @strategies.zero.Zero3.zero_config, the section
   `zero_optimization` of @strategies.zero.Zero.deepspeed_config, which is written as
@@ -78,7 +78,8 @@ MAP = """## Where is
   @training.task.Task.rate; **the optimizer**: @strategies.optimizers.build_optimizer
 - **the fields of a recipe**: @core.sections, by theme, and `01_section` of each objective
 - **what a preset sets**: one YAML file each in `sciftune/presets`, read by @core.presets
-- **which noise level a sample gets**: @objectives.flow.data.draw_u, @objectives.flow.loss.shift
+- **which noise level a sample gets**: @objectives.common.batches.draw_u,
+  @objectives.common.noise_levels.shift
 - **whether a resume is exact**: @lab.prove
 - **a smaller base for adapters**: @strategies.lora.NarrowLinear
 - **what a failure means**: @core.diagnosis
@@ -127,7 +128,7 @@ plugged into it and calls down to the model family (`4_models`).
 6. @training.trainer.train_step asks the task for the loss of each turn; for flow matching that is
    @objectives.flow.loss.FlowMatching.
 7. @models.flux2.Klein.predict (for klein) calls the denoiser, and
-   @objectives.flow.loss.flow_loss compares its answer with the target.
+   @objectives.common.velocity.flow_loss compares its answer with the target.
 
 **From a file to the loss.**
 
@@ -135,10 +136,10 @@ plugged into it and calls down to the model family (`4_models`).
 2. @data.buckets says at which size each of them is trained.
 3. @training.encoding.cache_data encodes what is not in the @data.cache.TensorCache yet, by the
    family's @models.encoders.Encoding.encode_images and @models.encoders.Encoding.encode_captions.
-4. @objectives.flow.data.FlowBatches makes the micro-batches of a step: latents, noise, noise
+4. @objectives.common.batches.LatentBatches makes the micro-batches of a step: latents, noise, noise
    levels, conditioning, each a function of (seed, sample, epoch): @core.randomness.
 5. @training.prefetch makes the next step's batches while this one computes.
-6. @objectives.flow.loss.noised mixes latent and noise; then the loss, as above.
+6. @objectives.common.velocity.noised mixes latent and noise; then the loss, as above.
 
 **From `-p learning_rate 1e-4` to the optimizer.**
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RECORDS', 'UNIT_SECONDS', 'AllToAllReduceScatter', 'in_host_memory', 'cast_floating', 'cast_arguments',
-           'ShardedNetwork', 'gather_ahead', 'FSDPCosts', 'FSDP']
+           'ShardedNetwork', 'FrozenShardedNetwork', 'gather_ahead', 'FSDPCosts', 'FSDP']
 
 # %% ../../nbs/5_strategies/14_fsdp.ipynb #01bdfdf1
 import inspect
@@ -272,6 +272,19 @@ class ShardedNetwork(Network):
         if mesh.ndim == 1 or mesh.get_local_rank(0) == 0:
             return self.held()
         return [replace(r, count=0) for r in self.held()]
+
+# %% ../../nbs/5_strategies/14_fsdp.ipynb #baa1dab4
+class FrozenShardedNetwork(ShardedNetwork):
+    """Shard a network without gradients, optimizer or wider weights."""
+
+    def wrap(self):
+        """Shard the weights in the compute type."""
+        self.policy = replace(self.policy, weights=self.policy.compute)
+        super().wrap()
+
+    def make_optimizer(self, module: nn.Module):
+        """Make no optimizer: there is nothing to train."""
+        self.optimizer = None
 
 # %% ../../nbs/5_strategies/14_fsdp.ipynb #68ad6f79
 def gather_ahead(blocks: list[nn.Module], count: int):

@@ -273,7 +273,7 @@ def test_failures_of_runs(tmp_path):
         )
 
     def blind(rank, run):
-        from sciftune.objectives.flow import task as tasks
+        from sciftune.objectives.common import task as tasks
 
         def held_out_loss(*a):
             raise IndexError("no such sigma")

@@ -8,7 +8,7 @@ __all__ = ['RECORDS', 'DPOSection']
 # %% ../../../nbs/8_objectives/diffusion_dpo/01_fields.ipynb #589e9b15
 from ...core.registry import ObjectiveRecord
 from ...core.sections import Section, field
-from ..flow_grpo.section import check_rollouts
+from ..rollouts.section import check_rollouts
 
 # %% ../../../nbs/8_objectives/diffusion_dpo/01_fields.ipynb #fa8447c9
 RECORDS = [
@@ -18,7 +18,7 @@ RECORDS = [
         section="sciftune.objectives.diffusion_dpo.section:DPOSection",
         task="sciftune.objectives.diffusion_dpo.task:DPOTask",
         work="sciftune.objectives.diffusion_dpo.work:DPOWork",
-        models=("qwenimage", "klein", "klein4b", "flux1", "zimage"),
+        predictions=("velocity",),
         falling_loss=False,
         reads=(
             "reward",

@@ -6,10 +6,10 @@
 __all__ = ['DPOWork']
 
 # %% ../../../nbs/8_objectives/diffusion_dpo/05_work.ipynb #66115135
-from ..flow_grpo.work import GRPOWork
+from ..rollouts.work import RolloutWork
 
 # %% ../../../nbs/8_objectives/diffusion_dpo/05_work.ipynb #4fda5ada
-class DPOWork(GRPOWork):
+class DPOWork(RolloutWork):
     """Count rollouts, and updates on their pairs."""
 
     compares = True

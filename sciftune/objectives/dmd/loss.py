@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ...core.randomness import stream, stream_seed
 from ...models.ddpm import STEPS, NoiseSchedule
+from ..common.start import without_adapters
 from ...training.intervals import loss_by_sigma
 from ...training.task import Turn
 
@@ -580,17 +581,8 @@ def teacher_of(networks: dict) -> Iterator[object]:
     if "teacher" in networks:
         yield networks["teacher"]
         return
-    modules = unwrap_to(networks["generator"], "modules").modules()
-    adapted = [m for m in modules if hasattr(m, "_disable_adapters")]
-    if not adapted:
-        raise ValueError("without a teacher the generator must be a LoRA on its weights")
-    for module in adapted:
-        module._disable_adapters = True
-    try:
+    with without_adapters(unwrap_to(networks["generator"], "modules")):
         yield networks["generator"]
-    finally:
-        for module in adapted:
-            module._disable_adapters = False
 
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #4f9b9394
 def teacher_images(

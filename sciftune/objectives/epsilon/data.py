@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ...models.ddpm import STEPS, NoiseSchedule
-from ..flow.data import FlowBatches
-from ..flow.loss import density
+from ..common.batches import LatentBatches
+from ..common.noise_levels import density
 
 # %% ../../../nbs/8_objectives/epsilon/03_data.ipynb #ab33e5bb
 def integer_timesteps(u: list, kind: str) -> Tensor:
@@ -21,7 +21,7 @@ def integer_timesteps(u: list, kind: str) -> Tensor:
 
     Args:
         u: uniform numbers in [0,1)
-        kind: a density, see `objectives.flow.loss.density`
+        kind: a density, see `objectives.common.noise_levels.density`
 
     Returns:
         (len(u),) integers in [0, 999]
@@ -30,7 +30,7 @@ def integer_timesteps(u: list, kind: str) -> Tensor:
     return (STEPS * moved).long().clamp(0, STEPS - 1)
 
 # %% ../../../nbs/8_objectives/epsilon/03_data.ipynb #2c2a0e69
-class EpsilonBatches(FlowBatches):
+class EpsilonBatches(LatentBatches):
     """Make micro-batches whose sigma is t/1000."""
 
     @cached_property
@@ -45,7 +45,7 @@ class EpsilonBatches(FlowBatches):
             items: (sample, epoch, u) of each sample
 
         Returns:
-            fields of `FlowBatches.micro`
+            fields of `LatentBatches.micro`
         """
         t = integer_timesteps([u for *_, u in items], self.recipe.timestep_density)
         gamma = self.recipe.snr_gamma

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from ...models.ddpm import NoiseSchedule, timesteps_of
 from ...models.tokens import own_mean
-from ..flow.loss import FlowMatching
+from ..common.denoising import DenoisingObjective
 
 # %% ../../../nbs/8_objectives/epsilon/02_loss.ipynb #5c3b0fda
-class NoisePrediction(FlowMatching):
+class NoisePrediction(DenoisingObjective):
     """Train one denoiser to predict the noise, or the velocity if its folder says so."""
 
     @cached_property

@@ -7,11 +7,11 @@ __all__ = ['RECORDS', 'FlowSection']
 
 # %% ../../../nbs/8_objectives/flow/01_section.ipynb #39609202
 import math
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import field_validator
+from pydantic import ValidationInfo, field_validator
 
-from ...core.registry import ObjectiveRecord
+from ...core.registry import ObjectiveRecord, find_record, records
 from ...core.sections import Section, field
 
 # %% ../../../nbs/8_objectives/flow/01_section.ipynb #cd5b550f
@@ -67,17 +67,24 @@ RECORDS = [
 class FlowSection(Section):
     """Set how often each noise level is drawn and how much it counts."""
 
-    timestep_density: Literal["uniform", "logit_normal", "mode"] = field(
-        "uniform", "density of sigma before the shift"
+    timestep_density: str = field(
+        "uniform", f"density of sigma before the shift: {', '.join(records('densities'))}"
     )
     timestep_shift: str = field(
         "none",
         "'none', 'linear' (mu linear in tokens), 'empirical' (klein's), or a number: static shift",
     )
-    loss_weighting: Literal["none", "sigma_sqrt", "cosmap", "bell"] = field(
-        "none", "weight of a sample by its sigma"
+    loss_weighting: str = field(
+        "none", f"weight of a sample by its sigma: {', '.join(records('weightings'))}"
     )
     stratified: bool = field(True, "spread the sigmas of a global batch evenly")
+
+    @field_validator("timestep_density", "loss_weighting")
+    @classmethod
+    def _recorded(cls, name: str, info: ValidationInfo) -> str:
+        kinds = dict(timestep_density="densities", loss_weighting="weightings")
+        find_record(kinds[info.field_name], name)
+        return name
 
     @field_validator("timestep_shift", mode="before")
     @classmethod

@@ -4,20 +4,15 @@
 
 # %% auto #0
 __all__ = ['noise_rate', 'step_mean', 'step_noise', 'step_log_prob', 'step_divergence', 'group_advantages', 'clipped_loss',
-           'without_adapters', 'at_start', 'FlowGRPO']
+           'FlowGRPO']
 
 # %% ../../../nbs/8_objectives/flow_grpo/02_loss.ipynb #5c828342
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor, nn
 
-from ...core.progress import progress
-from ...core.recipe import Recipe
-from ...models.family import Family
+from ..common.start import at_start
+from ..rollouts.loss import Rollouts
 from ...training.task import Turn
-from ...training.validation import evaluating
 
 # %% ../../../nbs/8_objectives/flow_grpo/02_loss.ipynb #1b4843c1
 def noise_rate(sigma: Tensor, second: float, a: float) -> Tensor:
@@ -135,109 +130,13 @@ def clipped_loss(
     cut = -advantage * ratio.clamp(1 - clip, 1 + clip)
     return torch.maximum(plain, cut), (cut > plain).float()
 
-# %% ../../../nbs/8_objectives/flow_grpo/02_loss.ipynb #66970586
-@contextmanager
-def without_adapters(network: nn.Module) -> Iterator[nn.Module]:
-    """Disable the adapters of a network inside the block.
-
-    Args:
-        network: network whose layers have adapters
-
-    Raises:
-        ValueError: the network has no adapters.
-    """
-    adapted = [m for m in network.modules() if hasattr(m, "_disable_adapters")]
-    if not adapted:
-        raise ValueError("a network without adapters has no base to compare with")
-    for module in adapted:
-        module._disable_adapters = True
-    try:
-        yield network
-    finally:
-        for module in adapted:
-            module._disable_adapters = False
-
-# %% ../../../nbs/8_objectives/flow_grpo/02_loss.ipynb #54363ebb
-@torch.no_grad()
-def at_start(denoiser: nn.Module, start: nn.Module | None, predict: Callable) -> Tensor:
-    """Return the prediction of the model at the start. All ranks call it.
-
-    Args:
-        denoiser: as the engine wraps it
-        start: frozen copy; None = the base of the denoiser's adapters
-        predict: network -> prediction
-
-    Returns:
-        result of `predict`
-    """
-    if start is not None:
-        return predict(start)
-    with without_adapters(denoiser.raw):
-        made = predict(denoiser)
-    denoiser.after_eval()
-    return made
-
 # %% ../../../nbs/8_objectives/flow_grpo/02_loss.ipynb #72168675
-class FlowGRPO:
-    """Raise the reward of one denoiser's images.
+class FlowGRPO(Rollouts):
+    """Raise the reward of one denoiser's images by the probability of its sampling steps."""
 
-    Args:
-        levels: noise levels of the sampler (rollout_steps+1,), 1 to 0, on the device
-        rate: (latents (B,C,h,w), captions) -> rewards (B,R) on the CPU
-        total: rewards (...,R) -> their weighted sum (...)
-        over_ranks: Tensor -> its sum over ranks
-        names: names of the R rewards
-        start: the model at the start; None = the base of the adapters
-    """
-
-    networks = ("denoiser",)
-
-    def __init__(
-        self,
-        recipe: Recipe,
-        family: Family,
-        levels: Tensor,
-        rate: Callable,
-        total: Callable,
-        over_ranks: Callable = lambda values: values,
-        names: tuple = (),
-        start: nn.Module | None = None,
-    ):
-        self.recipe = recipe
-        self.family = family
-        self.levels = levels
-        self.second = levels[1].item()  # read once, since .item() waits for the GPU
-        self.rate = rate
-        self.total = total
-        self.over_ranks = over_ranks
-        self.names = names
-        self.start = start
-        self.rollout = []  # one entry per micro-batch of this rank
-
-    def turns(self, step: int) -> tuple[Turn, ...]:
-        """Return the updates of the denoiser that use one rollout."""
-        return (Turn("denoiser"),) * self.recipe.updates_per_rollout
-
-    def velocity(self, denoiser: nn.Module, x: Tensor, sigma: Tensor, conditioning: dict) -> Tensor:
-        """Return the velocity that the sampler follows, guided if the rollout is.
-
-        Args:
-            denoiser: as the engine wraps it
-            x: latents (n,C,h,w)
-            sigma: noise levels (n,)
-            conditioning: n rows, followed by n rows without caption if guided
-
-        Returns:
-            (n,C,h,w) fp32
-        """
-        scale, record = self.recipe.rollout_guidance, self.family.record
-        if not record.guides(scale):
-            told = scale and record.guides_above is None
-            more = dict(guidance=sigma.new_full(sigma.shape, scale)) if told else {}
-            return self.family.predict(denoiser, x, sigma, conditioning | more).float()
-        twice = (torch.cat((x, x)), torch.cat((sigma, sigma)))
-        made = self.family.predict(denoiser, *twice, conditioning).float()
-        return self.family.guide(*made.chunk(2), scale)
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.second = self.levels[1].item()  # read once, since .item() waits for the GPU
 
     def step_of(self, number: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return levels before and after, and noise rate (n,) of steps (n,).
@@ -273,55 +172,14 @@ class FlowGRPO:
         rows = torch.arange(len(x), device=x.device).repeat(given["trained"].shape[1])
         return dict(latents=x, x=path[number, rows], after=path[number + 1, rows], number=number)
 
-    @torch.no_grad()
-    def rate_rollout(self, denoiser: nn.Module, given: list[dict]) -> tuple[list[dict], Tensor]:
-        """Sample and rate the images of a step. All ranks call it.
-
-        Args:
-            denoiser: as the engine wraps it
-            given: inputs of each micro-batch of this rank
-
-        Returns:
-            result of `sample` for each micro-batch; rewards of the step (N,R)
-        """
-        made = []
-        rated = torch.zeros(self.recipe.global_batch, len(self.names))
-        with evaluating(denoiser) as network:
-            for micro in given:
-                made.append(self.sample(network, micro) | micro)
-                rewards = self.rate(made[-1]["latents"], micro["captions"])
-                rated[micro["positions"]] = rewards.to(rated)
-                progress("pictures rated")
-        return made, self.over_ranks(rated.to(made[0]["latents"].device))
-
-    def roll_out(self, denoiser: nn.Module, given: list[dict]) -> list[dict]:
-        """Sample, rate, and return micro-batches to train on. All ranks call it."""
-        made, rated = self.rate_rollout(denoiser, given)
-        rewards = self.total(rated).view(-1, self.recipe.group_size)
+    def learn_from(self, made: list[dict], rewards: Tensor) -> list[dict]:
+        """Give each trained step the advantage of its image."""
         advantages = group_advantages(rewards, self.recipe.advantage_clip).flatten()
-        self.numbers = self.reported(rated, rewards)
         for micro in made:
             del micro["latents"]
             mine = advantages[torch.tensor(micro["positions"], device=advantages.device)]
             micro["advantages"] = mine.repeat(micro["trained"].shape[1])
         return made
-
-    def reported(self, rated: Tensor, rewards: Tensor) -> dict:
-        """Return statistics of a rollout: means, deviations, share of groups of equal rewards.
-
-        Args:
-            rated: rewards by term (N,R)
-            rewards: summed rewards (groups, group_size)
-        """
-        spread = rewards.std(1, correction=0)
-        terms = {f"reward_{n.rpartition(':')[2]}": rated[:, i] for i, n in enumerate(self.names)}
-        return dict(
-            reward=rewards.mean(),
-            reward_std=rewards.std(correction=0),
-            reward_group_std=spread.mean(),
-            flat_groups=(spread < 1e-6).float().mean(),
-            **{name: column.mean() for name, column in terms.items() if len(terms) > 1},
-        )
 
     def mean_of(self, denoiser: nn.Module, micro: dict) -> tuple[Tensor, Tensor]:
         """Return mean (n,C,h,w) and deviation (n,) of the trained steps by a network."""
@@ -333,9 +191,7 @@ class FlowGRPO:
     def loss(self, turn: Turn, networks: dict, batch: dict) -> tuple[Tensor, dict]:
         """Return the scalar fp32 loss of a micro-batch, and metrics. All ranks call it."""
         denoiser, recipe = networks["denoiser"], self.recipe
-        if "rollout" in batch:
-            self.rollout = self.roll_out(denoiser, batch.pop("rollout"))
-        micro = self.rollout[batch["number"]]
+        micro = self.micro_of(denoiser, batch)
         if recipe.start_kl_weight and "start" not in micro:
             micro["start"] = at_start(
                 denoiser, self.start, lambda network: self.mean_of(network, micro)[0]
@@ -349,4 +205,4 @@ class FlowGRPO:
             divergence = step_divergence(mean, micro["start"], width)
             losses = losses + recipe.start_kl_weight * divergence
             found["kl"] = divergence.detach().mean()
-        return losses.mean(), {k: v / recipe.updates_per_rollout for k, v in found.items()}
+        return losses.mean(), self.shares(found)

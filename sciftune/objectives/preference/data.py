@@ -8,7 +8,7 @@ __all__ = ['CachedPair', 'PairJobs', 'PairBatches', 'HeldOutPairs']
 # %% ../../../nbs/8_objectives/preference/03_data.ipynb #6e9875b3
 from dataclasses import dataclass, fields, replace
 
-from ..flow.data import FlowBatches
+from ..common.batches import LatentBatches
 from ...training.encoding import CachedSample, EncodingJobs
 
 # %% ../../../nbs/8_objectives/preference/03_data.ipynb #05421987
@@ -46,7 +46,7 @@ class PairJobs(EncodingJobs):
         return CachedPair(**own, rejected=rejected)
 
 # %% ../../../nbs/8_objectives/preference/03_data.ipynb #5f1b6df2
-class PairBatches(FlowBatches):
+class PairBatches(LatentBatches):
     """Make micro-batches of pairs as a function of the step."""
 
     def micro(self, items: list[tuple]) -> dict:
@@ -56,7 +56,7 @@ class PairBatches(FlowBatches):
             items: (pair, epoch, u) of each pair
 
         Returns:
-            fields of `FlowBatches.micro`, with 2*B rows
+            fields of `LatentBatches.micro`, with 2*B rows
         """
         return super().micro([*items, *((pair.other(), *rest) for pair, *rest in items)])
 

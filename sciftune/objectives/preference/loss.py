@@ -8,13 +8,14 @@ __all__ = ['PreferenceDPO']
 # %% ../../../nbs/8_objectives/preference/02_loss.ipynb #35fb2ee2
 from torch import Tensor, nn
 
-from ..diffusion_dpo.loss import dpo_loss, error_changes, won
-from ..flow.loss import FlowMatching, noised
-from ..flow_grpo.loss import at_start
+from ..common.denoising import DenoisingObjective
+from ..common.pairs import dpo_loss, error_changes, won
+from ..common.start import at_start
+from ..common.velocity import noised
 from ...training.task import Turn
 
 # %% ../../../nbs/8_objectives/preference/02_loss.ipynb #32cdacbc
-class PreferenceDPO(FlowMatching):
+class PreferenceDPO(DenoisingObjective):
     """Lower the velocity error of chosen images and raise that of rejected ones.
 
     Both errors are compared with those of the model at the start of the run.

@@ -17,7 +17,7 @@ RECORDS = [
         section="sciftune.objectives.preference.section:PreferenceSection",
         task="sciftune.objectives.preference.task:PreferenceTask",
         work="sciftune.objectives.preference.work:PreferenceWork",
-        models=("qwenimage", "klein", "klein4b", "flux1", "zimage"),
+        predictions=("velocity",),
         pairs=True,
         reads=(
             "dpo_beta",

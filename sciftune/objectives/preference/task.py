@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ...data.pairs import BothImages
-from ..diffusion_dpo.loss import won
-from ..flow.task import FlowTask
-from ..flow_grpo.task import frozen_start
+from ..common.pairs import won
+from ..common.start import frozen_start
+from ..common.task import DenoisingTask
 from .data import HeldOutPairs, PairBatches, PairJobs
 from .loss import PreferenceDPO
 from ...planner.work import work_of
@@ -20,7 +20,7 @@ from ...training.encoding import CachedData, cache_data
 from ...training.validation import held_out_sums, to_device
 
 # %% ../../../nbs/8_objectives/preference/04_task.ipynb #17164993
-class PreferenceTask(FlowTask):
+class PreferenceTask(DenoisingTask):
     """Learn to prefer the chosen images of a collection of pairs."""
 
     objective_class = PreferenceDPO
@@ -33,8 +33,8 @@ class PreferenceTask(FlowTask):
 
     def cached_data(self) -> CachedData:
         """Return the pairs, encoded."""
-        told = (self.run_dir, self.say, self.heartbeat)
-        return cache_data(self.recipe, self.family, self.engine, *told, BothImages, PairJobs)
+        reports = (self.run_dir, self.say, self.heartbeat)
+        return cache_data(self.recipe, self.family, self.engine, *reports, BothImages, PairJobs)
 
     def flops(self) -> float:
         """Return a third of the FLOPs of a step per pair.
@@ -61,9 +61,9 @@ class PreferenceTask(FlowTask):
             return torch.stack((losses, won(margin), torch.ones_like(losses)), 1)
 
         kinds = [pair.sizes for pair in data.held]
-        size, told = self.recipe.micro_batch, self.heartbeat
-        sums = held_out_sums(denoiser, self.engine, len(data.held), measure, size, told, kinds)
+        size, count = self.recipe.micro_batch, len(data.held)
+        sums = held_out_sums(denoiser, self.engine, count, measure, size, self.heartbeat, kinds)
         if sums is None:
             return {}
-        loss, right, count = sums
-        return dict(held_out=loss / count, held_out_won=right / count)
+        loss, right, pairs_seen = sums
+        return dict(held_out=loss / pairs_seen, held_out_won=right / pairs_seen)

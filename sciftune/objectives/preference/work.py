@@ -6,7 +6,7 @@
 __all__ = ['PreferenceWork']
 
 # %% ../../../nbs/8_objectives/preference/05_work.ipynb #977b32a8
-from ..flow_grpo.work import ComparedWork
+from ..common.work import ComparedWork
 
 # %% ../../../nbs/8_objectives/preference/05_work.ipynb #cfa268fe
 class PreferenceWork(ComparedWork):

@@ -1,9 +1,10 @@
-"""Flow matching with a robust loss: only what differs from `sciftune.objectives.flow`."""
+"""Flow matching with a robust loss: only its loss; the rest is `sciftune.objectives.common`."""
 
 from torch import Tensor, nn
 
-from sciftune.objectives.flow.loss import FlowMatching, noised
-from sciftune.objectives.flow.task import FlowTask
+from sciftune.objectives.common.denoising import DenoisingObjective
+from sciftune.objectives.common.task import DenoisingTask
+from sciftune.objectives.common.velocity import noised
 
 
 def pseudo_huber(
@@ -15,7 +16,7 @@ def pseudo_huber(
     return (2 * error.square() / (root + 1)).flatten(1).mean(1)
 
 
-class HuberMatching(FlowMatching):
+class HuberMatching(DenoisingObjective):
     """Flow matching, compared by `pseudo_huber`."""
 
     def per_sample(self, denoiser: nn.Module, batch: dict) -> Tensor:
@@ -26,7 +27,7 @@ class HuberMatching(FlowMatching):
         return pseudo_huber(velocity.float() - target.float(), self.recipe.huber_delta)
 
 
-class HuberTask(FlowTask):
+class HuberTask(DenoisingTask):
     """Everything else is as in fine-tuning by flow matching."""
 
     objective_class = HuberMatching
