@@ -38,7 +38,10 @@ def _as_bits(x):
 
 
 def _bytes_as_floats(flipped: str, offset: str) -> str:
-    """PTX: the bytes of $4, some bits flipped, under the high bytes of 2**23, plus `offset`."""
+    """Return PTX that reads the bytes of $4, some bits flipped, under the high bytes of 2**23.
+
+    `offset` is added to each.
+    """
     picked = (f"prmt.b32 ${i}, t, 0x4B000000, 0x744{i};" for i in range(4))
     moved = (f"add.f32 ${i}, ${i}, {offset};" for i in range(4))
     return "\n".join(("{ .reg .b32 t;", f"xor.b32 t, $4, {flipped};", *picked, *moved, "}"))
@@ -50,7 +53,7 @@ UNSIGNED = tl.constexpr(_bytes_as_floats("0", "0fCB000000"))  # -2**23
 
 @triton.jit
 def _numbers_of(code, ptx: tl.constexpr, fast: tl.constexpr):
-    """Bytes as floats, by `SIGNED` or `UNSIGNED`; four at once."""
+    """Convert bytes to floats by `SIGNED` or `UNSIGNED`, four at once."""
     if fast:
         return tl.inline_asm_elementwise(
             ptx, "=&f,=&f,=&f,=&f,r", [code], dtype=tl.float32, is_pure=True, pack=4
@@ -61,7 +64,7 @@ def _numbers_of(code, ptx: tl.constexpr, fast: tl.constexpr):
 
 @triton.jit
 def _wide(x, fast: tl.constexpr):
-    """bf16 numbers as fp32; two at once."""
+    """Widen bf16 numbers to fp32, two at once."""
     if fast:
         return tl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
@@ -77,7 +80,7 @@ def _wide(x, fast: tl.constexpr):
 
 @triton.jit
 def _rounded(x, fast: tl.constexpr):
-    """The nearest bf16 numbers, ties to even; two at once."""
+    """Round to the nearest bf16 numbers, ties to even, two at once."""
     if fast:
         return tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;",
@@ -95,7 +98,7 @@ def _rounded(x, fast: tl.constexpr):
 
 @triton.jit
 def _low_bytes(x, fast: tl.constexpr):
-    """The integers that were added to `INTEGERS`, as bytes; four at once."""
+    """Return the integers that were added to `INTEGERS` as bytes, four at once."""
     if fast:
         return tl.inline_asm_elementwise(
             """
@@ -138,13 +141,13 @@ def _root(x, fast: tl.constexpr):
 
 @triton.jit
 def _power(x):
-    """The power of two at or below the absolute value of a float, at least `LEAST_POWER`."""
+    """Return the power of two at or below |x|, at least `LEAST_POWER`."""
     return tl.maximum(_as_float(_as_bits(x) & 0x7F800000), LEAST_POWER)
 
 
 @triton.jit
 def _scale(top, unit: tl.constexpr):
-    """The largest of each group as fp16 holds it, in units of 1/unit."""
+    """Return the largest number of each group in fp16, in units of 1/unit."""
     return (tl.minimum(top, 65504.0 / unit) * unit).to(tl.float16)
 
 # %% ../../nbs/5_strategies/04_adam.ipynb #21ed6541
@@ -257,14 +260,11 @@ WARPS = 2  # of a program
 
 
 def programs(n: int, processors: int) -> int:
-    """Also the number of partial sums.
+    """Return the number of programs for a tensor, which is also the number of partial sums.
 
     Args:
-        n: Elements
-        processors: Of the GPU
-
-    Returns:
-        Programs of the kernel for a tensor
+        n: number of elements
+        processors: multiprocessors of the GPU
     """
     return max(1, min(-(-n // BLOCK), PER_PROCESSOR * processors))
 
@@ -274,32 +274,32 @@ for _kernel in (_triton_quantize_kernel, _triton_dequantize_kernel):
 
 
 class Moment(_MaybeQuantizedTensor):
-    """A moment whose scales are in 1/UNIT."""
+    """Moment whose scales are counted in 1/UNIT."""
 
     def materialize(self) -> Tensor:
-        """The moment as numbers."""
+        """Return the moment as numbers."""
         return super().materialize() / (UNIT**2 if self._sqrt else UNIT)
 
     def set_data(self, data: Tensor):
         """Quantise numbers.
 
         Args:
-            data: Of the parameter's shape (...)
+            data: numbers of the parameter's shape (...)
         """
         super().set_data(data.float() * (UNIT**2 if self._sqrt else UNIT))
 
     def state_dict(self, name: str, allow_quantized: bool = False) -> dict:
-        """Plain numbers; codes would mean something else elsewhere.
+        """Return plain numbers, since these codes would mean something else in flashoptim.
 
         Args:
-            name: Of the state
-            allow_quantized: Not used
+            name: name of the state
+            allow_quantized: not used
         """
         return {name: self.materialize()}
 
 # %% ../../nbs/5_strategies/04_adam.ipynb #2e2d850a
 def _numbers(step, lr, betas, eps, weight_decay):
-    """The kernels' b1, a1, root_b2, a2, rate, root, eps, keep."""
+    """Return the kernels' b1, a1, root_b2, a2, rate, root, eps, keep."""
     b1, b2 = betas
     return (
         b1,
@@ -328,7 +328,7 @@ def update(
     eps: float,
     weight_decay: float,
 ):
-    """One AdamW step, in place.
+    """Take one AdamW step, in place.
 
     Args:
         w: (...) bf16 weights, contiguous
@@ -338,8 +338,11 @@ def update(
         v: (...) uint8 root of the second moment
         vs: (groups,) fp16, one per 32, in 1/UNIT
         g: (...) bf16 gradient
-        squares: (programs,) fp32: sums of squares of the gradient
+        squares: (programs,) fp32: sums of squares of the gradient; written
         step: Counted from 1
+        lr: learning rate
+        betas: decay of the first and the second moment
+        eps: added to the root of the second moment
         weight_decay: Decoupled
     """
     _adam_kernel[(squares.numel(),)](
@@ -368,10 +371,12 @@ def _local(t: Tensor) -> Tensor:  # (...)
 
 
 def _sent(values: list, like: Tensor, dtype=torch.int64) -> Tensor:
-    """On the device, without waiting for it.
+    """Copy values to the device of `like` without waiting.
 
     Args:
-        like: On the device (...)
+        values: numbers for a new tensor
+        like: tensor on the device (...)
+        dtype: type of the new tensor
     """
     t = torch.tensor(values, dtype=dtype)
     return t.pin_memory().to(like.device, non_blocking=True) if like.is_cuda and values else t
@@ -498,18 +503,19 @@ class LeanAdamW(FlashAdamW):
         )
 
     def joins(self, device: torch.device) -> bool:
-        """Whether `step_params` can update several parameters there at once."""
+        """Return whether `step_params` can update several parameters there at once."""
         return device.type == "cuda" or INTERPRETED
 
     @torch.no_grad()
     def step_params(self, params: list, grads: list, group: dict):
-        """Update `params`.
+        """Update several parameters of one group.
 
-        In one launch those that the kernel for many can take, the others one by one.
+        One launch covers those that the kernel for many can take; the others follow one by one.
 
         Args:
-            params: Of one group and device
-            grads: Theirs
+            params: parameters of one group and device
+            grads: their gradients
+            group: parameter group of the optimizer
         """
         key = tuple(map(id, params))
         launch = self.launches.get(key) if hasattr(self, "launches") else None
@@ -552,7 +558,7 @@ class LeanAdamW(FlashAdamW):
         return [g if g.dtype is torch.bfloat16 else g.to(torch.bfloat16) for g in given]
 
     def _addresses(self, params, given, launch):
-        """What the table begins with; None when the launch does not hold any more."""
+        """Return the first columns of the table, or None when the launch is no longer valid."""
         out = []
         for i, g, counter in zip(launch.fits, given, launch.counters, strict=True):
             s = self.state[params[i]]
@@ -618,7 +624,7 @@ class LeanAdamW(FlashAdamW):
         ]
 
     def take_squares(self) -> Tensor:
-        """The sum of squares of all gradients since the last call.
+        """Return the sum of squares of all gradients since the last call, and reset it.
 
         Returns:
             fp32 scalar

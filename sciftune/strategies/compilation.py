@@ -31,19 +31,17 @@ from .float8 import captions_in_float8, float8_linears
 
 # %% ../../nbs/5_strategies/08_compilation.ipynb #ca556d22
 def blocks_of(denoiser: nn.Module, names: tuple) -> list[nn.Module]:
-    """The repeated blocks of a denoiser, sharded or not.
+    """Return the repeated blocks of a denoiser, sharded or not, in the order of execution.
 
     Args:
-        names: Block classes, of the family's record
-
-    Returns:
-        In the order of execution
+        denoiser: any module
+        names: block classes from the family's record
     """
     return [m for m in denoiser.modules() if type(m).__name__.removeprefix("FSDP") in names]
 
 # %% ../../nbs/5_strategies/08_compilation.ipynb #08f82ba1
 def cos_and_sin(table: Tensor) -> tuple[Tensor, Tensor]:
-    """The two halves of a table.
+    """Split a table into its cosines and sines.
 
     Args:
         table: (S,D) or (B,S,D) int32, the bits of fp32 [cos | sin]
@@ -55,7 +53,7 @@ def cos_and_sin(table: Tensor) -> tuple[Tensor, Tensor]:
 
 # %% ../../nbs/5_strategies/08_compilation.ipynb #57448e32
 class RealTable(nn.Module):
-    """Qwen-Image's position module with real tables for image and text; makes each one once."""
+    """Qwen-Image's position module with real tables for image and text, each made once."""
 
     def __init__(self, inner: nn.Module):
         super().__init__()
@@ -66,11 +64,12 @@ class RealTable(nn.Module):
     def forward(
         self, shapes: list, device: torch.device | None = None, max_txt_seq_len: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The two tables, made at the first call with these sizes.
+        """Return the two tables, made at the first call with these sizes.
 
         Args:
             shapes: [(frames, rows, columns)] of each sample's pictures, see `padded`
-            max_txt_seq_len: Of the text
+            device: where the tables are wanted
+            max_txt_seq_len: length of the text
 
         Returns:
             Image (S,D) and text (T,D), int32; (B,S,D), (B,T,D) if padded
@@ -83,13 +82,14 @@ class RealTable(nn.Module):
     def padded(
         self, sample: list, device: torch.device | None, length: int
     ) -> tuple[Tensor, Tensor]:
-        """The tables of pictures with padding beside the images, whose positions are all 0.
+        """Return the tables of pictures whose images are padded; padding has position 0.
 
-        An image stands in the top left corner of its picture; one of no rows is not there.
+        An image stands in the top left corner of its picture; an image of no rows is absent.
 
         Args:
             sample: (1, rows, columns) of the pictures; as many (0, rows, columns) in them
-            length: Of the text
+            device: where the tables are wanted
+            length: length of the text
 
         Returns:
             (S,D) and (T,D)
@@ -111,11 +111,12 @@ class RealTable(nn.Module):
     def tables(
         self, shape: list, device: torch.device | None, length: int
     ) -> tuple[Tensor, Tensor]:
-        """The tables of one size.
+        """Return the tables of one size.
 
         Args:
             shape: [(frames, rows, columns)] of the pictures of a sample
-            length: Of the text
+            device: where the tables are wanted
+            length: length of the text
 
         Returns:
             (S,D) and (T,D)
@@ -147,7 +148,7 @@ class RealAttention(qwen.QwenDoubleStreamAttnProcessor2_0):
         """Attend over [text, image].
 
         Args:
-            attn: The block's attention, whose layers are used
+            attn: the block's attention, whose layers are used
             hidden_states: Image (B,S,C)
             encoder_hidden_states: Text (B,T,C)
             encoder_hidden_states_mask: (B,T), 0 = padding; None = no padding
@@ -169,10 +170,10 @@ class RealAttention(qwen.QwenDoubleStreamAttnProcessor2_0):
 
 
 def joint_mask(mask: Tensor | None, image: Tensor) -> Tensor | None:
-    """The mask over [text, image]: all of the image, the text without padding.
+    """Return the mask over [text, image]: the text without padding and the whole image.
 
     Args:
-        mask: Of the text (B,T), 0 = padding
+        mask: text (B,T), 0 = padding
         image: (B,S,C)
 
     Returns:
@@ -185,10 +186,10 @@ def joint_mask(mask: Tensor | None, image: Tensor) -> Tensor | None:
 
 # %% ../../nbs/5_strategies/08_compilation.ipynb #35c272c4
 def real_rotary(denoiser: nn.Module) -> nn.Module:
-    """Replace complex rotary embedding where a denoiser has it; all others are left alone.
+    """Replace complex rotary embedding where a denoiser has it; leave others unchanged.
 
     Returns:
-        The same
+        the same module
     """
     if isinstance(denoiser, qwen.QwenImageTransformer2DModel) and not isinstance(
         denoiser.pos_embed, RealTable
@@ -200,14 +201,15 @@ def real_rotary(denoiser: nn.Module) -> nn.Module:
 
 # %% ../../nbs/5_strategies/08_compilation.ipynb #8766c258
 def checkpoint_blocks(denoiser: nn.Module, names: tuple, count: int | None = None) -> int:
-    """Gradient checkpointing of `count` blocks (Chen et al. 2016); the others keep activations.
+    """Checkpoint `count` blocks (Chen et al. 2016); the others keep their activations.
 
     Args:
-        names: Block classes
-        count: Blocks recomputed in backward, evenly spread; None = all
+        denoiser: changed
+        names: block classes
+        count: blocks recomputed in backward, evenly spread; None = all
 
     Returns:
-        How many blocks there are
+        number of blocks
     """
     blocks = blocks_of(denoiser, names)
     n = len(blocks)
@@ -264,12 +266,13 @@ def compile_blocks(denoiser: nn.Module, names: tuple, cache: Path | None = None,
     """Compile the repeated blocks at their first use.
 
     Args:
-        names: Block classes
-        cache: Folder that keeps compiled kernels between runs
-        **kwargs: For torch.compile, such as fullgraph=True
+        denoiser: changed
+        names: block classes
+        cache: folder that keeps compiled kernels between runs
+        **kwargs: arguments of torch.compile, such as fullgraph=True
 
     Returns:
-        Blocks
+        number of blocks
     """
     import torch._dynamo
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
@@ -292,10 +295,11 @@ def compile_blocks(denoiser: nn.Module, names: tuple, cache: Path | None = None,
 
 # %% ../../nbs/5_strategies/08_compilation.ipynb #647b8cfa
 def gather_whole_blocks(denoiser: nn.Module, names: tuple):
-    """Let ZeRO-3 gather each block as one, outside of what is compiled.
+    """Let ZeRO-3 gather each block as a unit, outside of the compiled code.
 
     Args:
-        names: Block classes
+        denoiser: changed
+        names: block classes
     """
     from deepspeed.utils import set_z3_leaf_modules
 
@@ -327,20 +331,20 @@ class ContiguousGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """The same values.
+        """Return `x` unchanged.
 
         Args:
-            ctx: Nothing is kept
+            ctx: nothing is saved
             x: Any shape (...)
         """
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """The gradient with its rows side by side.
+        """Return the gradient with contiguous rows.
 
         Args:
-            ctx: Nothing is kept
+            ctx: nothing is saved
             grad: Any shape and strides (...)
         """
         return grad.contiguous()
@@ -362,15 +366,13 @@ def contiguous_gradients(denoiser: nn.Module) -> nn.Module:
 
 # %% ../../nbs/5_strategies/08_compilation.ipynb #47380fc6
 def blocks_to_checkpoint(recipe: Recipe, recompute_blocks: int | None = None) -> int | None:
-    """How many blocks `gradient_checkpointing` recomputes.
+    """Return the number of blocks that `gradient_checkpointing` recomputes; None = all.
 
-    Raises RecipeError where none is too few.
+    Raises RecipeError where recomputing none is not enough.
 
     Args:
-        recompute_blocks: Of the plan; None = all
-
-    Returns:
-        None = all
+        recipe: `gradient_checkpointing` is read
+        recompute_blocks: from the plan; None = all
     """
     kind = recipe.gradient_checkpointing
     hooks = find_record("strategies", recipe.strategy).hooks_layers
@@ -388,15 +390,16 @@ def blocks_to_checkpoint(recipe: Recipe, recompute_blocks: int | None = None) ->
 def prepare_denoiser(
     denoiser: nn.Module, recipe: Recipe, recompute_blocks: int | None = None, fp8: bool = False
 ) -> nn.Module:
-    """Apply what the recipe asks for, in the order in which it must be. Raises RecipeError.
+    """Apply everything that the recipe asks for, in the required order. Raises RecipeError.
 
     Args:
-        denoiser: Loaded or on meta; frozen parameters marked
-        recompute_blocks: Of the plan; None = all
-        fp8: Precision policy in force
+        denoiser: loaded or on meta; frozen parameters marked
+        recipe: precision, packing, checkpointing and compilation are read
+        recompute_blocks: from the plan; None = all
+        fp8: the precision policy in force multiplies in float8
 
     Returns:
-        The same, ready for an engine
+        the same module, ready for an engine
     """
     names = find_record("models", recipe.model).block_classes
     contiguous_gradients(real_rotary(denoiser))

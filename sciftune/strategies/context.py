@@ -24,10 +24,13 @@ from .engine import Engine
 
 # %% ../../nbs/5_strategies/20_context.ipynb #7fa99cc2
 def context_mesh(engine: Engine) -> DeviceMesh:
-    """The arrangement of the ranks in groups that share samples. All ranks call it.
+    """Return the mesh of the groups of ranks that share samples. All ranks call it.
+
+    Args:
+        engine: process and groups
 
     Returns:
-        Dimensions 'groups', 'ring' (1) and 'ulysses'
+        dimensions 'groups', 'ring' (1) and 'ulysses'
     """
     shape = (engine.groups, 1, engine.strategy.context)
     return init_device_mesh(engine.device.type, shape, mesh_dim_names=("groups", "ring", "ulysses"))
@@ -37,17 +40,18 @@ def padded_length(
     tokens: int,
     ranks: int,
 ) -> int:
-    """The least multiple of `ranks` that is not below `tokens`."""
+    """Return the smallest multiple of `ranks` that is not below `tokens`."""
     return -(-tokens // ranks) * ranks
 
 
 def rank_part(x: Tensor, dim: int, place: int, ranks: int) -> Tensor:
-    """The tokens of one rank, zeros behind the last.
+    """Return the tokens of one rank, zeros behind the last.
 
     Args:
         x: Any shape, S along `dim`
-        dim: Of the tokens
+        dim: dimension of the tokens
         place: 0 to ranks - 1
+        ranks: ranks that share samples
 
     Returns:
         padded_length(S, ranks)/ranks along `dim`
@@ -60,12 +64,13 @@ def rank_part(x: Tensor, dim: int, place: int, ranks: int) -> Tensor:
 
 # %% ../../nbs/5_strategies/20_context.ipynb #96674e05
 def exchanged_mask(mask: Tensor | None, text: int, image: int, ranks: int) -> Tensor | None:
-    """The mask that every rank gives to attention; hides what stands behind the last token.
+    """Return the attention mask after the exchange, which hides padding behind the last token.
 
     Args:
         mask: (B,1,1,T+N), True = attended to; None = everything is
         text: T
         image: N
+        ranks: ranks that share samples
 
     Returns:
         (B,1,1,T'+N') in the order after the exchange; None = no mask
@@ -96,13 +101,15 @@ UNMASKED_BACKEND = AttentionBackendName("_native_cudnn")  # On a GPU, in 16 bits
 
 
 def parallel_processors(denoiser: nn.Module, mesh: DeviceMesh, device: torch.device) -> list:
-    """Let all attention layers exchange tokens for heads.
+    """Make all attention layers exchange tokens for heads.
 
     Args:
-        mesh: Of `context_mesh`
+        denoiser: changed
+        mesh: from `context_mesh`
+        device: device of this process
 
     Returns:
-        Attention processors of diffusers
+        attention processors of diffusers
     """
     ranks = mesh["ulysses"].size()
     config = ContextParallelConfig(ulysses_degree=ranks, mesh=mesh)
@@ -116,12 +123,12 @@ def parallel_processors(denoiser: nn.Module, mesh: DeviceMesh, device: torch.dev
 
 # %% ../../nbs/5_strategies/20_context.ipynb #a4f635d5
 class ContextParallel:
-    """Hooks that give a denoiser a part of the tokens and gather what it predicts.
+    """Hooks that give a denoiser a part of the tokens and gather its prediction.
 
     Args:
-        arguments: Of the family
-        mesh: Of `context_mesh`
-        processors: Of `parallel_processors`
+        arguments: token arguments of the family
+        mesh: from `context_mesh`
+        processors: from `parallel_processors`
     """
 
     def __init__(self, arguments: TokenArguments, mesh: DeviceMesh, processors: list):
@@ -143,19 +150,16 @@ class ContextParallel:
             tables.register_forward_hook(self.divide_tables)
 
     def part(self, x: Tensor, dim: int) -> Tensor:
-        """See `rank_part`.
+        """Return this rank's part of `x`, see `rank_part`.
 
         Args:
             x: Any shape, S along `dim`
-            dim: Of the tokens
-
-        Returns:
-            This rank's part along `dim`
+            dim: dimension of the tokens
         """
         return rank_part(x, dim, self.place, self.ranks)
 
     def divide(self, module: nn.Module, args: tuple, call: dict) -> tuple[tuple, dict]:
-        """The call with this rank's tokens and the mask of all."""
+        """Replace the tokens of the call by this rank's, and add the mask of all tokens."""
         arguments = self.arguments
         text, self.image = arguments.lengths(call)
         mask = exchanged_mask(arguments.mask(call), text, self.image, self.ranks)
@@ -172,40 +176,44 @@ class ContextParallel:
         return args, call
 
     def choose_backend(self, tokens: Tensor, mask: Tensor | None):
-        """Say to all processors which kernel to use; recomputed blocks find the same.
+        """Set the attention kernel of all processors; recomputed blocks use the same.
 
         Args:
             tokens: (B,N,C), as the denoiser gets them
+            mask: mask of the call; None = no mask
         """
         fast = tokens.is_cuda and tokens.itemsize == 2 and mask is None
         for processor in self.processors:
             processor._attention_backend = UNMASKED_BACKEND if fast else None
 
     def gather(self, module: nn.Module, args: tuple, out: tuple) -> tuple:
-        """The output with the prediction of all tokens in the place of this rank's."""
+        """Replace this rank's prediction by that of all tokens."""
         whole = EquipartitionSharder.unshard(out[0], 1, self.mesh)
         return (whole[:, : self.image], *out[1:])
 
     def whole_length(self, module: nn.Module, args: tuple, call: dict) -> tuple[tuple, dict]:
-        """The length of the text of all ranks."""
+        """Pass the text length of all ranks."""
         name = self.arguments.tables[1]
         return args, call | {name: self.ranks * call[name]}
 
     def divide_tables(self, module: nn.Module, args: tuple, tables: tuple) -> tuple[Tensor, ...]:
-        """This rank's rows of the tables (...,S,D)."""
+        """Return this rank's rows of the tables (...,S,D)."""
         return tuple(self.part(table, -2) for table in tables)
 
 # %% ../../nbs/5_strategies/20_context.ipynb #90b9757f
 def share_tokens(denoiser: nn.Module, family: Family, recipe: Recipe, engine: Engine) -> nn.Module:
-    """Divide the tokens of each sample over the ranks of a group, where the recipe says so.
+    """Divide the tokens of each sample over the ranks of a group, if the recipe asks for it.
 
     Raises RecipeError for a model whose tokens or heads cannot be divided.
 
     Args:
-        denoiser: After `prepare_denoiser`, before the engine
+        denoiser: after `prepare_denoiser`, before the engine
+        family: names the arguments that hold tokens
+        recipe: `context_parallel` is read
+        engine: process and groups
 
     Returns:
-        The same
+        the same module
     """
     if recipe.context_parallel == 1:
         return denoiser

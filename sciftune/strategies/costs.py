@@ -24,9 +24,9 @@ class BlockSize:
     """Parameters of a block.
 
     Attributes:
-        numel: Parameters
-        trained: Those with a gradient
-        large: Those in tensors that are `offload.worth_streaming`
+        numel: number of parameters
+        trained: parameters with a gradient
+        large: parameters in tensors that are `offload.worth_streaming`
     """
 
     name: str
@@ -37,10 +37,10 @@ class BlockSize:
 
 @dataclass(frozen=True)
 class OuterModule:
-    """A module outside of blocks that has parameters.
+    """Module outside of blocks that has parameters.
 
     Attributes:
-        after: Blocks that have begun when it runs first
+        after: number of blocks that have begun when it first runs
     """
 
     after: int
@@ -50,16 +50,16 @@ class OuterModule:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """How many parameters a model has, and where.
+    """Numbers of parameters of a model and its parts.
 
     Attributes:
-        blocks: In the order of execution
-        numel: Parameters
-        trained: Those with a gradient
-        tensors: Elements of each parameter tensor
-        trained_tensors: Elements of those with a gradient
-        narrow: Weights that `lora_base` keeps in fewer bits
-        widest: Those of the largest such layer
+        blocks: blocks in the order of execution
+        numel: number of parameters
+        trained: parameters with a gradient
+        tensors: elements of each parameter tensor
+        trained_tensors: elements of each tensor with a gradient
+        narrow: weights that `lora_base` keeps in fewer bits
+        widest: weights of the largest such layer
     """
 
     blocks: tuple[BlockSize, ...]
@@ -77,27 +77,27 @@ class ModelSize:
         return self.numel - sum(b.numel for b in self.blocks)
 
     def outer_trained(self, after: int) -> int:
-        """Trained parameters outside of blocks whose gradients are there by then.
+        """Return the trained parameters outside of blocks whose gradients exist by then.
 
         Args:
-            after: Modules that run after so many blocks
+            after: modules that run after so many blocks
         """
         return sum(m.trained for m in self.outer if m.after > after)
 
     def block_numel(self, position: int) -> int:
-        """Parameters of the block at `position`.
+        """Return the parameters of the block at `position`.
 
         Args:
-            position: Of a block; others count as empty
+            position: block number; other numbers count as an empty block
         """
         return self.blocks[position].numel if 0 <= position < len(self.blocks) else 0
 
 # %% ../../nbs/5_strategies/11_costs.ipynb #99bbf977
 def pinned_bytes(requested: float) -> float:
-    """Page-locked bytes that are taken for a request.
+    """Return the page-locked bytes that a request takes.
 
     Args:
-        requested: Bytes
+        requested: bytes
     """
     return 0.0 if requested <= 0 else float(2 ** math.ceil(math.log2(requested)))
 
@@ -117,7 +117,8 @@ class Costs:
     """Memory, traffic and extra time of a strategy for a model.
 
     Args:
-        strategy: A recipe on so many processes
+        strategy: a recipe on a number of processes
+        model: sizes of the model
     """
 
     gaps = 0.02  # Of what is allocated, between the allocator's segments
@@ -148,7 +149,7 @@ class Costs:
         return FLASH_STATES if flash else 2 * self.strategy.trained_itemsize
 
     def parameter_bytes(self) -> float:
-        """Bytes of all parameters, before they are spread."""
+        """Return the bytes of all parameters before they are sharded."""
         model = self.model
         if not self.recipe.lora_rank:
             return self.weights * model.numel
@@ -160,7 +161,7 @@ class Costs:
         return self.weights - NARROW_BYTES[kind] if kind != "bf16" else 0
 
     def stored_sizes(self) -> dict[str, float]:
-        """Bytes per rank, part by part, wherever they are."""
+        """Return the stored bytes per rank, by part, wherever they are."""
         shards, trained = self.strategy.shards, self.model.trained
         return dict(
             parameters=self.parameter_bytes() / self.parameter_shards,
@@ -170,17 +171,17 @@ class Costs:
         )
 
     def stored(self) -> dict[str, tuple[float, float]]:
-        """Part -> (bytes per GPU, bytes per rank on the host) between two steps."""
+        """Return part -> (bytes per GPU, bytes per rank on the host) between two steps."""
         moved = MOVED[self.recipe.offload]
         sizes = self.stored_sizes()
         return {k: (0.0, v) if k in moved else (v, 0.0) for k, v in sizes.items()}
 
     # during a step
     def gathered_bytes(self, position: int) -> float:
-        """Whole parameters and communication buffers at that point of backward.
+        """Return the bytes of gathered parameters and communication buffers during backward.
 
         Args:
-            position: Block that backward is in; the number of blocks: before the first
+            position: block that backward is in; the number of blocks: before the first
         """
         return 0.0
 
@@ -198,20 +199,20 @@ class Costs:
         """Return `gathered_bytes` without what stays gathered.
 
         Args:
-            position: Block that backward is in; the number of blocks: before the first
+            position: block that backward is in; the number of blocks: before the first
         """
         return self.gathered_bytes(position)
 
     def outer_gathered_bytes(self) -> float:
-        """What a forward-only pass leaves gathered."""
+        """Return the bytes that a forward-only pass leaves gathered."""
         return 0.0
 
     def cast_bytes(self, position: int, checkpointed: set[int]) -> float:
-        """16-bit copies of fp32 weights under autocast.
+        """Return the bytes of 16-bit copies of fp32 weights under autocast.
 
         Args:
-            position: Block that backward is in; the number of blocks: end of forward
-            checkpointed: Positions of blocks
+            position: block that backward is in; the number of blocks: end of forward
+            checkpointed: positions of checkpointed blocks
         """
         blocks = self.model.blocks
         if not self.strategy.autocasts:
@@ -224,33 +225,33 @@ class Costs:
         return 2.0 * sum(blocks[i].numel for i in before)
 
     def widened_bytes(self) -> float:
-        """The layer of a narrow base that is wide at the moment."""
+        """Return the bytes of the widest layer of a narrow base; one at a time is wide."""
         return float(self.compute * self.model.widest)
 
     def widening_bytes(self) -> float:
-        """What a pass reads and writes to widen all layers of a narrow base."""
+        """Return the bytes that a pass reads and writes to widen all layers of a narrow base."""
         kind = self.recipe.lora_base
         each = 0.0 if kind == "bf16" else NARROW_BYTES[kind] + self.compute
         return each * self.model.narrow
 
     def forward_only_bytes(self) -> float:
-        """Weights that a pass without gradients casts, or gathers, as it goes."""
+        """Return the bytes of weights that a pass without gradients casts or gathers."""
         return self.cast_bytes(len(self.model.blocks), set())
 
     def gradient_bytes(self) -> float:
-        """All gradients that a GPU holds after backward."""
+        """Return the bytes of all gradients that a GPU holds after backward."""
         if self.recipe.offload != "none":
             return 0.0
         return self.strategy.trained_itemsize * self.model.trained / self.strategy.shards
 
     @property
     def holds_all_gradients(self) -> bool:
-        """Whether all gradients are there during the whole of backward."""
+        """Return whether all gradients are there during the whole of backward."""
         return self.gradients_stay or self.strategy.accumulation > 1
 
     @property
     def adds_gradients(self) -> bool:
-        """Whether each gradient is added to one that is there, and freed, when it is made."""
+        """Return whether each new gradient is added to an existing one, and freed."""
         return self.holds_all_gradients
 
     @property
@@ -259,10 +260,10 @@ class Costs:
         return self.weights - self.compute if self.strategy.autocasts else 0
 
     def outer_gradient_bytes(self, after: int) -> float:
-        """Gradients of modules outside of blocks before they are reduced.
+        """Return the bytes of gradients of modules outside of blocks before they are reduced.
 
         Args:
-            after: Modules that run after so many blocks have theirs
+            after: modules that run after so many blocks already have their gradients
         """
         if self.strategy.releases_gradients:
             return 0.0
@@ -270,49 +271,49 @@ class Costs:
         return self.gradient_bytes() * done / max(1, self.model.trained)
 
     def outer_reduction(self) -> tuple[float, float] | None:
-        """What a last reduction, of gradients outside of blocks, needs; None: there is none.
+        """Return the bytes of the last reduction, that of gradients outside of blocks.
 
         Returns:
-            (gradients, gathered) bytes
+            (gradients, gathered) bytes; None = there is no such reduction
         """
         return None
 
     def update_bytes(self) -> float:
-        """Temporary memory of the optimizer step; torch's AdamW on a CPU makes three tensors."""
+        """Return the temporary bytes of the optimizer step; AdamW on a CPU makes three tensors."""
         if self.recipe.offload != "none" or self.strategy.cuda:
             return 0.0
         return 3 * self.weights * max(self.model.tensors) / self.strategy.shards
 
     # on the host
     def host_bytes(self, parts: dict[str, float]) -> dict[str, float]:
-        """The same as they are really taken, and what comes to them while training.
+        """Return the bytes that `parts` really take on the host, with what training adds to them.
 
         Args:
-            parts: Part -> bytes that a rank keeps on the host
+            parts: part -> bytes that a rank keeps on the host
         """
         return parts
 
     def loading_numel(self) -> int:
-        """Parameters that are on the host at once, per rank, while weights are loaded."""
+        """Return the parameters per rank that are on the host at once during loading."""
         return max(self.model.tensors)
 
     def resident_bytes(self) -> float:
-        """What never leaves the GPU although states, or weights, are streamed."""
+        """Return the bytes of streamed states and weights that never leave the GPU."""
         return 0.0
 
     def with_room(self, room: float) -> Strategy:
-        """The strategy that makes use of free memory, where it can.
+        """Return the strategy that uses free memory, where it can.
 
         Args:
-            room: Bytes of the GPU that nothing else needs
+            room: bytes of the GPU that nothing else needs
         """
         return self.strategy
 
     def with_resident(self, resident: float) -> Strategy:
-        """The strategy whose `resident_bytes` are these, where it streams something.
+        """Return the strategy with these `resident_bytes`, where it streams something.
 
         Args:
-            resident: Bytes of what is streamed that stay on the GPU
+            resident: bytes of streamed tensors that stay on the GPU
         """
         return self.strategy
 
@@ -320,46 +321,48 @@ class Costs:
     def sent_bytes(
         self, backward_share: float, checkpointed_share: float, forward_only: int = 0
     ) -> tuple[float, float]:
-        """What a rank sends.
+        """Return the bytes that a rank sends per step.
 
         Args:
-            backward_share: Share of the blocks that backward passes
-            checkpointed_share: Share of the blocks that run again in backward
-            forward_only: Parameters of networks that only run forward, per micro-batch
+            backward_share: share of the blocks that backward passes
+            checkpointed_share: share of the blocks that run again in backward
+            forward_only: parameters of networks that only run forward, per micro-batch
 
         Returns:
-            Inside a machine, between machines; per rank and step
+            inside a machine, between machines
         """
         return 0.0, 0.0
 
     def link_bytes(self, total: float, group: int, between: float = 0.0) -> tuple[float, float]:
-        """Each rank sends the share (group-1)/group of what a ring passes round.
+        """Return the bytes that a rank sends: the share (group-1)/group of a ring's total.
 
         Args:
-            total: Bytes of a collective operation over `group` ranks
-            between: Bytes that go between groups
+            total: bytes of a collective operation over `group` ranks
+            group: ranks of the operation
+            between: bytes that go between groups
 
         Returns:
-            Inside a machine, between machines
+            inside a machine, between machines
         """
         near = total * ((group - 1) / group)
         inside = group <= self.strategy.per_machine
         return (near, between) if inside else (0.0, near + between)
 
     def host_seconds(self, passes: float) -> float:
-        """Time that the engine's own code takes on the host per step, if blocks are eager.
+        """Return the host's seconds per step for the engine's own code, with eager blocks.
 
         Args:
-            passes: Forward passes' worth of launches per micro-batch
+            passes: forward passes' worth of launches per micro-batch
         """
         return 0.0
 
     def offload_seconds(self, busy: float, checkpointed_share: float, bus: float) -> float:
-        """Time per step for what is kept on the host or on disk.
+        """Return the seconds per step for what is kept on the host or on disk.
 
         Args:
-            busy: Seconds of computing per step
-            bus: Bytes/s between host and GPU, each way
+            busy: seconds of computing per step
+            checkpointed_share: share of the blocks that run again in backward
+            bus: bytes/s between host and GPU, each way
         """
         offload, model = self.recipe.offload, self.model
         if offload == "none":

@@ -206,11 +206,11 @@ class SharedUpdates(ReplicatedNetwork):
         return sums
 
     def held(self) -> list[Range]:
-        """The range of every trained parameter that this rank updates."""
+        """Return the ranges that this rank updates, one per trained parameter."""
         return [self.sums.flats[name].ranges[name] for name in self.params]
 
     def owned(self) -> list[Range]:
-        """The same: of all ranks together, each element once."""
+        """Return the ranges that this rank writes: over all ranks, each element once."""
         return self.held()
 
     def norm_group(self):
@@ -252,10 +252,10 @@ class DDPCosts(Costs):
         return self.strategy.releases_gradients and self.strategy.world > 1
 
     def gathered_bytes(self, position: int) -> float:
-        """The sums of the block behind.
+        """Return the bytes of the sums of the previous block.
 
         Args:
-            position: Block that backward is in; the number of blocks: before the first
+            position: block that backward is in; the number of blocks: before the first
         """
         if not self.reduces_outer_last:
             return 0.0
@@ -263,20 +263,20 @@ class DDPCosts(Costs):
         return self.summed * sum(b.trained for b in behind)
 
     def outer_gradient_bytes(self, after: int) -> float:
-        """Gradients of modules outside of blocks before they are reduced.
+        """Return the bytes of gradients outside of blocks before they are reduced.
 
         Args:
-            after: Modules that run after so many blocks have theirs
+            after: modules that run after so many blocks already have their gradients
         """
         if not self.reduces_outer_last:
             return super().outer_gradient_bytes(after)
         return self.strategy.trained_itemsize * self.model.outer_trained(after)
 
     def outer_reduction(self) -> tuple[float, float] | None:
-        """The sums of the gradients outside of blocks, beside those of the first block.
+        """Return the bytes of the last reduction, beside the sums of the first block.
 
         Returns:
-            (gradients, gathered) bytes
+            (gradients, gathered) bytes; None = there is no such reduction
         """
         outer = sum(m.trained for m in self.model.outer)
         if not (self.reduces_outer_last and outer):
@@ -289,15 +289,17 @@ class DDPCosts(Costs):
     def sent_bytes(
         self, backward_share: float, checkpointed_share: float, forward_only: int = 0
     ) -> tuple[float, float]:
-        """Gradients are all-reduced once per step, or summed in parts and weights gathered.
+        """Return the bytes that a rank sends per step.
+
+        Gradients are all-reduced once per step, or summed in parts and weights gathered.
 
         Args:
-            backward_share: Share of the blocks that backward passes
-            checkpointed_share: Share of the blocks that run again in backward
-            forward_only: Parameters of networks that only run forward, per micro-batch
+            backward_share: share of the blocks that backward passes
+            checkpointed_share: share of the blocks that run again in backward
+            forward_only: parameters of networks that only run forward, per micro-batch
 
         Returns:
-            Inside a machine, between machines; per rank and step
+            inside a machine, between machines
         """
         strategy = self.strategy
         own = strategy.trained_itemsize
@@ -320,7 +322,7 @@ class DDP(Strategy):
         return SharedUpdates if self.shards > 1 else ReplicatedNetwork
 
     def check(self):
-        """Raises RecipeError for `shard_states` where no rank can update a part in backward."""
+        """Raise RecipeError for `shard_states` where no rank can update a part in backward."""
         if not self.recipe.shard_states:
             return
         if self.world == 1:
@@ -337,13 +339,13 @@ class DDP(Strategy):
 
     @classmethod
     def variants(cls, world: int) -> tuple[dict, ...]:
-        """Optimizer states on every rank, or in shards.
+        """Return the settings that a plan compares: states on every rank, or in shards.
 
         Args:
-            world: Processes over all machines
+            world: processes over all machines
 
         Returns:
-            Recipe fields to change
+            recipe fields to change, one dict per setting
         """
         return ({}, dict(shard_states=True)) if world > 1 else ({},)
 
@@ -369,18 +371,15 @@ class DDP(Strategy):
 
     @property
     def exchanges(self) -> bool:
-        """Whether gradients are summed by `exchanged_sum`."""
+        """Return whether gradients are summed by `exchanged_sum`."""
         near = self.world > 2 and self.recipe.num_machines == 1
         return near and self.releases_gradients and self.trained_itemsize == 2
 
     def accelerate_config(self, folder: str = "") -> dict:
-        """The common file; several processes are MULTI_GPU, on CPUs too.
+        """Return the common file; several processes are MULTI_GPU, on CPUs too.
 
         Args:
-            folder: Not used
-
-        Returns:
-            accelerate.yaml
+            folder: not used
         """
         config = super().accelerate_config(folder)
         return config | dict(distributed_type="MULTI_GPU" if self.world > 1 else "NO")

@@ -35,7 +35,7 @@ def limit_allocator(gib: float):
     """Let torch's allocator use no more than a card of `gib` GiB would have.
 
     Args:
-        gib: Of the smaller card
+        gib: memory of the smaller card
     """
     device = torch.cuda.current_device()
     total = torch.cuda.get_device_properties(device).total_memory / 2**30
@@ -57,7 +57,7 @@ def silence_understood():
 
 # %% ../../nbs/5_strategies/16_engine.ipynb #dfe0f308
 def wandb_key_known() -> bool:
-    """Whether wandb can log in: a key in the environment, or kept by `wandb login`."""
+    """Return whether wandb can log in: a key in the environment, or kept by `wandb login`."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlparse(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname
@@ -68,12 +68,10 @@ def wandb_key_known() -> bool:
 
 
 def wandb_arguments(run: RunDir) -> dict[str, str]:
-    """Name, folder and id of a run. The id is kept, so that a resume continues the same run.
+    """Return arguments of wandb.init: name, folder and id of a run.
 
-    Where no key is known, wandb is set to write offline.
-
-    Returns:
-        Of wandb.init
+    The id is kept, so that a resume continues the same run. Where no key is known, wandb is set
+    to write offline.
     """
     if not wandb_key_known():
         os.environ.setdefault("WANDB_MODE", "offline")
@@ -85,18 +83,14 @@ def wandb_arguments(run: RunDir) -> dict[str, str]:
 
 # %% ../../nbs/5_strategies/16_engine.ipynb #4f64a6dd
 def tracker_names(recipe: Recipe) -> list[str]:
-    """The trackers that a recipe names.
-
-    Returns:
-        wandb, tensorboard
-    """
+    """Return the trackers that a recipe names: wandb, tensorboard."""
     return [name.strip() for name in recipe.trackers.split(",") if name.strip()]
 
 
 def tracker_project(
     recipe: Recipe,
 ) -> str:
-    """The project of a run in its trackers."""
+    """Return the project of a run in its trackers."""
     return recipe.tracker_project or os.environ.get("WANDB_PROJECT") or "sciftune"
 
 
@@ -105,7 +99,8 @@ def start_trackers(accelerator: Any, recipe: Recipe, run: RunDir):
 
     Args:
         accelerator: accelerate.Accelerator
-        run: They write below `trackers`
+        recipe: `trackers` and `tracker_project` are read
+        run: trackers write into its folder `trackers`
     """
     names = tracker_names(recipe)
     accelerator.log_with = names
@@ -124,7 +119,7 @@ class Engine:
     Raises RecipeError when the launch does not match the recipe.
 
     Args:
-        plan: What was left to the planner
+        plan: the fields that were left to the planner
     """
 
     def __init__(self, recipe: Recipe, plan: Plan | None = None):
@@ -183,7 +178,7 @@ class Engine:
 
     @property
     def builds_on_meta(self) -> bool:
-        """Whether networks want modules on meta and fill each rank's part themselves.
+        """Return whether networks want modules on meta and fill each rank's part themselves.
 
         A node then never holds one copy of the weights per rank.
         """
@@ -195,10 +190,10 @@ class Engine:
         return torch.device("cpu") if self.strategy.streams_weights else self.device
 
     def policy_of(self, recipe: Recipe) -> Policy:
-        """Data types of a network.
+        """Return the data types of a network.
 
         Args:
-            recipe: Of one network, where networks differ
+            recipe: recipe of one network, where networks differ
         """
         return self.strategy.policy_of(recipe, self.cuda)
 
@@ -212,9 +207,10 @@ class Engine:
         """Put a trainable module under this engine.
 
         Args:
-            module: On meta where `builds_on_meta`; blocks compiled
+            module: on meta where `builds_on_meta`; blocks compiled
+            name: name in checkpoints and metrics
             fill: (name, first row or None, row after the last) -> values
-            recipe: With its own optimizer fields and clipping, where networks differ
+            recipe: recipe of this network, where optimizer fields or clipping differ
         """
         own = Strategy.of(recipe, self.world, self.cuda) if recipe else self.strategy
         return own.network_class(self, module, name, fill, own)
@@ -233,20 +229,20 @@ class Engine:
             dist.barrier()
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum over ranks, without waiting for it on a GPU.
+        """Sum values over ranks, without waiting for the result on a GPU.
 
         Args:
             values: Any shape (...), the same on every rank; overwritten
 
         Returns:
-            Same shape
+            same shape
         """
         if self.world > 1:
             dist.all_reduce(values)
         return values
 
     def once(self, values: Tensor) -> Tensor:
-        """`values` on one rank of a group, zeros on the others: a total then counts them once.
+        """Return `values` on one rank of a group, zeros on the others: totals count them once.
 
         Args:
             values: Any shape (...), the same on all ranks of a group
@@ -257,10 +253,10 @@ class Engine:
         return values if self.place == 0 else torch.zeros_like(values)
 
     def gather_objects(self, thing: Any) -> list:
-        """Every rank's `thing`, on every rank.
+        """Return every rank's object, on every rank.
 
         Args:
-            thing: Anything that can be pickled
+            thing: anything that can be pickled
         """
         if self.world == 1:
             return [thing]
@@ -270,7 +266,7 @@ class Engine:
 
     @contextlib.contextmanager
     def main_first(self):
-        """Rank 0 runs the block before the others do."""
+        """Run the block on rank 0 before the other ranks."""
         if not self.main:
             self.barrier()
         yield

@@ -25,7 +25,7 @@ def add_rows(rows: Tensor, out: Tensor, mean: bool = False):
     Args:
         rows: (ranks,N), contiguous
         out: (N,), written
-        mean: Divide by the ranks
+        mean: divide by the number of ranks
     """
     if rows.is_cuda:
         from sciftune.strategies.sum_kernel import launch_sum
@@ -39,13 +39,15 @@ def add_rows(rows: Tensor, out: Tensor, mean: bool = False):
 def exchanged_sum(
     numbers: Tensor, out: Tensor, mean: bool = False, group: dist.ProcessGroup = None
 ):
-    """This rank's part, added over all ranks in fp32 and rounded once; numbers travel as given.
+    """Add numbers over all ranks in fp32, round once and write this rank's part.
+
+    Numbers travel in their own type.
 
     Args:
         numbers: (ranks*N,), a part for each rank
         out: (N,), written
-        mean: Divide by the ranks
-        group: None = all ranks
+        mean: divide by the number of ranks
+        group: process group; None = all ranks
     """
     terms = torch.empty_like(numbers)
     dist.all_to_all_single(terms, numbers, group=group)
@@ -53,7 +55,7 @@ def exchanged_sum(
 
 # %% ../../nbs/5_strategies/24_flat_weights.ipynb #flatw021
 def beside(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager:
-    """On the stream, after all that the device was told until now.
+    """Return a context that uses `stream`, after all work enqueued so far.
 
     Args:
         stream: None on a CPU
@@ -65,11 +67,11 @@ def beside(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManage
 
 # %% ../../nbs/5_strategies/24_flat_weights.ipynb #flatw024
 def gather_parts(whole: Tensor, part: Tensor):
-    """Every rank gets the parts of all.
+    """Gather the parts of all ranks on every rank.
 
     Args:
         whole: (ranks*N,), written
-        part: (N,), of this rank; may be its place in `whole`
+        part: (N,), of this rank; may be a view of `whole`
     """
     # torch 2.11 has only the second name, which torch 2.13 warns of
     getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(whole, part)
@@ -82,9 +84,9 @@ class FlatWeights:
     """Parameters of one type as views of one tensor, and the pieces that this rank updates.
 
     Args:
-        parameters: By name; of one type and device
-        rank: Of this process, which updates that part
-        world: Parts
+        parameters: parameters by name; of one type and device
+        rank: number of this process, which updates that part
+        world: number of parts
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter], rank: int, world: int):
@@ -112,12 +114,12 @@ class FlatWeights:
     def summed(
         self, gradients: dict[str, Tensor], dtype: torch.dtype, exchanges: bool
     ) -> tuple[list[nn.Parameter], list[Tensor]]:
-        """This rank's pieces that are not empty, and their gradients, added over all ranks.
+        """Return this rank's pieces that are not empty, and their gradients summed over all ranks.
 
         Args:
-            gradients: Of some of the parameters, any shapes
-            dtype: In which they travel
-            exchanges: By `exchanged_sum`, not by a reduce-scatter
+            gradients: gradients of some of the parameters, any shapes
+            dtype: type in which they travel
+            exchanges: sum by `exchanged_sum`, not by a reduce-scatter
         """
         numbers = torch.empty_like(self.whole, dtype=dtype)
         if len(gradients) < len(self.places):
@@ -134,21 +136,21 @@ class FlatWeights:
         return [self.pieces[name] for name in mine], [total[self.within[name]] for name in mine]
 
     def gather(self):
-        """Every rank gets the parts of all."""
+        """Gather the parts of all ranks on every rank."""
         gather_parts(self.whole, self.part)
 
 # %% ../../nbs/5_strategies/24_flat_weights.ipynb #flatw016
 class FlatSums(RankSums):
-    """Sums of which each rank takes the part that it updates.
+    """Sums over ranks; each rank takes the part that it updates.
 
     Args:
-        blocks: Whose parameters are in one piece; the last has the rest
+        blocks: modules whose parameters share one tensor; the last has the rest
         names: id of a trained parameter -> its name
-        rank: Of this process
-        world: All processes
-        dtype: In which gradients travel
-        exchanges: By `exchanged_sum`
-        stream: Of sums, updates and gathers; None on a CPU
+        rank: number of this process
+        world: number of processes
+        dtype: type in which gradients travel
+        exchanges: sum by `exchanged_sum`
+        stream: runs sums, updates and gathers; None on a CPU
     """
 
     def __init__(
@@ -175,24 +177,25 @@ class FlatSums(RankSums):
                 self.flats |= dict.fromkeys(parameters, flat)
 
     def piece(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What this rank's optimizer updates of a parameter; itself where it is not trained.
+        """Return the part of a parameter that this rank updates; itself where it is not trained.
 
         Args:
-            parameter: Of the module
+            parameter: a parameter of the module
         """
         name = self.names.get(id(parameter))
         return self.flats[name].pieces[name] if name else parameter
 
     def start(self, params: list, gradients: list, update: Callable) -> Callable[[], Callable]:
-        """Begin to sum, update and gather.
+        """Start summing, updating and gathering.
 
         Args:
-            params: Of the module
-            gradients: Theirs
-            update: (pieces, sums), updates them
+            params: parameters of the module
+            gradients: their gradients
+            update: (pieces, sums) -> None, updates the pieces
 
         Returns:
-            Waits until gradients were read; nothing is left to be done
+            function that waits until the gradients were read; it returns a function without
+            work
         """
         given = {}  # FlatWeights -> name -> gradient
         for parameter, gradient in zip(params, gradients, strict=True):
@@ -218,7 +221,7 @@ class FlatSums(RankSums):
         return wait
 
     def connect(self):
-        """Sum and gather once: connections take memory, before the peak, not at it."""
+        """Sum and gather once, so that connections take their memory before the peak."""
         first = next(iter(self.flats.values()))
         first.summed({}, self.dtype, self.exchanges)
         first.gather()
@@ -229,6 +232,6 @@ class FlatSums(RankSums):
             flat.gather()
 
     def wait(self):
-        """The device waits until all that was begun is done."""
+        """Make the device wait until all sums and updates so far have ended."""
         if self.stream:
             torch.cuda.current_stream().wait_stream(self.stream)

@@ -26,7 +26,7 @@ CAPTION_ROWS = 2048  # Caption tokens of a micro-batch on a GPU from which float
 def captions_in_float8(
     recipe: Recipe,
 ) -> bool:
-    """Whether layers that see captions alone multiply in float8, where the precision says so."""
+    """Return whether layers that see captions alone use float8 under an fp8 policy."""
     rows = recipe.micro_batch * recipe.text_tokens // recipe.context_parallel
     return rows >= CAPTION_ROWS
 
@@ -34,15 +34,13 @@ def captions_in_float8(
 def float8_layers(
     denoiser: nn.Module, blocks: list[nn.Module], smallest: int = 1024, captions: bool = True
 ) -> list[str]:
-    """The linears that are worth float8.
+    """Return the names of the linear layers that are large enough for float8.
 
     Args:
-        blocks: Its repeated blocks
-        smallest: Smaller sides are left alone
-        captions: Those that see captions alone, too
-
-    Returns:
-        Names of the linears
+        denoiser: real or on meta
+        blocks: its repeated blocks
+        smallest: layers with a smaller side are left alone
+        captions: include layers that see captions alone
     """
 
     def fits(n: str, m: nn.Module) -> bool:
@@ -65,7 +63,7 @@ LEAST_MAXIMUM = 1e-12  # A largest number below this counts as this
 
 
 def float8_scale(x: Tensor, kind: torch.dtype) -> Tensor:
-    """What the largest number of `x` is multiplied by to become the largest of `kind`.
+    """Return the factor that scales the largest |x| to the largest number of `kind`.
 
     Args:
         x: Any shape (...)
@@ -79,7 +77,7 @@ def float8_scale(x: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def to_float8(x: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
-    """`x` times `scale`, rounded to float8, saturated.
+    """Return `x` times `scale`, rounded to float8, saturated.
 
     Args:
         x: Any shape (...)
@@ -87,7 +85,7 @@ def to_float8(x: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
         kind: `INPUTS` or `GRADIENTS`
 
     Returns:
-        Of the same shape
+        same shape as `x`
     """
     largest = torch.finfo(kind).max
     return (x.to(torch.float32) * scale).clamp(-largest, largest).to(kind)
@@ -99,7 +97,7 @@ def _turned(x: Tensor, kind: torch.dtype) -> Tensor:  # (N,C) -> (C,N), N rounde
 
 
 def _cast(x: Tensor, scale: Tensor, out: Tensor | None, turned: Tensor):
-    """Write `x` in float8 into `out`, unless it is None, and transposed into `turned`."""
+    """Write `x` in float8 into `out`, unless it is None, and its transpose into `turned`."""
     if (x.is_cuda or IN_INTERPRETER) and x.dtype == torch.bfloat16:
         from sciftune.models.triton_kernels import launch_float8
 
@@ -114,7 +112,7 @@ def _cast(x: Tensor, scale: Tensor, out: Tensor | None, turned: Tensor):
 
 @torch.library.custom_op("sciftune::float8_both", mutates_args=())
 def float8_both(x: Tensor, scale: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A matrix in float8, as it is and transposed.
+    """Convert a matrix to float8, as it is and transposed.
 
     Args:
         x: (N,C)
@@ -136,7 +134,7 @@ def _(x, scale, kind):
 
 @torch.library.custom_op("sciftune::float8_turned", mutates_args=())
 def float8_turned(x: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
-    """A matrix in float8, transposed.
+    """Convert a matrix to float8 and transpose it.
 
     Args:
         x: (N,C)
@@ -161,9 +159,10 @@ class Float8Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The product.
+        """Multiply in float8.
 
         Args:
+            ctx: keeps what backward needs
             x: (N,C)
             weight: (M,C)
             bias: (M,)
@@ -190,13 +189,14 @@ class Float8Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients of all three, as far as they are needed.
+        """Return the gradients of input, weight and bias, where they are needed.
 
         Args:
+            ctx: as forward left it
             grad: (N,M)
 
         Returns:
-            Of x, weight and bias
+            gradients of x, weight and bias
         """
         turned, weight, scale_w, back, back_w = ctx.saved_tensors
         scale = float8_scale(grad, GRADIENTS)
@@ -214,10 +214,10 @@ class Float8Product(torch.autograd.Function):
 
 
 class Float8Linear(nn.Linear):
-    """A linear layer by `Float8Product`; of no rows by torch."""
+    """Linear layer by `Float8Product`; torch handles inputs of no rows."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer.
+        """Apply the layer.
 
         Args:
             x: (...,C)
@@ -234,17 +234,18 @@ class Float8Linear(nn.Linear):
 def float8_linears(
     denoiser: nn.Module, blocks: list[nn.Module], smallest: int = 1024, captions: bool = True
 ) -> int:
-    """Let the large linears multiply in float8.
+    """Make the large linear layers multiply in float8.
 
     Raises RecipeError on a GPU that has no float8, and where no layer is large enough.
 
     Args:
-        blocks: Its repeated blocks
-        smallest: Smaller sides are left alone
-        captions: Layers that see captions alone, too
+        denoiser: changed
+        blocks: its repeated blocks
+        smallest: layers with a smaller side are left alone
+        captions: include layers that see captions alone
 
     Returns:
-        Layers changed
+        number of changed layers
     """
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
         raise RecipeError(

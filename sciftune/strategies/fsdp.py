@@ -57,15 +57,17 @@ RECORDS = [
 
 # %% ../../nbs/5_strategies/14_fsdp.ipynb #fsdpa2a2
 class AllToAllReduceScatter:
-    """FSDP2's reduce-scatter by an all-to-all in the gradients' type, with sums in fp32."""
+    """Reduce-scatter for FSDP2 by an all-to-all in the gradients' type, with sums in fp32."""
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Memory for input or output.
+        """Return memory for input or output.
 
         Args:
-            size: Of a buffer
+            size: shape of the buffer
+            dtype: type of its numbers
+            device: where it is
         """
         return torch.empty(*size, dtype=dtype, device=device)
 
@@ -77,13 +79,14 @@ class AllToAllReduceScatter:
         op: dist.ReduceOp,
         async_op: bool = False,
     ):
-        """This rank's part, added over all ranks. Raises ValueError for another `op`.
+        """Write this rank's part, added over all ranks. Raises ValueError for another `op`.
 
         Args:
             output_tensor: (N,), written
             input_tensor: (ranks*N,), a part for each rank
+            group: process group
             op: SUM or AVG
-            async_op: Always done in the order of the stream
+            async_op: ignored, since kernels run in the order of the stream
         """
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ValueError(f"op: {op}; allowed: SUM, AVG")
@@ -91,12 +94,12 @@ class AllToAllReduceScatter:
 
 # %% ../../nbs/5_strategies/14_fsdp.ipynb #fsdphost1
 def in_host_memory(plugin: Any) -> bool:
-    """Whether shards stay in host memory.
+    """Return whether shards stay in host memory.
 
     accelerate keeps an object of one of two classes, and `bool` is true for both.
 
     Args:
-        plugin: accelerate's FullyShardedDataParallelPlugin, of version 2
+        plugin: accelerate's FullyShardedDataParallelPlugin, version 2
     """
     from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -107,8 +110,9 @@ def cast_floating(value: Any, dtype: torch.dtype, kept: Collection[str] = ()) ->
     """Return `value` with its floating tensors in `dtype`.
 
     Args:
-        value: Tensors, alone or in dicts, lists and tuples; anything else stays
-        kept: Entries of dicts that stay as they are
+        value: tensors, alone or in dicts, lists and tuples; anything else stays
+        dtype: type of the result
+        kept: entries of dicts that stay as they are
     """
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
@@ -123,8 +127,9 @@ def cast_arguments(module: nn.Module, dtype: torch.dtype, kept: Collection[str])
     """Cast the floating arguments of every call of `module`.
 
     Args:
-        module: Changed
-        kept: Arguments, or entries of dicts in them, that stay as they are
+        module: changed
+        dtype: type of the arguments
+        kept: arguments, or entries of dicts in them, that stay as they are
     """
     names = list(inspect.signature(module.forward).parameters)
 
@@ -137,7 +142,7 @@ def cast_arguments(module: nn.Module, dtype: torch.dtype, kept: Collection[str])
 
 # %% ../../nbs/5_strategies/14_fsdp.ipynb #11b21518
 class ShardedNetwork(Network):
-    """A module under `fully_shard`."""
+    """Module under `fully_shard`."""
 
     def wrap(self):
         """Shard every block, then the root; fill this rank's rows."""
@@ -165,10 +170,10 @@ class ShardedNetwork(Network):
         self.make_optimizer(self.raw)
 
     def shard_config(self, offload: bool) -> dict:
-        """Arguments of `fully_shard`; inputs are cast by `cast_arguments`.
+        """Return arguments of `fully_shard`; inputs are cast by `cast_arguments`.
 
         Args:
-            offload: Keep the shards in host memory
+            offload: keep the shards in host memory
 
         Returns:
             mesh, mp_policy, offload_policy
@@ -191,7 +196,7 @@ class ShardedNetwork(Network):
         Buffers, which are small and real, move as they are.
 
         Args:
-            device: Where the shards live
+            device: where the shards are kept
         """
         for module in self.raw.modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -208,10 +213,10 @@ class ShardedNetwork(Network):
             rows.copy_(self.fill(name, *span))
 
     def empty_parameters(self, device: torch.device):
-        """Memory for parameters, without values; buffers are kept.
+        """Allocate parameters without values; buffers are kept.
 
         Args:
-            device: Where the shards live
+            device: where the shards are kept
         """
         buffers = dict(self.raw.named_buffers())
         self.raw.to_empty(device=device)
@@ -221,10 +226,10 @@ class ShardedNetwork(Network):
             self.raw.get_submodule(path).register_buffer(leaf, buffer, persistent=kept)
 
     def first_row(self, parameter: nn.Parameter) -> int:
-        """The first row of this rank.
+        """Return the first row that this rank holds.
 
         Args:
-            parameter: Sharded
+            parameter: sharded
         """
         mesh = self.engine.mesh
         rows = parameter.shape[0] if parameter.dim() else 1
@@ -232,7 +237,7 @@ class ShardedNetwork(Network):
         return min(each * mesh.get_local_rank(mesh.ndim - 1), rows)
 
     def norm_group(self):
-        """The processes that share one replica."""
+        """Return the process group that shares one replica."""
         return self.engine.mesh["shard"].get_group()
 
     def after_eval(self):
@@ -247,10 +252,10 @@ class ShardedNetwork(Network):
                 module.reshard()
 
     def local(self, name: str) -> Tensor:
-        """This rank's rows of a parameter.
+        """Return this rank's rows of a parameter.
 
         Args:
-            name: Of a trained parameter
+            name: name of a trained parameter
 
         Returns:
             (rows, ...)
@@ -258,7 +263,7 @@ class ShardedNetwork(Network):
         return self.params[name].detach().to_local()
 
     def held(self) -> list[Range]:
-        """This rank's rows of every trained parameter, as a range of the flattened one."""
+        """Return this rank's rows of every trained parameter, as ranges of the flattened ones."""
         found = []
         for name, parameter in self.params.items():
             width = parameter.numel() // max(parameter.shape[0] if parameter.dim() else 1, 1)
@@ -267,7 +272,7 @@ class ShardedNetwork(Network):
         return found
 
     def owned(self) -> list[Range]:
-        """What is held, on the first replica; nothing on the others."""
+        """Return the held ranges on the first replica, and empty ones on the others."""
         mesh = self.engine.mesh
         if mesh.ndim == 1 or mesh.get_local_rank(0) == 0:
             return self.held()
@@ -320,10 +325,10 @@ class FSDPCosts(Costs):
         return self.strategy.reduce_type.itemsize * (2 if self.strategy.exchanges else 1)
 
     def gathered_bytes(self, position: int) -> float:
-        """Whole parameters, and the input of a reduction.
+        """Return the bytes of whole parameters and of the input of a reduction.
 
         Args:
-            position: Block that backward is in; the number of blocks: before the first
+            position: block that backward is in; the number of blocks: before the first
         """
         if self.strategy.reshards:
             return self.moved_bytes(position)
@@ -361,30 +366,30 @@ class FSDPCosts(Costs):
 
     @property
     def adds_gradients(self) -> bool:
-        """Never: the gradients of a block are there until they are reduced together."""
+        """Never: a block's gradients exist together until they are reduced."""
         return False
 
     def outer_gathered_bytes(self) -> float:
-        """The root of a network that ran forward only stays gathered."""
+        """Return the bytes of the root, which stays gathered after a forward-only pass."""
         return self.compute * self.model.outer_numel
 
     def forward_only_bytes(self) -> float:
-        """Two blocks are gathered at a time."""
+        """Return the bytes of two gathered blocks."""
         return 2 * self.compute * max(b.numel for b in self.model.blocks)
 
     def outer_gradient_bytes(self, after: int) -> float:
-        """Gradients of the root, not yet spread.
+        """Return the bytes of the root's gradients before they are sharded.
 
         Args:
-            after: Modules that run after so many blocks have theirs
+            after: modules that run after so many blocks already have their gradients
         """
         return self.model.outer_trained(after) * self.compute
 
     def outer_reduction(self) -> tuple[float, float] | None:
-        """The reduction of the root's gradients; None where there is nothing to reduce.
+        """Return the bytes of the reduction of the root's gradients.
 
         Returns:
-            (gradients, gathered) bytes
+            (gradients, gathered) bytes; None = there is nothing to reduce
         """
         released = self.strategy.releases_gradients
         if released and not self.model.outer_numel:
@@ -395,10 +400,10 @@ class FSDPCosts(Costs):
         return gradients, (self.compute + self.reduce) * outer
 
     def host_bytes(self, parts: dict[str, float]) -> dict[str, float]:
-        """Parameters and gradients are page-locked tensor by tensor, states are ordinary memory.
+        """Return host bytes: parameters and gradients page-locked per tensor, states not.
 
         Args:
-            parts: Part -> bytes that a rank keeps on the host
+            parts: part -> bytes that a rank keeps on the host
         """
         if self.recipe.offload == "none":
             return parts
@@ -408,21 +413,24 @@ class FSDPCosts(Costs):
         return parts | dict(parameters=whole, gradients=whole)
 
     def loading_numel(self) -> int:
-        """All of them."""
+        """Return all parameters of the model."""
         return self.model.numel
 
     def sent_bytes(
         self, backward_share: float, checkpointed_share: float, forward_only: int = 0
     ) -> tuple[float, float]:
-        """Gathered once or twice, reduced once; hybrid shards all-reduce between groups.
+        """Return the bytes that a rank sends per step.
+
+        Parameters are gathered once or twice, gradients reduced once; hybrid shards all-reduce
+        between groups.
 
         Args:
-            backward_share: Share of the blocks that backward passes
-            checkpointed_share: Share of the blocks that run again in backward
-            forward_only: Parameters of networks that only run forward, per micro-batch
+            backward_share: share of the blocks that backward passes
+            checkpointed_share: share of the blocks that run again in backward
+            forward_only: parameters of networks that only run forward, per micro-batch
 
         Returns:
-            Inside a machine, between machines; per rank and step
+            inside a machine, between machines
         """
         strategy, model = self.strategy, self.model
         shards, times = strategy.shards, strategy.accumulation
@@ -437,10 +445,10 @@ class FSDPCosts(Costs):
         return self.link_bytes(total, shards, between)
 
     def host_seconds(self, passes: float) -> float:
-        """Each unit costs the host time whenever it is gathered.
+        """Return the host's seconds per step: each unit costs time whenever it is gathered.
 
         Args:
-            passes: Forward passes' worth of launches per micro-batch
+            passes: forward passes' worth of launches per micro-batch
         """
         return self.strategy.accumulation * passes * max(1, len(self.model.blocks)) * UNIT_SECONDS
 
@@ -456,12 +464,13 @@ class FSDP(Strategy):
 
     @classmethod
     def policy_of(cls, recipe: Recipe, cuda: bool) -> Policy:
-        """Data types as they will really be; shards in host memory are updated by torch's AdamW.
+        """Return the data types in force; torch's AdamW updates shards in host memory.
 
         Raises RecipeError for 'fp8' with shards in host memory.
 
         Args:
-            cuda: On GPUs
+            recipe: `precision`, `optimizer`, `lora_rank` and `offload` are read
+            cuda: on GPUs
         """
         policy = super().policy_of(recipe, cuda)
         if recipe.offload != "params" or policy.optimizer != "flashadamw":
@@ -481,19 +490,19 @@ class FSDP(Strategy):
 
     @classmethod
     def variants(cls, world: int) -> tuple[dict, ...]:
-        """Freed or kept, sharded over half of the processes, shards on the host.
+        """Return the settings that a plan compares: freed, kept, hybrid, shards on the host.
 
         Args:
-            world: Processes over all machines
+            world: processes over all machines
 
         Returns:
-            Recipe fields to change
+            recipe fields to change, one dict per setting
         """
         halves = (dict(hybrid_shard=world // 2),) if world >= 4 and world % 2 == 0 else ()
         return ({}, dict(reshard=False), *halves, dict(offload="params"))
 
     def alternatives(self) -> tuple[Strategy, ...]:
-        """`reshard='auto'`: parameters kept gathered, or freed."""
+        """Return the choices of `reshard='auto'`: parameters kept gathered, or freed."""
         recipe = self.recipe
         if recipe.reshard != "auto":
             return (self,)
@@ -519,14 +528,14 @@ class FSDP(Strategy):
 
     @property
     def short_terms(self) -> bool:
-        """Whether 'auto' finds that each rank adds one bf16 gradient to a sum."""
+        """Return whether 'auto' finds that each rank adds one bf16 gradient to a sum."""
         recipe = self.recipe
         once = self.accumulation == 1 and self.shards == self.world
         return recipe.reduce_type == "auto" and once and self.trained_itemsize == 2
 
     @property
     def exchanges(self) -> bool:
-        """Whether gradients are summed by `AllToAllReduceScatter`."""
+        """Return whether gradients are summed by `AllToAllReduceScatter`."""
         return self.short_terms and self.world > 2 and self.recipe.num_machines == 1
 
     @property
@@ -536,7 +545,7 @@ class FSDP(Strategy):
 
     @property
     def reshards(self) -> bool:
-        """Whether gathered parameters are freed after the forward pass.
+        """Return whether gathered parameters are freed after the forward pass.
 
         Where nobody decided, they are.
         """
@@ -552,25 +561,23 @@ class FSDP(Strategy):
 
     @classmethod
     def with_plan(cls, recipe: Recipe, plan: Plan) -> Recipe:
-        """What `reshard='auto'` came to.
+        """Return the recipe with `reshard='auto'` replaced by the plan's choice.
 
         Without a plan parameters are freed, which needs the least memory.
 
         Args:
-            plan: Of the run; `Plan()` where there is none
+            recipe: the run's recipe
+            plan: plan of the run; `Plan()` where there is none
         """
         if recipe.reshard != "auto":
             return recipe
         return recipe.model_copy(update=dict(reshard=plan.reshard))
 
     def accelerate_config(self, folder: str = "") -> dict:
-        """The common file, FSDP's own section, and the processes of hybrid sharding.
+        """Return the common file with FSDP's own section and the processes of hybrid sharding.
 
         Args:
-            folder: Not used
-
-        Returns:
-            accelerate.yaml
+            folder: not used
         """
         recipe = self.recipe
         section = dict(
@@ -593,7 +600,7 @@ class FSDP(Strategy):
         return config
 
     def accelerator_arguments(self) -> dict:
-        """FSDP's plugin, unless the launch has brought its own."""
+        """Return FSDP's plugin, unless the launch has brought its own."""
         from accelerate.utils import FullyShardedDataParallelPlugin
 
         if not self.cuda:
@@ -615,10 +622,10 @@ class FSDP(Strategy):
         return arguments | dict(fsdp_plugin=plugin)
 
     def mesh(self, device: torch.device):
-        """Dimension 'shard', and before it 'replicate' with hybrid sharding.
+        """Return a mesh with dimension 'shard', and before it 'replicate' with hybrid sharding.
 
         Args:
-            device: torch.distributed DeviceMesh
+            device: device of this process
         """
         from torch.distributed.device_mesh import init_device_mesh
 

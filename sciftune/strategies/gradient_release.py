@@ -15,20 +15,20 @@ from torch import Tensor, nn
 
 # %% ../../nbs/5_strategies/03_gradient_release.ipynb #a5aeff95
 def block_list(module: nn.Module) -> list[nn.Module]:
-    """The members of every `ModuleList` that is an attribute of the module.
+    """Return the members of every `ModuleList` that is an attribute of the module.
 
     Returns:
-        Its transformer blocks, as far as it lists them itself
+        transformer blocks that the module lists itself
     """
     lists = [m for m in module.children() if isinstance(m, nn.ModuleList)]
     return [block for blocks in lists for block in blocks]
 
 # %% ../../nbs/5_strategies/03_gradient_release.ipynb #6ec1af9e
 class PendingGradients:
-    """The gradients of one block and one parameter group that wait for the block's last one.
+    """Gradients of one block and one parameter group, held until the block's last one has come.
 
     Args:
-        group: The optimizer's parameter group
+        group: the optimizer's parameter group
     """
 
     def __init__(self, group: dict):
@@ -42,82 +42,84 @@ class PendingGradients:
         """Keep a gradient.
 
         Args:
-            parameter: With its gradient
+            parameter: parameter with its gradient
 
         Returns:
-            Whether the block is complete
+            True when the block is complete
         """
         self.held[id(parameter)] = parameter.grad
         self.came += 1
         return self.came == self.due
 
     def take(self) -> tuple[list, list]:
-        """What waits, which is kept here no longer.
+        """Remove and return the pending gradients.
 
         Returns:
-            Parameters, and their gradients
+            parameters, and their gradients
         """
         waiting = [p for p in self.params if id(p) in self.held]
         gradients, self.held = self.held, {}
         return waiting, [gradients[id(p)] for p in waiting]
 
     def forget(self):
-        """Drop what waits."""
+        """Drop the pending gradients."""
         self.held = {}
         self.came = 0
 
 # %% ../../nbs/5_strategies/03_gradient_release.ipynb #grsums01
 class RankSums:
-    """Gradients summed over ranks, for `GradientRelease`.
+    """Sums of gradients over ranks, for `GradientRelease`.
 
-    This base class: each rank updates all parameters.
+    In this base class each rank updates all parameters.
 
     Args:
-        start_sum: (gradients) -> a function that waits, and gives their sums
+        start_sum: (gradients) -> function that waits for their sums and returns them
     """
 
     def __init__(self, start_sum: Callable):
         self.start_sum = start_sum
 
     def piece(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What this rank's optimizer updates of a parameter.
+        """Return the part of a parameter that this rank's optimizer updates.
 
         Args:
-            parameter: Of the module
+            parameter: a parameter of the module
         """
         return parameter
 
     def start(self, params: list, gradients: list, update: Callable) -> Callable[[], Callable]:
-        """Begin to sum. Gives `wait`: call it before the next `start`, and what it gives after.
+        """Start summing.
+
+        Call the returned `wait` before the next `start`, and then the function that `wait` returns.
 
         Args:
-            params: Of the module
-            gradients: Theirs
-            update: (pieces, sums), updates them
+            params: parameters of the module
+            gradients: their gradients
+            update: (pieces, sums) -> None, updates the pieces
 
         Returns:
-            Waits; gives what then is left to be done
+            function that waits and returns a function with the remaining work
         """
         wait = self.start_sum(gradients)
         return lambda: partial(update, params, wait())
 
     def wait(self):
-        """The device waits until all that was begun is done."""
+        """Make the device wait until all sums and updates so far have ended."""
 
 # %% ../../nbs/5_strategies/03_gradient_release.ipynb #eb9da099
 class GradientRelease:
-    """Update parameters during backward.
+    """Updates of parameters during the backward pass.
 
-    Measures the gradient norm and clips by the previous one. Whoever calls backward multiplies the
-    loss by `scale`. With `sums` gradients are summed over ranks before they are used; the optimizer
-    must then be one that `joins`.
+    Measures the gradient norm and clips by the previous one. The caller multiplies the loss by
+    `scale` before the backward pass. With `sums`, gradients are summed over ranks before they are
+    used; the optimizer must then update several parameters at once (`joins`).
 
     Args:
-        module: Plain or sharded by FSDP2
-        optimizer: With step_param, over what is trained of the module
+        module: plain or sharded by FSDP2
+        optimizer: has `step_param`; holds what is trained of the module
         max_norm: 0 = no clipping
         blocks: Modules whose parameters are updated together; None = `block_list`
-        sums: Over ranks
+        sums: sums over ranks
     """
 
     def __init__(
@@ -168,7 +170,7 @@ class GradientRelease:
                 unit.due += 1
             self.units += units.values()
 
-    def _before(self, param: nn.Parameter, group: dict) -> bool:  # Whether to update it now, alone
+    def _before(self, param: nn.Parameter, group: dict) -> bool:  # True: update it now, alone
         if self.measure:
             self._add_squares([param.grad])
         if id(param) not in self.pending:
@@ -207,7 +209,7 @@ class GradientRelease:
         del gradients  # where sums are copies, these are not needed any more
         update_before()
 
-    def _take_summed(self) -> Callable[[], None]:  # What is left to be done for the block before
+    def _take_summed(self) -> Callable[[], None]:  # Remaining work of the previous block
         summing, self.summing = self.summing, None
         return summing() if summing else lambda: None
 
@@ -226,10 +228,10 @@ class GradientRelease:
             self.sums.wait()
 
     def forget(self):
-        """Drop what waits from a backward pass that did not end.
+        """Drop what is pending from a backward pass that did not end.
 
-        The weights become those of a checkpoint. What a subclass of `RankSums` has begun to update
-        is updated.
+        Call it when the weights are replaced by those of a checkpoint. Updates that a subclass of
+        `RankSums` has already started are completed.
         """
         self._take_summed()  # waits, since a sum that is on its way writes into its memory
         if self.sums:
@@ -238,13 +240,13 @@ class GradientRelease:
             unit.forget()
 
     def finish(self, group: Any = None) -> Tensor:
-        """Close a step: update what is incomplete, take the norm, set the next step's factor.
+        """Close a step: update incomplete blocks, compute the norm, set the next step's factor.
 
         Args:
-            group: Process group that shares the gradients; None = not sharded
+            group: process group that shares the gradients; None = not sharded
 
         Returns:
-            Norm of the gradients of this backward pass, fp32 scalar ()
+            norm of the gradients of this backward pass, fp32 scalar ()
         """
         for unit in self.units:
             unit.due = unit.came or unit.due

@@ -30,11 +30,7 @@ TRAINER = "sciftune.training.trainer"  # module that every process runs
 
 
 def launch_command(run: RunDir) -> list[str]:
-    """The command of a run whose files are written.
-
-    Returns:
-        accelerate launch ...
-    """
+    """Return the `accelerate launch` command of a run whose files are written."""
     return [
         "accelerate",
         "launch",
@@ -47,7 +43,7 @@ def launch_command(run: RunDir) -> list[str]:
 
 # %% ../../nbs/5_strategies/17_launch_files.ipynb #951985d2
 def loopback_interface() -> str:
-    """The network interface of this machine to itself; '' where it has another name than usual."""
+    """Return the loopback interface of this machine; '' where it has an unusual name."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in ("lo", "lo0") if name in names), "")
 
@@ -63,7 +59,8 @@ def threads_on_node(strategy: Strategy, processors: str) -> str:
     """Assign OMP_NUM_THREADS in a shell of the machine that trains: its share for each process.
 
     Args:
-        processors: What a shell says they are
+        strategy: counts the processes of a machine
+        processors: shell expression for the number of processors
     """
     ranks = strategy.per_machine
     if not computes_on_host(strategy):
@@ -77,7 +74,7 @@ CACHES = dict(  # Of compiled blocks, of Triton's kernels, of DeepSpeed's operat
 
 
 def launch_environment(strategy: Strategy) -> dict[str, str]:
-    """NCCL switches, threads, the allocator's mode and what the strategy needs.
+    """Return NCCL switches, threads, the allocator's mode and the strategy's variables.
 
     Returns:
         Variables to add to the environment
@@ -107,7 +104,7 @@ def torchrun_command(
     strategy: Strategy,
     run: RunDir,
 ) -> list[str]:
-    """The command that starts one machine's processes without accelerate's launcher."""
+    """Return the command that starts one machine's processes without accelerate's launcher."""
     recipe = strategy.recipe
     options = dict(
         nnodes=recipe.num_machines,
@@ -125,7 +122,7 @@ _MACHINE = '--machine_rank "$SLURM_NODEID" --main_process_ip "$3" --main_process
 
 
 def _directives(strategy: Strategy, run: RunDir, memory: str) -> list[str]:
-    """What Slurm reads."""
+    """Return the lines that Slurm reads."""
     recipe, ranks = strategy.recipe, strategy.per_machine
     plain = re.sub(r"[^\w.-]", "_", run.path.name, flags=re.ASCII)
     options = {
@@ -146,13 +143,12 @@ def _directives(strategy: Strategy, run: RunDir, memory: str) -> list[str]:
 
 
 def slurm_script(strategy: Strategy, run: RunDir, memory: str = "") -> str:
-    """A Slurm batch script: one launcher per node, rendezvous at the first.
+    """Return a Slurm batch script: one launcher per node, rendezvous at the first.
 
     Args:
-        memory: Of a node, where the recipe does not say it; '' = the cluster's default
-
-    Returns:
-        For sbatch
+        strategy: number of processes and machines
+        run: the run folder
+        memory: memory of a node, where the recipe does not set it; '' = the cluster's default
     """
     recipe, cpus = strategy.recipe, "${SLURM_CPUS_PER_TASK:-$(env -u OMP_NUM_THREADS nproc)}"
     exports = [
@@ -188,7 +184,7 @@ def slurm_script(strategy: Strategy, run: RunDir, memory: str = "") -> str:
 
 # %% ../../nbs/5_strategies/17_launch_files.ipynb #ae251bb2
 def _quoted(strategy: Strategy) -> dict[str, str]:
-    """The environment for a shell of the machine that trains, which counts its own threads."""
+    """Return the environment for a shell of the training machine, which counts its own threads."""
     environment = launch_environment(strategy)
     environment.pop("OMP_NUM_THREADS", None)
     return {name: shlex.quote(value) for name, value in environment.items()}
@@ -198,7 +194,7 @@ def command_text(
     strategy: Strategy,
     run: RunDir,
 ) -> str:
-    """command.txt: what to type, on one machine or several."""
+    """Return command.txt: what to type, on one machine or several."""
     words = [f"{name}={value}" for name, value in _quoted(strategy).items()]
     threads = threads_on_node(strategy, "$(env -u OMP_NUM_THREADS nproc)")
     variables = " ".join([*words, threads])
@@ -219,6 +215,7 @@ def write_configs(recipe: Recipe, run: RunDir, at: RunDir | None = None) -> list
     For Slurm slurm.sh and resume.yaml. With `at` they are written into `run`, to be moved there.
 
     Args:
+        recipe: the resolved recipe
         run: Its plan.json, where it is there, decides what the recipe leaves open
         at: The run folder that the files name; None = `run`
 

@@ -30,7 +30,7 @@ def _threads_of(process: int) -> ThreadPoolExecutor:
 
 
 def host_threads() -> ThreadPoolExecutor:
-    """The threads of this process: a fork has none of its parent's."""
+    """Return the threads of this process; a fork has none of its parent's."""
     return _threads_of(os.getpid())
 
 
@@ -38,9 +38,9 @@ def page_lock(address: int, size: int, device: int):
     """Lock host memory. Raises RecipeError when it cannot be locked.
 
     Args:
-        address: Of a page
-        size: Bytes
-        device: The GPU of this process
+        address: start of a page
+        size: bytes
+        device: GPU of this process
     """
     with torch.cuda.device(device):  # a thread begins with the first GPU
         code = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
@@ -52,11 +52,11 @@ def page_lock(address: int, size: int, device: int):
 
 
 def page_unlock(locks: list[Future], addresses: list[int]):
-    """Unlock what was locked; what has not begun is left, what has is waited for.
+    """Unlock host memory: cancel locks that have not begun, wait for the others.
 
     Args:
-        locks: Of `page_lock`
-        addresses: Theirs
+        locks: results of `page_lock`
+        addresses: addresses of the memory
     """
     for lock, address in zip(locks, addresses, strict=True):
         if not lock.cancel() and not lock.exception():
@@ -64,7 +64,7 @@ def page_unlock(locks: list[Future], addresses: list[int]):
 
 
 class LockedMemory(mmap.mmap):
-    """Mapped memory that is unlocked before it goes."""
+    """Mapped memory that is unlocked before it is freed."""
 
     locks = ()  # Of `page_lock`
     addresses = ()  # Theirs
@@ -75,10 +75,10 @@ class LockedMemory(mmap.mmap):
 
 
 def map_memory(size: int) -> LockedMemory:
-    """Memory of this process alone, in huge pages where the system has them.
+    """Map memory of this process alone, in huge pages where the system has them.
 
     Args:
-        size: Bytes
+        size: bytes
     """
     mapped = LockedMemory(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
@@ -88,13 +88,13 @@ def map_memory(size: int) -> LockedMemory:
 
 
 def host_memory(sizes: list[int], lock: bool) -> tuple[list[Tensor], list[Future]]:
-    """Zeros in host memory, and what ends when they are locked; the last one is locked first.
+    """Return zeros in host memory, and the futures of their locks; the last one is locked first.
 
-    Those of no bytes have no lock.
+    Parts of no bytes have no lock.
 
     Args:
-        sizes: Bytes
-        lock: Page-lock it, for copies that nobody waits for
+        sizes: bytes of each part
+        lock: page-lock the memory, for asynchronous copies
 
     Returns:
         uint8 (bytes,), each on a page of its own; their locks

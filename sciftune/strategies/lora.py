@@ -46,13 +46,14 @@ from ..models.weights import PICKLES, Weights, pipeline_index, resolve_folder, s
 
 # %% ../../nbs/5_strategies/07_lora.ipynb #cce70637
 def adapter_layers(denoiser: nn.Module, targets: tuple) -> list[str]:
-    """The layers that get adapters. Raises RecipeError for a target that is nowhere.
+    """Return the layers that get adapters. Raises RecipeError for a target that matches no layer.
 
     Args:
-        targets: Ends of module names
+        denoiser: real or on meta
+        targets: ends of module names
 
     Returns:
-        Names of linear layers and convolutions, in the order of the model
+        names of linear layers and convolutions, in the order of the model
     """
     layers = [n for n, m in denoiser.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
 
@@ -70,10 +71,12 @@ def adapter_layers(denoiser: nn.Module, targets: tuple) -> list[str]:
 
 # %% ../../nbs/5_strategies/07_lora.ipynb #38141bef
 def chosen_layers(denoiser: nn.Module, family: Family, recipe: Recipe) -> list[str]:
-    """The layers that the recipe gives adapters. Raises RecipeError when there is none.
+    """Return the layers to which the recipe adds adapters. Raises RecipeError when there is none.
 
     Args:
-        denoiser: Without adapters
+        denoiser: without adapters
+        family: default targets, and parameters without gradients
+        recipe: `lora_targets` is read
     """
     own = tuple(t.strip() for t in recipe.lora_targets.split(",") if t.strip())
     if not own and not isinstance(family.lora_targets, tuple):
@@ -92,10 +95,10 @@ def chosen_layers(denoiser: nn.Module, family: Family, recipe: Recipe) -> list[s
 
 # %% ../../nbs/5_strategies/07_lora.ipynb #9d4b022b
 class Adapter(nn.Linear):
-    """A linear layer that multiplies in the type of its input, whatever its own."""
+    """Linear layer that multiplies in the type of its input, whatever the type of its weight."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The product.
+        """Multiply the input by the weight.
 
         Args:
             x: (...,d_in)
@@ -107,10 +110,13 @@ class Adapter(nn.Linear):
 
 
 class ConvAdapter(nn.Conv2d):
-    """Likewise a convolution: the first of an adapter has the layer's kernel, the second is 1x1."""
+    """Convolution that computes in the type of its input.
+
+    The first of an adapter has the kernel of the layer, the second is 1x1.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
-        """The convolution.
+        """Convolve the input.
 
         Args:
             x: (B,c_in,H,W)
@@ -122,19 +128,19 @@ class ConvAdapter(nn.Conv2d):
 
 # %% ../../nbs/5_strategies/07_lora.ipynb #3da32c22
 def is_adapter(name: str) -> bool:
-    """Whether a parameter belongs to an adapter.
+    """Return whether a parameter belongs to an adapter.
 
     Args:
-        name: Parameter name
+        name: parameter name
     """
     return ".lora_A." in name or ".lora_B." in name
 
 
 def base_name(name: str) -> str:
-    """The name that a base parameter has in a model without adapters.
+    """Return the name of a base parameter in a model without adapters.
 
     Args:
-        name: Parameter name in the adapted model
+        name: parameter name in the adapted model
     """
     return name.replace(".base_layer.", ".")
 
@@ -145,7 +151,9 @@ def first_values(recipe: Recipe, family: Family, denoiser: nn.Module) -> Callabl
     Raises RecipeError for a `lora_path` that this run cannot go on from exactly.
 
     Args:
-        denoiser: With its adapters
+        recipe: `lora_path`, `lora_rank` and `seed` are read
+        family: reads the file of `lora_path`
+        denoiser: with its adapters
 
     Returns:
         (parameter name, shape) -> fp32 tensor on the CPU
@@ -163,10 +171,11 @@ def first_values(recipe: Recipe, family: Family, denoiser: nn.Module) -> Callabl
 
 # %% ../../nbs/5_strategies/07_lora.ipynb #0e75d70a
 def lora_config(recipe: Recipe, layers: list[str]):
-    """What peft is told.
+    """Return the peft.LoraConfig of a run.
 
     Args:
-        layers: Of `chosen_layers` peft.LoraConfig
+        recipe: rank, alpha and dropout are read
+        layers: names from `chosen_layers`
     """
     from peft import LoraConfig
 
@@ -180,14 +189,16 @@ def lora_config(recipe: Recipe, layers: list[str]):
 
 
 def add_lora(denoiser: nn.Module, family: Family, recipe: Recipe) -> Callable:
-    """Freeze the denoiser and put adapters in.
+    """Freeze the denoiser and add adapters.
 
-    Real ones get their values, those of a meta model stay on meta.
-    Raises RecipeError where `lora_path` holds other adapters than the recipe asks for; on meta,
-    too, so that a plan says so.
+    Adapters of a real model get their values, those of a meta model stay on meta.
+    Raises RecipeError where `lora_path` holds other adapters than the recipe asks for, on meta
+    too, so that a plan reports it.
 
     Args:
-        denoiser: Real, or on meta
+        denoiser: real or on meta
+        family: default targets of adapters
+        recipe: LoRA fields and `seed` are read
 
     Returns:
         (parameter name, shape) -> first value, for an engine that fills meta parameters itself
@@ -235,7 +246,7 @@ NF4_BLOCK = 64  # Weights of a row that share a scale
 
 @functools.lru_cache
 def nf4_levels(device: torch.device) -> Tensor:
-    """The levels on a device, sent there once.
+    """Return the NF4 levels on a device, copied there once.
 
     Returns:
         (16,) fp32
@@ -244,7 +255,7 @@ def nf4_levels(device: torch.device) -> Tensor:
 
 
 def narrowed(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """A weight in fewer bits: its codes and its scales.
+    """Return the codes and scales of a weight in fewer bits.
 
     Args:
         weight: (rows, columns); columns divisible by 128 for nf4
@@ -267,30 +278,30 @@ def narrowed(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 # %% ../../nbs/5_strategies/07_lora.ipynb #83617112
 def _from_nf4(codes: Tensor, scale: Tensor, levels: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weights of codes: levels times the scale of their block."""
+    """Return the weights of NF4 codes: levels times the scale of their block."""
     whole = torch.cat([codes & 15, codes >> 4], 1)
     blocks = levels[whole.int()].unflatten(1, (-1, NF4_BLOCK))
     return (blocks * scale.float()[..., None]).flatten(1).to(dtype)
 
 
 def _from_fp8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Likewise with a scale for each row."""
+    """Return the weights of float8 codes, with one scale per row."""
     return (codes.view(torch.float8_e4m3fn).to(dtype) * scale).to(dtype)
 
 
 @functools.cache
 def _fused(function: Callable) -> Callable:
-    """The compiled function, made at its first use: the compiler's import takes over a second."""
+    """Return the compiled function, made at its first use: importing the compiler takes seconds."""
     return torch.compile(function, dynamic=True)
 
 
 def widened(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weights as numbers, in one kernel on a GPU.
+    """Return the weights as numbers, by one kernel on a GPU.
 
     Args:
-        weight: (rows, columns or columns/2) uint8, of `narrowed`
+        weight: (rows, columns or columns/2) uint8, from `narrowed`
         scale: (rows, 1 or columns/64)
-        dtype: Of the computation
+        dtype: compute type
 
     Returns:
         (rows, columns)
@@ -305,7 +316,7 @@ def widened(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 # %% ../../nbs/5_strategies/07_lora.ipynb #ccd21677
 @torch.library.custom_op("sciftune::narrow_product", mutates_args=())
 def narrow_product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """The product with the widened weight; x gets a gradient, the weight none.
+    """Multiply by the widened weight; `x` gets a gradient, the weight none.
 
     Args:
         x: (...,d_in)
@@ -320,7 +331,7 @@ def narrow_product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
 
 @torch.library.custom_op("sciftune::narrow_product_backward", mutates_args=())
 def narrow_product_backward(grad: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """The gradient of the input, with the weight widened again.
+    """Return the gradient of the input, widening the weight again.
 
     Args:
         grad: (...,d_out)
@@ -374,7 +385,7 @@ class NarrowLinear(nn.Linear):
         self.scale = nn.Parameter(scale, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The product, and the bias where there is one.
+        """Multiply by the widened weight and add the bias, if any.
 
         Args:
             x: (...,d_in)
@@ -389,14 +400,12 @@ class NarrowLinear(nn.Linear):
 
 # %% ../../nbs/5_strategies/07_lora.ipynb #36ca05dc
 def narrow_layers(denoiser: nn.Module, names: tuple, smallest: int = 256) -> list:
-    """The large frozen linears of the blocks.
+    """Return the large frozen linear layers of the blocks.
 
     Args:
-        names: Block classes
-        smallest: Smaller sides are left alone
-
-    Returns:
-        Linear layers
+        denoiser: real or on meta
+        names: block classes
+        smallest: layers with a smaller side are left alone
     """
 
     def fits(layer: nn.Module) -> bool:
@@ -466,14 +475,16 @@ def save_lora(
     """Write the adapters as `pipe.load_lora_weights(out)` reads them.
 
     Args:
-        tensors: Parameter name of the adapted denoiser -> its values
-        base: Pipeline folder or hub id; None = published size
-        out: New folder
-        scheduler: Written beside them, where it is special
-        dtype: Of the adapters
+        tensors: parameter name of the adapted denoiser -> its values
+        family: writes the adapters by its pipeline
+        recipe: LoRA fields and base, for the metadata
+        base: pipeline folder or hub id; None = published size
+        out: new folder
+        scheduler: written beside the adapters, where it is special
+        dtype: type of the stored adapters
 
     Returns:
-        Adapter tensors
+        number of adapter tensors
     """
     model = family.empty_denoiser(base, recipe.revision or None)
     layers = chosen_layers(model, family, recipe)
@@ -760,12 +771,13 @@ def tensor_name(name: str) -> str:
 def load_adapters(
     path: str | Path, family: Family, model: nn.Module, encoder: Callable | None = None
 ) -> dict:
-    """Put the adapters of a file on empty models, by the code of diffusers and peft.
+    """Load the adapters of a file onto empty models, by the code of diffusers and peft.
 
-    Raises RecipeError for a pickle, damage, and for everything in it that would have no effect.
+    Raises RecipeError for a pickle, a damaged file, and for any tensor without effect.
 
     Args:
         path: LoRA file or folder
+        family: family of the base
         model: Denoiser on meta; comes back with zeros for weights
         encoder: Name of a text encoder -> it on meta; None = refuse these
 
@@ -842,7 +854,9 @@ def read_lora(recipe: Recipe, family: Family, denoiser: nn.Module) -> dict:
     """Return the adapters of `lora_path`; rank, scale and layers must be those of the run.
 
     Args:
-        denoiser: With its adapters
+        recipe: `lora_path` and the other LoRA fields are read
+        family: family of the base
+        denoiser: with its adapters
 
     Returns:
         Parameter name -> tensor, fp32
@@ -877,13 +891,15 @@ def read_lora(recipe: Recipe, family: Family, denoiser: nn.Module) -> dict:
 
 # %% ../../nbs/5_strategies/07_lora.ipynb #96ae8e64
 def lora_flops(family: Family, config: Mapping, recipe: Recipe) -> float:
-    """FLOPs of LoRA training, in the unit of `Family.flops`.
+    """Return the FLOPs of LoRA training, in the unit of `Family.flops`.
 
     Args:
-        config: Of the denoiser
+        family: counts the FLOPs of a forward pass
+        config: config of the denoiser
+        recipe: resolution, text length, rank and targets are read
 
     Returns:
-        A third of a training step per sample, as a forward pass is of a full fine-tune
+        a third of a training step per sample, as a forward pass is for full fine-tuning
     """
     side, text = recipe.resolution, family.text_length(recipe.text_tokens)
     n = family.tokens(side, side)
@@ -898,11 +914,11 @@ def lora_flops(family: Family, config: Mapping, recipe: Recipe) -> float:
 
 # %% ../../nbs/5_strategies/07_lora.ipynb #4cdebaef
 def family_of(base: str | Path, revision: str | None = None) -> Family:
-    """The family whose folder it is. Raises ValueError when there is none.
+    """Return the family that a pipeline folder belongs to. Raises ValueError when there is none.
 
     Args:
-        base: Pipeline folder or hub id
-        revision: Of the hub
+        base: pipeline folder or hub id
+        revision: hub revision
     """
     families = [get_family(name) for name in records("models")]
     try:
@@ -921,14 +937,14 @@ def family_of(base: str | Path, revision: str | None = None) -> Family:
 
 
 class MergedLayers(Mapping):
-    """Tensor name -> its merged value, fp32, for the tensors of a component that adapters change.
+    """Mapping from tensor name to merged fp32 values, for the tensors that adapters change.
 
     peft merges one layer at a time, on the stored weights.
 
     Args:
-        layers: Name of a layer as it is stored -> peft's layer with its adapters
-        stored: Of the component
-        earlier: Tensors that an earlier run has trained
+        layers: name of a stored layer -> peft's layer with its adapters
+        stored: weights of the component
+        earlier: tensors that an earlier run has trained
     """
 
     def __init__(self, layers: Mapping, stored: Weights, earlier: Mapping | None = None):
@@ -959,7 +975,9 @@ class MergedLayers(Mapping):
             own = self.weights[f"{stem}.{p}"].to(torch.float32, copy=True)
             getattr(base, p).data = own.reshape(value.shape)
         if part == "weight" and getattr(layer, "lora_bias", {}).get(ADAPTER):
-            base.bias.data = base.bias.data.clone()  # merged, too, and thrown away
+            base.bias.data = (
+                base.bias.data.clone()
+            )  # merging changes it, too; the result is dropped
         layer.merge()
         merged = getattr(base, part).data.reshape(self.stored.shape(name))
         for p, value in zeros.items():
@@ -969,13 +987,13 @@ class MergedLayers(Mapping):
 
 
 class Merged(MergedLayers):
-    """The tensors of the base's denoiser that an adapter changes, and those of text encoders.
+    """Merged tensors of the base's denoiser and, in `encoders`, of its text encoders.
 
     Args:
         lora: LoRA file or folder
         base: Pipeline folder or hub id
-        revision: Of the hub
-        earlier: Tensors of the denoiser that an earlier run has trained
+        revision: hub revision
+        earlier: tensors of the denoiser that an earlier run has trained
     """
 
     def __init__(

@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 # %% ../../nbs/5_strategies/09_network.ipynb #cd27a2d7
 @dataclass(frozen=True)
 class Range:
-    """A contiguous piece of a flattened parameter.
+    """Contiguous piece of a flattened parameter.
 
     Attributes:
-        name: Of the parameter
-        shape: Of the whole parameter
-        start: First element, counted in the flattened parameter
-        count: Elements
+        name: parameter name
+        shape: shape of the whole parameter
+        start: first element, counted in the flattened parameter
+        count: number of elements
     """
 
     name: str
@@ -54,11 +54,11 @@ class Range:
         return int(torch.Size(self.shape).numel())
 
     def part(self, rank: int, world: int) -> "Range":
-        """The piece of this range that `rank` of `world` writes when all of them hold it.
+        """Return the piece that `rank` writes when `world` ranks hold this range.
 
         Args:
             rank: 0 to world - 1
-            world: Ranks that hold the same range
+            world: ranks that hold the same range
         """
         size = -(-self.count // world)
         first = min(rank * size, self.count)
@@ -70,16 +70,16 @@ STATES = ("weight", "exp_avg", "exp_avg_sq")  # what a checkpoint keeps of a par
 
 # %% ../../nbs/5_strategies/09_network.ipynb #e5ab42d5
 class Network:
-    """A trainable module on one process, with its optimizer.
+    """Trainable module on one process, with its optimizer.
 
-    Base class of those that are replicated or sharded.
+    Base class of replicated and sharded networks.
 
     Args:
-        engine: Process, device, accelerate
-        module: Frozen parameters marked
-        name: In checkpoints and metrics
-        fill: Values for meta parameters, see `Engine.network`
-        strategy: Of this network; None = the engine's
+        engine: process, device, accelerate
+        module: frozen parameters marked
+        name: name in checkpoints and metrics
+        fill: values for meta parameters, see `Engine.network`
+        strategy: strategy of this network; None = the engine's
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Network:
         self.wrap()
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters with gradients, by name."""
+        """Return the parameters with gradients, by name."""
         return {n: p for n, p in self.raw.named_parameters() if p.requires_grad}
 
     def wrap(self):
@@ -114,10 +114,10 @@ class Network:
         self.make_optimizer(self.raw)
 
     def make_optimizer(self, module: nn.Module):
-        """Set `optimizer`, and `release` where the strategy applies gradients during backward.
+        """Set `optimizer`, and `release` where gradients are applied during backward.
 
         Args:
-            module: Whose parameters are trained, sharded or not
+            module: module whose parameters are trained, sharded or not
         """
         cuda = self.engine.device.type == "cuda"
         params = list(self.params.values())
@@ -128,28 +128,28 @@ class Network:
             self.release = GradientRelease(module, self.optimizer, norm, blocks, self.sums)
 
     def __call__(self, *args, **kwargs):
-        """Forward."""
+        """Run a forward pass."""
         made = self.module(*args, **kwargs)
         progress("forward pass")
         return made
 
     def train(self, mode: bool = True) -> "Network":
-        """Training or evaluation mode, as of `nn.Module`."""
+        """Set training or evaluation mode, as `nn.Module.train` does."""
         self.module.train(mode)
         return self
 
     def parameters(self):
-        """All parameters of the module, frozen ones too."""
+        """Return all parameters of the module, frozen ones too."""
         return self.raw.parameters()
 
     def after_eval(self):
-        """Call after forward-only passes: frees what they gathered."""
+        """Free what forward-only passes gathered; call it after them."""
 
     def set_rate(self, rate: float):
         """Set the learning rate.
 
         Args:
-            rate: Learning rate of the next step
+            rate: learning rate of the next step
         """
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -158,22 +158,23 @@ class Network:
         """Add the gradients of one micro-batch.
 
         Args:
-            loss: Scalar fp32 (), of one micro-batch
-            last: Of the step
+            loss: scalar fp32 (), of one micro-batch
+            last: the micro-batch is the last of the step
         """
         self.scaled(loss).backward()
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss whose gradients add up to the step's.
+        """Return the loss whose gradients add up to those of the step.
 
-        Divided by the accumulation, or times the clipping factor. Engines average gradients over
-        all ranks; those that share samples have parts of a sum, so theirs count as many times.
+        It is divided by the accumulation, or multiplied by the clipping factor. Engines average
+        gradients over all ranks; ranks that share samples hold parts of a sum, so their losses are
+        multiplied by the number of parts.
 
         Args:
-            loss: Scalar fp32 (), of one micro-batch
+            loss: scalar fp32 (), of one micro-batch
 
         Returns:
-            Scalar fp32 ()
+            scalar fp32 ()
         """
         parts = self.strategy.context
         if self.release is None:
@@ -181,10 +182,10 @@ class Network:
         return loss * self.release.scale * parts
 
     def step(self) -> Tensor:
-        """Clip and update; returns the gradient norm before clipping, without waiting for it.
+        """Clip and update; return the gradient norm before clipping, without waiting for it.
 
         Returns:
-            Scalar fp32 ()
+            scalar fp32 ()
         """
         self.steps += 1
         if self.release:
@@ -195,7 +196,7 @@ class Network:
         return norm
 
     def norm_group(self):
-        """The process group over which gradients are sharded; None = not sharded."""
+        """Return the process group over which gradients are sharded; None = not sharded."""
 
     @property
     def clip(self) -> float:
@@ -212,11 +213,11 @@ class Network:
 
     # what this rank holds
     def held(self) -> list[Range]:
-        """The range of every trained parameter that this rank can read and write."""
+        """Return the ranges that this rank can read and write, one per trained parameter."""
         return [Range(n, tuple(p.shape), 0, p.numel()) for n, p in self.params.items()]
 
     def owned(self) -> list[Range]:
-        """The ranges that this rank writes: of all ranks together, each element once."""
+        """Return the ranges that this rank writes: over all ranks, each element once."""
         return [r.part(self.engine.rank, self.engine.world) for r in self.held()]
 
     @cached_property
@@ -225,33 +226,33 @@ class Network:
         return {r.name: r.start for r in self.held()}
 
     def local(self, name: str) -> Tensor:
-        """This rank's part of a parameter, in the memory that the module uses.
+        """Return this rank's part of a parameter, in the memory that the module uses.
 
         Args:
-            name: Of a trained parameter
+            name: name of a trained parameter
 
         Returns:
-            Any shape
+            any shape
         """
         return self.params[name].detach()
 
     def kept_weight(self, name: str) -> Tensor:
-        """Between steps: where this rank's part of a parameter is kept.
+        """Return the memory that holds this rank's part of a parameter between steps.
 
         Args:
-            name: Of a trained parameter
+            name: name of a trained parameter
 
         Returns:
-            As `local`
+            same shape as `local`
         """
         return self.local(name)
 
     def read(self, r: Range, key: str) -> Tensor:
-        """The values of `key` in `r`; zeros for optimizer states that do not exist yet.
+        """Return the values of `key` in `r`; zeros for optimizer states that do not exist yet.
 
         Args:
-            r: Within what is held
-            key: One of `STATES`
+            r: within a held range
+            key: one of `STATES`
 
         Returns:
             (count,) fp32, on the device
@@ -265,8 +266,8 @@ class Network:
         """Set the values of `key`; call `finish_write` after the last one.
 
         Args:
-            r: All that is held of the parameter
-            key: One of `STATES`
+            r: the whole held range of the parameter
+            key: one of `STATES`
             values: (count,) fp32, on any device
         """
         parameter, local = self.params[r.name], self.local(r.name)
@@ -277,10 +278,10 @@ class Network:
             set_state(new_state(self.optimizer, parameter), key, values, local)
 
     def finish_write(self, steps: int):
-        """After writing: the counters of the optimizer, and nothing waits from a backward pass.
+        """Set the optimizer's counters after writing, and drop pending gradients.
 
         Args:
-            steps: That the optimizer has taken
+            steps: steps that the optimizer has taken
         """
         self.steps = steps
         if self.release:

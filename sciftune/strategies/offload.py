@@ -26,10 +26,10 @@ BLOCKS = 2  # blocks of the largest size that it holds at least
 
 
 def worth_streaming(numel: int) -> bool:
-    """Whether it is large enough for its latency.
+    """Return whether a parameter is large enough to hide the latency of a copy.
 
     Args:
-        numel: Elements of a parameter
+        numel: elements of a parameter
     """
     return numel >= SMALLEST
 
@@ -92,12 +92,12 @@ STATE_BYTES = dict(
 
 
 def window_bytes(numels: list[int], kind: str, blocks: list[int] = ()) -> float:
-    """The window on the device, beside what is resident.
+    """Return the bytes of the window on the device, resident states not counted.
 
     Args:
-        numels: Elements of the trained parameters
+        numels: elements of each trained parameter
         kind: 'flashadamw' or 'adamw', from the precision policy
-        blocks: Elements of each block that are trained
+        blocks: trained elements of each block
     """
     return STATE_BYTES[kind] * window_size(numels, blocks)
 
@@ -133,12 +133,13 @@ def offloaded_bytes(numels: list[int], kind: str, room: float, blocks: list[int]
 def waiting_seconds(
     host: float, window: float, forward: float, backward: float, bus: float
 ) -> float:
-    """What the bus adds to a step.
+    """Return the seconds per step that wait for the bus.
 
     Args:
-        host: Bytes that are streamed in a step, S
-        window: Bytes, V
-        forward: Seconds of computing
+        host: bytes that are streamed in a step, S
+        window: bytes of the window, V
+        forward: seconds of the forward pass
+        backward: seconds of the backward pass
         bus: Bytes/s between host and GPU, each way
     """
     ahead = min(forward, window / bus)
@@ -158,10 +159,10 @@ class Ring:
         self.end = 0  # of the newest range
 
     def take(self, n: int) -> int | None:
-        """The start of `n` bytes; None while they are in use.
+        """Return the start of `n` free bytes, or None while they are in use.
 
         Args:
-            n: Bytes
+            n: bytes
         """
         if not self.used:
             start = self.end if self.end + n <= self.size else 0 if n <= self.size else None
@@ -188,10 +189,10 @@ class Ring:
 
 # %% ../../nbs/5_strategies/05_offload.ipynb #5c3b2033
 def tensors_of(state: dict) -> dict[str, Tensor]:
-    """What is streamed of a state.
+    """Return the tensors of a state that are streamed.
 
     Args:
-        state: The optimizer's, of one parameter
+        state: optimizer state of one parameter
     """
     out = {}
     for k in ("error_bits", "exp_avg", "exp_avg_sq"):
@@ -363,7 +364,7 @@ class HostStates:
             self.ready[i] = start, self.into.record_event()
 
     def _come_after(self, i: int, start: int, end: int):
-        """Copies in come after the last copy out of these bytes of the window, or to `host[i]`."""
+        """Make copies in wait for the last copy out of these window bytes or to `host[i]`."""
         same = [o.number == i or (o.start < end and start < o.end) for o in self.leaving]
         count = max((n for n, one in enumerate(same, 1) if one), default=0)
         for _ in range(count):
@@ -414,10 +415,11 @@ class HostStates:
 
     @contextlib.contextmanager
     def at_hand(self, p: nn.Parameter, write: bool = False):
-        """Between steps: the states of `p` are on its device inside the block.
+        """Between steps: bring the states of `p` to its device inside the `with` block.
 
         Args:
-            write: Keep what is changed
+            p: one of the optimizer's parameters
+            write: keep changes
         """
         i = self.number.get(id(p))
         if i is None:

@@ -17,10 +17,11 @@ from ..core.recipe import Recipe, RecipeError
 
 # %% ../../nbs/5_strategies/02_optimizers.ipynb #6ba36b5a
 def adam_state(optimizer: torch.optim.AdamW, parameter: nn.Parameter) -> dict:
-    """The state of `parameter`, made when it is not there.
+    """Return the state of `parameter`, creating it where it does not exist.
 
     Args:
-        parameter: One of the optimizer's
+        optimizer: AdamW that updates `parameter`
+        parameter: one of the optimizer's parameters
 
     Returns:
         step (), exp_avg and exp_avg_sq of the parameter's shape
@@ -35,15 +36,15 @@ def adam_state(optimizer: torch.optim.AdamW, parameter: nn.Parameter) -> dict:
 
 # %% ../../nbs/5_strategies/02_optimizers.ipynb #d27c9fcc
 class ReleasedAdamW(torch.optim.AdamW):
-    """AdamW that can update one parameter."""
+    """AdamW that can also update a single parameter."""
 
     @torch.no_grad()
     def step_param(self, parameter: nn.Parameter, group: dict):
-        """What `step` does, for one parameter.
+        """Update one parameter as `step` would.
 
         Args:
-            parameter: With its gradient
-            group: The parameter group that it belongs to
+            parameter: parameter with its gradient
+            group: parameter group that it belongs to
         """
         state = adam_state(self, parameter)
         beta1, beta2 = group["betas"]
@@ -69,13 +70,14 @@ class ReleasedAdamW(torch.optim.AdamW):
 def build_optimizer(
     params: list, recipe: Recipe, kind: str, cuda: bool, release: bool = False
 ) -> torch.optim.Optimizer:
-    """The optimizer of a network. Raises RecipeError when flashoptim is not installed.
+    """Return the optimizer of a network. Raises RecipeError when flashoptim is not installed.
 
     Args:
-        params: Trainable parameters
+        params: trainable parameters
+        recipe: learning rate, betas, epsilon and weight decay are read
         kind: 'adamw' or 'flashadamw', from the precision policy
-        cuda: Parameters are on a GPU
-        release: One that updates single parameters; flashadamw always can
+        cuda: the parameters are on a GPU
+        release: build one that updates single parameters; flashadamw always can
     """
     hyper = dict(
         lr=recipe.learning_rate,
@@ -99,7 +101,7 @@ def clip(params: list, max_norm: float) -> Tensor:
     """Scale all gradients so that their joint 2-norm is at most `max_norm`.
 
     Args:
-        params: Parameters with gradients, maybe sharded
+        params: parameters with gradients, possibly sharded
         max_norm: c; 0 = only measure
 
     Returns:
@@ -113,10 +115,11 @@ def clip(params: list, max_norm: float) -> Tensor:
 
 # %% ../../nbs/5_strategies/02_optimizers.ipynb #8f793c7f
 def new_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict:
-    """The optimizer's state of a parameter; where there is none, made as the first step would.
+    """Return the optimizer's state of a parameter, creating it as the first step would.
 
     Args:
         optimizer: AdamW or FlashAdamW
+        parameter: one of the optimizer's parameters
     """
     if isinstance(optimizer, torch.optim.AdamW):
         return adam_state(optimizer, parameter)
@@ -125,20 +128,20 @@ def new_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict
 
 # %% ../../nbs/5_strategies/02_optimizers.ipynb #5d6e4b13
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor; a plain one is whole.
+    """Return this rank's part of a tensor; a plain tensor is returned whole.
 
     Args:
-        tensor: Plain or sharded, any shape (...)
+        tensor: plain or sharded, any shape (...)
     """
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 # %% ../../nbs/5_strategies/02_optimizers.ipynb #ed2cbd56
 def master_of(local: Tensor, state: dict) -> Tensor:
-    """The weight that the optimizer adds its updates to.
+    """Return the master weight, to which the optimizer adds its updates.
 
     Args:
-        local: A parameter's part on this rank, any shape (...)
-        state: The optimizer's, of the parameter; may be empty
+        local: this rank's part of a parameter, any shape (...)
+        state: optimizer state of the parameter; may be empty
 
     Returns:
         Same shape; fp32 where there are correction bits
@@ -158,9 +161,9 @@ def set_master(local: Tensor, values: Tensor, state: dict):
     """Set a weight and, where there are, its correction bits.
 
     Args:
-        local: A parameter's part on this rank, any shape (...)
-        values: As many fp32 values, on any device (count,)
-        state: The optimizer's, of the parameter; {} where it keeps no correction bits
+        local: this rank's part of a parameter, any shape (...)
+        values: as many fp32 values, on any device (count,)
+        state: optimizer state of the parameter; {} where it keeps no correction bits
     """
     values = values.to(local.device).reshape(local.shape)
     local.view(-1).copy_(values.reshape(-1))
@@ -174,10 +177,10 @@ def set_master(local: Tensor, values: Tensor, state: dict):
 
 # %% ../../nbs/5_strategies/02_optimizers.ipynb #9e46fe8e
 def state_of(state: dict, key: str) -> Tensor | None:
-    """An optimizer state as numbers, dequantised.
+    """Return an optimizer state as numbers, dequantised.
 
     Args:
-        state: The optimizer's, of one parameter
+        state: optimizer state of one parameter
         key: 'exp_avg' or 'exp_avg_sq'
 
     Returns:
@@ -192,13 +195,13 @@ def state_of(state: dict, key: str) -> Tensor | None:
 
 
 def set_state(state: dict, key: str, values: Tensor, local: Tensor):
-    """Set an optimizer state, quantised where it is stored so.
+    """Set an optimizer state, quantising it where it is stored quantised.
 
     Args:
-        state: The optimizer's, of one parameter, complete
+        state: optimizer state of one parameter, complete
         key: 'exp_avg' or 'exp_avg_sq'
         values: fp32, on any device (count,)
-        local: The parameter's part on this rank, any shape (...)
+        local: this rank's part of the parameter, any shape (...)
     """
     stored = state[key]
     if hasattr(stored, "set_data"):
@@ -211,12 +214,13 @@ GROUP = 32  # elements that share a scale
 
 
 def _cut(stored: Tensor, begin: int, end: int, device: torch.device) -> Tensor:
-    """A part of what is stored.
+    """Return elements `begin` to `end` of a stored tensor.
 
     Args:
-        stored: Plain, sharded or quantised, any shape (...)
-        begin: Of the flattened part of this rank, a multiple of `GROUP`
-        device: Of the result
+        stored: plain, sharded or quantised, any shape (...)
+        begin: first element of this rank's flattened part, a multiple of `GROUP`
+        end: element after the last
+        device: where the result is wanted
 
     Returns:
         (end - begin,)
@@ -235,15 +239,15 @@ def _cut(stored: Tensor, begin: int, end: int, device: torch.device) -> Tensor:
 def stored_values(
     local: Tensor, state: dict, key: str, first: int, count: int, device: torch.device
 ) -> Tensor:
-    """Some numbers of a master weight or of a state; zeros for a state that is not there.
+    """Return some elements of a master weight or a state as fp32; zeros for a missing state.
 
     Args:
-        local: A parameter's part on this rank, contiguous, any shape (...)
-        state: The optimizer's, of the parameter; may be empty
+        local: this rank's part of a parameter, contiguous, any shape (...)
+        state: optimizer state of the parameter; may be empty
         key: 'weight', 'exp_avg' or 'exp_avg_sq'
-        first: Element of the flattened part
-        count: Elements
-        device: Of the result
+        first: first element of the flattened part
+        count: number of elements
+        device: where the result is wanted
 
     Returns:
         (count,) fp32
@@ -262,11 +266,11 @@ def stored_values(
 
 # %% ../../nbs/5_strategies/02_optimizers.ipynb #7666d5cf
 def set_step(state: dict | None, steps: int):
-    """Set the counter of an optimizer state, in its own type, where there is one.
+    """Set the step counter of an optimizer state, in its own type, where it has one.
 
     Args:
-        state: The optimizer's, of one parameter
-        steps: Taken so far
+        state: optimizer state of one parameter
+        steps: steps taken so far
     """
     if not state or "step" not in state:
         return

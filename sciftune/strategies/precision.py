@@ -18,13 +18,13 @@ class Policy:
     """Data types of a run.
 
     Attributes:
-        weights: Of the parameters that the module holds
-        compute: Of matrix products and activations
-        reduce: Of the gradient reduction between ranks
+        weights: type of the parameters that the module holds
+        compute: type of matrix products and activations
+        reduce: type in which gradients are reduced between ranks
         optimizer: 'adamw' or 'flashadamw'
-        fp8: The large linears multiply in float8
-        master: Updates below the resolution of `weights` are kept
-        notes: What differs from what was asked, in words
+        fp8: the large linear layers multiply in float8
+        master: updates below the resolution of `weights` are kept
+        notes: sentences on what differs from the recipe
     """
 
     name: str
@@ -51,12 +51,10 @@ POLICIES = {
 
 # %% ../../nbs/5_strategies/01_precision.ipynb #6938b075
 def adapter_policy(policy: Policy) -> Policy:
-    """The policy of a LoRA run.
-
-    Weights in the type of the computation, adapters fp32 with AdamW.
+    """Return the policy of a LoRA run: base weights in the compute type, fp32 adapters with AdamW.
 
     Args:
-        policy: Of a run without adapters
+        policy: policy of the same run without adapters
     """
     notes = ()
     if policy.optimizer == "flashadamw" or not policy.master:
@@ -75,13 +73,13 @@ def adapter_policy(policy: Policy) -> Policy:
 
 # %% ../../nbs/5_strategies/01_precision.ipynb #ee0b6e94
 def policy_for(recipe: Recipe, cuda: bool) -> Policy:
-    """The policy as it will really run where every process keeps what it trains.
+    """Return the policy in force where every process holds the weights that it trains.
 
-    Raises RecipeError where it cannot.
+    Raises RecipeError where the policy cannot run.
 
     Args:
-        recipe: Its precision, optimizer and lora_rank
-        cuda: Training on a GPU
+        recipe: `precision`, `optimizer` and `lora_rank` are read
+        cuda: training on a GPU
     """
     policy = POLICIES[recipe.precision]
     if policy.fp8 and not cuda:

@@ -26,7 +26,7 @@ from .optimizers import ReleasedAdamW
 
 # %% ../../nbs/5_strategies/18_ranks.ipynb #0aafbfcf
 def _rank(function: Callable, rank: int, world: int, port: int, folder: Path, args: tuple):
-    """One forked process: run, leave the result or the traceback in a file, end."""
+    """Run a function in a forked process and write its result or traceback to a file."""
     from accelerate.state import AcceleratorState, GradientState
 
     torch.set_num_threads(1)  # replaces the parent's thread pool before two threads want it
@@ -47,7 +47,7 @@ def _rank(function: Callable, rank: int, world: int, port: int, folder: Path, ar
 
 
 def _wait(processes: list, seconds: float):
-    """Wait for all; end the others when one fails or time is over."""
+    """Wait for all processes; end the others when one fails or the time is over."""
     end = time.time() + seconds
     while any(p.is_alive() for p in processes):
         if time.time() > end or any(p.exitcode for p in processes):
@@ -64,13 +64,13 @@ def on_ranks(function: Callable, world: int, *args, seconds: float = 120) -> lis
     Raises RuntimeError with the traceback of a rank that failed.
 
     Args:
-        function: Run by every rank; gives something that torch can save
-        world: Processes
-        *args: For the function
-        seconds: Before they are ended
+        function: runs in every rank; returns something that torch can save
+        world: number of processes
+        *args: arguments of the function
+        seconds: time limit of the processes
 
     Returns:
-        What each rank gave
+        result of each rank
     """
     if torch.get_num_threads() > 1:
         raise RuntimeError("call torch.set_num_threads(1) before the first tensor operation")
@@ -95,14 +95,14 @@ def on_ranks(function: Callable, world: int, *args, seconds: float = 120) -> lis
 
 # %% ../../nbs/5_strategies/18_ranks.ipynb #6e366d82
 class QwenImageTransformerBlock(nn.Module):
-    """A toy with the name of the default model's block, which strategies look for."""
+    """Toy block with the class name of the default model's block, which strategies look for."""
 
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(5, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        """A residual layer.
+        """Add a layer to its input.
 
         Args:
             x: (B,5)
@@ -114,7 +114,7 @@ class QwenImageTransformerBlock(nn.Module):
 
 
 def toy_module() -> nn.Module:
-    """Two blocks and a last layer, the same values in every process."""
+    """Return two blocks and a last layer, with the same values in every process."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return nn.Sequential(
@@ -123,35 +123,36 @@ def toy_module() -> nn.Module:
 
 # %% ../../nbs/5_strategies/18_ranks.ipynb #6eaf5b95
 def toy_engine(**fields) -> Engine:
-    """An engine on the CPU with a global batch of eight, four micro-batches of two.
+    """Return an engine on the CPU with a global batch of eight in micro-batches of two.
 
     Args:
-        **fields: Of the recipe
+        **fields: recipe fields
     """
     usual = dict(cpu=True, micro_batch=2, global_batch=8, learning_rate=0.05, max_grad_norm=0.1)
     return Engine(resolve(**usual | fields))
 
 
 def toy_loss(net: Callable, step: int, micro_batch: int) -> Tensor:
-    """The mean square of what the toy makes of two samples, drawn by their number.
+    """Return the mean square of the toy's output for two samples, drawn by their number.
 
     Args:
-        net: Network
-        step: Counted from 0
-        micro_batch: Number of the micro-batch among those of all ranks
+        net: the toy, plain or under an engine
+        step: counted from 0
+        micro_batch: number of the micro-batch among those of all ranks
 
     Returns:
-        Scalar fp32 ()
+        scalar fp32 ()
     """
     generator = torch.Generator().manual_seed(1000 * step + micro_batch)
     return net(torch.randn(2, 5, generator=generator)).square().mean()
 
 
 def toy_training(fields: dict, steps: int = 3) -> dict:
-    """Train the toy as the trainer does. Runs in every rank.
+    """Train the toy as the trainer does; runs in every rank.
 
     Args:
-        fields: Of the recipe
+        fields: recipe fields
+        steps: optimizer steps
 
     Returns:
         losses and norms of the steps; held: name -> (first element, its fp32 values)
@@ -172,11 +173,11 @@ def toy_training(fields: dict, steps: int = 3) -> dict:
 
 # %% ../../nbs/5_strategies/18_ranks.ipynb #6b8f44f0
 def joined(results: list, name: str) -> Tensor:
-    """A whole flattened parameter, put together from the ranges that the ranks hold.
+    """Return a whole flattened parameter, joined from the ranges of the ranks.
 
     Args:
-        results: Of `toy_training`, one of each rank
-        name: Of a parameter
+        results: results of `toy_training`, one per rank
+        name: parameter name
 
     Returns:
         (elements,) fp32
@@ -189,22 +190,23 @@ def joined(results: list, name: str) -> Tensor:
 
 # %% ../../nbs/5_strategies/18_ranks.ipynb #toyadam2
 class JointAdamW(ReleasedAdamW):
-    """AdamW that is given several parameters at once, and updates one after the other."""
+    """AdamW that accepts several parameters at once and updates them one by one."""
 
     def joins(self, device: torch.device) -> bool:
-        """On any device.
+        """Accept any device.
 
         Args:
-            device: Of the parameters
+            device: device of the parameters
         """
         return True
 
     def step_params(self, params: list, gradients: list, group: dict):
-        """Update `params`.
+        """Update several parameters.
 
         Args:
-            params: Of one group
-            gradients: Theirs
+            params: parameters of one group
+            gradients: their gradients
+            group: parameter group of the optimizer
         """
         for parameter, gradient in zip(params, gradients, strict=True):
             parameter.grad = gradient

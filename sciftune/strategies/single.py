@@ -43,13 +43,13 @@ RECORDS = [
 
 # %% ../../nbs/5_strategies/12_single.ipynb #f8d31f69
 class StreamedNetwork(Network):
-    """A network whose optimizer states wait in host memory."""
+    """Network whose optimizer states wait in host memory."""
 
     def make_optimizer(self, module: nn.Module):
-        """AdamW or FlashAdamW behind `HostStates`, updated during backward.
+        """Set an optimizer behind `HostStates` that is updated during backward.
 
         Args:
-            module: On the device
+            module: on the device
         """
         params = list(self.params.values())
         cuda = self.engine.device.type == "cuda"
@@ -61,34 +61,35 @@ class StreamedNetwork(Network):
         self.release = GradientRelease(module, self.away, self.recipe.max_grad_norm)
 
     def resident_states(self) -> float:
-        """Bytes of states that may stay on the device."""
+        """Return the bytes of states that may stay on the device."""
         return self.engine.resident_bytes
 
     def weight_at_hand(
         self, parameter: nn.Parameter, write: bool = False
     ) -> contextlib.AbstractContextManager:
-        """Between steps: inside the block the weights of `parameter` are on the device.
+        """Between steps: bring the weights of `parameter` to the device inside the `with` block.
 
         Args:
-            write: Keep what is changed
+            parameter: one of the trained parameters
+            write: keep changes
         """
         return contextlib.nullcontext()
 
     def step(self) -> Tensor:
-        """Close the step; the updates have happened. Returns the gradient norm.
+        """Close the step, whose updates have happened; return the gradient norm.
 
         Returns:
-            Scalar fp32 ()
+            scalar fp32 ()
         """
         self.away.finish()
         return super().step()
 
     def read(self, r: Range, key: str) -> Tensor:
-        """The values of `key` in `r`, copied from the host as far as they are asked for.
+        """Return the values of `key` in `r`; only these are copied from the host.
 
         Args:
-            r: Within what is held
-            key: One of `STATES`
+            r: within a held range
+            key: one of `STATES`
 
         Returns:
             (count,) fp32, on the device
@@ -100,8 +101,8 @@ class StreamedNetwork(Network):
         """Set the values of `key`; call `finish_write` after the last one.
 
         Args:
-            r: All that is held of the parameter
-            key: One of `STATES`
+            r: the whole held range of the parameter
+            key: one of `STATES`
             values: (count,) fp32, on any device
         """
         parameter = self.params[r.name]
@@ -110,10 +111,10 @@ class StreamedNetwork(Network):
 
 # %% ../../nbs/5_strategies/12_single.ipynb #63ffdad4
 class StreamedWeightsNetwork(StreamedNetwork):
-    """A network whose blocks' weights wait in host memory, too."""
+    """Network whose blocks' weights wait in host memory, too."""
 
     def wrap(self):
-        """Part the module between host and device. Raises RecipeError where it has no blocks."""
+        """Distribute the module over host and device. Raises RecipeError where it has no blocks."""
         names = self.strategy.block_classes
         blocks = blocks_of(self.raw, names)
         if not blocks:
@@ -127,33 +128,34 @@ class StreamedWeightsNetwork(StreamedNetwork):
         self.weights.keep_updates()
 
     def resident_states(self) -> float:
-        """What is left of the resident bytes when weights have taken theirs."""
+        """Return the resident bytes that weights leave for states."""
         return self.engine.resident_bytes - self.weights.resident
 
     def weight_at_hand(
         self, parameter: nn.Parameter, write: bool = False
     ) -> contextlib.AbstractContextManager:
-        """Between steps: inside the block the weights of `parameter` are on the device.
+        """Between steps: bring the weights of `parameter` to the device inside the `with` block.
 
         Args:
-            write: Keep what is changed
+            parameter: one of the trained parameters
+            write: keep changes
         """
         return self.weights.at_hand(parameter, write)
 
     def kept_weight(self, name: str) -> Tensor:
-        """Between steps: the weights on the host, where they are streamed.
+        """Return the weights on the host where they are streamed.
 
         Args:
-            name: Of a trained parameter
+            name: name of a trained parameter
 
         Returns:
-            As `local`
+            same shape as `local`
         """
         return self.weights.kept(self.params[name])
 
 # %% ../../nbs/5_strategies/12_single.ipynb #cd40a29f
 class StreamedCosts(Costs):
-    """A single GPU whose optimizer states wait on the host."""
+    """Costs of a single GPU whose optimizer states wait on the host."""
 
     def _states_within(self, room: float) -> dict[str, float]:
         blocks = [block.trained for block in self.model.blocks]
@@ -165,28 +167,28 @@ class StreamedCosts(Costs):
         return self._states_within(self.strategy.room)
 
     def stored(self) -> dict[str, tuple[float, float]]:
-        """Parameters and average as without it, states in two places."""
+        """Return part -> (bytes per GPU, bytes on the host), with the states in both places."""
         sizes, states = self.stored_sizes(), self._states
         kept = {k: (sizes[k], 0.0) for k in ("parameters", "ema")}
         return kept | dict(optimizer=(states["gpu"], states["host"]))
 
     def resident_bytes(self) -> float:
-        """States that never leave the GPU."""
+        """Return the bytes of states that never leave the GPU."""
         return self._states["resident"]
 
     def with_room(self, room: float) -> Strategy:
-        """The same with so many bytes for states.
+        """Return the strategy with this many bytes for states.
 
         Args:
-            room: Bytes of the GPU that nothing else needs
+            room: bytes of the GPU that nothing else needs
         """
         return replace(self.strategy, room=room)
 
     def with_resident(self, resident: float) -> Strategy:
-        """The same with room for these and for the window.
+        """Return the strategy with room for the resident states and the window.
 
         Args:
-            resident: Bytes of what is streamed that stay on the GPU
+            resident: bytes of streamed tensors that stay on the GPU
         """
         numels, kind = list(self.model.trained_tensors), self.policy.optimizer
         blocks = [block.trained for block in self.model.blocks]
@@ -194,11 +196,12 @@ class StreamedCosts(Costs):
         return replace(self.strategy, room=resident + window)
 
     def offload_seconds(self, busy: float, checkpointed_share: float, bus: float) -> float:
-        """The bus's time that backward does not hide.
+        """Return the seconds of the bus that backward does not hide.
 
         Args:
-            busy: Seconds of computing per step
-            bus: Bytes/s between host and GPU, each way
+            busy: seconds of computing per step
+            checkpointed_share: share of the blocks that run again in backward
+            bus: bytes/s between host and GPU, each way
         """
         forward = busy / (3 + checkpointed_share)
         states = self._states
@@ -206,7 +209,7 @@ class StreamedCosts(Costs):
 
 # %% ../../nbs/5_strategies/12_single.ipynb #3d3011bf
 class StreamedWeightsCosts(StreamedCosts):
-    """A single GPU whose blocks' weights wait on the host as well."""
+    """Costs of a single GPU whose blocks' weights wait on the host as well."""
 
     @cached_property
     def _block_bytes(self) -> list[float]:
@@ -228,33 +231,34 @@ class StreamedWeightsCosts(StreamedCosts):
         return self._states_within(self.strategy.room - self._weights["resident"])
 
     def stored(self) -> dict[str, tuple[float, float]]:
-        """Parameters and states in two places each."""
+        """Return part -> (bytes per GPU, bytes on the host), weights and states in both places."""
         weights, movable = self._weights, sum(self._block_bytes)
         outside = self.parameter_bytes() - movable
         return super().stored() | dict(parameters=(outside + weights["resident"], weights["host"]))
 
     def gathered_bytes(self, position: int) -> float:
-        """Streamed weights that are on the GPU.
+        """Return the bytes of streamed weights on the GPU.
 
         Args:
-            position: Block that backward is in; the number of blocks: end of forward
+            position: block that backward is in; the number of blocks: end of forward
         """
         return window_at(self._block_bytes, self._weights_room, position)
 
     def resident_bytes(self) -> float:
-        """Weights and states that could be streamed and never leave the GPU."""
+        """Return the bytes of streamed weights and states that never leave the GPU."""
         return self._weights["resident"] + self._states["resident"]
 
     def loading_numel(self) -> int:
-        """The whole model, and a block that is copied to page-locked memory."""
+        """Return the parameters of the model and of one block that is being page-locked."""
         return self.model.numel + max((b.numel for b in self.model.blocks), default=0)
 
     def offload_seconds(self, busy: float, checkpointed_share: float, bus: float) -> float:
-        """The bus's time that forward and backward do not hide.
+        """Return the seconds of the bus that forward and backward do not hide.
 
         Args:
-            busy: Seconds of computing per step
-            bus: Bytes/s between host and GPU, each way
+            busy: seconds of computing per step
+            checkpointed_share: share of the blocks that run again in backward
+            bus: bytes/s between host and GPU, each way
         """
         forward = busy / (3 + checkpointed_share)
         weights = self._weights["host"] / bus

@@ -23,10 +23,10 @@ from .precision import Policy, policy_for
 
 # %% ../../nbs/5_strategies/10_strategy.ipynb #d25dafd7
 def strategy_class(name: str) -> type["Strategy"]:
-    """The class of a strategy.
+    """Return the class of a strategy.
 
     Args:
-        name: `Recipe.strategy`
+        name: value of `Recipe.strategy`
     """
     return load(find_record("strategies", name))
 
@@ -50,13 +50,14 @@ RENDEZVOUS_PORT = 29500  # Where several machines meet when the recipe names no 
 
 @dataclass(frozen=True)
 class Strategy:
-    """A recipe on so many processes, under one engine; base class of all strategies.
+    """Recipe on a number of processes, under one engine; base class of all strategies.
 
     Attributes:
-        world: Processes over all machines
-        policy: Data types
-        cuda: On GPUs
-        room: Bytes of a GPU for states, and weights, that else wait on the host
+        recipe: the run's recipe
+        world: processes over all machines
+        policy: data types
+        cuda: runs on GPUs
+        room: bytes of a GPU for states, and weights, that otherwise wait on the host
     """
 
     recipe: Recipe
@@ -74,14 +75,15 @@ class Strategy:
 
     @classmethod
     def of(cls, recipe: Recipe, world: int, cuda: bool) -> "Strategy":
-        """The recipe's own strategy.
+        """Return the strategy that a recipe names.
 
         Raises RecipeError where its precision, its optimizer or the strategy itself cannot run,
         and for CUDA graphs without a GPU.
 
         Args:
-            world: Processes over all machines
-            cuda: On GPUs
+            recipe: `strategy`, `precision` and `optimizer` are read
+            world: processes over all machines
+            cuda: on GPUs
         """
         if recipe.cuda_graphs and not cuda:
             raise RecipeError("cuda_graphs: needs a GPU; use cuda_graphs=False")
@@ -98,53 +100,55 @@ class Strategy:
         return made
 
     def check(self):
-        """Raises RecipeError for what its own fields ask and it cannot do."""
+        """Raise RecipeError for fields that this strategy cannot obey."""
 
     @classmethod
     def policy_of(cls, recipe: Recipe, cuda: bool) -> Policy:
-        """Data types as they will really be. Raises RecipeError where they cannot.
+        """Return the data types in force. Raises RecipeError where they cannot run.
 
         Args:
-            cuda: On GPUs
+            recipe: `precision`, `optimizer` and `lora_rank` are read
+            cuda: on GPUs
         """
         return policy_for(recipe, cuda)
 
     @classmethod
     def with_plan(cls, recipe: Recipe, plan: Plan) -> Recipe:
-        """The recipe with what its plan decided; see `apply_plan`.
+        """Return the recipe with what its plan decided; see `apply_plan`.
 
         Args:
-            plan: Of the run; `Plan()` where there is none
+            recipe: the run's recipe
+            plan: plan of the run; `Plan()` where there is none
         """
         return recipe
 
     # for the planner
     @classmethod
     def variants(cls, world: int) -> tuple[dict, ...]:
-        """The settings of this strategy that a plan compares.
+        """Return the settings of this strategy that a plan compares.
 
         Args:
-            world: Processes over all machines
+            world: processes over all machines
 
         Returns:
-            Recipe fields to change
+            recipe fields to change, one dict per setting
         """
         return ({},)
 
     @property
     def possible(self) -> bool:
-        """Whether the recipe can run so; what no recipe allows is never asked."""
+        """Return whether the recipe can run so; what no recipe allows is never asked."""
         return True
 
     def alternatives(self) -> tuple["Strategy", ...]:
-        """What the recipe leaves to the plan: the dearest in memory first, the last one is safe."""
+        """Return the choices left to the plan, from most to least memory; the last one is safe."""
         return (self,)
 
     def costs(self, model: ModelSize) -> Costs:
-        """What this strategy stores, gathers and sends for a model.
+        """Return what this strategy stores, gathers and sends for a model.
 
         Args:
-            model: How many parameters are where
+            model: sizes of the model
         """
         return self.costs_class(self, model)
 
@@ -176,17 +180,17 @@ class Strategy:
 
     @property
     def streams_states(self) -> bool:
-        """Whether optimizer states wait in host memory and pass through a window of the device."""
+        """Return whether optimizer states wait in host memory and pass through a device window."""
         return False
 
     @property
     def streams_weights(self) -> bool:
-        """Whether weights of blocks wait in host memory, and models are loaded there."""
+        """Return whether weights of blocks wait in host memory, and models are loaded there."""
         return False
 
     @property
     def releases_gradients(self) -> bool:
-        """Whether gradients are applied and freed during backward."""
+        """Return whether gradients are applied and freed during backward."""
         return (
             self.policy.optimizer == "flashadamw"
             and self.recipe.gradient_release
@@ -195,7 +199,7 @@ class Strategy:
 
     @property
     def autocasts(self) -> bool:
-        """Whether fp32 weights are cast to bf16 by autocast, operation by operation."""
+        """Return whether fp32 weights are cast to bf16 by autocast, operation by operation."""
         return self.policy.name == "bf16-mixed"
 
     @property
@@ -205,7 +209,7 @@ class Strategy:
 
     @property
     def updates_on_host(self) -> bool:
-        """Whether the optimizer runs on the host, where its states are.
+        """Return whether the optimizer runs on the host, where its states are.
 
         A checkpoint is then written from where they are: a copy would be as large.
         """
@@ -225,15 +229,12 @@ class Strategy:
 
     # configuration
     def accelerate_config(self, folder: str = "") -> dict:
-        """What `accelerate launch --config_file` reads.
+        """Return the content of accelerate.yaml, for `accelerate launch --config_file`.
 
         On one machine port 0 lets the launcher take a free one; several must agree on one.
 
         Args:
-            folder: Where `config_files` are; '' = beside the file
-
-        Returns:
-            accelerate.yaml
+            folder: folder of `config_files`; '' = beside the file
         """
         recipe = self.recipe
         several = recipe.num_machines > 1
@@ -261,14 +262,17 @@ class Strategy:
         return {}
 
     def check_machine(self):
-        """Raises RecipeError for what this machine lacks and the engine would end without."""
+        """Raise RecipeError where the engine would fail for something that this machine lacks."""
 
     # in the process
     def start(self, timeout: datetime.timedelta):
         """Start the process group through accelerate.
 
         Args:
-            timeout: Of a collective accelerate.Accelerator
+            timeout: timeout of a collective
+
+        Returns:
+            accelerate.Accelerator
         """
         self.check_machine()
         from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
@@ -294,18 +298,19 @@ class Strategy:
         return self.policy_of(whole, self.cuda).name == "bf16-mixed"
 
     def mesh(self, device: torch.device):
-        """The arrangement of the processes; None where no tensor is sharded by torch.
+        """Return the device mesh with a dimension 'shard'; None where torch shards no tensor.
 
         Args:
-            device: torch.distributed DeviceMesh with a dimension 'shard', or None
+            device: device of this process
         """
         return None
 
 # %% ../../nbs/5_strategies/10_strategy.ipynb #132f6afd
 def apply_plan(recipe: Recipe, plan: Plan) -> Recipe:
-    """The recipe with what was left to its plan filled in, as its strategy reads it.
+    """Return the recipe with the fields filled in that were left to its plan.
 
     Args:
-        plan: Of the run; `Plan()` where there is none
+        recipe: the run's recipe
+        plan: plan of the run; `Plan()` where there is none
     """
     return strategy_class(recipe.strategy).with_plan(recipe, plan)

@@ -22,14 +22,14 @@ from .offload import evenly_spread, worth_streaming
 
 # %% ../../nbs/5_strategies/21_streamed_weights.ipynb #b2be21d0
 def large_parameters(module: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Parameter]]:
-    """The parameters of each block that may wait on the host.
+    """Return the parameters of each block that may wait on the host.
 
     Args:
-        module: The whole model
-        blocks: Its repeated blocks
+        module: the whole model
+        blocks: its repeated blocks
 
     Returns:
-        Of each block
+        parameters of each block
     """
     owners = Counter(id(p) for m in module.modules() for p in m._parameters.values())
 
@@ -96,13 +96,13 @@ class StreamedBlock:
     stored: Any = None
 
     def allocate(self):
-        """Give the parameters memory of the device."""
+        """Allocate memory of the device for the parameters."""
         for parameter in self.params:
             parameter.untyped_storage().resize_(parameter.nbytes)
         self.there = True
 
     def free(self):
-        """Take the parameters' memory of the device."""
+        """Free the device memory of the parameters."""
         for parameter in self.params:
             parameter.untyped_storage().resize_(0)
         self.there = False
@@ -111,20 +111,20 @@ class StreamedBlock:
         """Copy the weights to the device.
 
         Args:
-            non_blocking: Only asked for, on the current stream
+            non_blocking: only enqueue the copy on the current stream
         """
         for parameter, kept in zip(self.params, self.host, strict=True):
             parameter.data.copy_(kept, non_blocking=non_blocking)
 
 # %% ../../nbs/5_strategies/21_streamed_weights.ipynb #c8d3e8a6
 class HostWeights:
-    """The weights of a model's blocks, in host memory while they are not used.
+    """Weights of a model's blocks, in host memory while they are not used.
 
     Args:
-        module: The model; its large weights of blocks leave the place they are in
-        blocks: Its repeated blocks, in the order of forward
-        device: Where they are used
-        resident: Bytes of these weights that may stay on the device
+        module: the model; large weights of its blocks move to host memory
+        blocks: repeated blocks in the order of forward
+        device: where the weights are used
+        resident: bytes of these weights that may stay on the device
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class HostWeights:
                 self._move(block, params)
 
     def _move(self, module: nn.Module, params: list[nn.Parameter]):
-        """Take the weights of a block to the host and set its hooks."""
+        """Move the weights of a block to the host and set its hooks."""
         number, cuda = len(self.blocks), self.device.type == "cuda"
         block = StreamedBlock(params, [])
         host, locks = host_memory([p.nbytes for p in params], cuda)
@@ -172,7 +172,7 @@ class HostWeights:
         self.use(number, "backward" if in_backward() else plain)
 
     def _after_forward(self, number: int, module: nn.Module, args: tuple, kwargs: dict, out: Any):
-        """Ask to be told when backward comes to the block's own outputs."""
+        """Register hooks that run when backward reaches the block's outputs."""
         if in_backward():
             return
         given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
@@ -181,9 +181,9 @@ class HostWeights:
                 leaf.register_hook(lambda grad: self.use(number, "backward"))
 
     def keep_updates(self):
-        """From now on copy each trained weight to the host when it has its gradient.
+        """From now on copy each trained weight to the host when it has been updated.
 
-        To be called after the hooks that update weights are set: hooks run in the order of setting.
+        Call it after the hooks that update weights are set: hooks run in the order of registration.
         """
         for block in self.blocks:
             for parameter in block.params:
@@ -203,10 +203,10 @@ class HostWeights:
 
     # a use
     def use(self, number: int, phase: str):
-        """Bring a block's weights and those of the one after it; free all others.
+        """Bring a block's weights and those of the next block; free all others.
 
         Args:
-            number: Of a streamed block
+            number: number of a streamed block
             phase: 'forward', 'backward' or 'evaluation'
         """
         if (phase, number) != self.now:
@@ -221,7 +221,7 @@ class HostWeights:
         self._wait(self.blocks[number])
 
     def _next(self, phase: str, number: int) -> int:
-        """The block that was used after this one; at first the order of the model."""
+        """Return the block that was used after this one; at first follow the order of the model."""
         if (phase, number) in self.follows:
             return self.follows[phase, number][1]
         after = number + (-1 if phase == "backward" else 1)
@@ -248,7 +248,7 @@ class HostWeights:
             self.locks.pop().result()
 
     def _wait(self, block: StreamedBlock):
-        """What is computed from now on comes after the copy to the device."""
+        """Make later computation wait for the copy to the device."""
         if block.arrived:
             torch.cuda.current_stream(self.device).wait_event(block.arrived)
             block.arrived = None
@@ -259,10 +259,13 @@ class HostWeights:
 
     # between steps
     def kept(self, parameter: nn.Parameter) -> Tensor:
-        """The weights of `parameter` where they are kept: on the host, when they are streamed.
+        """Return the stored weights of `parameter`: on the host where they are streamed.
+
+        Args:
+            parameter: a parameter of the module
 
         Returns:
-            Of its shape and type
+            tensor of its shape and type
         """
         if id(parameter) not in self.place:
             return parameter.detach()
@@ -272,10 +275,11 @@ class HostWeights:
 
     @contextlib.contextmanager
     def at_hand(self, parameter: nn.Parameter, write: bool = False) -> Iterator[None]:
-        """Between steps: the weights of `parameter`, alone, are on the device inside the block.
+        """Between steps: bring the weights of `parameter` alone to the device in the `with` block.
 
         Args:
-            write: Keep what is changed
+            parameter: a parameter of the module
+            write: keep changes
         """
         block, kept = self.place.get(id(parameter), (None, None))
         if block is None:
@@ -299,5 +303,5 @@ class HostWeights:
 
 
 def in_backward() -> bool:
-    """Whether this code is called by autograd, in a backward pass."""
+    """Return whether this code is called by autograd, in a backward pass."""
     return torch._C._current_graph_task_id() != -1

@@ -16,7 +16,7 @@ ELEMENTS = 4096  # of a program
 
 @triton.jit
 def _sum_kernel(rows_ptr, out_ptr, count, divisor, ranks: tl.constexpr, size: tl.constexpr):
-    """Some columns, added in the order of ranks."""
+    """Add some columns in the order of ranks."""
     at = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
     inside = at < count
     total = tl.zeros((size,), tl.float32)
@@ -34,7 +34,7 @@ def launch_sum(rows: Tensor, out: Tensor, divisor: float = 1.0):
     Args:
         rows: (ranks,N), contiguous
         out: (N,), written
-        divisor: Of the sums
+        divisor: divisor of the sums
     """
     ranks, count = rows.shape
     grid = (triton.cdiv(count, ELEMENTS),)

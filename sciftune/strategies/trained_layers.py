@@ -16,13 +16,13 @@ from ..models.family import Family
 
 # %% ../../nbs/5_strategies/06_trained_layers.ipynb #3ea27947
 def layer_names(text: str) -> tuple:
-    """The names that `text` lists, ranges written out.
+    """Return the names that `text` lists, with ranges written out.
 
     Args:
         text: 'norm_out,transformer_blocks.30-59'
 
     Returns:
-        One name each
+        one name per layer
     """
 
     def spread(name: str) -> list[str]:
@@ -42,15 +42,17 @@ def layer_names(text: str) -> tuple:
 
 # %% ../../nbs/5_strategies/06_trained_layers.ipynb #b38fc59c
 def choose_trained(denoiser: nn.Module, family: Family, recipe: Recipe) -> nn.Module:
-    """Mark what full fine-tuning trains.
+    """Mark the parameters that full fine-tuning trains.
 
     Raises RecipeError for a name that the model does not have, and where nothing is left to train.
 
     Args:
-        denoiser: Any weights, or on meta; no adapters
+        denoiser: real weights or on meta; no adapters
+        family: names parameters that never get a gradient
+        recipe: `trained_layers` is read
 
     Returns:
-        The same, every parameter marked
+        the same module, every parameter marked
     """
     wanted, dead = layer_names(recipe.trained_layers), set(family.frozen_parameters(denoiser))
     names = [n for n, _ in denoiser.named_parameters()]

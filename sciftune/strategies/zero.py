@@ -63,10 +63,10 @@ RECORDS = [
 
 # %% ../../nbs/5_strategies/15_zero.ipynb #d5fac5e5
 class ZeroNetwork(Network):
-    """A module under a DeepSpeed engine, stage 1 or 2."""
+    """Module under a DeepSpeed engine, stage 1 or 2."""
 
     def wrap(self):
-        """Hand both to DeepSpeed; the optimizer's parameters become its partitions."""
+        """Hand both to DeepSpeed, whose flat partitions become the optimizer's parameters."""
         self.prepare_module()
         accelerator = self.engine.accelerator
         self.module, _ = accelerator.prepare(self.raw, self.adam())
@@ -74,10 +74,10 @@ class ZeroNetwork(Network):
         self.optimizer = self.zero.optimizer
 
     def prepare_module(self):
-        """Before DeepSpeed: nothing to do."""
+        """Prepare the module for DeepSpeed; nothing to do here."""
 
     def adam(self) -> torch.optim.Optimizer:
-        """AdamW as this device does it best.
+        """Return the fastest AdamW for this device.
 
         On the host DeepSpeed's kernel, on a GPU the fused one, which makes no temporary tensors.
         """
@@ -101,26 +101,26 @@ class ZeroNetwork(Network):
         """Set the learning rate.
 
         Args:
-            rate: Learning rate of the next step
+            rate: learning rate of the next step
         """
         for group in self.zero.param_groups:
             group["lr"] = rate
 
     def backward(self, loss: Tensor, last: bool):
-        """DeepSpeed's backward pass, which divides by the accumulation itself.
+        """Run DeepSpeed's backward pass, which divides by the accumulation itself.
 
         Args:
-            loss: Scalar fp32 (), of one micro-batch
-            last: Of the step
+            loss: scalar fp32 (), of one micro-batch
+            last: the micro-batch is the last of the step
         """
         self.module.set_gradient_accumulation_boundary(is_boundary=last)
         self.module.backward(loss)
 
     def step(self) -> Tensor:
-        """Clip and update; returns the gradient norm before clipping.
+        """Clip and update; return the gradient norm before clipping.
 
         Returns:
-            Scalar fp32 ()
+            scalar fp32 ()
         """
         self.steps += 1
         self.module.step()
@@ -129,14 +129,18 @@ class ZeroNetwork(Network):
 
     # what this rank holds
     def held(self) -> list[Range]:
-        """The part of every trained parameter that is in this rank's partition."""
+        """Return the ranges in this rank's partition, one per trained parameter."""
         return [self.held_range(n, p) for n, p in self.params.items()]
 
     def held_range(self, name: str, parameter: nn.Parameter) -> Range:
-        """The part of one parameter that is in this rank's partition.
+        """Return the part of one parameter that is in this rank's partition.
+
+        Args:
+            name: parameter name
+            parameter: the parameter itself
 
         Returns:
-            Of 0 elements where nothing is here
+            a range of 0 elements where nothing is here
         """
         mapping = parameter._hp_mapping
         if mapping is None:
@@ -145,15 +149,15 @@ class ZeroNetwork(Network):
         return Range(name, tuple(parameter.shape), place.start, place.numel)
 
     def owned(self) -> list[Range]:
-        """What is held: no element is on two ranks."""
+        """Return the held ranges: no element is on two ranks."""
         return self.held()
 
     def partition(self, name: str, key: str) -> Tensor:
-        """This rank's values of a parameter, a view of the flat partition.
+        """Return this rank's values of a parameter, a view of the flat partition.
 
         Args:
-            name: Of a parameter that is here
-            key: One of `STATES`
+            name: name of a parameter in this partition
+            key: one of `STATES`
 
         Returns:
             (count,) fp32
@@ -166,15 +170,15 @@ class ZeroNetwork(Network):
         return flat.narrow(0, place.start, place.numel)
 
     def partitions(self) -> list[Tensor]:
-        """The flat partitions, which are the optimizer's parameters.
+        """Return the flat partitions, which are the optimizer's parameters.
 
         Returns:
-            (elements,) fp32 each
+            fp32 (elements,) each
         """
         return self.zero.single_partition_of_fp32_groups
 
     def make_states(self):
-        """Optimizer states as the first step would make them, where there are none."""
+        """Create missing optimizer states as the first step would."""
         for flat in self.partitions():
             state = self.optimizer.state[flat]
             if "exp_avg" not in state:
@@ -183,11 +187,11 @@ class ZeroNetwork(Network):
                 state["exp_avg_sq"] = torch.zeros_like(flat.data)
 
     def read(self, r: Range, key: str) -> Tensor:
-        """The values of `key` in `r`.
+        """Return the values of `key` in `r`.
 
         Args:
-            r: Within what is held
-            key: One of `STATES`
+            r: within a held range
+            key: one of `STATES`
 
         Returns:
             (count,) fp32, where the partition is
@@ -203,8 +207,8 @@ class ZeroNetwork(Network):
         """Set the values of `key`; call `finish_write` after the last one.
 
         Args:
-            r: All that is held of the parameter
-            key: One of `STATES`
+            r: the whole held range of the parameter
+            key: one of `STATES`
             values: (count,) fp32, on any device
         """
         if not r.count:
@@ -217,17 +221,17 @@ class ZeroNetwork(Network):
         """Set this rank's values of one parameter.
 
         Args:
-            r: All that is held of the parameter
-            key: One of `STATES`
+            r: the whole held range of the parameter
+            key: one of `STATES`
             values: (count,) fp32, on any device
         """
         self.partition(r.name, key).detach().copy_(values)
 
     def finish_write(self, steps: int):
-        """After writing: the counters, and the weights that the module computes with.
+        """Set the counters after writing, and update the weights that the module computes with.
 
         Args:
-            steps: That the optimizer has taken
+            steps: steps that the optimizer has taken
         """
         self.steps = steps
         for state in self.optimizer.state.values():
@@ -248,9 +252,9 @@ REPLACED = (  # Of DeepSpeedZeroOptimizer_Stage3: read, then three methods that 
 
 
 def drop_host_gradients(zero: object):
-    """Keep no fp32 gradients on the host but those of the sub-group that is updated.
+    """Keep only the fp32 gradients of the sub-group that is being updated on the host.
 
-    Raises RecipeError for a DeepSpeed that does this in another way.
+    Raises RecipeError for a DeepSpeed whose methods differ.
 
     Args:
         zero: DeepSpeedZeroOptimizer_Stage3 with its states in host memory; changed
@@ -264,13 +268,13 @@ def drop_host_gradients(zero: object):
     seen = set()  # Parameters that have a gradient in this step
 
     def at_boundary(parameter: nn.Parameter, gradient: Tensor, *_: dict):
-        """The norm of a parameter's gradient, in the place of its fp32 copy."""
+        """Compute the norm of a parameter's gradient instead of keeping an fp32 copy."""
         key = zero.get_param_id(parameter)
         zero.norm_for_param_grads[key] = zero._constant_buffered_norm2(gradient)
         seen.add(parameter.ds_id)
 
     def prepare(number: int, timers: object):
-        """The fp32 gradients of a sub-group."""
+        """Create the fp32 gradients of a sub-group."""
         flat = zero.fp32_partitioned_groups_flat[number]
         flat.grad = torch.zeros(flat.shape, dtype=flat.dtype, device=flat.device)
         for parameter in zero.fp16_groups[number]:
@@ -279,7 +283,7 @@ def drop_host_gradients(zero: object):
                 flat.grad.narrow(0, first, count).copy_(buffers[parameter.ds_id])
 
     def release(number: int, timers: object):
-        """The sub-group is updated."""
+        """Free the gradients of a sub-group after its update."""
         zero.fp32_partitioned_groups_flat[number].grad = None
         seen.difference_update(p.ds_id for p in zero.fp16_groups[number])
 
@@ -293,16 +297,16 @@ def drop_host_gradients(zero: object):
 
 # %% ../../nbs/5_strategies/15_zero.ipynb #bb5d211d
 class Zero3Network(ZeroNetwork):
-    """A module under a DeepSpeed engine, stage 3."""
+    """Module under a DeepSpeed engine, stage 3."""
 
     def wrap(self):
-        """As the other stages; offloaded, fp32 gradients are made for one sub-group at a time."""
+        """Wrap as the other stages do; offloaded, keep fp32 gradients of one sub-group only."""
         super().wrap()
         if self.strategy.updates_on_host:
             drop_host_gradients(self.zero)
 
     def prepare_module(self):
-        """From meta: fill one block at a time and let DeepSpeed partition it."""
+        """Fill a meta module one block at a time and let DeepSpeed partition it."""
         if not any(p.is_meta for p in self.raw.parameters()):
             return
         import deepspeed
@@ -323,7 +327,8 @@ class Zero3Network(ZeroNetwork):
         """Give the meta parameters of a unit their values, on the device.
 
         Args:
-            prefix: Name of the unit in the whole module
+            prefix: name of the unit in the whole module
+            unit: a block, or the whole module
         """
         for path, module in unit.named_modules():
             for leaf, parameter in list(module._parameters.items()):
@@ -336,13 +341,14 @@ class Zero3Network(ZeroNetwork):
                 module._parameters[leaf] = nn.Parameter(values, requires_grad=trained)
 
     def held_range(self, name: str, parameter: nn.Parameter) -> Range:
-        """This rank's part of one parameter, without the padding.
+        """Return this rank's part of one parameter, without the padding.
 
         Args:
-            parameter: Partitioned by DeepSpeed
+            name: parameter name
+            parameter: partitioned by DeepSpeed
 
         Returns:
-            Of 0 elements where nothing is here
+            a range of 0 elements where nothing is here
         """
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
         total = torch.Size(shape).numel()
@@ -351,10 +357,11 @@ class Zero3Network(ZeroNetwork):
         return Range(name, shape, start, min(part, total - start))
 
     def partition(self, name: str, key: str) -> Tensor:
-        """This rank's values of a parameter; a view of host memory where they are there.
+        """Return this rank's values of a parameter; a view where they are in host memory.
 
         Args:
-            key: One of `STATES`
+            name: parameter name
+            key: one of `STATES`
 
         Returns:
             (part,) fp32, padding included
@@ -370,10 +377,10 @@ class Zero3Network(ZeroNetwork):
         return safe_get_local_optimizer_state(parameter, key)
 
     def partitions(self) -> list[Tensor]:
-        """The flat partitions, which are the optimizer's parameters.
+        """Return the flat partitions, which are the optimizer's parameters.
 
         Returns:
-            (elements,) fp32 each
+            fp32 (elements,) each
         """
         return self.zero.fp32_partitioned_groups_flat
 
@@ -381,8 +388,8 @@ class Zero3Network(ZeroNetwork):
         """Set this rank's values of one parameter, padded as DeepSpeed keeps them.
 
         Args:
-            r: All that is held of the parameter
-            key: One of `STATES`
+            r: the whole held range of the parameter
+            key: one of `STATES`
             values: (count,) fp32, on any device
         """
         from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
@@ -398,9 +405,9 @@ class Zero3Network(ZeroNetwork):
             safe_set_local_optimizer_state(parameter, padded, key)
 
     def refresh_weights(self):
-        """Small parameters are kept whole and not gathered again.
+        """Gather small parameters again, or they would keep their old values.
 
-        Gather them once more, or they keep their old values.
+        They are kept whole and are not gathered in a forward pass.
         """
         if self.zero.persistent_parameters:
             self.zero._partition_all_parameters()
@@ -408,10 +415,11 @@ class Zero3Network(ZeroNetwork):
 
 # %% ../../nbs/5_strategies/15_zero.ipynb #358b2339
 def zero_policy(recipe: Recipe, cuda: bool) -> Policy:
-    """The precision policy under ZeRO. Raises RecipeError for 'fp8'.
+    """Return the precision policy under ZeRO. Raises RecipeError for 'fp8'.
 
     Args:
-        cuda: On GPUs
+        recipe: `precision`, `optimizer` and `lora_rank` are read
+        cuda: on GPUs
     """
     asked, notes = POLICIES[recipe.precision], ()
     if asked.fp8 and cuda:
@@ -440,17 +448,17 @@ TENSOR_SECONDS = 1.5e-3  # of the host, for a parameter of ZeRO-3
 
 
 class ZeroCosts(Costs):
-    """ZeRO-1; base of the other stages."""
+    """Costs of ZeRO-1; base class of the other stages."""
 
     master_itemsize = 4
     optimizer_itemsize = 8
     gradient_shards = 1  # Over how many ranks gradients are spread
 
     def gathered_bytes(self, position: int) -> float:
-        """Buckets of the reduction; with an offloaded optimizer the largest tensor on its way.
+        """Return the bytes of reduction buckets and, offloaded, of the largest moving tensor.
 
         Args:
-            position: Block that backward is in; the number of blocks: before the first
+            position: block that backward is in; the number of blocks: before the first
         """
         bucket = 2 * (BUCKET * self.compute if self.strategy.cuda else self.touched_bucket)
         if self.recipe.offload == "optimizer":
@@ -468,37 +476,33 @@ class ZeroCosts(Costs):
         return float(self.compute * min(BUCKET, self.model.trained))
 
     def gradient_bytes(self) -> float:
-        """ZeRO-1 keeps them whole until the step, in the type of the computation."""
+        """Return the bytes of gradients, which ZeRO-1 keeps whole in the compute type."""
         return self.compute * self.model.trained / self.gradient_shards
 
     def update_bytes(self) -> float:
-        """An fp32 copy of the gradients of this rank, and what it is made from."""
+        """Return the bytes of an fp32 copy of this rank's gradients, and of its source."""
         if self.recipe.offload != "none":
             return 0.0
         return (4 + self.compute) * (self.model.trained / self.strategy.shards)
 
     def partitions(self) -> list[float]:
-        """What is updated at a time of this rank's part.
-
-        Returns:
-            Elements
-        """
+        """Return the elements of this rank's part that are updated at a time."""
         return [self.model.trained / self.strategy.shards]
 
     def locked_bytes(self, each: int) -> float:
-        """Page-locked memory for a number of each element of the partition.
+        """Return the page-locked bytes for one number per element of the partition.
 
         Args:
-            each: Bytes per element
+            each: bytes per element
         """
         lock = pinned_bytes if self.strategy.cuda else float
         return sum(lock(each * n) for n in self.partitions())
 
     def host_bytes(self, parts: dict[str, float]) -> dict[str, float]:
-        """Page-locked master and gradients, and the staging copy of the parameters.
+        """Return the bytes of page-locked master and gradients, and of staged parameters.
 
         Args:
-            parts: Part -> bytes that a rank keeps on the host
+            parts: part -> bytes that a rank keeps on the host
         """
         if self.recipe.offload == "none":
             return parts
@@ -506,21 +510,23 @@ class ZeroCosts(Costs):
         return parts | dict(master=self.locked_bytes(4), gradients=gradients)
 
     def loading_numel(self) -> int:
-        """All of them."""
+        """Return all parameters of the model."""
         return self.model.numel
 
     def sent_bytes(
         self, backward_share: float, checkpointed_share: float, forward_only: int = 0
     ) -> tuple[float, float]:
-        """Gradients are reduced once, updated parameters gathered once.
+        """Return the bytes that a rank sends per step.
+
+        Gradients are reduced once, updated parameters gathered once.
 
         Args:
-            backward_share: Share of the blocks that backward passes
-            checkpointed_share: Share of the blocks that run again in backward
-            forward_only: Parameters of networks that only run forward, per micro-batch
+            backward_share: share of the blocks that backward passes
+            checkpointed_share: share of the blocks that run again in backward
+            forward_only: parameters of networks that only run forward, per micro-batch
 
         Returns:
-            Inside a machine, between machines; per rank and step
+            inside a machine, between machines
         """
         model = self.model
         total = self.compute * model.trained + self.compute * model.numel
@@ -528,7 +534,7 @@ class ZeroCosts(Costs):
 
 
 class Zero2Costs(ZeroCosts):
-    """Gradients spread, too; reduced with every micro-batch."""
+    """Costs of ZeRO-2: gradients are sharded, too, and reduced with every micro-batch."""
 
     @property
     def gradient_shards(self) -> int:
@@ -536,21 +542,23 @@ class Zero2Costs(ZeroCosts):
         return self.strategy.shards
 
     def gradient_bytes(self) -> float:
-        """This rank's part; on the host when the optimizer is there."""
+        """Return the bytes of this rank's gradients; 0 where they are on the host."""
         return 0.0 if self.recipe.offload != "none" else super().gradient_bytes()
 
     def sent_bytes(
         self, backward_share: float, checkpointed_share: float, forward_only: int = 0
     ) -> tuple[float, float]:
-        """Gradients are reduced with every micro-batch.
+        """Return the bytes that a rank sends per step.
+
+        Gradients are reduced with every micro-batch.
 
         Args:
-            backward_share: Share of the blocks that backward passes
-            checkpointed_share: Share of the blocks that run again in backward
-            forward_only: Parameters of networks that only run forward, per micro-batch
+            backward_share: share of the blocks that backward passes
+            checkpointed_share: share of the blocks that run again in backward
+            forward_only: parameters of networks that only run forward, per micro-batch
 
         Returns:
-            Inside a machine, between machines; per rank and step
+            inside a machine, between machines
         """
         model, times = self.model, self.strategy.accumulation
         total = times * self.compute * model.trained + self.compute * model.numel
@@ -558,7 +566,7 @@ class Zero2Costs(ZeroCosts):
 
 
 class Zero3Costs(Zero2Costs):
-    """Parameters spread, too."""
+    """Costs of ZeRO-3: parameters are sharded, too."""
 
     gaps = 0.21  # Rows of docs/bench.jsonl and docs/measured.md, BAGEL and klein: .16 to .21
     gradients_stay = True
@@ -569,15 +577,17 @@ class Zero3Costs(Zero2Costs):
         return self.strategy.shards
 
     def stored_sizes(self) -> dict[str, float]:
-        """Bytes per rank, part by part; on disk with `offload='nvme'`."""
+        """Return the stored bytes per rank, by part; with `offload='nvme'` all are on disk."""
         sizes = super().stored_sizes()
         return dict.fromkeys(sizes, 0.0) if self.recipe.offload == "nvme" else sizes
 
     def gathered_bytes(self, position: int) -> float:
-        """Parameters gathered at a time, a bucket, and one more if they are offloaded.
+        """Return the bytes of gathered parameters and buckets.
+
+        There is one more bucket where parameters are offloaded.
 
         Args:
-            position: Block that backward is in; the number of blocks: before the first
+            position: block that backward is in; the number of blocks: before the first
         """
         if self.strategy.cuda:
             ahead = BUCKET * self.compute * (2 if self.recipe.offload in ("params", "nvme") else 1)
@@ -586,7 +596,7 @@ class Zero3Costs(Zero2Costs):
         return self.compute * min(self.model.numel, 1e9) + ahead
 
     def update_bytes(self) -> float:
-        """As for the other stages, for one sub-group at a time, and a bucket.
+        """Return the temporary bytes of the update of one sub-group, and of a bucket.
 
         On a CPU torch's AdamW makes two more tensors of the size of the sub-group.
         """
@@ -598,10 +608,9 @@ class Zero3Costs(Zero2Costs):
         return (4 + self.compute) * part + BUCKET * self.compute
 
     def largest_sub_group(self) -> int:
-        """Of this rank's part; parameters join a sub-group until it has `SUB_GROUP`.
+        """Return the elements of the largest sub-group of this rank's part.
 
-        Returns:
-            Elements
+        Parameters join a sub-group until it has `SUB_GROUP` elements.
         """
         largest = size = 0
         for numel in self.model.trained_tensors:
@@ -611,20 +620,16 @@ class Zero3Costs(Zero2Costs):
         return largest
 
     def partitions(self) -> list[float]:
-        """Sub-groups of this rank's part.
-
-        Returns:
-            Elements
-        """
+        """Return the elements of each sub-group of this rank's part."""
         part = self.model.trained / self.strategy.shards
         group = HOST_SUB_GROUP if self.strategy.updates_on_host else SUB_GROUP
         return [min(group, part - a) for a in range(0, math.ceil(part), group)]
 
     def host_bytes(self, parts: dict[str, float]) -> dict[str, float]:
-        """Page-locked master and parameters, gradients; with NVMe what is on its way.
+        """Return the bytes of page-locked master, parameters and gradients; for NVMe of buffers.
 
         Args:
-            parts: Part -> bytes that a rank keeps on the host
+            parts: part -> bytes that a rank keeps on the host
         """
         offload, strategy, model = self.recipe.offload, self.strategy, self.model
         lock = pinned_bytes if strategy.cuda else float
@@ -642,15 +647,17 @@ class Zero3Costs(Zero2Costs):
     def sent_bytes(
         self, backward_share: float, checkpointed_share: float, forward_only: int = 0
     ) -> tuple[float, float]:
-        """Parameters are gathered forward, backward, and once more to run blocks again.
+        """Return the bytes that a rank sends per step.
+
+        Parameters are gathered forward, backward, and once more to run blocks again.
 
         Args:
-            backward_share: Share of the blocks that backward passes
-            checkpointed_share: Share of the blocks that run again in backward
-            forward_only: Parameters of networks that only run forward, per micro-batch
+            backward_share: share of the blocks that backward passes
+            checkpointed_share: share of the blocks that run again in backward
+            forward_only: parameters of networks that only run forward, per micro-batch
 
         Returns:
-            Inside a machine, between machines; per rank and step
+            inside a machine, between machines
         """
         model, times = self.model, self.strategy.accumulation
         gathers = 1 + backward_share * (1 + (checkpointed_share > 0))
@@ -658,16 +665,16 @@ class Zero3Costs(Zero2Costs):
         return self.link_bytes(total, self.strategy.shards)
 
     def host_seconds(self, passes: float) -> float:
-        """Each parameter costs the host time, once per micro-batch.
+        """Return the host's seconds per step: each parameter costs time once per micro-batch.
 
         Args:
-            passes: Forward passes' worth of launches per micro-batch
+            passes: forward passes' worth of launches per micro-batch
         """
         return self.strategy.accumulation * TENSOR_SECONDS * len(self.model.tensors)
 
 # %% ../../nbs/5_strategies/15_zero.ipynb #d8bf65f4
 class Zero(Strategy):
-    """What the three stages have in common."""
+    """Common base of the three stages."""
 
     stage = 0  # 1, 2 or 3 in subclasses
     network_class = ZeroNetwork
@@ -678,22 +685,23 @@ class Zero(Strategy):
 
     @classmethod
     def variants(cls, world: int) -> tuple[dict, ...]:
-        """States on GPUs, or on the host.
+        """Return the settings that a plan compares: states on GPUs, or on the host.
 
         Args:
-            world: Processes over all machines
+            world: processes over all machines
 
         Returns:
-            Recipe fields to change
+            recipe fields to change, one dict per setting
         """
         return ({}, dict(offload="optimizer"))
 
     @classmethod
     def policy_of(cls, recipe: Recipe, cuda: bool) -> Policy:
-        """`zero_policy`.
+        """Return `zero_policy`.
 
         Args:
-            cuda: On GPUs
+            recipe: `precision`, `optimizer` and `lora_rank` are read
+            cuda: on GPUs
         """
         return zero_policy(recipe, cuda)
 
@@ -713,7 +721,7 @@ class Zero(Strategy):
         return self.recipe.offload in ("optimizer", "params")
 
     def zero_config(self) -> dict:
-        """Section `zero_optimization` of deepspeed.json."""
+        """Return section `zero_optimization` of deepspeed.json."""
         section = dict(
             stage=self.stage,
             overlap_comm=self.cuda,
@@ -725,15 +733,11 @@ class Zero(Strategy):
         return section
 
     def offload_place(self) -> dict:
-        """Where DeepSpeed keeps what is offloaded."""
+        """Return where DeepSpeed keeps what is offloaded."""
         return dict(device="cpu", pin_memory=self.cuda)
 
     def deepspeed_config(self) -> dict:
-        """DeepSpeed's configuration.
-
-        Returns:
-            deepspeed.json
-        """
+        """Return the content of deepspeed.json."""
         recipe = self.recipe
         return dict(
             train_micro_batch_size_per_gpu=recipe.micro_batch,
@@ -748,17 +752,14 @@ class Zero(Strategy):
         )
 
     def config_files(self) -> dict[str, dict]:
-        """deepspeed.json."""
+        """Return the DeepSpeed config, keyed by file name."""
         return {"deepspeed.json": self.deepspeed_config()}
 
     def accelerate_config(self, folder: str = "") -> dict:
-        """The common file and deepspeed.json, beside which there is no `mixed_precision`.
+        """Return the common file, which names deepspeed.json and has no `mixed_precision`.
 
         Args:
-            folder: Where deepspeed.json is
-
-        Returns:
-            accelerate.yaml
+            folder: folder of deepspeed.json
         """
         config = super().accelerate_config(folder)
         del config["mixed_precision"]
@@ -770,11 +771,11 @@ class Zero(Strategy):
         return config | dict(distributed_type="DEEPSPEED", deepspeed_config=section)
 
     def environment(self) -> dict[str, str]:
-        """DeepSpeed would compare CUDA versions before it compiles anything, and refuse."""
+        """Return variables that stop DeepSpeed from refusing other CUDA versions."""
         return dict(DS_SKIP_CUDA_CHECK="1")
 
     def accelerator_arguments(self) -> dict:
-        """DeepSpeed's plugin, unless the launch has brought its own."""
+        """Return DeepSpeed's plugin, unless the launch has brought its own."""
         from accelerate.utils import DeepSpeedPlugin
 
         if not self.cuda:
@@ -790,13 +791,13 @@ class Zero(Strategy):
 
 # %% ../../nbs/5_strategies/15_zero.ipynb #ab675c93
 class Zero1(Zero):
-    """Optimizer states in shards."""
+    """ZeRO stage 1: optimizer states in shards."""
 
     stage = 1
 
 
 class Zero2(Zero):
-    """Gradients, too."""
+    """ZeRO stage 2: gradients in shards, too."""
 
     stage = 2
     costs_class = Zero2Costs
@@ -810,7 +811,7 @@ def finds_libaio() -> bool:
 
 
 class Zero3(Zero):
-    """Parameters, too."""
+    """ZeRO stage 3: parameters in shards, too."""
 
     stage = 3
     network_class = Zero3Network
@@ -819,18 +820,18 @@ class Zero3(Zero):
 
     @classmethod
     def variants(cls, world: int) -> tuple[dict, ...]:
-        """Parameters on the host or in files, too.
+        """Return the settings that a plan compares, with parameters on the host or in files, too.
 
         Args:
-            world: Processes over all machines
+            world: processes over all machines
 
         Returns:
-            Recipe fields to change
+            recipe fields to change, one dict per setting
         """
         return (*super().variants(world), dict(offload="params"), dict(offload="nvme"))
 
     def check_machine(self):
-        """Raises RecipeError where DeepSpeed cannot compile what reads and writes files."""
+        """Raise RecipeError where DeepSpeed cannot compile its code for files."""
         if self.recipe.offload == "nvme" and not finds_libaio():
             raise RecipeError(
                 "offload: 'nvme' needs libaio, which DeepSpeed compiles against and does not find "
@@ -840,13 +841,13 @@ class Zero3(Zero):
             )
 
     def offload_place(self) -> dict:
-        """Host memory, or files."""
+        """Return host memory or files as the place of what is offloaded."""
         if self.recipe.offload == "nvme":
             return dict(device="nvme", nvme_path=self.recipe.nvme_path)
         return super().offload_place()
 
     def zero_config(self) -> dict:
-        """Stage 3 gathers ahead and keeps small parameters whole.
+        """Return the section of stage 3, which gathers ahead and keeps small parameters whole.
 
         With a compiler, linear layers stay torch's: DeepSpeed's read the id of each parameter,
         for which every block would be compiled again.
@@ -865,13 +866,16 @@ class Zero3(Zero):
         )
 
     def start(self, timeout: datetime.timedelta):
-        """Start, and keep encoders whole.
+        """Start the process group, and keep encoders whole.
 
         Transformers would partition every model that it builds from then on, with a collective per
         parameter, and a rank that builds one alone would hang.
 
         Args:
-            timeout: Of a collective accelerate.Accelerator
+            timeout: timeout of a collective
+
+        Returns:
+            accelerate.Accelerator
         """
         from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
