@@ -106,10 +106,13 @@ def with_numbers(row: dict) -> dict:
 
 
 def range_names(ranges: int) -> list[str]:
-    """Return the names of the ranges of sigma: '0-0.2' and so on.
+    """Return the names of the ranges of sigma.
 
     Args:
         ranges: K
+
+    Returns:
+        '0-0.2' and so on
     """
     return [f"{k / ranges:.2g}-{(k + 1) / ranges:.2g}" for k in range(ranges)]
 
