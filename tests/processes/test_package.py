@@ -109,7 +109,7 @@ print(sorted({"torch", "matplotlib", "papermill"} & sys.modules.keys()))
 
 def test_the_planner_does_without_triton(python):
     blocked = "import sys; sys.modules['triton'] = None\n"
-    code = "from sciftune.planner.plan import engine_variants; print(len(engine_variants(2)))"
+    code = "from sciftune.planner.search import engine_variants; print(len(engine_variants(2)))"
     r = python("-c", blocked + code)
     assert r.returncode == 0, r.stderr
     assert int(r.stdout.split()[-1]) > 10

@@ -40,7 +40,8 @@ IMPORTED = (  # once, before processes are forked: what runs notebooks, and what
 )
 LONGEST = (  # they begin first, so that workers end together
     "planner/05_ledger",
-    "planner/07_plan",
+    "planner/08_search",
+    "planner/07_rows",
     "strategies/08_compilation",
     "dmd/05_work",
     "dmd/04_task",
