@@ -73,7 +73,7 @@ MAP = """## Where is
 - **what is written at a checkpoint, in which order**: @training.checkpoints, at its top
 - **how the peak of memory is predicted**: @planner.ledger, bytes at each phase of a step, from what
   @planner.profile has found on a model on the meta device; what is added to it, and what it is
-  compared with: @planner.plan.plan_row, @planner.plan.Machine.usable; the time: @planner.speed
+  compared with: @planner.rows.plan_row, @planner.rows.Machine.usable; the time: @planner.speed
 - **the learning rate**: @core.recipe.learning_rate_at, asked at every step by
   @training.task.Task.rate; **the optimizer**: @strategies.optimizers.build_optimizer
 - **the fields of a recipe**: @core.sections, by theme, and `01_section` of each objective
