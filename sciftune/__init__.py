@@ -10,6 +10,7 @@ The names below are imported at first use: those that start and watch runs work 
 
 import importlib
 import logging
+import os
 import pkgutil
 import sys
 from typing import TYPE_CHECKING
@@ -54,6 +55,10 @@ _PACKAGES = [name for _, name, is_package in pkgutil.iter_modules(__path__) if i
 
 for _name in ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer"):
     logging.getLogger(_name).setLevel(logging.ERROR)  # Each import warns of kernels for other GPUs
+
+
+# onnxruntime, which diffusers imports, would send events to Microsoft and leave a file in TMPDIR
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 
 def __getattr__(name: str):

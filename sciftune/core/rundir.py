@@ -62,13 +62,13 @@ def sweep_unfinished(path: str | Path) -> None:
     """
     path = Path(path)
     sweep_temporary(path.parent, f".{path.name}.")
-    ours = re.compile(re.escape(f".{path.name}.") + r"([0-9a-f]{8})[0-9a-f]{8}\.old")
+    ours = re.compile(re.escape(f".{path.name}.") + r"([0-9a-f]{8})?[0-9a-f]{8}\.old")
     for place in list(path.parent.glob(".*.old")):
         with contextlib.suppress(OSError):
             match = ours.fullmatch(place.name)
             if not match or time.time() - place.lstat().st_ctime < UNFINISHED_AFTER:
                 continue
-            if is_abandoned(place, match[1]):
+            if is_abandoned(place, match[1] or ""):
                 if not path.exists():
                     os.rename(place, path)
                 shutil.rmtree(place, ignore_errors=True)

@@ -4,11 +4,10 @@
 
 # %% auto #0
 __all__ = ['PAIRS', 'VALUED', 'QUIET', 'INTERRUPTED', 'packaged_notebooks', 'CommandError', 'papermill_options', 'numbered',
-           'said_on_purpose', 'signals_taken', 'say', 'detached_job', 'Execution', 'check_settings', 'run_notebook',
-           'readable_gib', 'plan_rows', 'plan_text', 'settings_of', 'planned_recipe', 'plan_command',
-           'notebooks_folder', 'lab_options', 'lab_command', 'opened_in_lab', 'Command', 'fields_command',
-           'presets_command', 'run_help', 'notebook_help', 'commands', 'command_help', 'call_command', 'RequestedEnd',
-           'program']
+           'said_on_purpose', 'say', 'detached_job', 'Execution', 'check_settings', 'run_notebook', 'readable_gib',
+           'plan_rows', 'plan_text', 'settings_of', 'planned_recipe', 'plan_command', 'notebooks_folder', 'lab_options',
+           'lab_command', 'opened_in_lab', 'Command', 'fields_command', 'presets_command', 'run_help', 'notebook_help',
+           'commands', 'command_help', 'call_command', 'program']
 
 # %% ../../nbs/9_lab/20_command.ipynb #a0668d0f
 import contextlib
@@ -24,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,15 @@ import psutil
 
 from .. import __version__
 from ..core.files import FileError, parsed_yaml, read_mapping
-from ..core.ownership import REQUESTS, on_request, sweep_temporary, temporary_folder
+from sciftune.core.ownership import (
+    REQUESTS,
+    TEMPFILE_NAME,
+    RequestedEnd,
+    on_request,
+    signals_taken,
+    sweep_temporary,
+    temporary_folder,
+)
 from ..core.plan import Plan, PlanRow
 from ..core.recipe import Recipe
 from ..core.registry import nearest
@@ -139,27 +146,6 @@ def said_on_purpose(trace: str) -> str:
 INTERRUPTED = tuple(128 + number for number in (signal.SIGINT, *REQUESTS))  # Exit codes
 
 
-@contextlib.contextmanager
-def signals_taken(handler: Callable) -> Iterator[None]:
-    """Call `handler` for each signal that asks for an end, but for ignored ones.
-
-    Args:
-        handler: Of (number of the signal, frame)
-    """
-    if threading.current_thread() is not threading.main_thread():  # it gets no signals
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *REQUESTS)}
-    if before[signal.SIGINT] != signal.SIG_IGN:
-        signal.signal(signal.SIGINT, handler)
-    on_request(handler)
-    try:
-        yield
-    finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
-
-
 def say(text: str) -> None:
     """Print a line to standard error, where somebody still reads it."""
     with contextlib.suppress(OSError, RuntimeError):  # a closed terminal; within another print
@@ -241,7 +227,8 @@ class Execution:
             if process:
                 self._pass_on(process, number, len(signals) == 1)
 
-        with open(self.aside / "errors", "wb") as errors, signals_taken(pass_on):
+        taken = signals_taken(pass_on, signal.SIGINT)
+        with open(self.aside / "errors", "wb") as errors, taken:
             process = subprocess.Popen(
                 self.command(options),
                 env=environment,
@@ -259,8 +246,8 @@ class Execution:
         Without a job, and the second time, papermill ends at once, and its kernel gives the job
         half a minute. A job outlives a closed terminal.
         """
-        job = detached_job(self.run)
-        if job and number == signal.SIGHUP:
+        job = self.run and job_process(RunDir(self.run))  # or the kernel that forks the ranks
+        if number == signal.SIGHUP and detached_job(self.run):
             process.kill()
         elif job and first:
             say(f"{signal.Signals(number).name}: the run ends after its step; once more: sooner")
@@ -329,7 +316,7 @@ def run_notebook(name: str, words: Sequence[str]) -> int:
     check_settings(packaged_notebooks()[name], options)
     runs = project_root() / "runs"
     runs.mkdir(exist_ok=True)
-    sweep_temporary(runs, prefix := f".{name}-")
+    sweep_temporary(runs, prefix := f".{name}-", TEMPFILE_NAME)
     with temporary_folder(runs, prefix) as (aside, lock):
         execution = Execution(packaged_notebooks()[name], aside, lock)
         code, number = execution.execute(options)
@@ -687,14 +674,6 @@ def call_command(words: Sequence[str]) -> int:
     except (CommandError, LaunchError, FileError, OSError) as error:
         print(f"sciftune {name}: {error}", file=sys.stderr)
         return 2 if isinstance(error, CommandError) else 1
-
-
-class RequestedEnd(KeyboardInterrupt):
-    """A signal asks this process to end; like Ctrl-C, it lets children end and folders go."""
-
-    def __init__(self, number: int):
-        self.number = number
-        super().__init__()
 
 
 def _raise_requested(number: int, _: object) -> None:

@@ -17,7 +17,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..core.ownership import LAUNCHER, FolderLock, sweep_temporary, temporary_folder
+from sciftune.core.ownership import (
+    LAUNCHER,
+    TEMPFILE_NAME,
+    FolderLock,
+    sweep_temporary,
+    temporary_folder,
+)
 from ..core.writing import write_atomic
 
 # %% ../../nbs/9_lab/03_job.ipynb #1cc959fd
@@ -38,7 +44,7 @@ TEMPORARY = "sciftune-job-"  # Beginning of the names of jobs' temporary folders
 def own_temporary_folder() -> Iterator[Path]:
     """Keep temporary files in a folder that goes at the end; remove those of killed jobs."""
     top = tempfile.gettempdir()
-    sweep_temporary(top, TEMPORARY)
+    sweep_temporary(top, TEMPORARY, TEMPFILE_NAME)
     cached, variable = tempfile.tempdir, os.environ.get("TMPDIR")
     with temporary_folder(top, TEMPORARY, 0o700) as (folder, _):
         tempfile.tempdir = os.environ["TMPDIR"] = str(folder)

@@ -13,7 +13,7 @@ __all__ = ['INPUT_FIELDS', 'EXCEPTION', 'LOOK_SECONDS', 'TRACEBACK', 'BEGIN', 'L
            'traceback_end', 'said_errors', 'first_traceback', 'recognised', 'job_log', 'failure', 'processes', 'stop',
            'continue_command', 'kernel_restarts', 'RunInterruptedError', 'interruptible', 'last_lines', 'attach',
            'forkable', 'free_port', 'engine_env', 'Tee', 'train_rank', 'train_only_rank', 'fork_ranks', 'environment',
-           'kernel_status', 'launch_here', 'job_command', 'launch']
+           'kernel_status', 'ranks_asked', 'launch_here', 'job_command', 'launch']
 
 # %% ../../nbs/9_lab/02_launch.ipynb #cddf3060
 import contextlib
@@ -54,9 +54,11 @@ from sciftune.core.ownership import (
     LAUNCHER,
     FolderInUseError,
     FolderLock,
+    RequestedEnd,
     end_with_parent,
     folder_owner,
     owned_folder,
+    signals_taken,
     temporary_folder,
 )
 from ..core.packages import check_packages
@@ -78,7 +80,7 @@ from ..core.rundir import RunDir, new_run
 from ..core.secrets import keep_secrets, load_secrets, secrets_file
 from ..core.sections import BUILT_IN
 from ..core.writing import write_atomic
-from .job import TEMPORARY
+from .job import TEMPORARY, own_temporary_folder
 
 # %% ../../nbs/9_lab/02_launch.ipynb #e18cb700
 class LaunchError(RuntimeError):
@@ -1433,13 +1435,13 @@ def fork_ranks(run: RunDir, count: int):
     from accelerate import notebook_launcher
     from torch.multiprocessing import start_processes
 
-    from sciftune.strategies.agent import loopback_store
+    from sciftune.strategies.agent import loopback_store, patient_agent
 
     arguments = (str(run.recipe), str(run.log), os.getpid())
     if count == 1:
         start_processes(train_only_rank, arguments, nprocs=1, start_method="fork")
         return
-    with loopback_store():
+    with loopback_store(), patient_agent():
         notebook_launcher(train_rank, arguments, num_processes=count, use_port=str(free_port()))
 
 # %% ../../nbs/9_lab/02_launch.ipynb #5f3e3773
@@ -1477,16 +1479,65 @@ def kernel_status(run: RunDir) -> Iterator[dict]:
     try:
         yield status
         code = 0
-    except KeyboardInterrupt:
-        code = 128 + signal.SIGINT
+    except KeyboardInterrupt as end:
+        code = 128 + getattr(end, "number", signal.SIGINT)
         raise
     finally:
         ended = {"ended": int(time.time()), "exit_code": code}
         write_atomic(run.status, json.dumps(status | ended))
 
 
+@contextlib.contextmanager
+def ranks_asked() -> Iterator[None]:
+    """Pass a signal that asks this kernel to end on to its ranks, which save.
+
+    Raises RequestedEnd when they have ended.
+    """
+    kernel, asked = os.getpid(), []
+    others = psutil.Process().children()
+
+    def ask(number: int, _: object) -> None:
+        if os.getpid() != kernel:  # a rank that does not train yet
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+            return
+        asked.append(number)
+        for rank in set(psutil.Process().children()).difference(others):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.send_signal(number)
+
+    with signals_taken(ask):
+        try:
+            yield
+        except RunFailedError:
+            if not asked:
+                raise
+    if asked:
+        raise RequestedEnd(asked[0])
+
+
+@contextlib.contextmanager
+def _kernel_ends(run: RunDir) -> Iterator[None]:
+    """Let a signal that the ranks have obeyed end this kernel, too."""
+    try:
+        yield
+    except RequestedEnd as end:
+        print(f"stopped on request; this continues it:\n  {continue_command(run)}", flush=True)
+        signal.raise_signal(end.number)
+        raise
+
+
+def _why_ranks_failed(run: RunDir, error: Exception) -> str:
+    """What the log of `run` says of an error, and what is known of it."""
+    log = f"{job_log(run)}\n{error}"
+    said = first_traceback(log) or str(error)
+    lines = [f"the run failed: {failure_line(said)}; see {run.log}"]
+    lines += [f"recognised: {finding}" for finding in recognised(run, log, None)]
+    return "\n".join(lines)
+
+
 def launch_here(run: RunDir):
-    """Train in forks of this kernel.
+    """Train in forks of this kernel; a signal that asks it to end does so when they have saved.
 
     Raises LaunchError when that is unsafe, RunFailedError when training fails.
 
@@ -1498,17 +1549,19 @@ def launch_here(run: RunDir):
     if kept_recipe(run).num_machines > 1:
         raise LaunchError("launcher='notebook' is for one machine; use launcher='job' on each")
     values = launch.environment | {"OMP_NUM_THREADS": "1", LAUNCHER: str(os.getpid())}
-    with reserved(run), kernel_status(run), environment(**values):
+    with (
+        _kernel_ends(run),
+        reserved(run),
+        kernel_status(run),
+        own_temporary_folder(),
+        environment(**values),
+        ranks_asked(),
+    ):
         try:
             with environment(**engine_env(run)):
                 fork_ranks(run, launch.processes)
         except Exception as error:
-            log = f"{job_log(run)}\n{error}"
-            known = recognised(run, log, None)
-            said = first_traceback(log) or str(error)
-            lines = [f"the run failed: {failure_line(said)}; see {run.log}"]
-            lines += [f"recognised: {finding}" for finding in known]
-            raise RunFailedError("\n".join(lines)) from error
+            raise RunFailedError(_why_ranks_failed(run, error)) from error
 
 # %% ../../nbs/9_lab/02_launch.ipynb #dfc79251
 def job_command(command: tuple[str, ...] | list[str]) -> list[str]:

@@ -10,7 +10,6 @@ __all__ = ['CODES', 'stream_safetensors', 'split_into_files', 'write_component',
 import json
 import shutil
 import struct
-import tempfile
 from collections import ChainMap, Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,6 +30,7 @@ from sciftune.core.digests import (
     write_digests,
 )
 from ..core.files import read_object
+from ..core.ownership import temporary_folder
 from ..core.progress import ProgressFile
 from ..core.recipe import RecipeError
 from ..core.rundir import replaced_folder
@@ -320,8 +320,8 @@ def verify_base(engine: Engine, base: Path | None, heartbeat: Callable = lambda 
 def _folder_beside(out: Path) -> Iterator[Path]:
     """Give a path beside `out` for a new folder, removed at the end."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
-        yield Path(folder) / "component"
+    with temporary_folder(out.parent, f".{out.name}.") as (folder, _):
+        yield folder / "component"
 
 # %% ../../nbs/7_training/06_export.ipynb #de05c333
 def export_pipeline(

@@ -258,11 +258,13 @@ def test_recipe_goes_round_through_the_command_line(papermill, runs, paper):
 @pytest.mark.parametrize(
     "strategy, count", [pytest.param("single", 1, marks=pytest.mark.slow), ("ddp", 2)]
 )
-def test_launcher_notebook_trains_the_same(papermill, runs, strategy, count):
+def test_launcher_notebook_trains_the_same(papermill, runs, strategy, count, tmp_path, monkeypatch):
     """On one process or two.
 
-    The ranks forked from the kernel take the steps of the job of `test_run_from_inside_nbs`.
+    The ranks forked from the kernel take the steps of the job of `test_run_from_inside_nbs`, and
+    nothing is left of planning and training in the temporary folder.
     """
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     job = losses(RunDir(runs / "inside"))
     r, _ = papermill(
         **(SMALL | dict(validation_steps=0, export=False)),
@@ -279,3 +281,4 @@ def test_launcher_notebook_trains_the_same(papermill, runs, strategy, count):
         and "step 3/3" in run.log.read_text()
         and state(run) == "finished"
     )
+    assert not list(tmp_path.iterdir())

@@ -11,7 +11,7 @@ from jobs import wait
 
 from sciftune.core.checkpoint_folders import complete_checkpoints
 from sciftune.core.rundir import RunDir
-from sciftune.lab.launch import processes, state
+from sciftune.lab.launch import processes, read_status, state
 
 SMALL = dict(
     preset="tiny",
@@ -30,8 +30,8 @@ def command(root, tmp_path):
     "Starts `sciftune run` in a session of its own; ends what is left of it."
     started = []
 
-    def start():
-        words = [f"{name}={value}" for name, value in SMALL.items()]
+    def start(**settings):
+        words = [f"{name}={value}" for name, value in (SMALL | settings).items()]
         process = subprocess.Popen(
             [sys.executable, "-m", "sciftune.lab.command", "run", *words],
             cwd=tmp_path,
@@ -94,3 +94,15 @@ def test_before_there_is_a_job_no_folder_is_left(command, tmp_path, number):
     code, said, alive = ended(process)
     assert code == 128 + number and "sciftune run: interrupted" in said, said
     assert not alive and not [path for path in (tmp_path / "runs").iterdir() if path.is_dir()]
+
+
+@pytest.mark.parametrize("settings", [{}, dict(strategy="ddp", num_processes=2)])
+def test_a_kernel_that_forks_its_ranks_lets_them_save(command, tmp_path, settings):
+    run = RunDir(tmp_path / "runs/asked")
+    process = command(launcher="notebook", **settings)
+    wait(lambda: run.metrics.exists() or process.poll() is not None)
+    process.send_signal(signal.SIGTERM)  # which goes to the kernel
+    code, said, alive = ended(process)
+    assert code == 143 and "this continues it:" in said, said
+    assert read_status(run)["exit_code"] == 143 and state(run) == "stopped" and not alive
+    assert complete_checkpoints(run), run.log.read_text()
