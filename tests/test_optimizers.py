@@ -51,8 +51,9 @@ def test_trained_or_refused_by_name(optimizer, cuda):
             continue
         trained.add(strategy.policy.optimizer)
         assert optimizer in ("auto", strategy.policy.optimizer), setting
-    both = {"adamw", "flashadamw"}
-    assert trained == (both if cuda else {"adamw"}) & (both if optimizer == "auto" else {optimizer})
+    usual = {policy.optimizer for policy in POLICIES.values()}
+    able = {name for name, record in records("optimizers").items() if cuda or not record.gpu_only}
+    assert trained == able & (usual if optimizer == "auto" else {optimizer})
 
 
 def test_a_recipe_alone_refuses_what_no_gpu_could():
@@ -67,15 +68,17 @@ def test_a_recipe_alone_refuses_what_no_gpu_could():
                 Strategy.of(recipe, recipe.num_processes, True)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "lion"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_engine_builds_it(strategy):
-    "On a CPU: AdamW; what is built is what the policy says."
+def test_the_engine_builds_it(strategy, optimizer):
+    "On a CPU; what is built is what the policy says."
     from sciftune.strategies.ranks import on_ranks
 
     torch.set_num_threads(1)
     world = 1 if STRATEGIES[strategy].processes == "one" else 2
-    fields = dict(strategy=strategy, optimizer="adamw", precision="bf16-mixed")
-    assert on_ranks(built, world, fields | dict(num_processes=world)) == ["AdamW"] * world
+    fields = dict(strategy=strategy, optimizer=optimizer, precision="bf16-mixed")
+    name = records("optimizers")[optimizer].implementation
+    assert on_ranks(built, world, fields | dict(num_processes=world)) == [name] * world
 
 
 def built(fields):

@@ -162,7 +162,7 @@ FIXED = ACCELERATE_FIXED | dict(  # Name -> (the values that are taken, why); No
     noise_offset=(0, "the noise is the model's"),
     snr_loss=(False, "write loss_weighting"),
     scale_lr=(False, "write learning_rate as it shall be"),
-    use_came=(False, "optimizer is 'adamw' or 'flashadamw'"),
+    use_came=(False, f"optimizer is one of {', '.join(records('optimizers'))}"),
     train_sampling_steps=(1000, "noise levels are drawn from 1000 timesteps, or continuously"),
     local_rank=(None, "the launcher says it"),
 )

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import fsspec
 
 from .recipe import Recipe, RecipeError, why_unread
-from .registry import find_record
+from .registry import find_record, records
 from .secrets import masked
 
 # %% ../../nbs/1_core/18_packages.ipynb #a0180006
@@ -49,8 +49,9 @@ def needs(
     strategy = find_record("strategies", recipe.strategy)
     if strategy.packages:
         yield Need("strategy", recipe.strategy, strategy.packages, "'sciftune[deepspeed]'")
-    if recipe.optimizer == "flashadamw":
-        yield Need("optimizer", "flashadamw", ("flashoptim",), "flashoptim")
+    named = records("optimizers").get(recipe.optimizer)
+    if named and named.packages:
+        yield Need("optimizer", named.name, named.packages, " ".join(named.packages))
     names = {name.strip() for name in recipe.trackers.split(",")}
     boards = dict(wandb="wandb", tensorboard="tensorboard|tensorboardX")
     for name in sorted(names & boards.keys()):

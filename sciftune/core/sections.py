@@ -14,12 +14,12 @@ import re
 import unicodedata
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
-from .registry import find_record
+from .registry import find_record, records
 from .secrets import conceal, masked
 
 # %% ../../nbs/1_core/02_sections.ipynb #3f4ef32c
@@ -750,13 +750,17 @@ class TrainedSection(Section):
 
 # %% ../../nbs/1_core/02_sections.ipynb #6820011d
 Precisions = Literal["fp32", "bf16-mixed", "bf16-master24", "fp8", "bf16"]
+if TYPE_CHECKING:
+    Optimizers = str
+else:
+    Optimizers = Literal["auto", *records("optimizers")]
 
 
 class NumbersSection(Section):
     """Types, optimizer, learning rate, clipping, averaging."""
 
     precision: Precisions = field("fp32", "named precision policy")
-    optimizer: Literal["auto", "adamw", "flashadamw"] = field(
+    optimizer: Optimizers = field(
         "auto", "auto: flashadamw with bf16-master24 and fp8 on a GPU where it can be, else adamw"
     )
     gradient_release: bool = field(

@@ -162,8 +162,9 @@ class Work:
         return ledger.backward(ledger.stored_on_gpu(), (ledger.forward_pass(),))
 
     def checkpoint_bytes(self, profile: Profile, strategy: Strategy) -> float:
-        """Return the bytes of a checkpoint: weights, two optimizer states and EMA in fp32."""
-        return (12 + 4 * bool(self.recipe.ema_decay)) * profile.trained
+        """Return the bytes of a checkpoint: weights, optimizer states and EMA in fp32."""
+        states = len(strategy.policy.optimizer_record.states)
+        return 4 * (1 + states + bool(self.recipe.ema_decay)) * profile.trained
 
     # time
     def forward_passes(

@@ -112,7 +112,7 @@ def bare_step(
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = build_optimizer(parameters, recipe, policy.optimizer, cuda)
     release = None
-    if policy.optimizer == "flashadamw" and recipe.gradient_release:
+    if policy.optimizer_record.releases and recipe.gradient_release:
         blocks = blocks_of(model, family.record.block_classes)
         release = GradientRelease(model, optimizer, 0.0, blocks)
     objective = FlowMatching(recipe, family)

@@ -478,7 +478,7 @@ def time_updates(model: ProfiledModel) -> list[str]:
 def released_step(model: ProfiledModel) -> Callable[[], None]:
     """Return a step whose updates run during its backward pass."""
     kind = "flashadamw" if model.cuda else "adamw"
-    optimizer = build_optimizer(model.parameters, model.recipe, kind, model.cuda, release=True)
+    optimizer = build_optimizer(model.parameters, model.recipe, kind, model.cuda)
     blocks = blocks_of(model.denoiser, model.family.block_classes)
     release = GradientRelease(model.denoiser, optimizer, 1.0, blocks)
 

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from sciftune.strategies.strategy import Strategy
 
 # %% auto #0
-__all__ = ['FLASH_STATES', 'HOST_ADAM', 'PARAMETER_BUS', 'DISK', 'MOVED', 'BlockSize', 'OuterModule', 'ModelSize', 'pinned_bytes',
-           'Costs']
+__all__ = ['HOST_ADAM', 'PARAMETER_BUS', 'DISK', 'MOVED', 'BlockSize', 'OuterModule', 'ModelSize', 'pinned_bytes', 'Costs']
 
 # %% ../../nbs/5_strategies/11_costs.ipynb #cfb0b31a
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +101,6 @@ def pinned_bytes(requested: float) -> float:
     return 0.0 if requested <= 0 else float(2 ** math.ceil(math.log2(requested)))
 
 # %% ../../nbs/5_strategies/11_costs.ipynb #f9af8d2f
-FLASH_STATES = 2 * (1 + 2 / 32)  # bytes of FlashAdamW's states per parameter
 HOST_ADAM = 3e9  # parameters per second of an optimizer on the host
 PARAMETER_BUS, DISK = 25e9, 5e9  # bytes per second: parameters to a GPU, a disk
 MOVED = dict(
@@ -140,13 +138,17 @@ class Costs:
     @property
     def master_itemsize(self) -> int:
         """Bytes of a master weight, or of its correction bits."""
-        return 1 if self.policy.optimizer == "flashadamw" and self.weights == 2 else 0
+        return self.policy.optimizer_record.master_bytes if self.weights == 2 else 0
 
     @property
     def optimizer_itemsize(self) -> float:
         """Bytes of the optimizer's states per trained parameter."""
-        flash = self.policy.optimizer == "flashadamw"
-        return FLASH_STATES if flash else 2 * self.strategy.trained_itemsize
+        return self.state_itemsize - self.master_itemsize
+
+    @property
+    def state_itemsize(self) -> float:
+        """Bytes of states and correction bits per trained parameter."""
+        return self.policy.optimizer_record.bytes_per_weight(self.strategy.trained_itemsize)
 
     def parameter_bytes(self) -> float:
         """Return the bytes of all parameters before they are sharded."""

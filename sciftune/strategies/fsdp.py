@@ -464,7 +464,7 @@ class FSDP(Strategy):
 
     @classmethod
     def policy_of(cls, recipe: Recipe, cuda: bool) -> Policy:
-        """Return the data types in force; torch's AdamW updates shards in host memory.
+        """Return the data types in force; shards in host memory are updated there.
 
         Raises RecipeError for 'fp8' with shards in host memory.
 
@@ -473,18 +473,20 @@ class FSDP(Strategy):
             cuda: on GPUs
         """
         policy = super().policy_of(recipe, cuda)
-        if recipe.offload != "params" or policy.optimizer != "flashadamw":
+        needs_gpu = policy.optimizer_record
+        if recipe.offload != "params" or not needs_gpu.gpu_only:
             return policy
         if policy.fp8:
             raise RecipeError(
-                "precision: 'fp8' trains by FlashAdamW, which needs its weights on the GPU; with "
-                "offload='params' use 'bf16-mixed'"
+                f"precision: 'fp8' trains by {needs_gpu.title}, which needs its weights on the "
+                "GPU; with offload='params' use 'bf16-mixed'"
             )
-        change = dict(precision="bf16-mixed", optimizer="adamw")
+        own = "auto" if recipe.optimizer == needs_gpu.name else recipe.optimizer
+        change = dict(precision="bf16-mixed", optimizer=own)
         held = super().policy_of(recipe.model_copy(update=change), cuda)
         note = (
-            "FlashAdamW needs its weights on the GPU; with offload='params' running as "
-            f"{held.name} with AdamW on fp32 weights"
+            f"{needs_gpu.title} needs its weights on the GPU; with offload='params' running as "
+            f"{held.name} with {held.optimizer_record.title} on fp32 weights"
         )
         return replace(held, notes=(note, *held.notes))
 

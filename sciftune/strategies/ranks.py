@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..core.recipe import resolve
 from .engine import Engine
-from .optimizers import ReleasedAdamW
+from .optim.adamw import AdamW
 
 # %% ../../nbs/5_strategies/18_ranks.ipynb #0aafbfcf
 def _rank(function: Callable, rank: int, world: int, port: int, folder: Path, args: tuple):
@@ -189,7 +189,7 @@ def joined(results: list, name: str) -> Tensor:
     return whole
 
 # %% ../../nbs/5_strategies/18_ranks.ipynb #toyadam2
-class JointAdamW(ReleasedAdamW):
+class JointAdamW(AdamW):
     """AdamW that accepts several parameters at once and updates them one by one."""
 
     def joins(self, device: torch.device) -> bool:

@@ -8,7 +8,7 @@ __all__ = ['RECORDS', 'StreamedNetwork', 'StreamedWeightsNetwork', 'StreamedCost
 # %% ../../nbs/5_strategies/12_single.ipynb #78313f2a
 import contextlib
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 
 from torch import Tensor, nn
 
@@ -24,7 +24,7 @@ from sciftune.strategies.offload import (
     waiting_seconds,
     window_bytes,
 )
-from .optimizers import build_optimizer, new_state
+from .optimizers import build_optimizer
 from .strategy import Strategy
 from .streamed_weights import HostWeights, placed_weights, window_at
 
@@ -36,7 +36,7 @@ RECORDS = [
         summary="one process",
         processes="one",
         offloads=("optimizer", "params"),
-        flashadamw=("none", "optimizer", "params"),
+        gpu_updates=("none", "optimizer", "params"),
         reads=("lora_base",),
     )
 ]
@@ -54,10 +54,11 @@ class StreamedNetwork(Network):
         params = list(self.params.values())
         cuda = self.engine.device.type == "cuda"
         kind = self.policy.optimizer
-        self.optimizer = build_optimizer(params, self.recipe, kind, cuda, release=True)
-        prepare = partial(new_state, self.optimizer)
+        self.optimizer = build_optimizer(params, self.recipe, kind, cuda)
         blocks = [list(b.parameters()) for b in blocks_of(self.raw, self.strategy.block_classes)]
-        self.away = HostStates(self.optimizer, params, prepare, self.resident_states(), blocks)
+        self.away = HostStates(
+            self.optimizer, params, self.optimizer.new_state, self.resident_states(), blocks
+        )
         self.release = GradientRelease(module, self.away, self.recipe.max_grad_norm)
 
     def resident_states(self) -> float:
@@ -89,7 +90,7 @@ class StreamedNetwork(Network):
 
         Args:
             r: within a held range
-            key: one of `STATES`
+            key: one of `states`
 
         Returns:
             (count,) fp32, on the device
@@ -102,7 +103,7 @@ class StreamedNetwork(Network):
 
         Args:
             r: the whole held range of the parameter
-            key: one of `STATES`
+            key: one of `states`
             values: (count,) fp32, on any device
         """
         parameter = self.params[r.name]
@@ -160,7 +161,7 @@ class StreamedCosts(Costs):
     def _states_within(self, room: float) -> dict[str, float]:
         blocks = [block.trained for block in self.model.blocks]
         tensors = list(self.model.trained_tensors)
-        return offloaded_bytes(tensors, self.policy.optimizer, room, blocks)
+        return offloaded_bytes(tensors, self.state_itemsize, room, blocks)
 
     @cached_property
     def _states(self) -> dict[str, float]:
@@ -190,9 +191,9 @@ class StreamedCosts(Costs):
         Args:
             resident: bytes of streamed tensors that stay on the GPU
         """
-        numels, kind = list(self.model.trained_tensors), self.policy.optimizer
+        numels = list(self.model.trained_tensors)
         blocks = [block.trained for block in self.model.blocks]
-        window = window_bytes(numels, kind, blocks)
+        window = window_bytes(numels, self.state_itemsize, blocks)
         return replace(self.strategy, room=resident + window)
 
     def offload_seconds(self, busy: float, checkpointed_share: float, bus: float) -> float:

@@ -192,7 +192,7 @@ class Strategy:
     def releases_gradients(self) -> bool:
         """Return whether gradients are applied and freed during backward."""
         return (
-            self.policy.optimizer == "flashadamw"
+            self.policy.optimizer_record.releases
             and self.recipe.gradient_release
             and self.accumulation == 1
         )

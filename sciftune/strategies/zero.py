@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from ..core.recipe import Recipe, RecipeError
-from ..core.registry import StrategyRecord
+from ..core.registry import StrategyRecord, usual_optimizer
 from .costs import Costs, pinned_bytes
 from .network import Network, Range
-from .optimizers import build_optimizer, set_step
+from .optimizers import optimizer_class, set_step
 from .precision import POLICIES, Policy, policy_for
 from .strategy import Strategy, engines_on_cpu
 
@@ -34,7 +34,7 @@ RECORDS = [
         summary="DeepSpeed ZeRO-1: optimizer states spread over the processes",
         offloads=("optimizer",),
         own_master_weights=True,
-        flashadamw=(),
+        gpu_updates=(),
     ),
     StrategyRecord(
         name="zero2",
@@ -44,7 +44,7 @@ RECORDS = [
         summary="DeepSpeed ZeRO-2: optimizer states and gradients spread",
         offloads=("optimizer",),
         own_master_weights=True,
-        flashadamw=(),
+        gpu_updates=(),
     ),
     StrategyRecord(
         name="zero3",
@@ -57,7 +57,7 @@ RECORDS = [
         reads=("nvme_path",),
         offloads=("optimizer", "params", "nvme"),
         own_master_weights=True,
-        flashadamw=(),
+        gpu_updates=(),
     ),
 ]
 
@@ -69,33 +69,18 @@ class ZeroNetwork(Network):
         """Hand both to DeepSpeed, whose flat partitions become the optimizer's parameters."""
         self.prepare_module()
         accelerator = self.engine.accelerator
-        self.module, _ = accelerator.prepare(self.raw, self.adam())
+        self.module, _ = accelerator.prepare(self.raw, self.base_optimizer())
         self.zero = self.module.optimizer
         self.optimizer = self.zero.optimizer
 
     def prepare_module(self):
         """Prepare the module for DeepSpeed; nothing to do here."""
 
-    def adam(self) -> torch.optim.Optimizer:
-        """Return the fastest AdamW for this device.
-
-        On the host DeepSpeed's kernel, on a GPU the fused one, which makes no temporary tensors.
-        """
-        cuda, stays = self.engine.device.type == "cuda", self.recipe.offload == "none"
-        params = list(self.params.values())
-        plain = build_optimizer(params, self.recipe, "adamw", cuda and stays)
-        if stays or not cuda:
-            return plain
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-        return DeepSpeedCPUAdam(
-            plain.param_groups,
-            lr=self.recipe.learning_rate,
-            betas=plain.defaults["betas"],
-            eps=plain.defaults["eps"],
-            weight_decay=plain.defaults["weight_decay"],
-            adamw_mode=True,
-        )
+    def base_optimizer(self) -> torch.optim.Optimizer:
+        """Return the optimizer of DeepSpeed's partitions that is fastest on this device."""
+        kind, cuda = optimizer_class(self.policy.optimizer), self.engine.device.type == "cuda"
+        on_host = self.recipe.offload != "none"
+        return kind.for_partitions(list(self.params.values()), self.recipe, cuda, on_host)
 
     def set_rate(self, rate: float):
         """Set the learning rate.
@@ -157,7 +142,7 @@ class ZeroNetwork(Network):
 
         Args:
             name: name of a parameter in this partition
-            key: one of `STATES`
+            key: one of `states`
 
         Returns:
             (count,) fp32
@@ -181,17 +166,17 @@ class ZeroNetwork(Network):
         """Create missing optimizer states as the first step would."""
         for flat in self.partitions():
             state = self.optimizer.state[flat]
-            if "exp_avg" not in state:
-                state["step"] = torch.tensor(0.0, device=flat.device)
-                state["exp_avg"] = torch.zeros_like(flat.data)
-                state["exp_avg_sq"] = torch.zeros_like(flat.data)
+            for key in self.policy.optimizer_record.states:
+                if key not in state:
+                    state.setdefault("step", torch.tensor(0.0, device=flat.device))
+                    state[key] = torch.zeros_like(flat.data)
 
     def read(self, r: Range, key: str) -> Tensor:
         """Return the values of `key` in `r`.
 
         Args:
             r: within a held range
-            key: one of `STATES`
+            key: one of `states`
 
         Returns:
             (count,) fp32, where the partition is
@@ -208,7 +193,7 @@ class ZeroNetwork(Network):
 
         Args:
             r: the whole held range of the parameter
-            key: one of `STATES`
+            key: one of `states`
             values: (count,) fp32, on any device
         """
         if not r.count:
@@ -222,7 +207,7 @@ class ZeroNetwork(Network):
 
         Args:
             r: the whole held range of the parameter
-            key: one of `STATES`
+            key: one of `states`
             values: (count,) fp32, on any device
         """
         self.partition(r.name, key).detach().copy_(values)
@@ -361,7 +346,7 @@ class Zero3Network(ZeroNetwork):
 
         Args:
             name: parameter name
-            key: one of `STATES`
+            key: one of `states`
 
         Returns:
             (part,) fp32, padding included
@@ -389,7 +374,7 @@ class Zero3Network(ZeroNetwork):
 
         Args:
             r: the whole held range of the parameter
-            key: one of `STATES`
+            key: one of `states`
             values: (count,) fp32, on any device
         """
         from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
@@ -427,16 +412,18 @@ def zero_policy(recipe: Recipe, cuda: bool) -> Policy:
             "precision: 'fp8' works with strategies 'single', 'ddp' and 'fsdp'; with ZeRO use "
             "'bf16-mixed'"
         )
-    if asked.optimizer == "flashadamw" and not asked.fp8 and not recipe.lora_rank:
+    default = usual_optimizer("fp32")
+    if asked.optimizer_record.master_bytes and not asked.fp8 and not recipe.lora_rank:
         notes = (
-            f"{asked.name}: ZeRO keeps its own fp32 master and AdamW states; running as bf16-mixed",
+            f"{asked.name}: ZeRO keeps its own fp32 master and {default.title} states; running as "
+            "bf16-mixed",
         )
         recipe = recipe.model_copy(update=dict(precision="bf16-mixed"))
     policy = policy_for(recipe, cuda)
     if policy.name not in POLICIES:  # LoRA: the base is bf16, the adapters are fp32
         return policy
     weights = policy.weights if policy.name == "fp32" else torch.bfloat16
-    optimizer = POLICIES[policy.name].optimizer
+    optimizer = default.name if policy.optimizer_record.gpu_only else policy.optimizer
     notes = (*notes, *policy.notes)
     return replace(policy, weights=weights, optimizer=optimizer, notes=notes)
 
@@ -451,8 +438,12 @@ class ZeroCosts(Costs):
     """Costs of ZeRO-1; base class of the other stages."""
 
     master_itemsize = 4
-    optimizer_itemsize = 8
     gradient_shards = 1  # Over how many ranks gradients are spread
+
+    @property
+    def optimizer_itemsize(self) -> float:
+        """Bytes of the optimizer's fp32 states per trained parameter."""
+        return self.policy.optimizer_record.bytes_per_weight(4)
 
     def gathered_bytes(self, position: int) -> float:
         """Return the bytes of reduction buckets and, offloaded, of the largest moving tensor.

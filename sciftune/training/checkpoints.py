@@ -66,7 +66,7 @@ from ..core.rundir import RunDir, replaced_folder, sweep_unfinished
 from ..core.writing import write_atomic
 from ..strategies.engine import Engine
 from ..strategies.locked_memory import host_memory, host_threads
-from ..strategies.network import STATES, Network, Range
+from ..strategies.network import Network, Range
 from .ema import EMA
 from .host_memory import return_freed
 
@@ -209,7 +209,7 @@ def contributions(
     """
     for name, network in networks.items():
         for part in network.owned():
-            for state in STATES:
+            for state in network.states:
                 yield f"{name}/{state}/{part.name}", part, partial(network.read, part, state)
             if name in averages:
                 yield f"{name}/ema/{part.name}", part, partial(averages[name].read, part)
@@ -247,7 +247,7 @@ def is_finite(values: Tensor, state: str) -> bool:
 
     Args:
         values: (n,) fp32
-        state: one of `STATES`, or 'ema'
+        state: one of a network's `states`, or 'ema'
     """
     squares = values.sum() if state == "exp_avg_sq" else values.dot(values)
     return math.isfinite(squares)
@@ -765,7 +765,7 @@ def _wanted(name: str, network: Network, average: EMA | None) -> list[_Wanted]:
     wanted = [
         _Wanted(f"{name}/{state}/{part.name}", part, partial(network.write, part, state))
         for part in network.held()
-        for state in STATES
+        for state in network.states
     ]
     if average:
         for part in network.owned():

@@ -15,7 +15,6 @@ from sciftune.core.recipe import resolve
 from sciftune.strategies import sum_kernel
 from sciftune.strategies.ddp import DDP
 from sciftune.strategies.engine import Engine
-from sciftune.strategies.network import STATES
 from sciftune.strategies.precision import policy_for
 from sciftune.strategies.ranks import on_ranks, toy_module
 
@@ -51,7 +50,9 @@ def training(shard_states):
         norms.append(net.step().item())
     weights = {name: p.detach().clone() for name, p in net.raw.named_parameters()}
     held = {
-        f"{key} {r.name}": (r.start, net.read(r, key).clone()) for r in net.held() for key in STATES
+        f"{key} {r.name}": (r.start, net.read(r, key).clone())
+        for r in net.held()
+        for key in net.states
     }
     return losses, norms, weights, held
 

@@ -1,0 +1,1 @@
+"""Optimizers: a module each, found by its record."""
