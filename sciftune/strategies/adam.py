@@ -383,13 +383,13 @@ def _sent(values: list, like: Tensor, dtype=torch.int64) -> Tensor:
 
 
 class BlockLaunch:
-    """What one launch needs for a list of parameters.
+    """Arguments of one launch for a list of parameters.
 
     Args:
         fits: Places in the list of those that the kernel takes
-        sizes: Their elements
+        sizes: elements of each parameter
         slots: (first, number) of their partial sums
-        counters: Their steps, 0-dimensional on the CPU
+        counters: step counters of the parameters, 0-dimensional on the CPU
         addresses: 7 of each
         like: On the device (...)
     """
@@ -433,7 +433,7 @@ class LeanAdamW(FlashAdamW):
     """
 
     def _prepare(self, device):
-        """Room for the partial sums of squares of every parameter."""
+        """Allocate the partial sums of squares of every parameter."""
         self.processors = (
             torch.cuda.get_device_properties(device).multi_processor_count
             if device.type == "cuda"

@@ -96,7 +96,7 @@ def run_agent(arguments: list[str]) -> None:
     or of the signal (143 of SIGTERM) that has ended the ranks.
 
     Args:
-        arguments: Of `accelerate launch`
+        arguments: arguments of `accelerate launch`
     """
     on_request(pass_on)
     load_secrets(Path(arguments[-1]).parent)  # a rank's error is reported here once more

@@ -87,8 +87,8 @@ def check_heads(config: Mapping, ranks: int):
     """Raise RecipeError where the ranks do not divide the heads.
 
     Args:
-        config: Of the denoiser
-        ranks: That share samples
+        config: config of the denoiser
+        ranks: ranks that share samples
     """
     if ranks > 1 and config["num_attention_heads"] % ranks:
         raise RecipeError(

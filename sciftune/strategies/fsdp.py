@@ -310,7 +310,7 @@ UNIT_SECONDS = 1e-3  # of the host, for a unit that FSDP gathers
 
 
 class FSDPCosts(Costs):
-    """Parameters, gradients and states spread over a group of ranks."""
+    """Costs of parameters, gradients and states spread over a group of ranks."""
 
     reduces_outer_last = True
 
@@ -454,7 +454,7 @@ class FSDPCosts(Costs):
 
 # %% ../../nbs/5_strategies/14_fsdp.ipynb #bc25b70b
 class FSDP(Strategy):
-    """Parameters, gradients and states in shards."""
+    """Strategy that shards parameters, gradients and states."""
 
     network_class = ShardedNetwork
     builds_on_meta = True

@@ -216,7 +216,7 @@ def write_configs(recipe: Recipe, run: RunDir, at: RunDir | None = None) -> list
 
     Args:
         recipe: the resolved recipe
-        run: Its plan.json, where it is there, decides what the recipe leaves open
+        run: its plan.json, if there is one, decides what the recipe leaves open
         at: The run folder that the files name; None = `run`
 
     Returns:

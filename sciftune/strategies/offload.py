@@ -37,8 +37,8 @@ def evenly_spread(sizes: list[float], share: float) -> list[bool]:
     """Which of some things go so that those that stay are evenly spread.
 
     Args:
-        sizes: Of things in order
-        share: Of their sum that stays, 0..1
+        sizes: sizes of the items, in order
+        share: share of their sum that stays, 0..1
 
     Returns:
         Whether each one goes
@@ -72,11 +72,11 @@ def streamed(numels: list[int], each: float, resident: float) -> list[bool]:
 
 
 def window_size(sizes: list[float], blocks: list[float]) -> float:
-    """Room for states on the device while they pass through.
+    """Return the size of the window on the device through which states pass.
 
     Args:
-        sizes: Of the states of each parameter
-        blocks: Of the states of each block
+        sizes: state sizes of the parameters
+        blocks: state sizes of the blocks
 
     Returns:
         In the same unit; never more than all of them
@@ -97,7 +97,7 @@ def window_bytes(numels: list[int], each: float, blocks: list[int] = ()) -> floa
 
 
 def offloaded_bytes(numels: list[int], each: float, room: float, blocks: list[int] = ()) -> dict:
-    """Where the states of a single GPU are when as many as fit in `room` stay there.
+    """Return where the states of a single GPU are when as many as fit in `room` stay there.
 
     Args:
         numels: Elements of the trained parameters, in order
@@ -140,7 +140,7 @@ def waiting_seconds(
 
 # %% ../../nbs/5_strategies/05_offload.ipynb #74e8be8f
 class Ring:
-    """Room for byte ranges that come and go in order.
+    """Ring buffer of byte ranges that are freed in about the order in which they were taken.
 
     Args:
         size: Bytes
@@ -171,10 +171,10 @@ class Ring:
         return start
 
     def give_back(self, start: int):
-        """Free a range, and with it room for others once all older ones are free.
+        """Free a range; its space is reused when all older ranges are free.
 
         Args:
-            start: As `take` gave it
+            start: as returned by `take`
         """
         self.used = deque((a, 0 if a == start else n) for a, n in self.used)
         while self.used and not self.used[0][1]:
@@ -232,11 +232,11 @@ class CopyOut:
 
 
 class HostStates:
-    """An optimizer whose large states wait in host memory; updates one parameter at a time.
+    """Optimizer whose large states wait in host memory; updates one parameter at a time.
 
     Args:
         optimizer: With step_param(parameter, group)
-        params: Those that are trained, in the module's order
+        params: trained parameters, in the module's order
         prepare: (parameter) -> its state, made on the device, all zeros
         resident: Bytes of state that may stay on the device
         blocks: The parameters of each block

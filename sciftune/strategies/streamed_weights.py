@@ -40,7 +40,7 @@ def large_parameters(module: nn.Module, blocks: list[nn.Module]) -> list[list[nn
 
 # %% ../../nbs/5_strategies/21_streamed_weights.ipynb #595667c6
 def placed_weights(sizes: list[float], resident: float) -> dict[str, float]:
-    """Where the weights of blocks are when as many as fit in `resident` stay on the device.
+    """Return where the weights of blocks are when as many as fit in `resident` stay on the device.
 
     Args:
         sizes: Bytes of the blocks' large weights, in order
@@ -79,11 +79,11 @@ def _away(sizes: list[float], resident: float) -> list[bool]:
 # %% ../../nbs/5_strategies/21_streamed_weights.ipynb #981d704f
 @dataclass
 class StreamedBlock:
-    """The weights of one block, here or there.
+    """Weights of one block, on the device or not.
 
     Attributes:
         params: On the device; without memory while `there` is False
-        host: Of the same shapes and types, in page-locked memory
+        host: copies in page-locked memory, of the same shapes and types
         there: On the device, or on the way to it
         arrived: torch.cuda.Event behind the copy to the device; None = waited for
         stored: torch.cuda.Event behind the last copy to the host
