@@ -76,12 +76,12 @@ def flash_backward(
     """Compute the gradients of `flash_forward`.
 
     Args:
-        grad: Of the result (B,S,heads,D)
+        grad: gradient of the result (B,S,heads,D)
         q: (B,S,heads,D)
         k: (B,S,heads,D)
         v: (B,S,heads,D)
         out: (B,S,heads,D)
-        total: Of `flash_forward` (B,heads,S)
+        total: log-sums of `flash_forward` (B,heads,S)
 
     Returns:
         Of queries, keys and values (B,S,heads,D)

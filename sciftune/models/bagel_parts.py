@@ -108,7 +108,7 @@ def language_config(folder: Path) -> dict:
     """Read the language model's configuration. Raise RecipeError for another kind of model.
 
     Args:
-        folder: Of a Qwen2
+        folder: folder of a Qwen2
 
     Returns:
         As llm_config.json has it, and tie_word_embeddings
@@ -137,7 +137,7 @@ def vision_config(folder: Path) -> dict:
     """Read the vision tower's configuration. Raise RecipeError for another kind of model.
 
     Args:
-        folder: Of a SigLIP, whole or its vision tower
+        folder: folder of a SigLIP, whole or its vision tower
 
     Returns:
         As vit_config.json has it
@@ -187,7 +187,7 @@ def tensor_places(names: Mapping[str, torch.Size], llm: Path, vit: Path) -> dict
     """Map each tensor of the model to its source. Raise RecipeError naming what is missing.
 
     Args:
-        names: Of the model
+        names: names of the model
         llm: Folder of the language model
         vit: Folder of the vision tower
     """
@@ -228,8 +228,8 @@ def new_tensor(name: str, shapes: Mapping[str, torch.Size], seed: int) -> Tensor
 
     Args:
         name: In the model
-        shapes: Of all tensors of the model
-        seed: Of the recipe
+        shapes: shapes of all tensors of the model
+        seed: seed of the recipe
 
     Returns:
         fp32
@@ -262,8 +262,8 @@ class PartsWeights(ReleaseWeights):
     """Read a model's tensors from the parts that `parts.json` names.
 
     Args:
-        folder: Of `assemble`
-        config: Of the model
+        folder: folder of `assemble`
+        config: configuration of the model
     """
 
     def __init__(self, folder: str | Path, config: BagelConfig):
@@ -306,7 +306,7 @@ class PartsWeights(ReleaseWeights):
         """Read some rows; the other rows of a stored tensor are not read.
 
         Args:
-            name: Of a tensor
+            name: name of a tensor
             start_row: First row
             stop_row: Row after the last
 
@@ -336,7 +336,7 @@ def sampled_digest(file: Path) -> str:
     """Return a digest of size, beginning and 64 places of a file.
 
     Args:
-        file: Of weights, many GB maybe
+        file: file of weights, many GB maybe
 
     Returns:
         Hex
@@ -398,7 +398,7 @@ def assemble(root: Path, parts: Mapping[str, str], seed: int) -> Path:
     Args:
         root: Folder for such folders
         parts: llm_path, vit_path, vae_path
-        seed: Of the recipe, for new tensors
+        seed: seed of the recipe, for new tensors
 
     Returns:
         A folder in the released layout, without the weights

@@ -44,7 +44,7 @@ class KVCache:
     """Hold what the model has read.
 
     Args:
-        layers: Of the model
+        layers: number of layers of the model
     """
 
     def __init__(self, layers: int):
@@ -100,8 +100,8 @@ def new_tokens(
     Args:
         ids: Text-type tokens: a text, or (soi, eoi) around `cells`
         cells: Image tokens between the first and the second id
-        position: Of the first token
-        device: Of the model
+        position: position of the first token
+        device: device of the model
         advance: One position per token; False = all share one
     """
     n = len(ids) + cells
@@ -120,10 +120,10 @@ def image_cells(
     """Return packed places of an image's tokens behind soi, and their cells in the table.
 
     Args:
-        rows: Of the image, in tokens
+        rows: rows of the image, in tokens
         columns: Likewise
         side: Cells per row of the position table
-        device: Of the model
+        device: device of the model
 
     Returns:
         (rows*columns,) each
@@ -144,7 +144,7 @@ def latent_tokens(
     """Frame an image's latents at one time.
 
     Args:
-        special: Of the tokenizer
+        special: special tokens of the tokenizer
         tokens: Latents (rows*columns, p*p*C)
         time: 0 = clean
         grid: Rows and columns in tokens
@@ -175,8 +175,8 @@ def prefill_text(
         model: BagelModel, bare or wrapped by an engine
         cache: Grows
         ids: Without bos and eos
-        special: Of the tokenizer
-        device: Of the model
+        special: special tokens of the tokenizer
+        device: device of the model
     """
     framed = [special.bos, *ids, special.eos]
     batch = new_tokens(framed, 0, cache.position, device, advance=True)
@@ -194,8 +194,8 @@ def prefill_vit_image(
         model: BagelModel, bare or wrapped by an engine
         cache: Grows
         image: Pixels (3,H,W) in [-1,1], sides multiples of the patch
-        special: Of the tokenizer
-        rules: Of the model
+        special: special tokens of the tokenizer
+        rules: rules of the model
     """
     rows, columns = rules.grid("vit_image", image.shape[2], image.shape[1])
     places, cells = image_cells(rows, columns, rules.vit_side, image.device)
@@ -225,8 +225,8 @@ def prefill_vae_image(
         model: BagelModel, bare or wrapped by an engine
         cache: Grows
         z: Clean latents (C,h,w)
-        special: Of the tokenizer
-        rules: Of the model
+        special: special tokens of the tokenizer
+        rules: rules of the model
         patch: Latent pixels per side of a token
     """
     grid = (z.shape[1] // patch, z.shape[2] // patch)
@@ -253,13 +253,13 @@ def generate_text(
     Args:
         model: BagelModel, bare or wrapped by an engine
         cache: What has been read; stays as it is
-        special: Of the tokenizer
+        special: special tokens of the tokenizer
         max_tokens: Most tokens
         temperature: 0 = greedy
         generator: For temperature > 0, on the CPU
         same_calls: Always make max_tokens calls
         logits: Receives the logits (vocab,) of every step
-        device: Of the model
+        device: device of the model
 
     Returns:
         Ids without bos and eos
@@ -292,7 +292,7 @@ class Guidance:
         interval: Guidance only for lo < t <= hi
         renorm: global | channel | text_channel
         steps: Points of time
-        shift: Of the times, see `models.bagel.shift_time`
+        shift: shift of the times, see `models.bagel.shift_time`
     """
 
     text_scale: float = 4.0
@@ -373,8 +373,8 @@ def generate_image(
     Args:
         model: BagelModel, bare or wrapped by an engine
         cache: What has been read; stays as it is
-        special: Of the tokenizer
-        rules: Of the model
+        special: special tokens of the tokenizer
+        rules: rules of the model
         noise: Standard normal (C,h,w), h and w multiples of the latent patch
         guidance: None = that of text to image
         no_text: The context without the last text; None = empty
@@ -411,10 +411,10 @@ class Context:
 
     Args:
         model: BagelModel, bare or wrapped by an engine
-        special: Of the tokenizer
-        rules: Of the model
+        special: special tokens of the tokenizer
+        rules: rules of the model
         vae: AutoencoderKL, where images are drawn after images
-        device: Of the model
+        device: device of the model
     """
 
     def __init__(
@@ -458,7 +458,7 @@ class Context:
         """Read what the model itself has written.
 
         Args:
-            ids: Of `generate_text`
+            ids: result of `generate_text`
         """
         prefill_text(self.model, self.full, ids, self.special, self.device)
 
@@ -544,15 +544,15 @@ def respond(
         model: BagelModel, bare or wrapped by an engine
         encoders: `Bagel.load_encoders`
         inputs: Texts, and ('image', path)
-        special: Of the tokenizer
-        height: Of the picture to draw; 0 = write a text
+        special: special tokens of the tokenizer
+        height: height of the picture to draw; 0 = write a text
         width: Likewise
         system: Think first: this text asks for it
-        guidance: Of a picture; None = that of text to image
+        guidance: guidance of a picture; None = that of text to image
         generator: On the CPU: noise and sampled text
         vae_rule: Sizes of input images, see `input_pixels`
         vit_rule: ... for the vision tower
-        device: Of the model
+        device: device of the model
         **how: max_tokens, temperature, same_calls of `generate_text`
 
     Returns:

@@ -39,11 +39,11 @@ def norm_rope_forward(
         x: (B,S,heads,D)
         weight: (D,)
         cos: fp32 (S,D/2) or (B,S,D/2)
-        sin: Of the same strides
+        sin: sines, with the same strides
         x2: (B,S2,heads,D), behind it
         weight2: (D,)
         cos2: fp32 (S2,D/2) or (B,S2,D/2)
-        sin2: Of the same strides
+        sin2: sines, with the same strides
         eps: of the norms
 
     Returns:
@@ -89,11 +89,11 @@ def norm_rope_backward(
         x: (B,S,heads,D)
         weight: (D,)
         cos: fp32 (S,D/2) or (B,S,D/2)
-        sin: Of the same strides
+        sin: sines, with the same strides
         x2: (B,S2,heads,D)
         weight2: (D,)
         cos2: fp32 (S2,D/2) or (B,S2,D/2)
-        sin2: Of the same strides
+        sin2: sines, with the same strides
         eps: of the norms
 
     Returns:
@@ -139,11 +139,11 @@ class NormRope(torch.autograd.Function):
             x: (B,S,heads,D)
             weight: (D,)
             cos: fp32 (S,D/2) or (B,S,D/2)
-            sin: Of the same strides
+            sin: sines, with the same strides
             x2: (B,S2,heads,D), behind it
             weight2: (D,)
             cos2: fp32 (S2,D/2) or (B,S2,D/2)
-            sin2: Of the same strides
+            sin2: sines, with the same strides
             eps: of the norms
 
         Returns:
@@ -191,7 +191,7 @@ def turn_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Args:
         x: (B,S,heads,D)
         cos: fp32 (S,D/2) or (B,S,D/2)
-        sin: Of the same shape
+        sin: sines, with the same shape
 
     Returns:
         Same shape and type as x
@@ -357,7 +357,7 @@ def fused_projection_backward(
         wq: Norm of queries (D,)
         wk: Norm of keys (D,)
         cos: fp32 (S,D/2) or (B,S,D/2)
-        sin: Of the same strides
+        sin: sines, with the same strides
         eps: of the norms
 
     Returns:
@@ -404,9 +404,9 @@ class FusedProjection(torch.autograd.Function):
             wq: Norm of queries (D,)
             wk: Norm of keys (D,)
             cos: fp32 (S,D/2) or (B,S,D/2)
-            sin: Of the same strides
+            sin: sines, with the same strides
             heads: number of heads
-            eps: Of both norms
+            eps: epsilon of both norms
 
         Returns:
             q, k, v (B,S,heads,D), hidden layer (B,S,M)
@@ -548,9 +548,9 @@ def joint_heads(
     Args:
         attn: With to_q, to_k, to_v and their norms; add_q_proj and so on for text
         image: (B,S,C), or both in one sequence
-        table: Of the image: cos and sin, fp32 (S,D/2) or (B,S,D/2)
+        table: table of the image: cos and sin, fp32 (S,D/2) or (B,S,D/2)
         text: (B,T,C)
-        text_table: Of the text
+        text_table: table of the text
 
     Returns:
         Queries, keys, values (B,T+S,heads,D)
@@ -679,6 +679,6 @@ def is_modulation(name: str) -> bool:
     """Return whether a linear layer makes a block's scales and shifts, from one row per sample.
 
     Args:
-        name: Of a layer, in its block
+        name: name of a layer, in its block
     """
     return any("mod" in part or "norm" in part for part in name.split("."))

@@ -71,7 +71,7 @@ class TemplateProcess:
         Args:
             template: Jinja source
             turns: 'role' and 'content' of each
-            values: Of the template's variables
+            values: values of the template's variables
         """
         request = json.dumps([template, turns, values], default=str).encode() + b"\n"
         with self.lock:

@@ -172,7 +172,7 @@ class NoiseSchedule:
 
     Args:
         betas: (1000,), those of Stable Diffusion by default
-        prediction: Of `PREDICTIONS`
+        prediction: one of `PREDICTIONS`
     """
 
     def __init__(self, betas: Tensor | None = None, prediction: str = "epsilon"):
@@ -244,7 +244,7 @@ class NoiseSchedule:
             x: (B, ...) noised latents
             made: (B, ...) the network's prediction
             t: (B,) integer timesteps
-            dtype: Of the result
+            dtype: type of the result
 
         Returns:
             (B, ...)

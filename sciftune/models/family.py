@@ -69,7 +69,7 @@ class Family(References, Denoising, Sampling):
         real_text: component -> class and published configuration of a text encoder
         tiny_config: denoiser configuration of the stand-in
         tiny_parts: component -> function that makes a small one; a text encoder's takes its
-            tokenizer, which stands before it
+            tokenizer, which precedes it
         tiny_variants: arguments of `build_tiny` and their defaults
     """
 

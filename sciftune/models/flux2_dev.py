@@ -184,8 +184,8 @@ def mistral_states(lm: nn.Module, tokens: Mapping[str, Tensor]) -> Tensor:
     """Return hidden states 10, 20 and 30, pads included.
 
     Args:
-        lm: Of `Flux2Dev.load_text`
-        tokens: Of `dev_tokens`
+        lm: result of `Flux2Dev.load_text`
+        tokens: tokens of `dev_tokens`
 
     Returns:
         (B, length, 3*width)
@@ -238,8 +238,8 @@ class PixtralProcessor(transformers.ProcessorMixin):
     """Replace transformers' processor of this name, for text alone.
 
     Args:
-        image_processor: Of Pixtral; it is kept and saved, and sees no image
-        tokenizer: Of Mistral
+        image_processor: image processor of Pixtral; it is kept and saved, and sees no image
+        tokenizer: tokenizer of Mistral
     """
 
     def __init__(

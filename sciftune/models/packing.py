@@ -75,7 +75,7 @@ def separate_rows(rows: Tensor, lengths: list[int]) -> tuple[Tensor, ...]:
 
     Args:
         rows: (L, ...), of `join_rows`
-        lengths: Of each sample
+        lengths: length of each sample
 
     Returns:
         (tokens, ...) of each sample
@@ -124,7 +124,7 @@ class Packing:
         Args:
             texts: Tokens of each caption
             images: Tokens of each image
-            device: Of the tokens
+            device: device of the tokens
         """
         text, image = _numbered(texts), _numbered(images)
         ends = torch.tensor(texts).cumsum(0), torch.tensor(images).cumsum(0) + len(text)
@@ -225,7 +225,7 @@ def attend_backward(
     """Compute the gradients with the kernel that `attend_forward` used.
 
     Args:
-        grad: Of the result (1,heads,S,D)
+        grad: gradient of the result (1,heads,S,D)
         q: (1,heads,S,D)
         k: (1,heads,S,D)
         v: (1,heads,S,D)
@@ -274,7 +274,7 @@ def written_backward(
     """Compute the gradients by products of matrices, in fp32.
 
     Args:
-        grad: Of the result (1,heads,S,D)
+        grad: gradient of the result (1,heads,S,D)
         q: (1,heads,S,D)
         k: (1,heads,S,D)
         v: (1,heads,S,D)
@@ -356,7 +356,7 @@ def packed_attention_backward(
     """Compute the gradients of `packed_attention`.
 
     Args:
-        grad: Of the result (L,heads,D)
+        grad: gradient of the result (L,heads,D)
         out: The result (L,heads,D)
         totals: (heads*L,) sample by sample, as what follows
         q: (L,heads,D)
@@ -520,8 +520,8 @@ def attend_jointly(
         attention: Whose layers are used
         usual: Its own forward, which is not called
         packing: of the samples
-        hidden_states: Of images, or of both, (N,1,C) or (1,N,C)
-        encoder_hidden_states: Of captions (T,1,C) or (1,T,C)
+        hidden_states: states of images, or of both, (N,1,C) or (1,N,C)
+        encoder_hidden_states: states of captions (T,1,C) or (1,T,C)
         image_rotary_emb: cos and sin, see `part_tables`
         **unused: Masks, which are None
 

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['RECORDS', 'QWEN_IMAGE_21', 'TEXT', 'PADDING', 'TINY_QWEN_IMAGE_21', 'QWEN3VL_CHAT_TEMPLATE', 'joint_flops', 'Layout',
            'centred_grid', 'sample_layout', 'joint_layout', 'prefix_runs', 'rotary_angles', 'turned', 'PartAttention',
-           'layout_mask', 'QwenImage21Transformer2DModel', 'told_layout', 'PictureProcessor', 'caption_pipeline',
-           'joint_states', 'slot_spans', 'tiny_qwen3vl', 'tiny_processor', 'caption_template', 'QwenImage21',
-           'leading_spans']
+           'layout_mask', 'QwenImage21Transformer2DModel', 'positioned_denoiser', 'PictureProcessor',
+           'caption_pipeline', 'joint_states', 'slot_spans', 'tiny_qwen3vl', 'tiny_processor', 'caption_template',
+           'QwenImage21', 'leading_spans']
 
 # %% ../../nbs/4_models/15_qwenimage21.ipynb #68ce91ec
 import functools
@@ -133,7 +133,7 @@ def sample_layout(
     """Lay out one sample before its picture. Raise ValueError where places and latents differ.
 
     Args:
-        length: Of the text, with the places of images
+        length: length of the text, with the places of images
         spans: (start, places) of each reference in the text
         sizes: (rows, columns) of each reference
         tokens: (number of the first token, columns of the canvas) of each reference
@@ -177,10 +177,10 @@ def joint_layout(
 
     Args:
         text: Length of the padded texts
-        lengths: Of each text
-        spans: Of each sample, as `sample_layout`
+        lengths: length of each text
+        spans: spans of each sample, as `sample_layout`
         canvases: (rows, columns) of the references of each place
-        sizes: Of each sample: (rows, columns) of its references
+        sizes: sizes of each sample: (rows, columns) of its references
         canvas: (rows, columns) of the pictures
         pictures: (rows, columns) of each picture
     """
@@ -248,7 +248,7 @@ def turned(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
 
     Args:
         x: (B,S,heads,D)
-        angles: Of `rotary_angles`
+        angles: result of `rotary_angles`
 
     Returns:
         Same shape and type as x
@@ -402,7 +402,7 @@ class QwenImage21Transformer2DModel(diffusers.QwenImage21Transformer2DModel):
         return None, layout.image != PADDING if layout.padded else None
 
 
-def told_layout(config: Mapping) -> QwenImage21Transformer2DModel:
+def positioned_denoiser(config: Mapping) -> QwenImage21Transformer2DModel:
     """Build the network with attention that reads a layout."""
     net = QwenImage21Transformer2DModel(**config)
     for block in net.transformer_blocks:
@@ -559,10 +559,10 @@ class QwenImage21(Family):
         return dict(text=(text_tokens or self.text_tokens, config["context_in_dim"]))
 
     def empty_denoiser(self, path: str | Path | Mapping = None, revision: str = None) -> nn.Module:
-        """Build the denoiser on meta; see `told_layout`."""
+        """Build the denoiser on meta; see `positioned_denoiser`."""
         config = self.config(path, revision)
         with readable(f"config.json of {self.denoiser_class}"):
-            return build_on_meta(lambda: told_layout(config))
+            return build_on_meta(lambda: positioned_denoiser(config))
 
     def sampling(self, path: str | Path = None, revision: str = None) -> dict:
         """Return the sampler's settings, with the folder's `sample_sigmas` if it has them."""

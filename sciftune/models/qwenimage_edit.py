@@ -81,8 +81,8 @@ class WithoutVideos:
     """Remove the video processor of a transformers processor; put it first among the bases.
 
     Args:
-        image_processor: Of Qwen2-VL
-        tokenizer: Of Qwen2.5-VL or Qwen3-VL
+        image_processor: image processor of Qwen2-VL
+        tokenizer: tokenizer of Qwen2.5-VL or Qwen3-VL
         chat_template: Not used by the pipeline
     """
 
@@ -135,7 +135,7 @@ class LastState:
 
         Args:
             output_hidden_states: The last one is given, whatever is asked for
-            **inputs: Of the processor, as far as the pipeline passes them
+            **inputs: result of the processor, as far as the pipeline passes them
         """
         self.input_ids = inputs["input_ids"]
         last = self.model(**inputs, use_cache=False).last_hidden_state

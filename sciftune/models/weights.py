@@ -77,7 +77,7 @@ def readable(folder: Path) -> Iterator[None]:
     """Raise ValueError naming the folder for what a library finds wrong in it.
 
     Args:
-        folder: Of a component that a library reads
+        folder: folder of a component that a library reads
     """
     try:
         yield
@@ -446,7 +446,7 @@ def check_not_quantised(weights: Weights, names: Iterable[str], kinds: tuple[tor
     """Raise ValueError naming tensors that are stored as integers.
 
     Args:
-        weights: Of a component
+        weights: weights of a component
         names: Tensors to look at
         kinds: Types that they must not have
     """
@@ -513,7 +513,7 @@ def place(owner: nn.Module, leaf: str, value: Tensor):
     Args:
         owner: The module that owns the tensor
         leaf: Its name there
-        value: Of the shape of the tensor that is there
+        value: value of the shape of the tensor that is there
     """
     if leaf == "weight" and hasattr(owner, "store"):
         owner.store(value)
@@ -594,8 +594,8 @@ def text_encoder_placement(weights_gib: float, free_gib: float, device: torch.de
     """Place the whole encoder on `device`, or its first layers there and the others on the host.
 
     Args:
-        weights_gib: Of the encoder, in the type it is loaded in
-        free_gib: Of the device
+        weights_gib: size of the encoder, in the type it is loaded in
+        free_gib: free memory of the device
         device: A GPU
 
     Returns:
@@ -635,7 +635,7 @@ def same_tensor(name: str, names: Collection[str]) -> str:
     CLIPTextModel of transformers 5 says `encoder.…`, older files `text_model.encoder.…`.
 
     Args:
-        name: Of a tensor
+        name: name of a tensor
         names: As a file has them, or a model
 
     Returns:

@@ -103,7 +103,7 @@ def turn_states(
     """Return the hidden states of one user turn per caption, unpadded.
 
     Args:
-        lm: Of `ZImage.load_text`
+        lm: result of `ZImage.load_text`
         tokenizer: Its tokenizer
         captions: Captions
         text_tokens: Where a turn is cut
