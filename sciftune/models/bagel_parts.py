@@ -27,15 +27,18 @@ from ..core.progress import progress
 from ..core.randomness import stream, stream_seed
 from ..core.rundir import replaced_folder
 from ..core.sections import RecipeError
-from sciftune.models.bagel import (
+from sciftune.models.bagel_network import (
     GEN,
-    PARTS_FILE,
-    Bagel,
     BagelConfig,
-    ReleaseWeights,
-    autoencoder_names,
     config_from_json,
     config_to_json,
+    empty_model,
+)
+from sciftune.models.bagel_release import (
+    PARTS_FILE,
+    ReleaseWeights,
+    autoencoder_names,
+    load_autoencoder,
     new_autoencoder,
     special_tokens,
 )
@@ -270,7 +273,7 @@ class PartsWeights(ReleaseWeights):
         self.folder = Path(folder)
         self.config = config
         self._handles = {}
-        model = Bagel().empty_denoiser(config)
+        model = empty_model(config)
         self.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         tables = {"latent_pos_embed.pos_embed": config.latent_side}
         tables["vit_pos_embed.pos_embed"] = config.vit_side
@@ -444,7 +447,7 @@ def _write_parts(folder: Path, parts: Mapping[str, str], seed: int):
 def _with_autoencoder(folder: Path, config: BagelConfig, coder: Path) -> BagelConfig:
     """Add the autoencoder's facts to `config`. Raise RecipeError when it cannot be loaded."""
     try:
-        vae = Bagel().load_autoencoder(folder)
+        vae = load_autoencoder(folder)
     except Exception as error:  # safetensors, torch and diffusers raise each their own
         said = " ".join(str(error).split())[:300]
         raise RecipeError(f"vae_path: {coder} cannot be loaded: {said}") from None

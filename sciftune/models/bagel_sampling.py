@@ -28,15 +28,8 @@ from sciftune.data.sequences import (
     image_tensor,
     resized,
 )
-from sciftune.models.bagel import (
-    config_of,
-    decode_latents,
-    latent_moments,
-    pack_latents,
-    sdpa,
-    shift_time,
-    unpack_latents,
-)
+from .bagel_network import config_of, pack_latents, sdpa, shift_time, unpack_latents
+from .bagel_release import decode_latents, latent_moments
 from .encoders import Encoders
 
 # %% ../../nbs/4_models/09_bagel_sampling.ipynb #bd36b93d

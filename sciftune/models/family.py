@@ -216,7 +216,8 @@ class Family(References, Denoising, Sampling):
         Args:
             **variant: as in `tiny_variants`
         """
-        return getattr(diffusers, self.pipeline_class)(**self.tiny_components())
+        components = self.tiny_components()
+        return getattr(diffusers, self.pipeline_class)(**components)
 
     def tiny_components(self) -> dict[str, object]:
         """Build the components of the stand-in from `tiny_parts`, `tiny_config` and `schedule`."""

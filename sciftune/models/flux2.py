@@ -170,7 +170,7 @@ def qwen3_states(
     """Return hidden states 9, 18 and 27 of one user turn, pads included.
 
     Args:
-        lm: Of `Flux2.load_text`
+        lm: result of `Flux2.load_text`
         tokenizer: Its tokenizer
         captions: Captions
         text_tokens: Where a turn is cut
@@ -206,7 +206,7 @@ def flux2_position_ids(
         cols: Token columns, 1 for text
         length: Text length, 1 for images
         device: Where they are made
-        time: Of a reference image, see `REFERENCE_TIME`
+        time: place in time of a reference image, see `REFERENCE_TIME`
 
     Returns:
         (B, rows*cols*length, 4) int64

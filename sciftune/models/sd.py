@@ -133,7 +133,7 @@ def _run_block(block: nn.Module, h: Tensor, emb: Tensor, text: Tensor) -> object
     """Run a block, passing the caption to those that read it.
 
     Args:
-        block: Of the encoder or the middle
+        block: a block of the encoder or the middle
         h: Features (B,C,h,w)
         emb: Timestep embedding (B,E)
         text: Caption (B,L,D)
@@ -155,8 +155,8 @@ def few_step_scheduler(
 
     Args:
         steps: Steps K of the student
-        conditioning_timestep: What a one-step student is told (399 for XL)
-        schedule: Of the teacher; None = the published one
+        conditioning_timestep: input of a one-step student (399 for XL)
+        schedule: schedule of the teacher; None = the published one
 
     Returns:
         Visits 999, 999-1000/K, ...

@@ -29,16 +29,15 @@ from sciftune.data.sequences import (
     packed_batch,
     plan_item,
 )
-from sciftune.models.bagel import (
-    TINY,
-    Bagel,
+from ..models.bagel import TINY, Bagel
+from sciftune.models.bagel_network import (
     BagelConfig,
     DenseAttention,
     FlexAttention,
     block_mask,
-    forward_flops,
     sample_masks,
 )
+from ..models.bagel_release import forward_flops
 
 # %% ../../nbs/10_project/06_attention.ipynb #5310905b
 @dataclass

@@ -71,7 +71,6 @@ EXAMPLES_OF_ONE = 0.6  # the same for a notebook with at least `MANY_EXPORTS` su
 MANY_EXPORTS = 4
 OPEN_CIRCLES = (  # modules that import each other and are not taken apart yet
     {"strategies.costs", "strategies.engine", "strategies.network", "strategies.strategy"},
-    {"models.bagel", "models.bagel_parts"},
 )
 SHARED_NAMES = {"RECORDS"}  # every plug-in has its own; the registry reads it
 

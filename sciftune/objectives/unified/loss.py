@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ...data.sequences import PackedBatch
-from ...models.bagel import config_of, encode_batch, shift_time
+from ...models.bagel_network import config_of, shift_time
+from ...models.bagel_release import encode_batch
 from ...training.intervals import latent_sums, loss_by_sigma
 from ...training.task import Turn
 

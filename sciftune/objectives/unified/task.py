@@ -28,14 +28,10 @@ from sciftune.data.sequences import (
     Segment,
     displayed_size,
 )
-from sciftune.models.bagel import (
-    Bagel,
-    forward_flops,
-    freeze_parts,
-    new_autoencoder,
-    special_tokens,
-)
+from ...models.bagel import Bagel
+from ...models.bagel_network import freeze_parts
 from ...models.bagel_parts import check_same_parts, parts_digests
+from ...models.bagel_release import forward_flops, new_autoencoder, special_tokens
 from ...models.bagel_sampling import EDIT, Guidance, respond
 from ...models.encoders import Encoders
 from ...models.family import get_family

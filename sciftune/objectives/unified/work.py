@@ -169,7 +169,7 @@ class UnifiedWork(Work):
         """
         recipe = self.recipe
         if recipe.freeze_llm or recipe.freeze_vit or recipe.freeze_und:
-            from sciftune.models.bagel import freeze_parts
+            from sciftune.models.bagel_network import freeze_parts
 
             chosen = dict(llm=recipe.freeze_llm, vit=recipe.freeze_vit, und=recipe.freeze_und)
             freeze_parts(denoiser, **chosen)
