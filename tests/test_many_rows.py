@@ -18,7 +18,8 @@ import pytest
 from sciftune.data.buckets import BucketOrder
 from sciftune.data.images import DataError
 from sciftune.data.pairs import BothImages, find_pairs
-from sciftune.data.readers import NamesInside, Parquet, inside, json_rows
+from sciftune.data.parquet import Parquet
+from sciftune.data.readers import NamesInside, inside, json_rows
 from sciftune.data.sources import open_collection, open_collections
 
 

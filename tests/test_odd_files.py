@@ -28,7 +28,7 @@ from sciftune.data.captions import jsonl_captions, text_captions
 from sciftune.data.images import DataError
 from sciftune.data.readers import csv_rows, json_rows
 from sciftune.data.sequences import read_lines
-from sciftune.data.shards import remote_source
+from sciftune.data.sources import remote_source
 from sciftune.lab.evaluate import _records
 from sciftune.lab.launch import LaunchFile, read_status, state
 from sciftune.lab.scores import read_evaluation, read_pictures

@@ -20,10 +20,10 @@ _WORDS = {"true": "1", "yes": "1", "on": "1", "false": "0", "no": "0", "off": "0
 
 
 def plain(value: Any) -> str:
-    """A value as text that is the same however it is written.
+    """Return a value as text, the same for all ways to write it.
 
     Args:
-        value: Of a setting
+        value: value of a setting
 
     Returns:
         '1' and '0' for switches
@@ -36,10 +36,10 @@ def plain(value: Any) -> str:
 
 
 def switched_on(value: Any) -> bool:
-    """Whether a switch is on, also as text.
+    """Return True if a switch is on, also as text.
 
     Args:
-        value: Of a switch
+        value: value of a switch
     """
     return plain(value) == "1"
 
@@ -154,7 +154,7 @@ _DEVICES = dict(
 
 
 def _distributed(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """distributed_type, use_deepspeed, use_fsdp: what a strategy is of, where it may be any."""
+    """Translate distributed_type, use_deepspeed, use_fsdp: the family of a strategy."""
     kinds = {str(given["distributed_type"]).upper()} if "distributed_type" in given else set()
     kinds |= {"FSDP"} if switched_on(given.get("use_fsdp", "")) else set()
     kinds |= {"DEEPSPEED"} if switched_on(given.get("use_deepspeed", "")) else set()
@@ -182,7 +182,7 @@ def _distributed(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[st
 
 
 def _offloading(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """cpu_offload, fsdp_offload_params, offload_optimizer_device, offload_param_device."""
+    """Translate the fields cpu_offload, fsdp_offload_params, offload_*_device."""
     kinds = []
     for name in ("cpu_offload", "fsdp_offload_params"):
         if name in given:
@@ -199,7 +199,7 @@ def _offloading(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str
 
 
 def _wrapped(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """fsdp_transformer_layer_cls_to_wrap, which may name blocks of the model only."""
+    """Translate fsdp_transformer_layer_cls_to_wrap, which may name blocks of the model only."""
     name = "fsdp_transformer_layer_cls_to_wrap"
     family = records("models").get(str(values.get("model", "qwenimage")))
     if name not in given or family is None:
@@ -225,7 +225,7 @@ def _parallel(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, 
 
 
 def _compiling(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """dynamo_backend."""
+    """Translate dynamo_backend."""
     if "dynamo_backend" not in given:
         return {}
     backend = str(given["dynamo_backend"])
@@ -258,7 +258,7 @@ _RENAMED["fp8_optimization_level"] = "fp8_opt_level"
 
 
 def _contents(field: str, path: str) -> Mapping[str, Any]:
-    """The settings in a YAML or JSON file. Raises RecipeError."""
+    """Read the settings in a YAML or JSON file. Raises RecipeError."""
     read = read_object if str(path).endswith(".json") else read_mapping
     try:
         return read(Path(path).expanduser())
@@ -267,12 +267,12 @@ def _contents(field: str, path: str) -> Mapping[str, Any]:
 
 
 def _says(value: Any) -> bool:
-    """Whether a value of a file says anything."""
+    """Return True if a value of a file sets anything."""
     return value is not None and value not in ("", "auto", {}, [])
 
 
 def _flat(settings: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
-    """The settings of accelerate's file with the names that they have on a command line."""
+    """Return the settings of accelerate's file with their names on a command line."""
     for name, value in settings.items():
         if not _says(value):
             continue
@@ -289,13 +289,13 @@ def _flat(settings: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
 
 
 def accelerate_file(path: str) -> dict[str, Any]:
-    """The settings in a file of `accelerate launch`. Raises RecipeError.
+    """Read the settings in a file of `accelerate launch`. Raises RecipeError.
 
     Args:
-        path: Of a YAML or JSON file of accelerate
+        path: YAML or JSON file of accelerate
 
     Returns:
-        Name -> value
+        value, by name
     """
     found = dict(_flat(_contents("accelerate_config", path), path))
     if "fp16" in found:  # before accelerate 0.6
@@ -336,7 +336,7 @@ _OFF = dict(zero_hpz_partition_size="1", mics_shard_size="-1")  # where it is no
 
 
 def _optimizer(settings: Mapping[str, Any], where: str) -> Iterator[tuple[str, Any]]:
-    """The numbers of AdamW."""
+    """Return the settings of AdamW."""
     if str(settings.get("type", "AdamW")).lower() not in ("adam", "adamw"):
         raise RecipeError(f"{where}: optimizer {settings['type']} is not used here; AdamW is")
     for name, value in (settings.get("params") or {}).items():
@@ -349,7 +349,7 @@ def _optimizer(settings: Mapping[str, Any], where: str) -> Iterator[tuple[str, A
 
 
 def _zero(settings: Mapping[str, Any], where: str) -> Iterator[tuple[str, Any]]:
-    """The section zero_optimization."""
+    """Return the settings of the section zero_optimization."""
     for full, value in settings.items():
         name = full.removeprefix("stage3_")
         if name == "stage":
@@ -365,7 +365,7 @@ def _zero(settings: Mapping[str, Any], where: str) -> Iterator[tuple[str, Any]]:
 
 
 def _deepspeed(settings: Mapping[str, Any], where: str) -> Iterator[tuple[str, Any]]:
-    """All of DeepSpeed's file."""
+    """Return all settings of DeepSpeed's file."""
     for name, value in settings.items():
         on = isinstance(value, dict) and switched_on(value.get("enabled", False))
         if name in _NUMBERS and _says(value):
@@ -385,13 +385,13 @@ def _deepspeed(settings: Mapping[str, Any], where: str) -> Iterator[tuple[str, A
 
 
 def deepspeed_file(path: str) -> dict[str, Any]:
-    """The settings in a file of DeepSpeed. Raises RecipeError.
+    """Read the settings in a file of DeepSpeed. Raises RecipeError.
 
     Args:
-        path: Of a JSON file of DeepSpeed
+        path: JSON file of DeepSpeed
 
     Returns:
-        Name -> value
+        value, by name
     """
     where = f"deepspeed_config_file: {path}"
     found = _contents("deepspeed_config_file", path)

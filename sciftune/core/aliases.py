@@ -199,8 +199,8 @@ class ForeignNames(NamedTuple):
     """What other scripts call recipe fields.
 
     Attributes:
-        fields: Name -> recipe field, or one of `SWITCHES`
-        fixed: Name -> (the values that are meant, why)
+        fields: recipe field, or one of `SWITCHES`, by name
+        fixed: (accepted values, why), by name
     """
 
     fields: Mapping[str, str]
@@ -211,7 +211,9 @@ COMMON_NAMES = ForeignNames(ALIASES, FIXED)
 
 # %% ../../nbs/1_core/04_aliases.ipynb #0e1de10c
 def strategy_settings() -> dict[str, dict[str, dict]]:
-    """What the records of strategies call them. Raises RegistryError where two say the same.
+    """Return the settings that choose a strategy.
+
+    Raises RegistryError if two records name the same.
 
     Returns:
         Setting -> value -> recipe fields
@@ -228,12 +230,12 @@ def strategy_settings() -> dict[str, dict[str, dict]]:
 
 # %% ../../nbs/1_core/04_aliases.ipynb #d8e8047c
 def _on(given: Mapping[str, Any], name: str) -> bool:
-    """Whether a switch is given and on."""
+    """Return True if a switch is given and on."""
     return switched_on(given.get(name, ""))
 
 
 def _whole(name: str, value: Any) -> int:
-    """A whole number from 1 on. Raises RecipeError."""
+    """Return a whole number from 1 on. Raises RecipeError."""
     if not str(value).isdigit() or int(value) < 1:
         raise RecipeError(f"{name}: {value!r}; must be a whole number from 1 on")
     return int(value)
@@ -260,7 +262,7 @@ def _resumption(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str
 
 
 def _uniform(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """uniform_sampling: noise levels spread evenly over a batch."""
+    """Translate uniform_sampling: noise levels spread evenly over a batch."""
     if "uniform_sampling" not in given:
         return {}
     uniform = _on(given, "uniform_sampling")
@@ -268,7 +270,7 @@ def _uniform(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, A
 
 
 def _weighting(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """weighting_scheme: how often a noise level is drawn, or how much it counts."""
+    """Translate weighting_scheme: how often a noise level is drawn, or how much it counts."""
     if "weighting_scheme" not in given:
         return {}
     scheme = given["weighting_scheme"]
@@ -279,7 +281,7 @@ Processes = Callable[[Mapping[str, Any]], int]  # Values of a run -> its process
 
 
 def _processes(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """nproc_per_node, the processes of one machine."""
+    """Translate nproc_per_node, the processes of one machine."""
     if "nproc_per_node" not in given:
         return {}
     here = _whole("nproc_per_node", given["nproc_per_node"])
@@ -289,7 +291,7 @@ def _processes(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str,
 def _accumulation(
     given: Mapping[str, Any], values: Mapping[str, Any], here: Processes | None
 ) -> dict[str, Any]:
-    """gradient_accumulation_steps, which says the global batch together with the processes."""
+    """Translate gradient_accumulation_steps: with the processes it gives the global batch."""
     name = "gradient_accumulation_steps"
     if name not in given:
         return {}
@@ -308,7 +310,7 @@ def _accumulation(
 
 # %% ../../nbs/1_core/04_aliases.ipynb #57dbbe01
 def _adapters(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """use_lora, which says no rank."""
+    """Translate use_lora, which gives no rank."""
     if "use_lora" not in given:
         return {}
     if not _on(given, "use_lora"):
@@ -319,7 +321,7 @@ def _adapters(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, 
 
 
 def _averaging(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """use_ema, which says no decay."""
+    """Translate use_ema, which gives no decay."""
     if "use_ema" not in given:
         return {}
     if not _on(given, "use_ema"):
@@ -330,7 +332,7 @@ def _averaging(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str,
 
 
 def _half(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """use_fp16, by which scripts of distillation mean autocast to bf16."""
+    """Translate use_fp16, which scripts for distillation use for autocast to bf16."""
     if not _on(given, "use_fp16"):
         return {}
     objective = records("objectives").get(str(values.get("objective", "flow")))
@@ -343,7 +345,7 @@ def _half(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _tracking(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """wandb_project, which alone turns W&B on."""
+    """Translate wandb_project, which alone turns W&B on."""
     if not given.get("wandb_project"):
         return {}
     trackers = {} if values.get("trackers") else dict(trackers="wandb")
@@ -351,7 +353,7 @@ def _tracking(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, 
 
 
 def _folders(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """output_dir, and checkpoint_dir, which has no meaning here."""
+    """Translate output_dir, and checkpoint_dir, which has no meaning here."""
     if "checkpoint_dir" in given:
         path = Path(str(given["checkpoint_dir"]))
         raise RecipeError(
@@ -382,7 +384,7 @@ NUMBERED_SHARDING = (
 def _chosen_strategy(
     given: Mapping[str, Any], values: Mapping[str, Any], names: ForeignNames
 ) -> dict[str, Any]:
-    """Settings that choose a strategy, as the records of strategies name them."""
+    """Return the settings that choose a strategy, as the records of strategies name them."""
     settings = strategy_settings()
     new: dict[str, Any] = {}
     said: dict[str, str] = {}  # Field -> setting that said it
@@ -444,7 +446,10 @@ def _refuse_fixed(given: Mapping[str, Any], fixed: Mapping[str, tuple]):
 
 
 def _by_field(given: Mapping[str, Any], names: ForeignNames) -> dict[str, Any]:
-    """What was given, by recipe field or switch. Raises RecipeError for one that is given twice."""
+    """Return the values by recipe field or switch.
+
+    Raises RecipeError if two names set one field.
+    """
     found: dict[str, Any] = {}
     first: dict[str, str] = {}
     for name in sorted(given):
@@ -474,17 +479,18 @@ def _joined(new: dict[str, Any], own: Mapping[str, Any], more: Mapping[str, Any]
 
 
 def _common_fields() -> set[str]:
-    """The fields of all recipes."""
+    """Return the fields of all recipes."""
     return {name for section in SECTIONS for name in section.model_fields}
 
 
 def with_files(given: dict[str, Any], names: ForeignNames = COMMON_NAMES) -> dict[str, Any]:
-    """`given` with what accelerate's and DeepSpeed's files say, where it is not given itself.
+    """Add the settings in files of accelerate and DeepSpeed to `given`, which has precedence.
 
     Raises RecipeError for a file that cannot be read, and for a setting that is not known.
 
     Args:
-        given: Recipe fields and foreign names
+        given: recipe fields and foreign names
+        names: names of other scripts
     """
     readers = dict(accelerate_config=accelerate_file, deepspeed_config_file=deepspeed_file)
     for name, read in readers.items():
@@ -508,10 +514,10 @@ _LONE_WORKER = "a thread makes the batches"
 def _idle(
     given: Mapping[str, Any], values: Mapping[str, Any], names: ForeignNames
 ) -> dict[str, str]:
-    """Settings of other scripts that a run like theirs would not read, and that are right here.
+    """Return settings of other scripts that would have no effect in a run like theirs.
 
     Returns:
-        Setting -> why it says nothing
+        reason, by setting
     """
     reasons = {}
     alone = plain(values.get("num_machines") or 1) == "1"
@@ -543,8 +549,8 @@ def translated(
 
     Args:
         given: Recipe fields and foreign names
-        below: What the preset says where nothing is given
-        names: With those of the objectives: `recipe.foreign_names`
+        below: values of the preset, used if nothing else is given
+        names: names of other scripts, those of objectives included: `recipe.foreign_names`
         here: Processes of a run that names no number; None = not known
 
     Returns:
@@ -580,7 +586,7 @@ def translated(
 
 # %% ../../nbs/1_core/04_aliases.ipynb #50825ea1
 def with_family(given: dict[str, Any]) -> dict[str, Any]:
-    """`given` with the family's own name as `model`; a hub id says the weights, too.
+    """Return `given` with the family's own name as `model`; a hub id also sets the weights.
 
     Raises RecipeError where two families are named.
 

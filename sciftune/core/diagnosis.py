@@ -33,10 +33,10 @@ class Case:
     plan: Plan = field(default_factory=Plan)
 
     def said(self, pattern: str) -> str:
-        """The first group of `pattern` in the log; '' where it is not.
+        """Return the first group of `pattern` in the log; '' if the pattern is not there.
 
         Args:
-            pattern: Regular expression with one group
+            pattern: regular expression with one group
         """
         found = re.search(pattern, self.log)
         return found[1] if found else ""
@@ -55,7 +55,7 @@ class Finding:
 
 # %% ../../nbs/1_core/15_diagnosis.ipynb #10c97b19
 def _allowed(recipe: Recipe, **changes) -> bool:
-    """Whether the recipe would accept these changes."""
+    """Return True if the recipe would accept these changes."""
     try:
         checked(recipe.model_dump(exclude_unset=False) | changes)
     except RecipeError:
@@ -64,7 +64,7 @@ def _allowed(recipe: Recipe, **changes) -> bool:
 
 
 def _memory_changes(recipe: Recipe) -> Iterator[dict]:
-    """Changes that lower the memory of a GPU, cheapest first, allowed or not."""
+    """Return changes that lower the memory of a GPU, cheapest first, allowed or not."""
     strategy = find_record("strategies", recipe.strategy)
     yield dict(gradient_checkpointing="full")
     if recipe.micro_batch > 1:
@@ -90,7 +90,7 @@ def _in_words(recipe: Recipe, changes: dict) -> str:
 
 # %% ../../nbs/1_core/15_diagnosis.ipynb #d86ae849
 def cheaper_settings(recipe: Recipe) -> list[str]:
-    """Changes that lower the memory of a GPU.
+    """Return changes that lower the memory of a GPU.
 
     Returns:
         'field=value', cheapest first; the last is a smaller resolution
@@ -176,7 +176,7 @@ def _host_memory_cause(case: Case) -> str:
 
 
 def _less_offload(recipe: Recipe) -> str:
-    """Where what is on the host can go instead; '' when nothing is there."""
+    """Return where offloaded state can go instead; '' if nothing is offloaded."""
     if recipe.offload == "params":
         between = "optimizer" in find_record("strategies", recipe.strategy).offloads
         return "offload='optimizer' or 'none'" if between else "offload='none'"
@@ -291,7 +291,7 @@ class KnownFailure:
     """How one trouble is recognised, and what is said about it.
 
     Attributes:
-        systems: Who paid for it
+        systems: systems in which it was found
         patterns: Regular expressions; one of them is in the log
         codes: Exit codes that say it, too, where there is no traceback
         harmless: A message that is no failure
@@ -307,14 +307,15 @@ class KnownFailure:
 
     @property
     def pattern(self) -> str:
-        """All patterns as one regular expression."""
+        """Return all patterns as one regular expression."""
         return "|".join(self.patterns)
 
     def found(self, case: Case, text: str) -> Finding | None:
-        """What to say when `text` or the exit code shows this trouble; None when they do not.
+        """Return a finding if `text` or the exit code shows this trouble, else None.
 
         Args:
-            text: A part of its log
+            case: the failed run
+            text: part of its log
         """
         by_code = case.code in self.codes and "Traceback (most recent call last)" not in case.log
         if not by_code and not re.search(self.pattern, text):
@@ -723,23 +724,24 @@ KNOWN_FAILURES = (
 
 # %% ../../nbs/1_core/15_diagnosis.ipynb #1a4ca913
 def is_echo(text: str) -> bool:
-    """Whether a rank only noticed that another one had died.
+    """Return True if a rank only noticed that another one had died.
 
     Args:
-        text: What a rank said
+        text: output of a rank
     """
     return any(known.name == "peer lost" and re.search(known.pattern, text) for known in _ECHOES)
 
 # %% ../../nbs/1_core/15_diagnosis.ipynb #fbf2dda5
 def recognise(case: Case, first: str = "", most: int = 2) -> list[Finding]:
-    """The troubles of a failed run, the most telling first.
+    """Return the known troubles of a failed run, the most telling first.
 
     Args:
-        first: The traceback of the rank that failed first, where it is known
-        most: Findings given
+        case: the failed run
+        first: traceback of the rank that failed first, if it is known
+        most: largest number of findings
 
     Returns:
-        Empty when no entry fits
+        findings; empty if no entry of the table fits
     """
     found = {}
     for text in dict.fromkeys([first, case.log]):

@@ -56,7 +56,7 @@ class BlockDigests:
                 self.current = self.filled = 0
 
     def digests(self) -> list[str]:
-        """Of all bytes so far.
+        """Return the digests of all bytes so far.
 
         Returns:
             8 hexadecimal digits for each block
@@ -103,13 +103,11 @@ class DigestingFile:
 
 # %% ../../nbs/1_core/12_digests.ipynb #98947b2d
 def file_digests(path: str | Path, block: int = DIGEST_BLOCK) -> list[str]:
-    """The digests of a file that is there.
+    """Return the digests of a file's blocks.
 
     Args:
-        block: Bytes
-
-    Returns:
-        Of each block
+        path: existing file
+        block: bytes per block
     """
     blocks = BlockDigests(block)
     with open(path, "rb") as file:
@@ -138,14 +136,11 @@ class Digests(BaseModel):
 
 
 def digest_record(files: Mapping[str, list[str]], block: int = DIGEST_BLOCK) -> dict:
-    """What is kept of the digests of a folder.
+    """Return the record of a folder's digests, to be stored as JSON.
 
     Args:
-        files: Path below the folder -> digests of its blocks
-        block: Bytes
-
-    Returns:
-        JSON
+        files: digests of the blocks, by path below the folder
+        block: bytes per block
     """
     return dict(block=block, crc32=dict(files))
 
@@ -157,16 +152,17 @@ def damage(
     world: int = 1,
     progress: Callable[[str], None] = lambda note: None,
 ) -> str:
-    """The first block that differs, and in which file.
+    """Find the first block that differs from its digest.
 
     Args:
-        record: Of `digest_record`
-        rank: Which part of the blocks is compared
-        world: Parts
-        progress: Told after every block
+        folder: folder of the files
+        record: result of `digest_record`
+        rank: part of the blocks that is compared
+        world: number of parts
+        progress: function called with a note after every block
 
     Returns:
-        '' where this rank's part is as it was written
+        a sentence that names the file; '' if this rank's part is as it was written
     """
     block = record["block"]
     files = sorted(record["crc32"].items())
@@ -210,10 +206,10 @@ SEAL = ', "seal": "'  # Stands before the checksum, at the end of the text
 
 
 def sealed(values: dict) -> str:
-    """The text of a record, with its own checksum.
+    """Return the text of a record with its own checksum.
 
     Args:
-        values: JSON, not empty
+        values: JSON object, not empty
 
     Returns:
         JSON with one more key
@@ -223,11 +219,7 @@ def sealed(values: dict) -> str:
 
 
 def unsealed(text: bytes) -> dict:
-    """The record that was written. Raises ValueError when it was not written so.
-
-    Returns:
-        Without the seal
-    """
+    """Return a sealed record without its seal. Raises ValueError if the checksum differs."""
     head, mark, tail = text.rpartition(SEAL.encode())
     values = parsed_json(text)
     if not isinstance(values, dict):
@@ -244,10 +236,11 @@ DIGESTS_FILE = "sciftune.json"
 
 
 def write_digests(folder: Path, known: Mapping[str, list[str]] | None = None) -> Path:
-    """Write the digests of all files below a folder; those that are not known are read.
+    """Write the digests of all files below a folder; files without known digests are read.
 
     Args:
-        known: Path below the folder -> what is known already
+        folder: folder of the files
+        known: known digests, by path below the folder
     """
     folder = Path(folder)
     known = known or {}
@@ -260,10 +253,10 @@ def write_digests(folder: Path, known: Mapping[str, list[str]] | None = None) ->
 
 
 def read_digests(folder: Path) -> dict:
-    """What `write_digests` wrote. Raises ValueError when that file is damaged.
+    """Read the file of `write_digests`. Raises ValueError if it is damaged.
 
     Returns:
-        A `digest_record`; of no file where none was written
+        result of `digest_record`, without any file if none was written
     """
     file = Path(folder) / DIGESTS_FILE
     if not file.is_file():
@@ -279,15 +272,16 @@ def read_digests(folder: Path) -> dict:
 def folder_damage(
     folder: Path, rank: int = 0, world: int = 1, progress: Callable[[str], None] = lambda note: None
 ) -> str:
-    """What differs from the digests in the folder.
+    """Compare a folder with the digests in it.
 
     Args:
-        rank: Which part is compared
-        world: Parts
-        progress: Told after every block
+        folder: folder of the files
+        rank: part of the blocks that is compared
+        world: number of parts
+        progress: function called with a note after every block
 
     Returns:
-        '' where nothing is wrong, or the folder has no digests
+        '' if nothing is wrong, or the folder has no digests
     """
     try:
         record = read_digests(folder)

@@ -53,7 +53,8 @@ def read_bytes(file: str | Path, largest: int = TEXT_BYTES) -> bytes:
     """Read a regular file. Raises FileError.
 
     Args:
-        largest: Bytes
+        file: path of the file
+        largest: largest size in bytes
     """
     with open_file(file) as opened:
         size = os.fstat(opened.fileno()).st_size
@@ -66,7 +67,8 @@ def read_words(file: str | Path, largest: int = TEXT_BYTES) -> str:
     """Read a file of text in UTF-8, with or without its mark. Raises FileError.
 
     Args:
-        largest: Bytes
+        file: path of the file
+        largest: largest size in bytes
     """
     try:
         return read_bytes(file, largest).decode("utf-8-sig")
@@ -118,16 +120,17 @@ def read_json(
 
 
 def _kind(value: Any) -> str:
-    """What a value is, for people."""
+    """Name the type of a value, for people."""
     known = {type(None): "null", bool: "true or false", list: "a list", str: "a text"}
     return known.get(type(value), "a number")
 
 
 def read_object(file: str | Path, absent: dict | None = None) -> dict:
-    """The object in a JSON file. Raises FileError.
+    """Read the object in a JSON file. Raises FileError.
 
     Args:
-        absent: Returned where there is no such file; None = that is an error
+        file: path of the file
+        absent: value if there is no such file; None = that is an error
     """
     if absent is not None and not os.path.lexists(file):
         return absent
@@ -167,7 +170,7 @@ def read_yaml(
 def read_mapping(
     file: str | Path,
 ) -> dict[str, Any]:
-    """The names and values in a YAML file. Raises FileError."""
+    """Read the names and values in a YAML file. Raises FileError."""
     found = read_yaml(file)
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         raise FileError(f"{file} must hold one mapping of names to values")
@@ -210,11 +213,12 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 
 def of_kind(kind: type[BaseModel], values: Any, file: str | Path) -> dict:
-    """`values` when they have the types that `kind` names. Raises FileError for the first other.
+    """Return `values` if they have the types of `kind`. Raises FileError for the first other one.
 
     Args:
-        kind: Fields with types, and with defaults where they may be absent
-        file: Where they are from
+        kind: model with typed fields, and with defaults for those that may be absent
+        values: content of the file
+        file: path of the file, for messages
     """
     try:
         kind.model_validate(values, strict=True)
@@ -224,7 +228,7 @@ def of_kind(kind: type[BaseModel], values: Any, file: str | Path) -> dict:
 
 
 def _first_fault(error: ValidationError, file: str | Path) -> FileError:
-    """The first finding of pydantic in one line."""
+    """Return the first finding of pydantic in one line."""
     first = error.errors()[0]
     name = ".".join(map(str, first["loc"])) or "the whole"
     return FileError(f"{file}: {name}: {first['msg']}; it is {first['input']!r:.60}")
@@ -234,7 +238,7 @@ def read_kind(
     kind: type[Kind],
     file: str | Path,
 ) -> Kind:
-    """The record in a JSON file. Raises FileError."""
+    """Read the record in a JSON file. Raises FileError."""
     try:
         return kind.model_validate(read_object(file))
     except ValidationError as error:

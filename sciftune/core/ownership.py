@@ -38,7 +38,7 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def is_orphan(parent: int) -> bool:
-    """Whether the parent is another by now, or the launcher of the run no ancestor any more.
+    """Return True if this process was reparented or the launcher is no longer an ancestor.
 
     Args:
         parent: Process id that the parent should have
@@ -66,8 +66,8 @@ def on_request(handler: Callable, *more: int) -> None:
     """Call `handler` for each of `REQUESTS` that is not ignored, as nohup ignores SIGHUP.
 
     Args:
-        handler: Of (number of the signal, frame)
-        *more: Signals that are treated likewise
+        handler: function of (signal number, frame)
+        *more: signals that are treated likewise
     """
     for number in (*REQUESTS, *more):
         if signal.getsignal(number) != signal.SIG_IGN:
@@ -98,7 +98,7 @@ def end_with_parent(parent: int | None = None) -> None:
     """Let the system kill this process when its parent ends; does it here when it has ended.
 
     Args:
-        parent: Its process id, where it is known; None = whoever it is now
+        parent: process id of the parent, if known; None = the present one
     """
     parent = parent or os.getppid()
     if sys.platform == "linux":
@@ -132,7 +132,7 @@ class Owner:
     Attributes:
         role: One of `ROLES`
         pid: Process id there
-        started: When it took the folder, seconds since 1970
+        started: time at which it took the folder, seconds since 1970
     """
 
     role: str
@@ -142,10 +142,10 @@ class Owner:
 
     @classmethod
     def here(cls, role: str) -> "Owner":
-        """This process.
+        """Return the record of this process.
 
         Args:
-            role: One of `ROLES`
+            role: one of `ROLES`
         """
         return cls(role, os.uname().nodename, os.getpid(), time.time())
 
@@ -155,13 +155,13 @@ class Owner:
 
 
 def read_owner(file: Path) -> Owner | None:
-    """The record in a lock file, whether the lock is held or not.
+    """Return the record in a lock file, whether the lock is held or not.
 
     Args:
-        file: A lock file
+        file: lock file
 
     Returns:
-        None: there is none, or nothing in it yet
+        None if the file is missing or empty
     """
     try:
         owner = Owner(**read_object(file))
@@ -188,7 +188,7 @@ def _flock(handle: int, kind: int) -> bool | None:
 
 
 def _signs(handle: int) -> bool:
-    """Whether the last sign of life is recent; one of the future, by another clock, is none."""
+    """Return True if the last heartbeat is recent; one in the future, by another clock, is not."""
     return abs(time.time() - os.fstat(handle).st_mtime) < SILENT_AFTER
 
 
@@ -207,7 +207,7 @@ def _opened(file: Path, flags: int) -> int:
 
 
 def holder(file: Path) -> Owner | None:
-    """Who holds a lock; asks without taking it.
+    """Return the holder of a lock, without taking it.
 
     Args:
         file: A lock file
@@ -234,7 +234,7 @@ RELEASED_AFTER = 10.0  # Seconds that the system may take to close the files of 
 
 
 def _has_ended(owner: Owner) -> bool:
-    """Whether the process of `owner`, of this machine, runs no more."""
+    """Return True if the process of `owner`, on this machine, has ended."""
     if owner.host != os.uname().nodename:
         return False
     try:
@@ -244,7 +244,7 @@ def _has_ended(owner: Owner) -> bool:
 
 
 def _lasting_holder(file: Path) -> Owner | None:
-    """Who holds a lock, once the system has closed the files of a process that has ended."""
+    """Return the holder of a lock after the system closed the files of ended processes."""
     end = time.monotonic() + RELEASED_AFTER
     while (owner := holder(file)) and _has_ended(owner) and time.monotonic() < end:
         time.sleep(0.05)
@@ -255,7 +255,7 @@ class FolderLock:
     """A lock of a run folder, with a record of who holds it.
 
     Args:
-        folder: Of the run; it exists
+        folder: existing folder of the run
         role: One of `ROLES`
     """
 
@@ -296,7 +296,7 @@ class FolderLock:
         """Write into the record that this process holds the lock, and go on giving signs.
 
         Args:
-            handle: Of the locked file
+            handle: handle of the locked file
         """
         self.handle = handle
         self.owner = Owner.here(self.role)
@@ -315,7 +315,10 @@ class FolderLock:
         return handle
 
     def release(self) -> None:
-        """Give the folder back. Does nothing in a fork of the owner, and nothing twice."""
+        """Release the folder.
+
+        Does nothing in a fork of the owner, and nothing when called again.
+        """
         if self.handle is None or self.owner.pid != os.getpid():
             return
         self.ended.set()
@@ -352,13 +355,13 @@ class FolderLock:
 
 # %% ../../nbs/1_core/07_ownership.ipynb #1513c3e6
 def folder_owner(folder: str | Path) -> Owner | None:
-    """The other run that uses a folder.
+    """Return the other run that uses a folder.
 
     Args:
-        folder: Of a run
+        folder: folder of a run
 
     Returns:
-        None: it is free, or belongs to this process and its launcher
+        None if it is free, or belongs to this process and its launcher
     """
     launcher = int(os.environ.get(LAUNCHER) or 0)
     mine = {(os.uname().nodename, os.getpid()), (os.uname().nodename, launcher)}
@@ -374,9 +377,9 @@ def owned_folder(folder: str | Path, role: str, patience: float = 0.0) -> Iterat
     """Own a run folder. Raises FolderInUseError while another run does.
 
     Args:
-        folder: Of a run; it exists
+        folder: existing folder of a run
         role: One of `ROLES`
-        patience: As in `FolderLock.take`
+        patience: see `FolderLock.take`
     """
     lock = FolderLock(folder, role)
     lock.take(patience)
@@ -393,7 +396,7 @@ def owned_by_rank_0(folder: str | Path) -> Iterator[None]:
     """Own the folder in rank 0, as `RANK` says. Raises FolderInUseError.
 
     Args:
-        folder: Of the run
+        folder: folder of the run
     """
     if os.environ.get("RANK", "0") != "0":
         yield
@@ -420,7 +423,7 @@ def is_abandoned(folder: Path, mark: str) -> bool:
 
     Args:
         folder: Made by `temporary_folder`, or what its process has renamed
-        mark: Of the machine that made it; empty = unknown
+        mark: mark of the machine that made it; empty = unknown
     """
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
@@ -438,8 +441,8 @@ def temporary_folder(top: str | Path, prefix: str, mode: int = 0o777) -> Iterato
     """Make a folder that is removed at the end, by `sweep_temporary` if this process is killed.
 
     Args:
-        top: Where it shall be
-        prefix: Of its name
+        top: folder in which it is made
+        prefix: prefix of its name
         mode: Permissions, less the umask
 
     Returns:
@@ -463,9 +466,9 @@ def sweep_temporary(top: str | Path, prefix: str, unmarked: str = "[0-9a-f]{8}")
     """Remove the folders of killed processes.
 
     Args:
-        top: As of `temporary_folder`
-        prefix: Likewise
-        unmarked: Pattern of what follows it in names of 0.1, which do not tell the machine
+        top: see `temporary_folder`
+        prefix: see `temporary_folder`
+        unmarked: pattern of what follows it in names of 0.1, which do not name the machine
     """
     marked = "([0-9a-f]{8})[0-9a-f]{8}"
     ours = re.compile(rf"{re.escape(prefix)}(?:{marked}|{unmarked})(\.new)?")

@@ -23,10 +23,10 @@ class Need(NamedTuple):
     """A package that a run imports.
 
     Attributes:
-        field: Of the recipe
-        value: That needs it
-        modules: Names to import; 'a|b' = one of them
-        install: For pip install; '' = a module of the user's own
+        field: recipe field
+        value: value of the field that needs it
+        modules: names to import; 'a|b' = one of them
+        install: argument of pip install; '' = a module of the user's own
     """
 
     field: str
@@ -45,7 +45,7 @@ FOLDERS = {
 def needs(
     recipe: Recipe,
 ) -> Iterator[Need]:
-    """Every optional package that the run of `recipe` would import."""
+    """Return every optional package that the run of `recipe` would import."""
     strategy = find_record("strategies", recipe.strategy)
     if strategy.packages:
         yield Need("strategy", recipe.strategy, strategy.packages, "'sciftune[deepspeed]'")
@@ -65,7 +65,7 @@ def needs(
 
 
 def _of_reward(recipe: Recipe) -> Iterator[Need]:
-    """What the rewards of a run import."""
+    """Return the packages that the rewards of a run import."""
     if not why_unread("reward", dict(recipe)):
         for term in re.findall(r"[A-Za-z_][\w.]*(?::\w+)?", recipe.reward):
             if term == "words":
@@ -79,7 +79,7 @@ _REMOTE = dict(http="aiohttp requests", https="aiohttp requests", sftp="paramiko
 
 
 def _found(modules: str) -> bool:
-    """Whether one of 'a|b' can be imported."""
+    """Return True if one of 'a|b' can be imported."""
     for name in modules.split("|"):
         try:
             if importlib.util.find_spec(name):

@@ -19,8 +19,8 @@ class PlanRow(BaseModel):
     """Predicted memory, time and disk of a run on one engine.
 
     Attributes:
-        strategy: With its options, for example 'fsdp+gathered'
-        precision: Name of the policy as it will really run
+        strategy: strategy with its options, for example 'fsdp+gathered'
+        precision: name of the policy as it will really run
         micro_batch: Samples per process and forward pass
         gpu_gib: Part -> GiB of a GPU; on a CPU of a process
         gpu_total_gib: Their sum
@@ -34,7 +34,7 @@ class PlanRow(BaseModel):
         resident_bytes: States and weights that stay on the GPU when they are streamed
         saves_in_place: Steps wait while a checkpoint is written: nothing is copied
         seconds_parts: compute, host, context, exchange, update, offload
-        why: How much is needed, and of how much
+        why: needed memory, and available memory
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")  # a later version may add keys
@@ -69,13 +69,13 @@ class Plan(BaseModel):
         suggestions: Settings that fit (and are faster), in words
         advice: One sentence
         recompute_blocks: Blocks that gradient_checkpointing='auto' checkpoints
-        reshard: Whether FSDP frees gathered parameters after forward
+        reshard: True if FSDP frees gathered parameters after the forward pass
         blocks: Blocks of the model
-        notes: What differs from what was asked, and warnings
+        notes: differences from the recipe, and warnings
         resident_bytes: See `PlanRow`
         step_time: Seconds per optimizer step
         step_interval: Between which seconds it should lie
-        time_from: Where `step_time` is from
+        time_from: source of `step_time`
         trained: Parameters with a gradient
         device_memory_gib: Per GPU; on a CPU per process
         host_memory_gib: 0 = not known
@@ -129,7 +129,7 @@ class Plan(BaseModel):
         write_atomic(Path(path), json.dumps(self.model_dump(), indent=1))
 
     def timing(self) -> str:
-        """The predicted time of a step in a sentence; empty when there is none."""
+        """Return the predicted time of a step in a sentence; empty if there is none."""
         if not self.step_time or not self.step_interval:
             return ""
         low, high = (f"{seconds:.2g}" for seconds in self.step_interval)

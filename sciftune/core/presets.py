@@ -31,17 +31,17 @@ class Preset(BaseModel):
     """One preset file: a header for people and values for the recipe.
 
     Attributes:
-        summary: What it is for
-        hardware: On which it is meant to run
-        time: How long it takes there
+        summary: purpose
+        hardware: hardware on which it is meant to run
+        time: duration on that hardware
         memory: Per device
-        expected_loss: What the loss does when all is well
-        command: To copy
+        expected_loss: course of the loss if all is well
+        command: command to copy
         models: Families that have it; () = all that have the objective
         objective: '' = the family's own
         published: Starts from the family's hub id, with the family's learning rate
         recipe: Field -> value
-        reference: What a system that it follows has: field or setting -> value
+        reference: values of a reference system, by field or setting
         reasons: Why the recipe has another value than the reference
     """
 
@@ -61,13 +61,13 @@ class Preset(BaseModel):
 
 # %% ../../nbs/1_core/03_presets.ipynb #8786f92b
 def read_presets(folder: Path) -> dict[str, Preset]:
-    """The presets in a folder. Raises PresetError naming the file that is wrong.
+    """Read the presets in a folder. Raises PresetError naming the file that is wrong.
 
     Args:
-        folder: With NAME.yaml files
+        folder: folder with NAME.yaml files
 
     Returns:
-        By name
+        preset, by name
     """
     found = {}
     for path in sorted(folder.glob("*.yaml")):
@@ -80,19 +80,19 @@ def read_presets(folder: Path) -> dict[str, Preset]:
 
 @functools.cache
 def preset_files() -> dict[str, Preset]:
-    """The presets of this package."""
+    """Return the presets of this package."""
     return read_presets(package_folder() / "presets")
 
 # %% ../../nbs/1_core/03_presets.ipynb #03b5421b
 def _suits(preset: Preset, name: str, family: FamilyRecord) -> bool:
-    """Whether a family has a preset."""
+    """Return True if a family has a preset."""
     named = not preset.models or family.name in preset.models or name in family.presets
     objective = find_record("objectives", preset.objective or family.objectives[0])
     return named and objective.trains(family)
 
 
 def _values(preset: Preset, name: str, family: FamilyRecord) -> dict[str, Any]:
-    """What a preset says for a family, without the fields' defaults."""
+    """Return the values of a preset for a family, without the fields' defaults."""
     values = dict(objective=preset.objective or family.objectives[0])
     if preset.published:
         values |= dict(model_path=family.hub, learning_rate=family.learning_rate)
@@ -101,10 +101,10 @@ def _values(preset: Preset, name: str, family: FamilyRecord) -> dict[str, Any]:
 
 
 def presets(model: str) -> dict[str, dict[str, Any]]:
-    """The presets of a model. Raises RegistryError for an unknown one.
+    """Return the presets of a model. Raises RegistryError for an unknown model.
 
     Args:
-        model: Family name
+        model: family name
 
     Returns:
         preset name -> values that differ from the field defaults
@@ -117,15 +117,17 @@ def presets(model: str) -> dict[str, dict[str, Any]]:
 
 # %% ../../nbs/1_core/03_presets.ipynb #7027d832
 def preset_values(model: str, name: str, objective: str | None = None) -> dict[str, Any]:
-    """What a preset says for a model and an objective. Raises PresetError, RegistryError.
+    """Return the values of a preset for a model and an objective.
+
+    Raises PresetError and RegistryError.
 
     Args:
-        model: Family name
-        name: Of a preset
-        objective: Where another than the preset's is asked for
+        model: family name
+        name: name of the preset
+        objective: objective, if it is not the preset's
 
     Returns:
-        Field -> value
+        value, by field
     """
     known = presets(model)
     if name not in known:
@@ -135,7 +137,7 @@ def preset_values(model: str, name: str, objective: str | None = None) -> dict[s
 
 # %% ../../nbs/1_core/03_presets.ipynb #4d01e682
 def nano_folder(model: str) -> Path:
-    """Where the trained nano model of a family is. Raises RecipeError where there is none.
+    """Return the folder of the trained nano model of a family. Raises RecipeError if it has none.
 
     Args:
         model: Family name

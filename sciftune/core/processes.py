@@ -26,19 +26,19 @@ ENDINGS = {0: "finished", DIVERGED: "diverged"} | {
 def on_cpu(
     recipe: Recipe,
 ) -> bool:
-    """Whether the run will use the CPU: asked for, or no GPU here and none planned for."""
+    """Return True if the run will use the CPU: requested, or no GPU here and none planned for."""
     elsewhere = recipe.plan_device or recipe.device_memory_gib and recipe.launcher == "print"
     return recipe.cpu or not (elsewhere or gpus())
 
 # %% ../../nbs/1_core/09_processes.ipynb #b11ccd64
 def processes_here(values: Mapping[str, Any]) -> int:
-    """The processes of a run that names no number: one per GPU, on a CPU one.
+    """Return the processes of a run that names no number: one per GPU; on a CPU one.
 
     Args:
-        values: Of `cpu` and `num_machines`, recipe fields
+        values: recipe fields `cpu` and `num_machines`
 
     Returns:
-        Processes over all machines
+        processes over all machines
     """
     machines = int(values.get("num_machines") or 1)
     elsewhere = values.get("cpu") or values.get("plan_device")
@@ -46,12 +46,9 @@ def processes_here(values: Mapping[str, Any]) -> int:
 
 # %% ../../nbs/1_core/09_processes.ipynb #5d0d231d
 def world_size(recipe: Recipe) -> int:
-    """The number of processes.
+    """Return the number of processes over all machines.
 
     Raises RecipeError when strategy, machines or batch do not go with it.
-
-    Returns:
-        Processes over all machines
     """
     alone = find_record("strategies", recipe.strategy).processes == "one"
     count = recipe.num_processes or (1 if alone else processes_here(dict(recipe)))

@@ -34,10 +34,10 @@ def on_progress(listener: Callable[[str], None] | None) -> None:
 
 
 def progress(note: str = "") -> None:
-    """Say that a piece of long work is done.
+    """Report that a piece of long work is done.
 
     Args:
-        note: What was done, for the table of a run that stalls
+        note: the finished piece, for the table of a run that stalls
     """
     global _heard
     now = time.monotonic()
@@ -56,7 +56,7 @@ class ProgressFile:
 
     Args:
         file: Open for writing
-        note: What is written
+        note: name of the content
     """
 
     def __init__(self, file: BinaryIO, note: str):
@@ -120,7 +120,7 @@ def progress_by_bytes(note: str) -> Iterator[None]:
     """While the block runs, bytes that this process reads or writes count as progress.
 
     Args:
-        note: What is done
+        note: name of the work
     """
     ended = threading.Event()
     thread = threading.Thread(target=_watch_bytes, args=(note, ended), daemon=True)

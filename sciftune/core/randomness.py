@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 # %% ../../nbs/1_core/08_randomness.ipynb #aae8d5ea
 def stream_seed(seed: int, *key: str | int) -> int:
-    """A 63-bit seed for the draw called `key`.
+    """Return a 63-bit seed for the draw called `key`.
 
     Args:
-        seed: The recipe's seed
-        *key: What the draw is for: purpose, sample id, epoch ...
+        seed: seed of the recipe
+        *key: purpose of the draw: name, sample id, epoch …
 
     Returns:
-        0 <= x < 2**63
+        integer in [0, 2**63)
     """
     digest = hashlib.sha256()
     for part in (seed, *key):
@@ -35,14 +35,14 @@ def stream_seed(seed: int, *key: str | int) -> int:
 
 # %% ../../nbs/1_core/08_randomness.ipynb #34feccfa
 def stream(seed: int, *key: str | int) -> "torch.Generator":
-    """The random stream of the draw called `key`.
+    """Return the random stream of the draw called `key`.
 
     Args:
-        seed: The recipe's seed
-        *key: What the draw is for
+        seed: seed of the recipe
+        *key: purpose of the draw
 
     Returns:
-        On the CPU: the same numbers on every device and machine
+        generator on the CPU: the same numbers on every device and machine
     """
     import torch  # here, so that modules of data that only need the order stay light
 
@@ -50,11 +50,11 @@ def stream(seed: int, *key: str | int) -> "torch.Generator":
 
 # %% ../../nbs/1_core/08_randomness.ipynb #1aea21eb
 def uniform(seed: int, *key: str | int) -> float:
-    """One number of the stream `key`.
+    """Return one number of the stream `key`.
 
     Args:
         seed: The recipe's seed
-        *key: What the draw is for
+        *key: purpose of the draw
 
     Returns:
         In [0, 1)
@@ -80,13 +80,13 @@ class GlobalOrder:
         self._cached: tuple[int | None, np.ndarray | None] = (None, None)
 
     def permutation(self, epoch: int) -> np.ndarray:
-        """The order of `epoch`; that of the last one asked for is kept.
+        """Return the order of `epoch`; the last one is cached.
 
         Args:
-            epoch: Counts from 0
+            epoch: number of the epoch, from 0
 
         Returns:
-            (n,) each index once
+            (n,) array that holds each index once
         """
         if self._cached[0] != epoch:
             generator = np.random.Generator(
@@ -96,29 +96,29 @@ class GlobalOrder:
         return self._cached[1]
 
     def batch(self, step: int) -> list[tuple[int, int]]:
-        """The global batch of the next step.
+        """Return the global batch of the next step.
 
         Args:
-            step: Optimizer steps already taken
+            step: number of optimizer steps already taken
 
         Returns:
-            global_batch times (epoch, index)
+            (epoch, index) of each sample, global_batch in all
         """
         first = step * self.global_batch
         places = [divmod(p, self.n) for p in range(first, first + self.global_batch)]
         return [(epoch, int(self.permutation(epoch)[place])) for epoch, place in places]
 
     def steps(self, epochs: float) -> int:
-        """Steps until `epochs` passes are done, see `first_positions`.
+        """Count the steps until `epochs` passes are done, see `first_positions`.
 
         Args:
-            epochs: Passes over the collection
+            epochs: number of passes over the collection
         """
         return -(-first_positions(epochs, self.n) // self.global_batch)
 
 # %% ../../nbs/1_core/08_randomness.ipynb #336ef99b
 def first_positions(epochs: float, n: int) -> int:
-    """How many positions of an endless order the first `epochs` passes take.
+    """Return how many positions of an endless order the first `epochs` passes take.
 
     Args:
         epochs: Passes over a collection
@@ -130,16 +130,16 @@ def first_positions(epochs: float, n: int) -> int:
 def share(
     batch: list, rank: int, world_size: int, micro_batch: int
 ) -> list[list[tuple[int, object]]]:
-    """The micro-batches of `rank`, in order.
+    """Return the micro-batches of `rank`, in order.
 
     Args:
-        batch: One global batch
-        rank: Of this process
-        world_size: Processes
-        micro_batch: Samples per process and forward pass
+        batch: one global batch
+        rank: number of this process
+        world_size: number of processes
+        micro_batch: samples per process and forward pass
 
     Returns:
-        Micro-batches of (position in the global batch, item)
+        micro-batches of (position in the global batch, item)
     """
     if len(batch) % (world_size * micro_batch):
         raise ValueError(

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['RegistryError', 'nearest', 'Record', 'FamilyRecord', 'StrategyRecord', 'OptimizerRecord', 'ObjectiveRecord',
-           'FunctionRecord', 'package_folder', 'record_modules', 'read_records', 'records', 'find_record',
-           'usual_optimizer', 'family_names', 'family_named', 'import_class', 'load']
+           'FunctionRecord', 'ReaderRecord', 'package_folder', 'record_modules', 'read_records', 'records',
+           'find_record', 'usual_optimizer', 'family_names', 'family_named', 'import_class', 'load']
 
 # %% ../../nbs/1_core/01_registry.ipynb #58cccaf2
 import ast
@@ -27,11 +27,11 @@ class RegistryError(ValueError):
 
 # %% ../../nbs/1_core/01_registry.ipynb #d81062b0
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint for a wrong `name`.
+    """Return a hint for a wrong `name`.
 
     Args:
-        name: What was written
-        known: The names that exist
+        name: name as written
+        known: existing names
 
     Returns:
         " (did you mean 'x'?)", or the whole list when nothing is close
@@ -45,9 +45,9 @@ class Record(BaseModel):
     """What others must know about a part that can be replaced.
 
     Attributes:
-        name: What a recipe calls it
+        name: name in a recipe
         implementation: Class in the record's module
-        module: Where the record stands; filled in by the registry
+        module: module of the record; filled in by the registry
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -60,14 +60,14 @@ class FamilyRecord(Record):
     """A model family: what can be said of it without importing it.
 
     Attributes:
-        title: For people; '' = the name
+        title: name for people; '' = the name
         hub: Hub id of the published weights
         also: Other names and hub ids of it in other scripts
         license: Their licence, as hubs name it; '' = unknown
         pipeline_class: diffusers pipeline
         block_classes: Units of sharding, gradient checkpointing and compiling
-        objectives: That can train it; the first is its default
-        blocks: Of those classes in the published denoiser; 0 = not counted
+        objectives: objectives that can train it; the first is its default
+        blocks: number of blocks in the published denoiser; 0 = not counted
         learning_rate: Full fine-tuning of the published weights
         usual_learning_rates: Lowest and highest; LoRA ten times
         timestep_shifts: Named ones that it can compute
@@ -77,7 +77,7 @@ class FamilyRecord(Record):
         context_parallel: The tokens of a sample can be divided over ranks
         packing: Samples of several sizes can stand one behind another
         prediction: what the denoiser predicts; objectives ask for it
-        float32_arguments: Of the denoiser's call, or entries of a dict in it: no engine casts them
+        float32_arguments: arguments of the denoiser's call, or keys in them, that no engine casts
         nano: A small trained model of it is in the package
         guides_above: Scale above which its pipeline guides; None = it never does
         values: Recipe fields that it changes in every preset
@@ -124,7 +124,7 @@ class FamilyRecord(Record):
         """Return whether a sampler at this scale makes a second prediction, without the caption.
 
         Args:
-            scale: Of guidance
+            scale: guidance scale
         """
         return self.guides_above is not None and scale > self.guides_above
 
@@ -137,8 +137,8 @@ class StrategyRecord(Record):
         processes: 'one' refuses more
         reads: Optional recipe fields that it reads
         offloads: Values of `offload` besides 'none'
-        sharded: Whether parameters are spread, so that no process holds all
-        hooks_layers: Whether it gathers in hooks on every layer, as ZeRO-3 does
+        sharded: True if parameters are sharded: no process holds all
+        hooks_layers: True if hooks on every layer gather parameters, as in ZeRO-3
         own_master_weights: Keeps fp32 ones itself: bf16-master24 saves nothing
         gpu_updates: Values of `offload` with which the model's own weights are updated on a GPU
         packages: Modules that it imports and that need not be installed
@@ -206,17 +206,17 @@ class ObjectiveRecord(Record):
         reads: Optional fields of other sections that it reads
         models: families that it can train, besides those whose record names it
         predictions: kinds of prediction; it can train every family that makes one of them
-        strategies: That can run it; () = all
+        strategies: strategies that can run it; () = all
         why_strategies: Why not the others
-        sequences: Its data are sequences of text and images, not captioned images
-        pairs: Its data are pairs of a chosen and a rejected image
-        one_network: Whether a step passes through one trained network and nothing else
+        sequences: True if its data are sequences of text and images, not captioned images
+        pairs: True if its data are pairs of a chosen and a rejected image
+        one_network: True if a step passes through one trained network and nothing else
         context_parallel: Several ranks may work on the same samples
-        trains_whole: Whether a network is trained whole although lora_rank is set
+        trains_whole: True if a network is trained whole although lora_rank is set
         trains_part: Field -> values with which a part of the network stays as it was
         presets: Recipe fields that it changes in a preset
         starting_loss: A first loss above it says that something is wrong; 0 = unknown
-        falling_loss: Whether the training loss falls where a run learns
+        falling_loss: True if the training loss falls while a run learns
     """
 
     summary: str
@@ -253,6 +253,24 @@ class FunctionRecord(Record):
 
     summary: str
 
+# %% ../../nbs/1_core/01_registry.ipynb #1fa1c4f3
+class ReaderRecord(Record):
+    """A kind of collection of images.
+
+    Attributes:
+        suffixes: endings of the files that it opens
+        head: regular expression for the first 4096 characters of such a file; '' = any content
+        marks: files at the root of a folder that make the whole folder its own
+        order: position among the readers of a folder; the first that finds something opens it
+        shards: True if several files make one collection, in a folder or behind an address
+    """
+
+    suffixes: tuple[str, ...] = ()
+    head: str = ""
+    marks: tuple[str, ...] = ()
+    order: int
+    shards: bool = False
+
 # %% ../../nbs/1_core/01_registry.ipynb #4dcba519
 _KINDS = dict(
     models=FamilyRecord,
@@ -262,6 +280,7 @@ _KINDS = dict(
     densities=FunctionRecord,
     weightings=FunctionRecord,
     scores=FunctionRecord,
+    readers=ReaderRecord,
 )
 _PLACES = dict(
     models="models/*.py",
@@ -271,6 +290,7 @@ _PLACES = dict(
     densities="objectives/densities/*.py",
     weightings="objectives/weightings/*.py",
     scores="toys/*.py",
+    readers="data/*.py",
 )
 _FIELDS = dict(  # of a recipe, which name a record
     models="model",
@@ -283,18 +303,20 @@ _FIELDS = dict(  # of a recipe, which name a record
 
 
 def package_folder() -> Path:
-    """Where this package is, without importing any of its modules."""
+    """Return the folder of this package, without importing any of its modules."""
     return Path(importlib.util.find_spec("sciftune").origin).parent
 
 
 def record_modules(kind: str) -> dict[str, Path]:
-    """The modules that may hold records. Raises RegistryError for an entry point without source.
+    """Find the modules that may hold records.
+
+    Raises RegistryError for an entry point without source.
 
     Args:
         kind: a key of `_KINDS`, such as 'models'
 
     Returns:
-        Module -> its source
+        source file, by module name
     """
     root = package_folder()
     files = sorted(root.glob(_PLACES[kind]))
@@ -308,7 +330,7 @@ def record_modules(kind: str) -> dict[str, Path]:
 
 # %% ../../nbs/1_core/01_registry.ipynb #a5a9f0b1
 def _call_values(call: ast.expr, kind: str, where: str) -> dict:
-    """The arguments of one literal `FamilyRecord(...)`."""
+    """Return the arguments of one literal `FamilyRecord(...)`."""
     expected = _KINDS[kind].__name__
     if not isinstance(call, ast.Call) or getattr(call.func, "id", "") != expected or call.args:
         raise RegistryError(f"{where}: RECORDS of {kind} must hold {expected}(name='...', ...)")
@@ -321,11 +343,11 @@ def _call_values(call: ast.expr, kind: str, where: str) -> dict:
 
 
 def read_records(source: Path, module: str, kind: str) -> list[Record]:
-    """The records in `RECORDS` of a file; none without such a list. Raises RegistryError.
+    """Read the records in `RECORDS` of a file; none without such a list. Raises RegistryError.
 
     Args:
         source: Python file
-        module: Its name
+        module: name of the module
         kind: a key of `_KINDS`, such as 'models'
     """
     found = []
@@ -344,13 +366,13 @@ def read_records(source: Path, module: str, kind: str) -> list[Record]:
 # %% ../../nbs/1_core/01_registry.ipynb #012d760b
 @functools.cache
 def records(kind: str) -> dict[str, Record]:
-    """All records of a kind. Raises RegistryError where two have one name.
+    """Return all records of a kind. Raises RegistryError if two have one name.
 
     Args:
         kind: a key of `_KINDS`, such as 'models'
 
     Returns:
-        By name
+        record, by name
     """
     found = {}
     for module, source in record_modules(kind).items():
@@ -363,11 +385,11 @@ def records(kind: str) -> dict[str, Record]:
 
 # %% ../../nbs/1_core/01_registry.ipynb #e80c17f1
 def find_record(kind: str, name: str) -> Record:
-    """The record called `name`. Raises RegistryError with the nearest known name.
+    """Return the record called `name`. Raises RegistryError with the nearest known name.
 
     Args:
         kind: a key of `_KINDS`, such as 'models'
-        name: What a recipe says
+        name: name in the recipe
     """
     known = records(kind)
     singular = _FIELDS.get(kind, kind)
@@ -393,16 +415,16 @@ def usual_optimizer(precision: str) -> OptimizerRecord:
 
 # %% ../../nbs/1_core/01_registry.ipynb #5c1b9d81
 def _bare(name: str) -> str:
-    """A name without case and punctuation."""
+    """Return a name without case and punctuation."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 @functools.cache
 def family_names() -> dict[str, str]:
-    """What model families are called. Raises RegistryError for a name of two.
+    """Return the names of all model families. Raises RegistryError for a name of two families.
 
     Returns:
-        Bare name -> family
+        family, by its names without case and punctuation
     """
     found: dict[str, str] = {}
     for record in records("models").values():
@@ -414,19 +436,19 @@ def family_names() -> dict[str, str]:
 
 
 def family_named(name: str) -> str:
-    """The family that another script means.
+    """Return the family that another script means by `name`.
 
     Args:
-        name: As another script writes it
+        name: name in another script
 
     Returns:
-        Name of the record, or `name`
+        name of the record; `name` itself if no family has it
     """
     return family_names().get(_bare(name), name)
 
 # %% ../../nbs/1_core/01_registry.ipynb #a6c0e491
 def import_class(target: str) -> type:
-    """The class that `target` names. Raises RegistryError where the module has no such class.
+    """Import the class that `target` names. Raises RegistryError if its module has no such class.
 
     Args:
         target: 'module:Class'

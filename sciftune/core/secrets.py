@@ -29,15 +29,15 @@ _PARAMETER = re.compile(r"([^&;=]*)=([^&;]*)")
 
 
 def _has_parameters(parts: SplitResult) -> bool:
-    """Whether what follows '?' are parameters; in a pattern it stands for one character."""
+    """Return True if parameters follow '?'; in a pattern it stands for one character."""
     return "=" in parts.query or bool(parts.query and parts.scheme in ("http", "https"))
 
 
 def masked_address(address: str) -> str:
-    """An address without what may be secret in it.
+    """Return an address without what may be secret in it.
 
     Args:
-        address: With a scheme; anything else stays as it is
+        address: address with a scheme; anything else stays as it is
     """
     if "://" not in address:
         return address
@@ -84,10 +84,10 @@ def conceal(address: str) -> str:
 
 
 def reveal(shown: str) -> str:
-    """The whole address. Raises ValueError where it is not known.
+    """Return the whole address. Raises ValueError if it is not known.
 
     Args:
-        shown: Of `conceal`; other text stays as it is
+        shown: result of `conceal`; other text stays as it is
     """
     if "://" not in shown or MASK not in shown:
         return shown
@@ -100,10 +100,10 @@ def reveal(shown: str) -> str:
 
 
 def masked(text: str) -> str:
-    """`text` without secrets.
+    """Return `text` without secrets.
 
     Args:
-        text: For people
+        text: text for people
     """
     text = _ADDRESS.sub(lambda found: masked_address(found[0]), text)
     for part in sorted(_parts, key=len, reverse=True):
@@ -112,10 +112,10 @@ def masked(text: str) -> str:
 
 # %% ../../nbs/1_core/14_secrets.ipynb #eaa63b96
 def bare(path: str) -> str:
-    """A path without user, password, parameters and fragment.
+    """Return a path without user, password, parameters and fragment.
 
     Args:
-        path: Address, or a path as a file system of fsspec gives it
+        path: address, or a path as a file system of fsspec gives it
     """
     if "://" not in path:
         return path
@@ -126,7 +126,7 @@ def bare(path: str) -> str:
 
 # %% ../../nbs/1_core/14_secrets.ipynb #9d79070d
 def secrets_file(folder: str | Path) -> Path:
-    """Where the secrets of a run are kept.
+    """Return the file with the secrets of a run.
 
     Args:
         folder: Run folder
@@ -140,8 +140,8 @@ class KeptSecrets(BaseModel):
     """What a file of secrets holds.
 
     Attributes:
-        folder: Of the run
-        addresses: By what is shown of them
+        folder: folder of the run
+        addresses: whole address, by its masked form
     """
 
     folder: str = ""
@@ -149,7 +149,7 @@ class KeptSecrets(BaseModel):
 
 
 def _kept(file: Path) -> KeptSecrets:
-    """What a file holds; nothing where it is missing or damaged."""
+    """Read a file of secrets; nothing if it is missing or damaged."""
     try:
         return read_kind(KeptSecrets, file)
     except FileError:
@@ -161,7 +161,7 @@ def keep_secrets(folder: str | Path, addresses: Iterable[str]) -> None:
 
     Args:
         folder: Run folder
-        addresses: As the recipe shows them
+        addresses: addresses as the recipe shows them
     """
     load_secrets(folder)
     hidden = {shown: reveal(shown) for shown in addresses if reveal(shown) != shown}
@@ -192,7 +192,7 @@ class MaskedStream:
     """A text stream that shows no secrets; otherwise like the stream itself.
 
     Args:
-        stream: Where masked text goes
+        stream: stream for the masked text
     """
 
     def __init__(self, stream: TextIO):

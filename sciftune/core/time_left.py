@@ -14,7 +14,7 @@ class TimeLeft:
     """The time until the end of a run, in seconds.
 
     Args:
-        steps: Of the run
+        steps: steps of the run
         validation_steps: Steps between two validations; 0 = none
         checkpoint_steps: Steps between two checkpoints; 0 = only at the end
         recent: Steps whose median counts
@@ -32,10 +32,11 @@ class TimeLeft:
         self.done = 0  # Steps taken
 
     def step(self, number: int, seconds: float):
-        """A step was taken.
+        """Record the time of a step.
 
         Args:
-            number: Steps taken, this one included
+            number: steps taken, this one included
+            seconds: duration of the step
         """
         self.done = number
         if self.first is None:
@@ -44,10 +45,11 @@ class TimeLeft:
             self.recent.append(seconds)
 
     def between(self, kind: str, seconds: float):
-        """Something was done between two steps.
+        """Record the time of work between two steps.
 
         Args:
             kind: 'validation' or 'checkpoint'
+            seconds: duration
         """
         self.spent[kind].append(seconds)
         self.last[kind] = self.done
@@ -62,10 +64,10 @@ class TimeLeft:
         return median(self.recent) if self.recent else self.first
 
     def seconds(self) -> float | None:
-        """The time until the last step, with the validations and checkpoints that are due.
+        """Return the time until the last step, with the validations and checkpoints that are due.
 
         Returns:
-            None before the first step
+            seconds; None before the first step
         """
         if self.step_time is None:
             return None
@@ -73,7 +75,7 @@ class TimeLeft:
         return left + sum(self._due(kind) * self._cost(kind) for kind in self.every)
 
     def _due(self, kind: str) -> int:
-        """How often it will be done; at the end of the run, too."""
+        """Return how often it will be done; at the end of the run, too."""
         every = self.every[kind]
         if not every:
             return 0
@@ -88,11 +90,7 @@ class TimeLeft:
 
 # %% ../../nbs/1_core/16_time_left.ipynb #38de04bf
 def clock(seconds: float) -> str:
-    """A length of time as a clock shows it.
-
-    Returns:
-        'MM:SS' or 'H:MM:SS'
-    """
+    """Format a length of time as 'MM:SS' or 'H:MM:SS'."""
     minutes, second = divmod(int(seconds), 60)
     hour, minute = divmod(minutes, 60)
     return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute:02}:{second:02}"

@@ -20,7 +20,7 @@ def written_aside(path: str | Path, mode: int = 0o666, suffix: str = ".part") ->
     When the block raises, the file is removed and `path` stays as it was.
 
     Args:
-        path: Where the file shall be
+        path: final path of the file
         mode: Permissions of the new file, before the umask
         suffix: End of the name until then
     """
@@ -41,8 +41,8 @@ def write_atomic(path: str | Path, text: str | bytes, mode: int = 0o666) -> Path
     """Write `text` to `path` completely or not at all.
 
     Args:
-        path: Where the file shall be
-        text: Its content
+        path: final path of the file
+        text: content of the file
         mode: Permissions, before the umask
     """
     with written_aside(path, mode) as aside:

@@ -21,13 +21,13 @@ from ..core.recipe import Recipe
 # %% ../../nbs/2_data/06_buckets.ipynb #5a0d4032
 @lru_cache(1024)
 def bucket_sizes(side: int, smallest: int, largest: int, step: int) -> tuple:
-    """The sizes of about `side`*`side` pixels.
+    """Return the sizes of about `side`*`side` pixels.
 
     Args:
-        side: Of the square with the same area, pixels
-        smallest: Shortest side
-        largest: Longest side
-        step: All sides are multiples of it
+        side: side of the square with the same area, pixels
+        smallest: shortest side
+        largest: longest side
+        step: all sides are multiples of it
 
     Returns:
         (height, width) pairs, from flat to tall
@@ -44,24 +44,26 @@ def bucket_sizes(side: int, smallest: int, largest: int, step: int) -> tuple:
 # %% ../../nbs/2_data/06_buckets.ipynb #9228ac3c
 @lru_cache(65536)
 def nearest_size(width: int, height: int, sizes: tuple) -> tuple[int, int]:
-    """The bucket of an image's shape.
+    """Return the bucket whose shape is nearest to an image's.
 
     Args:
-        width: Of the image
+        width: width of the image
+        height: height of the image
         sizes: (height, width) pairs
 
     Returns:
-        One of them
+        one of `sizes`
     """
     ratio = math.log(width / height)
     return min(sizes, key=lambda s: (abs(ratio - math.log(s[1] / s[0])), -s[0] * s[1]))
 
 
 def crop_loss(width: int, height: int, size: tuple) -> float:
-    """The part of the image that a centre crop to `size` cuts off.
+    """Return the part of the image that a centre crop to `size` cuts off.
 
     Args:
-        width: Of the image
+        width: width of the image
+        height: height of the image
         size: (height, width) that it is scaled to cover
 
     Returns:
@@ -73,10 +75,11 @@ def crop_loss(width: int, height: int, size: tuple) -> float:
 # %% ../../nbs/2_data/06_buckets.ipynb #711a87e0
 @lru_cache(65536)
 def size_inside(width: int, height: int, size: tuple, multiple: int = 16) -> tuple[int, int]:
-    """The size of the whole image inside another size.
+    """Return the largest size of the whole image inside another size.
 
     Args:
-        width: Of the image
+        width: width of the image
+        height: height of the image
         size: (height, width) that it must fit into, multiples of `multiple`
         multiple: Sides are multiples of it
 
@@ -93,12 +96,15 @@ def size_inside(width: int, height: int, size: tuple, multiple: int = 16) -> tup
 def share_kept(
     fit: str, width: int, height: int, resolution: int = 1024, sizes: tuple | None = None
 ) -> float:
-    """The share of an image's pixels that training sees. Raises ValueError for another `fit`.
+    """Return the share of an image's pixels that training sees.
+
+    Raises ValueError for another `fit`.
 
     Args:
         fit: 'bucket', 'pad' or 'crop'
-        width: Of the image
-        resolution: Side of the square, pixels
+        width: width of the image
+        height: height of the image
+        resolution: side of the square, pixels
         sizes: (height, width) of the buckets; None = those of a recipe's zeros
 
     Returns:
@@ -132,9 +138,10 @@ class Sizing:
         """Choose by (seed, purpose, sample, draw).
 
         Args:
-            sample: Its id
-            draw: Number of the draw
-            what: Purpose of the random number
+            choices: values to choose from
+            sample: id of the sample
+            draw: number of the draw
+            what: purpose of the random number
 
         Returns:
             One of the choices
@@ -154,7 +161,7 @@ class Sizing:
         return [s for s in self.sides if s * s <= width * height] or self.sides[:1]
 
     def bucket(self, sample: str, width: int, height: int, draw: int = 0) -> tuple[int, int]:
-        """(height, width) of the size that one sample, of pixels `width` x `height`, goes to."""
+        """Return (height, width) of the bucket of a sample of `width` x `height` pixels."""
         r = self.recipe
         if not r.varied:
             return r.resolution, r.resolution
@@ -166,13 +173,13 @@ class Sizing:
         return nearest_size(width, height, self.buckets(side))
 
     def fitted(self, width: int, height: int, bucket: tuple) -> tuple[int, int]:
-        """(height, width) of an image in its bucket: all of it, or with `pad` what it needs."""
+        """Return (height, width) of an image in its bucket: the bucket's, or its own with `pad`."""
         if self.recipe.fit != "pad":
             return bucket
         return size_inside(width, height, bucket, self.multiple)
 
     def held_out(self, width: int, height: int) -> tuple[int, int]:
-        """(height, width) of an image that is not trained on: its shape, or a square to crop."""
+        """Return (height, width) of a held-out image: its shape, or a square to crop."""
         r = self.recipe
         if r.fit == "crop":
             return r.resolution, r.resolution
@@ -180,7 +187,7 @@ class Sizing:
         return self.fitted(width, height, nearest_size(width, height, sizes))
 
     def kept(self, fit: str, width: int, height: int) -> float:
-        """`share_kept` of another `fit` with the recipe's sizes."""
+        """Return `share_kept` of another `fit` with the recipe's sizes."""
         sizes = self.buckets(self.filled(width, height)[-1])
         return share_kept(fit, width, height, self.recipe.resolution, sizes)
 
@@ -228,7 +235,7 @@ class BucketOrder:
         ]  # micro-batches per epoch
 
     def epoch(self, e: int) -> list:
-        """The micro-batches of an epoch, each an array of sample numbers."""
+        """Return the micro-batches of an epoch, each an array of sample numbers."""
         if e not in self._kept:
             if len(self._kept) > 2:
                 self._kept.pop(min(self._kept))
@@ -244,7 +251,7 @@ class BucketOrder:
         return self._kept[e]
 
     def _micros(self, rng, window, bucket):
-        """The samples of a window in micro-batches of one bucket, both shuffled."""
+        """Return the samples of a window in micro-batches of one bucket, both shuffled."""
         shuffled = rng.permutation(window)
         shuffled = shuffled[np.argsort(bucket[shuffled], kind="stable")]
         groups = np.split(shuffled, np.cumsum(np.bincount(bucket[window]))[:-1])
@@ -252,7 +259,7 @@ class BucketOrder:
         return [micros[i] for i in rng.permutation(len(micros))]
 
     def where(self, slot: int) -> tuple[int, int]:
-        """Give epoch and number within it of a micro-batch, counted from the start."""
+        """Return the epoch of a micro-batch and its number within the epoch."""
         rounds, rest = divmod(slot, sum(self.counts))
         e = rounds * len(self.counts)
         for n in self.counts:
@@ -262,7 +269,7 @@ class BucketOrder:
             e += 1
 
     def at(self, slot: int) -> list[tuple[int, int]]:
-        """The micro-batch number `slot`, counted from the start of training.
+        """Return micro-batch number `slot`, counted from the start of training.
 
         Returns:
             (epoch, sample number) of each
@@ -271,7 +278,7 @@ class BucketOrder:
         return [(e, self.offset + int(i)) for i in self.epoch(e)[n]]
 
     def batch(self, step: int) -> list[list[tuple[int, int]]]:
-        """The global batch of the step after `step` steps.
+        """Return the global batch of the step after `step` steps.
 
         Returns:
             Micro-batches
@@ -290,19 +297,21 @@ class BucketOrder:
         return whole + math.ceil((Fraction(str(epochs)) - done) * self.counts[rest])
 
     def steps(self, epochs: float) -> int:
-        """Steps until `epochs` passes are done; the last one is filled up from the next.
+        """Count the steps until `epochs` passes are done; the last one is filled up from the next.
 
         Args:
-            epochs: Passes over the collection
+            epochs: number of passes over the collection
         """
         return -(-self.positions(epochs) // self.slots)
 
 # %% ../../nbs/2_data/06_buckets.ipynb #5e14b50e
 def rank_share(micros: list, rank: int, world_size: int) -> list[tuple[int, list]]:
-    """List the micro-batches of a rank. Raises ValueError when they cannot be spread evenly.
+    """Return the micro-batches of a rank. Raises ValueError if they cannot be spread evenly.
 
     Args:
-        micros: Micro-batches of one global batch
+        micros: micro-batches of one global batch
+        rank: number of the process
+        world_size: number of processes
 
     Returns:
         (number within the global batch, micro-batch)
@@ -316,13 +325,14 @@ def rank_share(micros: list, rank: int, world_size: int) -> list[tuple[int, list
 
 # %% ../../nbs/2_data/06_buckets.ipynb #08f80550
 def size_report(shapes: Sequence, sizing: Sizing, ids: Sequence = None) -> dict:
-    """Tell what a choice of sizes does to a collection.
+    """Report the effect of a choice of sizes on a collection.
 
     `partial` counts the samples in micro-batches that are not full.
 
     Args:
         shapes: (width, height) of every image
-        ids: Of the samples; None = their numbers
+        sizing: choice of sizes
+        ids: ids of the samples; None = their numbers
 
     Returns:
         buckets {size: images}, crop_loss, crop_worst, tokens per sample, partial
@@ -344,14 +354,15 @@ def size_report(shapes: Sequence, sizing: Sizing, ids: Sequence = None) -> dict:
 
 # %% ../../nbs/2_data/06_buckets.ipynb #03e35c71
 def cut_line(shapes: Sequence, recipe: Recipe, most: int = 20_000) -> str:
-    """Say what the recipe's `fit` cuts off the images of a collection, and the others would.
+    """Report what the recipe's `fit`, and each other one, cuts off the images of a collection.
 
     Args:
         shapes: (width, height) of every image
-        most: Images that are looked at
+        recipe: recipe with `fit` and sizes
+        most: largest number of images to look at
 
     Returns:
-        For people
+        a line for people
     """
     some = shapes[:: -(-len(shapes) // most) or 1]
     sizing = Sizing(recipe)

@@ -110,7 +110,7 @@ def save_shard(folder: Path, name: str, entries: dict[str, dict[str, Tensor]]):
     Raises OSError when the disk is full; nothing half-written is left.
 
     Args:
-        folder: Of the cache
+        folder: folder of the cache
         name: Without suffix, used by nobody else
         entries: key -> {tensor name: tensor}
     """
@@ -143,7 +143,7 @@ def open_shard(folder: Path, name: str) -> tuple[dict, safe_open]:
     Raises ValueError, OSError or SafetensorError for a damaged one.
 
     Args:
-        folder: Of the cache
+        folder: folder of the cache
         name: Without suffix
 
     Returns:
@@ -187,7 +187,7 @@ class Writer:
         """Keep a copy of the tensors. Raises ValueError for what cannot be cached.
 
         Args:
-            key: From `cache_key`
+            key: result of `cache_key`
             tensors: name -> tensor of any shape, dtype and device
         """
         if not isinstance(key, str) or not key or "/" in key:
@@ -231,8 +231,8 @@ def sweep(folder: Path, damaged: list[str], stale: float = 3600):
     """Remove damaged shards and abandoned files.
 
     Args:
-        folder: Of the cache
-        damaged: Names of shards
+        folder: folder of the cache
+        damaged: names of shards
         stale: Age in seconds from which something incomplete is abandoned
     """
     for name in damaged:
@@ -356,7 +356,7 @@ class TensorCache:
         Its entries are found after the block, and elsewhere after `refresh`.
 
         Args:
-            rank: Of this process; part of the file names
+            rank: number of this process; part of the file names
             flush_entries: Entries in a shard
             flush_bytes: Bytes in a shard, about
         """
@@ -371,7 +371,7 @@ class TensorCache:
         return len(self._entries)
 
     def keys(self) -> KeysView[str]:
-        """Give all keys that are found."""
+        """Return all keys that are found."""
         return self._entries.keys()
 
     def __getstate__(self) -> Path:

@@ -14,18 +14,12 @@ import pyarrow.parquet as pq
 
 from ..core.files import LIST_BYTES, FileError, read_json_lines, read_words
 from .images import DataError
-from sciftune.data.readers import (
-    BROKEN_PARQUET,
-    CAPTION_KEYS,
-    caption_value,
-    captions_of,
-    cell_values,
-    check_row_group,
-)
+from .parquet import BROKEN_PARQUET, cell_values, check_row_group
+from .readers import CAPTION_KEYS, caption_value, captions_of
 
 # %% ../../nbs/2_data/05_captions.ipynb #9e0cc182
 def record_captions(source: str, record: object) -> list[str]:
-    """Give the captions of one record. Raises DataError for a record without a usable caption.
+    """Return the captions of one record. Raises DataError for a record without a usable caption.
 
     Args:
         source: File and line of the record, for error messages: prompts.jsonl:3
@@ -45,7 +39,7 @@ def record_captions(source: str, record: object) -> list[str]:
 
 # %% ../../nbs/2_data/05_captions.ipynb #4b2e4216
 def text_captions(path: Path) -> list[str]:
-    """Give the lines of a text file that are not empty. Raises DataError when it is not UTF-8.
+    """Return the lines of a text file that are not empty. Raises DataError if it is not UTF-8.
 
     Args:
         path: A text file in UTF-8, one caption a line
@@ -58,7 +52,7 @@ def text_captions(path: Path) -> list[str]:
 
 # %% ../../nbs/2_data/05_captions.ipynb #de4c7399
 def jsonl_captions(path: Path) -> list[str]:
-    """Give the captions of a JSON-lines file. Raises DataError naming the line.
+    """Return the captions of a JSON-lines file. Raises DataError naming the line.
 
     Args:
         path: One JSON record a line
@@ -73,7 +67,7 @@ def jsonl_captions(path: Path) -> list[str]:
 
 # %% ../../nbs/2_data/05_captions.ipynb #6844d795
 def parquet_captions(path: Path) -> list[str]:
-    """Give the captions in a parquet file. Raises DataError naming the file or the row.
+    """Return the captions in a parquet file. Raises DataError naming the file or the row.
 
     Args:
         path: A parquet file with one of the caption columns

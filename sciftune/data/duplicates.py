@@ -81,7 +81,7 @@ def signatures(copies: Iterable[np.ndarray]) -> Signatures:
     """Hash small copies, 256 at a time.
 
     Args:
-        copies: Of `small_copy`
+        copies: results of `small_copy`
     """
     parts = [_signed(np.stack(some)) for some in _batches(copies, 256)]
     if not parts:
@@ -93,7 +93,7 @@ def joined_signatures(*parts: Signatures) -> Signatures:
     """Signatures of several collections, one after another.
 
     Args:
-        *parts: Of collections
+        *parts: signatures of collections
     """
     columns = zip(*((p.bits, p.colours, p.blank) for p in parts), strict=True)
     return Signatures(*map(np.concatenate, columns))
@@ -122,7 +122,7 @@ def collection_signatures(collection: Sequence, workers: int | None = None) -> S
     """Read and decode every image of a collection once.
 
     Args:
-        collection: Of samples with `image`, the encoded bytes
+        collection: samples with `image`, the encoded bytes
         workers: Threads; None = one per available core
     """
     with ThreadPoolExecutor(workers or min(cores(), 32)) as pool:

@@ -10,7 +10,7 @@ import os
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -19,8 +19,8 @@ from .images import OTHER_SUFFIXES, SUFFIXES, DataError, check_regular
 from .rows import Texts
 
 # %% auto #0
-__all__ = ['SYSTEM_FOLDERS', 'HIDDEN_NAMES', 'USED', 'is_hidden', 'check_place', 'valid_text', 'Account', 'Kinds', 'FolderFiles',
-           'unread_kind', 'composed', 'stored_name']
+__all__ = ['SYSTEM_FOLDERS', 'HIDDEN_NAMES', 'USED', 'is_hidden', 'check_place', 'valid_text', 'Account', 'Kinds', 'unread_name',
+           'ListedFiles', 'FolderFiles', 'unread_kind', 'composed', 'stored_name']
 
 # %% ../../nbs/2_data/17_files.ipynb #1e590fe5
 SYSTEM_FOLDERS = ("/proc", "/sys", "/dev")
@@ -28,10 +28,10 @@ HIDDEN_NAMES = ("__MACOSX", "lost+found", "@eaDir", "Thumbs.db", "desktop.ini")
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a file, or a folder that it lies in, is not meant to be seen.
+    """Return True if a file, or a folder that it lies in, is hidden or made by a system.
 
     Args:
-        name: With forward slashes, below the root of the data
+        name: name with forward slashes, below the root of the data
     """
     return any(
         part.startswith(".") and part not in (".", "..") or part in HIDDEN_NAMES
@@ -52,10 +52,11 @@ def check_place(
 
 
 def valid_text(what: str, text: str) -> str:
-    """The text itself. Raises DataError where UTF-8 cannot hold it: half of a surrogate pair.
+    """Return `text`. Raises DataError if UTF-8 cannot encode it: half of a surrogate pair.
 
     Args:
-        what: Named in the error
+        what: name of the text in the message
+        text: text to check
     """
     try:
         text.encode()
@@ -91,7 +92,7 @@ class Account:
             first.append(name)
 
     def line(self) -> str:
-        """Everything in one line, for people."""
+        """Return the whole account in one line, for people."""
         used = [f"{self.counts[kind]} x {kind}" for kind in USED if self.counts[kind]]
         left = [self._unread(kind) for kind in sorted(self.counts) if kind not in USED]
         text = ", ".join(used) or "nothing is read"
@@ -111,10 +112,11 @@ class Kinds:
         self.kinds = bytearray()  # Places in `USED`
 
     def add(self, name: str, kind: str):
-        """Note the kind of a file.
+        """Set the use of a file.
 
         Args:
-            kind: Of `USED`
+            name: name of the file, below the root
+            kind: one of `USED`
         """
         self.names.append(name)
         self.kinds.append(USED.index(kind))
@@ -133,19 +135,66 @@ class Kinds:
         return None if number < 0 else USED[self.kinds[number]]
 
 # %% ../../nbs/2_data/17_files.ipynb #49f9545f
-class FolderFiles:
-    """The files of a folder: those that may be data, and an account of all others.
+def unread_name(name: str) -> str:
+    """Return why a name is never read, "" if it may be data.
 
     Args:
-        root: Folder
+        name: with forward slashes, below the root of the data
+    """
+    try:
+        valid_text("name", name)
+    except DataError:
+        return "name that is not UTF-8"
+    return "hidden" if is_hidden(name) else ""
+
+
+class ListedFiles:
+    """Keep the names of files that may be data, and an account of all others.
+
+    Args:
+        root: folder of the files, as its file system names it
+        names: names below the root, with forward slashes
+    """
+
+    def __init__(self, root: str, names: Iterable[str] = ()):
+        self.root = root
+        self.names = Texts()
+        self.aside = Account()
+        for name in sorted(names):
+            if kind := unread_name(name):
+                self.aside.add(kind, ascii(name)[1:-1])
+            else:
+                self.names.append(name)
+
+    def account(
+        self,
+        used: Mapping[str, str] | Kinds,
+        other: Callable[[str], str] = lambda name: "no part of the data",
+    ) -> Account:
+        """Return what each file is used for, or why it is not read.
+
+        Args:
+            used: kind in `USED` of a file, by its name or by its path (root and name)
+            other: function of a name that says why the file is not read
+        """
+        account = Account(self.aside.counts.copy(), dict(self.aside.names))
+        for name in self.names:
+            kind = used.get(name) or used.get(f"{self.root}/{name}") or other(name)
+            account.add(kind, name)
+        return account
+
+
+class FolderFiles(ListedFiles):
+    """List the files of a local folder and of the folders in it.
+
+    Args:
+        root: folder
     """
 
     def __init__(self, root: str | Path):
         check_place(root)
-        self.root = os.path.realpath(root)
-        self.names = Texts()  # Relative to the root, with forward slashes, sorted
-        self.links = set()  # Those that are links to files
-        self.aside = Account()
+        super().__init__(os.path.realpath(root))
+        self.links = set()  # names that are links to files
         self.repeats = []  # Folders whose names begin with a number, as 10_name
         names = [""]
         while names:  # the names of one folder at a time, and all in the order of whole paths
@@ -178,7 +227,7 @@ class FolderFiles:
         return below
 
     def _kind(self, entry: os.DirEntry, name: str) -> str:
-        """'' for a file that may be data, 'folder', or why an entry is not read."""
+        """Return '' for a file that may be data, 'folder', or why an entry is not read."""
         if is_hidden(entry.name):
             return "hidden"
         try:
@@ -203,39 +252,23 @@ class FolderFiles:
         return "linked folder (name it in data, too: data=A,B)"
 
     def with_suffix(self, *suffixes: str) -> list[Path]:
-        """The files with an ending, as paths: those of the root alone where it has some.
+        """Return the paths of files with an ending: those of the root alone if it has some.
 
         Args:
-            *suffixes: In small letters
+            *suffixes: endings in lower case
         """
         found = [name for name in self.names if name.lower().endswith(suffixes)]
         top = [name for name in found if "/" not in name]
         return [Path(self.root, name) for name in top or found]
 
     def lists(self, *suffixes: str) -> list[Path]:
-        """The files of the root itself that may list its images.
+        """Return the files of the root itself that may list its images.
 
         Args:
-            *suffixes: In small letters, in the order in which they are looked for
+            *suffixes: endings in lower case, in the order in which they are tried
         """
         names = [name for end in suffixes for name in self.names if name.endswith(end)]
         return [Path(self.root, n) for n in names if "/" not in n and n != "quarantine.jsonl"]
-
-    def account(
-        self,
-        used: Mapping[str, str] | Kinds,
-        other: Callable[[str], str] = lambda name: "no part of the data",
-    ) -> Account:
-        """What became of every file.
-
-        Args:
-            used: Name -> its kind of `USED`
-            other: Name -> why not
-        """
-        account = Account(self.aside.counts.copy(), dict(self.aside.names))
-        for name in self.names:
-            account.add(used.get(name) or other(name), name)
-        return account
 
 
 def unread_kind(
@@ -253,7 +286,7 @@ def unread_kind(
 def composed(
     name: str,
 ) -> str:
-    """The form of a name in which equal looks are equal (NFC)."""
+    """Return the Unicode form of a name in which equal looks are equal (NFC)."""
     return name if name.isascii() else unicodedata.normalize("NFC", name)
 
 
@@ -267,10 +300,11 @@ def stored_name(root: str | Path, name: str) -> str:
     """Find a file whose stored name differs in its Unicode form only.
 
     Args:
-        name: Below the root, as written in a list
+        root: root of the data
+        name: name below the root, as written in a list
 
     Returns:
-        As stored; the same where there is no such file
+        name as stored; `name` if there is no such file
     """
     if name.isascii() or os.path.lexists(os.path.join(root, name)):
         return name

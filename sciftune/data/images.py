@@ -35,7 +35,7 @@ class DataError(ValueError):
     Addresses in it are masked (see `core.secrets`).
 
     Args:
-        message: For people
+        message: message for people
     """
 
     def __init__(self, message: str):
@@ -61,14 +61,17 @@ class Sample:
     height: int
 
     def __repr__(self) -> str:
-        """Everything but the bytes."""
+        """Show everything but the bytes."""
         said = (
             f"{self.id!r}, {self.width}x{self.height}, {len(self.image)} bytes, {self.captions!r}"
         )
         return f"Sample({said})"
 
     def _repr_png_(self) -> bytes:
-        """The picture, which a notebook shows; raises DataError for what is no image."""
+        """Return the picture, which a notebook shows.
+
+        Raises DataError for data that are no image.
+        """
         shown = io.BytesIO()
         load_picture(self.image).save(shown, "PNG")
         return shown.getvalue()
@@ -211,7 +214,7 @@ SAME_COLOURS = 2  # Of 255: a profile that moves colours by no more is sRGB
 
 @functools.lru_cache(16)
 def _colour_transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
-    """What brings pixels of a mode to sRGB; None where they are, or the profile is of no use."""
+    """Return the transform of pixels to sRGB; None if they are sRGB or the profile is unusable."""
     try:
         given = ImageCms.createProfile("LAB") if mode == "LAB" else io.BytesIO(profile)
         given = ImageCms.ImageCmsProfile(given)
@@ -302,7 +305,7 @@ def _explained():
 
 
 def _decoded(source: bytes | str | Path, max_pixels: int | None, least: int) -> tuple:
-    """The picture, and its size as shown, larger where it was decoded at a smaller scale."""
+    """Decode a picture, perhaps at a smaller scale; return it and its full displayed size."""
     if isinstance(source, bytes) and not source:
         raise DataError("unreadable image: no bytes")
     with _explained(), open_image(source, max_pixels) as image:
@@ -340,8 +343,8 @@ def pixels(data: bytes, height: int, width: int, whole: bool = False) -> np.ndar
 
     Args:
         data: Encoded image; the collection has checked it against the pixel bound
-        height: Wanted height in pixels
-        width: Wanted width in pixels
+        height: height of the result in pixels
+        width: width of the result in pixels
         whole: Keep all of it: both sides are scaled, each by its own factor
 
     Returns:
@@ -372,7 +375,7 @@ def examine(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int, str]:
 
 # %% ../../nbs/2_data/01_images.ipynb #70888701
 def says_more_after_pixels(file: BinaryIO) -> bool:
-    """Whether text or EXIF stands behind the pixels of a PNG; the pixels are not read.
+    """Return True if text or EXIF stands behind the pixels of a PNG; they are not decoded.
 
     Args:
         file: A PNG

@@ -25,7 +25,7 @@ from ..core.files import read_json_lines
 
 # %% ../../nbs/2_data/09_lmdb.ipynb #0fe61819
 def is_lmdb(path: str | Path) -> bool:
-    """Tell whether `path` is an LMDB folder.
+    """Return True if `path` is an LMDB folder.
 
     Args:
         path: A folder
@@ -139,7 +139,7 @@ def import_lmdb(
 
     Args:
         path: LMDB folder
-        cache: Where the latents go
+        cache: cache that receives the latents
         manifests: Folder for the list of what was imported
         shape: (C,H,W) that the training needs
 

@@ -19,20 +19,22 @@ import pyarrow as pa
 from ..core.progress import progress
 from .files import FolderFiles, check_place
 from .images import DataError, Sample
-from sciftune.data.readers import (
+from sciftune.data.parquet import (
     BATCH,
+    Parquet,
+    check_row_group,
+    parquet_shards,
+)
+from sciftune.data.readers import (
     CAPTION_KEYS,
     ID_KEYS,
     Files,
     NamesInside,
-    Parquet,
     caption_value,
     captions_of,
-    check_row_group,
     inside,
     json_records,
     made_rows,
-    parquet_shards,
 )
 from .rows import Column, Row, Rows
 
@@ -44,13 +46,13 @@ REJECTED = "rejected image"
 
 
 def pair_columns(names: Iterable[str]) -> tuple[str, ...]:
-    """The columns that hold a pair. Raises DataError where there are none.
+    """Return the columns that hold a pair. Raises DataError if there are none.
 
     Args:
-        names: Of the columns of a shard, or of the keys of a record
+        names: columns of a shard, or keys of a record
 
     Returns:
-        Two columns of images, and of labels where these say which is better
+        two columns of images, and of labels if these say which is better
     """
     names = set(names)
     for pair in zip(CHOSEN_KEYS, REJECTED_KEYS, strict=True):
@@ -65,11 +67,11 @@ def pair_columns(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def chosen_and_rejected(record: Mapping[str, object], columns: tuple[str, ...]) -> tuple[str, str]:
-    """Which column holds the better image. Raises DataError for a tie and for no number.
+    """Return which column holds the better image. Raises DataError for a tie and for no number.
 
     Args:
-        record: With the labels, where there are some
-        columns: Of `pair_columns`
+        record: record, with the labels if there are some
+        columns: result of `pair_columns`
 
     Returns:
         Their columns
@@ -84,7 +86,7 @@ def chosen_and_rejected(record: Mapping[str, object], columns: tuple[str, ...]) 
 
 
 def _label(name: str, value: object) -> float:
-    """A label as a number."""
+    """Return a label as a number."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not math.isfinite(value):
         raise DataError(f"{name} is {value!r:.40}: expected a number, the larger the better")
@@ -96,8 +98,8 @@ def pair_row(root: Path, source: str, record: object, find: Callable | None = No
 
     Args:
         root: Data root, resolved
-        source: Where the record stands, for messages: list.jsonl:7
-        record: Anything that JSON gave
+        source: place of the record, for messages: list.jsonl:7
+        record: any value of JSON
         find: `NamesInside`; None = `inside`
 
     Returns:
@@ -120,12 +122,12 @@ def pair_row(root: Path, source: str, record: object, find: Callable | None = No
 
 
 def _value(record: Mapping[str, object], keys: tuple[str, ...]) -> object:
-    """The first of some keys that a record has."""
+    """Return the value of the first of some keys that a record has."""
     return next((record[k] for k in keys if record.get(k) is not None), None)
 
 
 def _named(what: str, find: Callable, name: object) -> str:
-    """A file under the root; its fault says which of the two it is."""
+    """Check a file under the root; its fault says which of the two images it is."""
     try:
         return find(name)
     except DataError as e:
@@ -176,7 +178,7 @@ _TEXT_KEYS = (CAPTION_KEYS, ID_KEYS)
 
 
 def _paired(row: Row, record: dict, caption: str, columns: tuple[str, ...]) -> Row:
-    """The row with its captions and both images, or with what is wrong with it."""
+    """Return the row with its captions and both images, or with its fault."""
     progress(f"{row.source} listed")
     try:
         row.captions = captions_of(record[caption])
@@ -190,11 +192,11 @@ def _paired(row: Row, record: dict, caption: str, columns: tuple[str, ...]) -> R
 
 # %% ../../nbs/2_data/16_pairs.ipynb #4ac86aad
 def find_pairs(path: str | Path, metadata: str | Path | None = None) -> Files | PairParquet:
-    """The reader of a collection of pairs. Raises DataError when there is nothing to read.
+    """Return the reader of a collection of pairs. Raises DataError if there is nothing to read.
 
     Args:
-        path: Folder, list, shard, or a pattern of shards
-        metadata: List file that is not in the folder
+        path: folder, list, shard, or a pattern of shards
+        metadata: list file that is not in the folder
     """
     place = Path(metadata or path).expanduser()
     if glob.has_magic(str(path)) and not place.exists():
@@ -222,7 +224,7 @@ def find_pairs(path: str | Path, metadata: str | Path | None = None) -> Files | 
 
 
 def _lists(folder: Path, files: FolderFiles) -> list[Path]:
-    """metadata.jsonl or metadata.json of a folder, else its .jsonl files."""
+    """Return metadata.jsonl or metadata.json of a folder, else its .jsonl files."""
     named = [p for p in (folder / "metadata.jsonl", folder / "metadata.json") if p.is_file()]
     return named or files.lists(".jsonl")
 
@@ -231,7 +233,9 @@ def _pair_list(path: str | Path, root: Path, listing: Path) -> Files:
     if listing.suffix not in (".json", ".jsonl"):
         raise DataError(f"{path}: pairs are read from .json, .jsonl and .parquet files")
     make = functools.partial(pair_row, root, find=NamesInside(root))
-    return Files(root, Rows(row for row, _ in made_rows(json_records(listing), make)))
+    source = Files(root, Rows(row for row, _ in made_rows(json_records(listing), make)))
+    source.claimed[os.path.relpath(listing, root)] = "list"
+    return source
 
 
 def _shards(path: str | Path, root: Path, shards: list[Path]) -> PairParquet:
@@ -244,7 +248,7 @@ class BothImages:
     """A collection of pairs: image i is the chosen one of pair i, image n+i the rejected one.
 
     Args:
-        pairs: Of `open_collections` with `find_pairs`; n pairs
+        pairs: result of `open_collections` with `find_pairs`; n pairs
     """
 
     def __init__(self, pairs: object):
@@ -262,10 +266,10 @@ class BothImages:
         return self.pairs.digests[i] if i < count else self.pairs.references[i - count][0].digest
 
     def part(self, i: int) -> int:
-        """The number of the collection that a pair comes from.
+        """Return the number of the collection that a pair comes from.
 
         Args:
-            i: Number of a pair
+            i: number of the pair
         """
         return self.pairs.part(i) if hasattr(self.pairs, "part") else 0
 

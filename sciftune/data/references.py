@@ -42,13 +42,13 @@ _NUMBERED = re.compile(rf"({'|'.join(REFERENCE_KEYS)})_?(\d*)")
 
 
 def reference_columns(names: Iterable[str]) -> list[str]:
-    """The columns that hold reference images. Raises DataError for two kinds of them.
+    """Return the columns that hold reference images. Raises DataError for two kinds of them.
 
     Args:
-        names: Of the columns of a collection, or of the keys of a record
+        names: columns of a collection, or keys of a record
 
     Returns:
-        In the order of their numbers
+        columns in the order of their numbers
     """
     found = sorted((int(m[2] or 0), m[0], m[1]) for m in map(_NUMBERED.fullmatch, names) if m)
     kinds = sorted({kind for *_, kind in found})
@@ -61,18 +61,18 @@ def reference_columns(names: Iterable[str]) -> list[str]:
 # %% ../../nbs/2_data/12_references.ipynb #d6a6fd00
 @functools.lru_cache(1024)
 def _numbered(name: str) -> bool:
-    """Whether a column is named as references are."""
+    """Return True if a column is named as references are."""
     return bool(_NUMBERED.fullmatch(name))
 
 
 def reference_values(record: Mapping[str, object]) -> dict[str, list]:
-    """The values of a record that may be reference images.
+    """Return the values of a record that may be reference images.
 
     Args:
-        record: One line of a list
+        record: one line of a list
 
     Returns:
-        Column -> its values, of the columns that are named as references are
+        values by column, for the columns that are named as references are
     """
     found = {}
     for name, value in record.items():
@@ -108,7 +108,8 @@ class ColumnContent:
         """Count a value.
 
         Args:
-            here: It is an image of the collection
+            value: content of a cell
+            here: True if it is an image of the collection
         """
         self.values += 1
         self.names += names_image(value)
@@ -127,11 +128,12 @@ def unnumbered(column: str) -> str:
 
 
 def holds_references(column: str, content: ColumnContent, edited: bool = False) -> bool:
-    """Return whether the columns of a name hold reference images, by what stands in them.
+    """Return True if the columns of a name hold reference images, judged by their content.
 
     Args:
-        column: Its name
-        edited: The target stands under one of `EDITED_KEYS`: there must be a source
+        column: name of the columns
+        content: counts of what they hold
+        edited: True if the target stands under one of `EDITED_KEYS`: then there must be a source
     """
     if edited:
         return content.names > 0
@@ -141,10 +143,12 @@ def holds_references(column: str, content: ColumnContent, edited: bool = False) 
 
 
 def column_note(column: str, content: ColumnContent, used: bool) -> str:
-    """Say how a column is understood.
+    """Return a sentence that says how a column is understood.
 
     Args:
-        used: As references
+        column: name of the column
+        content: counts of what it holds
+        used: True if it is read as references
     """
     counted = f"{content.images} of {content.values} values are images of this collection"
     if used:
@@ -160,13 +164,13 @@ _TARGET_PARTS = ("", "target", "edited", "output")
 
 
 def reference_number(suffix: str) -> int | None:
-    """The number of a reference image among those of its sample.
+    """Return the number of a reference image among those of its sample.
 
     Args:
-        suffix: Of a file behind the first dot: png, source.png, source2.png
+        suffix: file name behind the first dot: png, source.png, source2.png
 
     Returns:
-        0 where it has none; None = no reference
+        0 if it has no number; None = no reference
     """
     part, dot, end = suffix.lower().rpartition(".")
     match = _REFERENCE_PART.fullmatch(part)
@@ -174,10 +178,10 @@ def reference_number(suffix: str) -> int | None:
 
 
 def is_target(suffix: str) -> bool:
-    """Whether a file of a sample is the image that is to be made.
+    """Return True if a file of a sample is the image to be generated.
 
     Args:
-        suffix: Of a file behind the first dot
+        suffix: file name behind the first dot
     """
     part, _, end = suffix.lower().rpartition(".")
     return f".{end}" in SUFFIXES and part in _TARGET_PARTS

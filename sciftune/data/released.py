@@ -22,7 +22,7 @@ from ..core.files import YAML_BYTES, parsed_json, read_json, read_words, read_ya
 from ..core.progress import progress
 from .files import is_hidden
 from .images import DataError
-from sciftune.data.readers import (
+from sciftune.data.parquet import (
     BROKEN_PARQUET,
     cell_bytes,
     cell_path,
@@ -35,6 +35,7 @@ from sciftune.data.sequences import (
     Example,
     Resize,
     Segment,
+    examples_line,
     image_paths,
     read_lines,
     verify_examples,
@@ -42,10 +43,10 @@ from sciftune.data.sequences import (
 
 # %% ../../nbs/2_data/13_released.ipynb #2ff70006
 def t2i_segments(picture: str, captions: object) -> tuple[Segment, ...]:
-    """A caption and the picture to be drawn. Raises DataError for captions that are none.
+    """Return a caption and the picture to be generated. Raises DataError for malformed captions.
 
     Args:
-        picture: Of `cell_path`
+        picture: result of `cell_path`
         captions: JSON text: name -> caption
     """
     try:
@@ -67,10 +68,10 @@ class EditChain(Example):
     """A row of edits; what an epoch trains is a part of it."""
 
     def drawn(self, number: Callable[..., float]) -> Example:
-        """The part for one epoch, chosen as the published code chooses.
+        """Return the part for one epoch, chosen as the published code chooses.
 
         Args:
-            number: What is drawn -> a number in [0,1)
+            number: function of a purpose that returns a number in [0,1)
         """
         pictures, instructions = self.segments[::2], self.segments[1::2]
         count = len(pictures)
@@ -92,11 +93,11 @@ class EditChain(Example):
 
 
 def edit_segments(pictures: list[str], instructions: object) -> tuple[Segment, ...]:
-    """A whole chain. Raises DataError for instructions that are none.
+    """Return a whole chain of edits. Raises DataError for malformed instructions.
 
     Args:
-        pictures: Of `cell_path`, one more than instructions
-        instructions: Lists of wordings
+        pictures: results of `cell_path`, one more than instructions
+        instructions: lists of wordings
     """
     for number, wordings in enumerate(instructions):
         texts = wordings if isinstance(wordings, list) else []
@@ -111,15 +112,15 @@ def edit_segments(pictures: list[str], instructions: object) -> tuple[Segment, .
 
 # %% ../../nbs/2_data/13_released.ipynb #f3e3c9a2
 def parquet_examples(path: Path, prefix: str = "", name: str = "") -> Iterator[Example]:
-    """The rows of a file. Raises DataError when it cannot be read or has other columns.
+    """Read the rows of a file. Raises DataError if it cannot be read or has other columns.
 
     Args:
         path: .parquet
-        prefix: Of ids, where they would be given twice
-        name: In messages and ids; '' = that of the file
+        prefix: prefix of ids that would otherwise be repeated
+        name: name in messages and ids; '' = that of the file
 
     Returns:
-        With `fault` where a row cannot be used
+        examples, with `fault` if a row cannot be used
     """
     name = name or path.name
     try:
@@ -150,7 +151,7 @@ def parquet_examples(path: Path, prefix: str = "", name: str = "") -> Iterator[E
 
 
 def _texts(path: Path, file: pq.ParquetFile, group: int, column: str) -> list:
-    """The texts in a row group. Raises DataError when it cannot be read."""
+    """Read the texts in a row group. Raises DataError if it cannot be read."""
     try:
         check_row_group(path, file, group, (column,))
         return cell_values(file.read_row_group(group, columns=[column]).column(0))
@@ -163,7 +164,7 @@ def _texts(path: Path, file: pq.ParquetFile, group: int, column: str) -> list:
 def _row_segments(
     path: Path, group: int, row: int, text: object, kind: type[Example]
 ) -> tuple[Segment, ...]:
-    """The segments of a row."""
+    """Return the segments of a row."""
     if kind is Example:
         return t2i_segments(cell_path(path, group, row, "image"), text)
     if not text:
@@ -176,7 +177,7 @@ class CellImages:
     """Pictures in cells of parquet files, for `verify_examples`.
 
     Args:
-        examples: Of `parquet_examples`
+        examples: result of `parquet_examples`
     """
 
     loose = frozenset()
@@ -192,12 +193,12 @@ class CellImages:
         self.stamps = {}
 
     def read(self, row: Row) -> bytes:
-        """The bytes of a picture. Raises DataError where a list has not as many as it must."""
+        """Read a picture. Raises DataError if a list does not have as many as it must."""
         cell = parse_cell(row.key)
         return cell_bytes(row.key, self.counts.get(cell._replace(item=None)))
 
     def stamp(self, row: Row) -> str:
-        """The cell, with size and modification time of its file."""
+        """Return the cell, with size and modification time of its file."""
         file = parse_cell(row.key).file
         if file not in self.stamps:
             status = os.stat(file)
@@ -205,7 +206,7 @@ class CellImages:
         return f"{row.key}|{self.stamps[file]}"
 
     def chunks(self) -> list[list[Row]]:
-        """The rows of each row group together."""
+        """Return the rows of each row group together."""
 
         def group(row: Row) -> tuple:
             return parse_cell(row.key)[:2]
@@ -214,13 +215,10 @@ class CellImages:
 
 
 def parquet_files(path: Path) -> list[Path]:
-    """The files at a path. Raises DataError when there is none.
+    """Return the parquet files at a path, sorted. Raises DataError if there is none.
 
     Args:
-        path: A .parquet file, or a folder of them
-
-    Returns:
-        Sorted
+        path: a .parquet file, or a folder of them
     """
     found = [path]
     if path.is_dir():
@@ -236,18 +234,18 @@ def open_parquet(
     quarantine: str | Path | None = None,
     cache: str | Path | None = None,
 ) -> list[Example]:
-    """The rows of parquet files in a released layout.
+    """Read the rows of parquet files in a released layout and verify every picture.
 
     Raises DataError for a file that cannot be read, and when too many rows are bad.
 
     Args:
-        path: A .parquet file, or a folder of them
-        max_bad_fraction: Largest part of the rows that may be set aside, 0..1
-        quarantine: File for those set aside; None = not written
-        cache: Folder that keeps findings; None = decode every picture
+        path: a .parquet file, or a folder of them
+        max_bad_fraction: largest part of the rows that may be set aside, 0..1
+        quarantine: file for rows set aside; None = not written
+        cache: folder of findings; None = decode every picture
 
     Returns:
-        All, with `fault` where a row or a picture cannot be used
+        all examples, with `fault` if a row or a picture cannot be used
     """
     files = parquet_files(Path(path))
     examples = [example for file in files for example in parquet_examples(file)]
@@ -257,11 +255,11 @@ def open_parquet(
 
 # %% ../../nbs/2_data/13_released.ipynb #a7e112df
 def sft_segments(record: dict, folder: Path) -> tuple[Segment, ...]:
-    """A conversation. Raises DataError for a line that cannot be used.
+    """Return the segments of a conversation. Raises DataError for a line that cannot be used.
 
     Args:
-        record: A line
-        folder: With the pictures
+        record: JSON object of a line
+        folder: folder of the pictures
     """
     if "video" in record:
         raise DataError(
@@ -306,17 +304,17 @@ def sft_examples(
     shuffle_seed: int | None = None,
     name: str = "",
 ) -> list[Example]:
-    """The lines of a file, as published `count` of them. Raises DataError without a file.
+    """Read the published number of lines of a file. Raises DataError without a file.
 
     Args:
-        path: JSON lines
-        folder: With the pictures
-        count: Of lines that are used; None = all
-        shuffle_seed: Which lines those are; None = the first
-        name: In front of ids
+        path: file of JSON lines
+        folder: folder of the pictures
+        count: number of lines that are used; None = all
+        shuffle_seed: seed that chooses the lines; None = the first ones
+        name: prefix of ids
 
     Returns:
-        With `fault` where a line cannot be used
+        examples, with `fault` if a line cannot be used
     """
     lines = list(enumerate(read_lines(path), 1))
     if shuffle_seed is not None:
@@ -351,13 +349,13 @@ RELEASED_KINDS = ("t2i_pretrain", "unified_edit", "vlm_sft")
 
 
 def dataset_info(config: Path) -> tuple[dict, Path]:
-    """Where the data sets lie. Raises DataError when nothing says it.
+    """Read where the data sets lie. Raises DataError if no file says it.
 
     Args:
-        config: The YAML
+        config: the YAML file
 
     Returns:
-        Kind -> data set -> its fields; the folder that paths are relative to
+        fields by kind and data set; the folder to which paths are relative
     """
     folders = (config.parent, config.parent.parent)
     files = [folder / name for folder in folders for name in INFO_FILES]
@@ -377,7 +375,7 @@ def dataset_info(config: Path) -> tuple[dict, Path]:
 
 
 def _literal(file: Path) -> object:
-    """The value of DATASET_INFO, of which no code runs."""
+    """Return the value of DATASET_INFO without running code."""
     for node in ast.parse(read_words(file, YAML_BYTES)).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "DATASET_INFO":
             return ast.literal_eval(node.value)
@@ -385,16 +383,16 @@ def _literal(file: Path) -> object:
 
 
 def transform(group: dict, name: str, stride: int, where: str) -> Resize | None:
-    """A size rule. Raises DataError for another stride and for unknown fields.
+    """Return the size rule of a group. Raises DataError for another stride and for unknown fields.
 
     Args:
-        group: Of the YAML
-        name: Of the field
-        stride: That the model needs
-        where: For messages
+        group: group of the YAML file
+        name: name of the field
+        stride: stride that the model needs
+        where: place for messages
 
     Returns:
-        None = not given
+        None = not set
     """
     given = dict(group.get(name) or {})
     if not given:
@@ -412,10 +410,10 @@ def transform(group: dict, name: str, stride: int, where: str) -> Resize | None:
 
 
 def used_files(files: list[Path], count: int) -> list[tuple[int, Path]]:
-    """The files that are used, from the beginning again where there are fewer.
+    """Return the files that are used, from the beginning again if there are fewer.
 
     Args:
-        files: Of a data set
+        files: files of a data set
         count: num_used_data
 
     Returns:
@@ -431,11 +429,11 @@ class ReleasedGroup:
     Attributes:
         kind: t2i_pretrain | unified_edit | vlm_sft
         sets: name, count, and the fields of DATASET_INFO with whole paths
-        weight: Of the group in the mixture
-        mandatory: Whether each packed sequence has a sample of it
+        weight: weight of the group in the mixture
+        mandatory: True if each packed sequence has a sample of it
         vae: Sizes for the autoencoder; None = as the recipe says
         vit: Sizes for the vision tower
-        shuffle_seed: Of lines
+        shuffle_seed: seed that shuffles the lines
     """
 
     kind: str
@@ -447,7 +445,7 @@ class ReleasedGroup:
     shuffle_seed: int | None = None
 
     def examples(self) -> Iterator[Example]:
-        """All rows and lines, with `fault` where one cannot be used."""
+        """Yield all rows and lines, with `fault` if one cannot be used."""
         for known in self.sets:
             name, count = known["name"], known["count"]
             folder = Path(known["data_dir"])
@@ -465,21 +463,37 @@ class ReleasedGroup:
         quarantine: str | Path | None = None,
         cache: str | Path | None = None,
     ) -> list[Example]:
-        """The examples of the group, verified. Raises DataError as `open_parquet` does.
+        """Read and verify the examples of the group. Raises DataError as `open_parquet` does.
 
         Args:
-            max_bad_fraction: Largest part of the rows that may be set aside, 0..1
-            quarantine: File for those set aside; None = not written
-            cache: Folder that keeps findings
+            max_bad_fraction: largest part of the rows that may be set aside, 0..1
+            quarantine: file for rows set aside; None = not written
+            cache: folder of findings
         """
         examples = list(self.examples())
         source = CellImages(examples) if self.kind != "vlm_sft" else None
         place = f"{self.kind}: {', '.join(known['name'] for known in self.sets)}"
         return verify_examples(examples, source, place, max_bad_fraction, quarantine, cache)
 
+    def files_lines(self, examples: list[Example]) -> tuple[str, ...]:
+        """Return a line for each folder of the group that counts its files by their use.
+
+        Args:
+            examples: all examples of the group
+        """
+        read = {}  # folder -> files that hold the examples
+        for known in self.sets:
+            folder, files = known["data_dir"], read.setdefault(known["data_dir"], [])
+            if self.kind == "vlm_sft":
+                files.append(known["jsonl_path"])
+            else:
+                listed = _listed_files(known, Path(folder))
+                files += [file for _, file in used_files(listed, known["count"])]
+        return tuple(examples_line(folder, examples, files) for folder, files in read.items())
+
 
 def _listed_files(known: dict, folder: Path) -> list[Path]:
-    """The parquet files of a data set: those that its parquet_info names, where it has one."""
+    """Return the parquet files of a data set: those that its parquet_info names, if it has one."""
     files = parquet_files(folder)
     if "parquet_info_path" not in known:
         return files
@@ -495,10 +509,10 @@ def _listed_files(known: dict, folder: Path) -> list[Path]:
 
 
 def is_released(raw: object) -> bool:
-    """Whether it is the published configuration and not a mixture of this package.
+    """Return True for the published configuration, False for a mixture of this package.
 
     Args:
-        raw: What a YAML holds
+        raw: content of a YAML file
     """
     return isinstance(raw, dict) and any(
         isinstance(group, dict) and "dataset_names" in group for group in raw.values()
@@ -506,10 +520,10 @@ def is_released(raw: object) -> bool:
 
 
 def read_released(path: Path) -> dict[str, ReleasedGroup]:
-    """The groups of a published configuration. Raises DataError naming group and field.
+    """Read the groups of a published configuration. Raises DataError naming group and field.
 
     Args:
-        path: YAML
+        path: YAML file
     """
     known, folder = dataset_info(path)
     raw = read_yaml(path)
@@ -519,7 +533,7 @@ def read_released(path: Path) -> dict[str, ReleasedGroup]:
 
 
 def _group(kind: str, group: dict, known: dict, folder: Path, where: str) -> ReleasedGroup:
-    """One group."""
+    """Return one group."""
     if kind not in RELEASED_KINDS:
         raise DataError(f"{where}: unknown group; known: {', '.join(RELEASED_KINDS)}")
     if extra := sorted(set(group) - GROUP_FIELDS):
@@ -547,7 +561,7 @@ def _group(kind: str, group: dict, known: dict, folder: Path, where: str) -> Rel
 
 
 def _data_set(kind: str, name: str, known: dict, folder: Path, where: str) -> dict:
-    """The fields of a data set, its paths made whole."""
+    """Return the fields of a data set with absolute paths."""
     info = (known.get(kind) or {}).get(name)
     if not isinstance(info, dict):
         raise DataError(f"{where}: DATASET_INFO has no {kind}/{name}")

@@ -26,11 +26,11 @@ class Row:
     """One line of a listing.
 
     Attributes:
-        source: Where it stands, for people: metadata.jsonl:3
-        key: What the reader needs to fetch the image
+        source: place of the row, for people: metadata.jsonl:3
+        key: key with which the reader fetches the image
         fault: Why it cannot be used; empty = nothing known against it
         digest: SHA-256 of the image bytes, hex
-        references: Of its reference images, in order; without captions
+        references: rows of its reference images, in order; without captions
     """
 
     source: str
@@ -165,7 +165,8 @@ class Rows(Sequence):
         """Set the width or the height of a row.
 
         Args:
-            k: See `size`
+            k: number of the value, see `size`
+            value: pixels
         """
         if k >= len(self.sizes):
             with _writing:
@@ -211,10 +212,11 @@ class Rows(Sequence):
         return tuple(self.beside[self.first[i] : self.first[i] + self.counts[i]])
 
     def set_references(self, i: int, rows: Sequence[Row]):
-        """Give a row its references.
+        """Set the references of a row.
 
         Args:
-            i: Number of a row
+            i: number of the row
+            rows: rows of its reference images
         """
         if self.beside is None:
             self.beside = Rows()
@@ -230,7 +232,7 @@ class Rows(Sequence):
         """Return some rows, each made when it is read.
 
         Args:
-            numbers: Of rows
+            numbers: numbers of rows
         """
         return Column(len(numbers), functools.partial(_numbered, self, numbers))
 
@@ -262,7 +264,7 @@ def _numbered(rows: Rows, numbers: Sequence[int], k: int) -> _Stored:
 
 
 def _listed_field(place: int) -> property:
-    """A field of a row that stands in its record."""
+    """Return a property of a row that is stored in its record."""
 
     def get(row: _Stored) -> object:
         start = row.rows.records.starts[row.number]
@@ -279,7 +281,7 @@ def _listed_field(place: int) -> property:
 
 
 def _size_field(place: int) -> property:
-    """The width or the height of a row."""
+    """Return a property for the width or the height of a row."""
 
     def get(row: _Stored) -> int:
         return row.rows.size(2 * row.number + place)

@@ -9,13 +9,15 @@ __all__ = ['SEGMENT_FIELDS', 'ONLY_SEEN', 'VIT_SIZE_BEFORE_TARGET', 'VIT_SIZE', 
            'read_image_segment', 'turn_segments', 'object_list', 'turn_text', 'image_entry', 'element_entry',
            'from_messages', 'from_llava', 'native_segments', 'rewritten', 'to_segments', 'read_jsonl', 'read_examples',
            'listed_examples', 'read_lines', 'read_example', 'open_examples', 'verify_examples', 'verified_example',
-           'plan_item', 'image_items', 'sequence_plan', 'PackingRules', 'PackedBatch', 'Packer', 'split_starts',
-           'split_mode', 'add_sample', 'packed_batch', 'Group', 'PlannedSample', 'item_sources', 'plan_sample',
-           'load_pack', 'item_noise', 'SampleStream', 'fingerprint', 'PackStream', 'step_totals']
+           'examples_line', 'plan_item', 'image_items', 'sequence_plan', 'PackingRules', 'PackedBatch', 'Packer',
+           'split_starts', 'split_mode', 'add_sample', 'packed_batch', 'Group', 'PlannedSample', 'item_sources',
+           'plan_sample', 'load_pack', 'item_noise', 'SampleStream', 'fingerprint', 'PackStream', 'step_totals']
 
 # %% ../../nbs/2_data/10_sequences.ipynb #b8c80bf7
 import hashlib
+import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -29,18 +31,19 @@ from torch import Tensor
 from ..core.files import LIST_BYTES, FileError, parsed_json, read_words
 from ..core.progress import progress
 from ..core.randomness import GlobalOrder, first_positions, stream, stream_seed, uniform
-from .files import valid_text
+from .files import Account, FolderFiles, unread_kind, valid_text
 from .images import DataError, header_size, load_picture
-from .readers import Files, Row, cell_bytes, image_bytes, parse_cell
+from .parquet import cell_bytes, image_bytes, parse_cell
+from .readers import Files, Row
 from .sources import set_aside, verify_once
 
 # %% ../../nbs/2_data/10_sequences.ipynb #929af203
 def sent(values: Tensor, device: torch.device | str) -> Tensor:
-    """The same on a device, which the host does not wait for.
+    """Copy a tensor to a device without making the host wait.
 
     Args:
-        values: On the CPU (...)
-        device: Where they go
+        values: tensor on the CPU (...)
+        device: device of the copy
 
     Returns:
         (...)
@@ -56,15 +59,15 @@ def visibility(
     attn_modes: list[str],
     device: torch.device | str = "cpu",
 ) -> Callable:
-    """The rule that says which key positions a query position sees.
+    """Return the rule that decides which key positions a query position sees.
 
     Raises ValueError when the lengths disagree or a mode is unknown.
 
     Args:
-        sample_lens: Tokens of each sample; their sum is the packed length
-        split_lens: Tokens of each split, over all samples
-        attn_modes: causal | full | noise of each split
-        device: Where the rule will be evaluated
+        sample_lens: tokens of each sample; their sum is the packed length
+        split_lens: tokens of each split, over all samples
+        attn_modes: mode of each split: causal | full | noise
+        device: device on which the rule will be evaluated
 
     Returns:
         rule(batch, head, q, k) -> bool tensor, a flex-attention `mask_mod`
@@ -77,7 +80,7 @@ def visibility(
         raise ValueError(f"attention mode {bad.pop()!r}: causal, full or noise")
 
     def spread(values: Sequence, lens: list[int]) -> np.ndarray:
-        """One value per token."""
+        """Return one value per token."""
         return np.repeat(values, lens)
 
     stops = np.cumsum(split_lens)
@@ -105,12 +108,12 @@ def visibility(
 def dense_mask(
     split_lens: list[int], attn_modes: list[str], device: torch.device | str = "cpu"
 ) -> Tensor:
-    """The visibility rule of one sample as a matrix.
+    """Return the visibility rule of one sample as a matrix.
 
     Args:
-        split_lens: Splits of ONE sample
-        attn_modes: Mode of each
-        device: Of the mask
+        split_lens: tokens of each split of ONE sample
+        attn_modes: mode of each split
+        device: device of the mask
 
     Returns:
         (L,L) bool, True = query (row) sees key (column)
@@ -135,8 +138,8 @@ class Resize:
 
     Attributes:
         stride: Sides become multiples of it: 16 for latents, 14 for the vision tower
-        max_size: Of the long side
-        min_size: Of the short side
+        max_size: largest long side in pixels
+        min_size: smallest short side in pixels
     """
 
     stride: int
@@ -145,21 +148,21 @@ class Resize:
     max_pixels: int = 14 * 14 * 9 * 1024
 
     def _scaled(self, width: int, height: int, scale: float) -> tuple[int, int]:
-        """Both sides scaled, then rounded to the stride, at least one stride each."""
+        """Scale both sides, then round to the stride, at least one stride each."""
         sides = (round(width * scale), round(height * scale))
         width, height = (max(self.stride, round(n / self.stride) * self.stride) for n in sides)
         return width, height
 
     def size(self, width: int, height: int, images: int = 1) -> tuple[int, int]:
-        """The size that an image gets.
+        """Return the size to which an image is resized.
 
         Args:
-            width: Of the image in the file
-            height: Likewise
-            images: Images of the sample among which max_pixels is shared
+            width: width of the image in the file
+            height: height of the image in the file
+            images: number of images of the sample, which share max_pixels
 
         Returns:
-            Width and height
+            width and height
         """
         down = min(self.max_size / max(width, height), 1.0)
         up = self.min_size / min(width, height)
@@ -173,7 +176,7 @@ class Resize:
 # %% ../../nbs/2_data/10_sequences.ipynb #1f61520a
 @lru_cache(1 << 20)
 def displayed_size(path: str) -> tuple[int, int]:
-    """The size from the header alone. Raises DataError when the file is missing or is no image.
+    """Read the size from the header alone. Raises DataError if the file is missing or no image.
 
     Args:
         path: Image file
@@ -205,21 +208,21 @@ def decoded_image(path: str | Path) -> Image.Image:
 
 
 def resized(image: Image.Image, width: int, height: int) -> Image.Image:
-    """The image in another size, bicubically.
+    """Resize an image, bicubically.
 
     Args:
-        image: Mode RGB
-        width: Wanted size in pixels
-        height: Likewise
+        image: image of mode RGB
+        width: new width in pixels
+        height: new height in pixels
     """
     return image.resize((width, height), Image.Resampling.BICUBIC)
 
 
 def image_tensor(image: Image.Image) -> Tensor:
-    """The pixels of an image.
+    """Return the pixels of an image.
 
     Args:
-        image: Mode RGB
+        image: image of mode RGB
 
     Returns:
         (3,H,W) fp32 in [-1,1]
@@ -232,8 +235,8 @@ def load_image(path: str | Path, width: int, height: int) -> Tensor:
 
     Args:
         path: Image file
-        width: Wanted size in pixels
-        height: Likewise
+        width: new width in pixels
+        height: new height in pixels
 
     Returns:
         (3,H,W) fp32 in [-1,1]
@@ -292,7 +295,7 @@ class Example:
         id: Keys everything random about it
         where: File and line, for errors
         fault: Why it is set aside; empty = nothing known against it
-        digest: Of images that lie in a parquet file; '' = they are files
+        digest: digest of images that lie in a parquet file; '' = they are files
     """
 
     id: str
@@ -303,19 +306,19 @@ class Example:
 
     @property
     def targets(self) -> bool:
-        """Whether there is an image to be drawn."""
+        """Return True if there is an image to be generated."""
         return any(s.role == "target" for s in self.segments)
 
     @property
     def files(self) -> list[str]:
-        """All images and frames."""
+        """Return the paths of all images and frames."""
         return [path for s in self.segments for path in s.paths]
 
     def drawn(self, number: Callable[..., float]) -> "Example":
-        """What an epoch trains of it: all of it; a part of a chain, see `data.released`.
+        """Return what an epoch trains: the whole example; a part of a chain, see `data.released`.
 
         Args:
-            number: What is drawn -> a number in [0,1)
+            number: function of a purpose that returns a number in [0,1)
         """
         return self
 
@@ -328,12 +331,12 @@ SEGMENT_FIELDS = dict(
 
 
 def read_segment(entry: dict, folder: Path, where: str) -> Segment:
-    """One segment. Raises DataError naming the field.
+    """Read one segment. Raises DataError naming the field.
 
     Args:
-        entry: Of a line's `segments`
-        folder: What paths are relative to
-        where: Named in errors
+        entry: entry of a line's `segments`
+        folder: folder to which paths are relative
+        where: place for messages
     """
     kind = entry.get("type") if isinstance(entry, dict) else None
     if kind not in SEGMENT_FIELDS:
@@ -350,20 +353,20 @@ def read_segment(entry: dict, folder: Path, where: str) -> Segment:
 
 
 def is_string_list(value: object) -> bool:
-    """Whether it is a list of strings, at least one.
+    """Return True for a list of strings, at least one.
 
     Args:
-        value: Of JSON
+        value: JSON value
     """
     return isinstance(value, list) and bool(value) and all(isinstance(i, str) for i in value)
 
 
 def read_text_segment(entry: dict, where: str) -> Segment:
-    """A text segment. Raises DataError naming the field.
+    """Read a text segment. Raises DataError naming the field.
 
     Args:
-        entry: With known fields
-        where: Named in errors
+        entry: segment with known fields
+        where: place for messages
     """
     texts = [entry["text"]] if isinstance(entry.get("text"), str) else entry.get("text")
     if not is_string_list(texts):
@@ -384,12 +387,12 @@ def read_text_segment(entry: dict, where: str) -> Segment:
 
 # %% ../../nbs/2_data/10_sequences.ipynb #cf57385a
 def image_paths(entry: dict, folder: Path, where: str) -> tuple[str, ...]:
-    """The image's path, or those of the frames. Raises DataError for anything but paths.
+    """Return the image's path, or those of the frames. Raises DataError for anything but paths.
 
     Args:
-        entry: An image or video segment
-        folder: What paths are relative to
-        where: Named in errors
+        entry: an image or video segment
+        folder: folder to which paths are relative
+        where: place for messages
     """
     if entry["type"] == "image":
         names, must = [entry.get("path")], "path must be a string"
@@ -401,12 +404,12 @@ def image_paths(entry: dict, folder: Path, where: str) -> tuple[str, ...]:
 
 
 def read_image_segment(entry: dict, folder: Path, where: str) -> Segment:
-    """An image or video segment. Raises DataError naming the field.
+    """Read an image or video segment. Raises DataError naming the field.
 
     Args:
-        entry: An image or video segment with known fields
-        folder: What paths are relative to
-        where: Named in errors
+        entry: an image or video segment with known fields
+        folder: folder to which paths are relative
+        where: place for messages
     """
     paths = image_paths(entry, folder, where)
     if entry.get("role") not in ("condition", "target"):
@@ -431,15 +434,15 @@ def read_image_segment(entry: dict, folder: Path, where: str) -> Segment:
 def turn_segments(
     text: str, learn: bool, pictures: list[str], videos: list[list[str]], where: str, **image
 ) -> list[dict]:
-    """The segments of one turn. Raises DataError when there are more tags than images.
+    """Return the segments of one turn. Raises DataError if there are more tags than images.
 
     Args:
-        text: With <image> and <video> tags
-        learn: An assistant's turn
-        pictures: Paths still to be used; consumed
-        videos: Lists of frames still to be used; consumed
-        where: Named in errors
-        **image: Further fields of condition images
+        text: text with <image> and <video> tags
+        learn: True for a turn of the assistant
+        pictures: paths still to be used; consumed
+        videos: lists of frames still to be used; consumed
+        where: place for messages
+        **image: further fields of condition images
     """
     role = dict(role="target") if learn else dict(role="condition", **image)
     segments = []
@@ -458,12 +461,12 @@ def turn_segments(
 
 # %% ../../nbs/2_data/10_sequences.ipynb #e8b966fb
 def object_list(record: dict, key: str, where: str) -> list[dict]:
-    """A field that must be a list of JSON objects. Raises DataError.
+    """Return a field that must be a list of JSON objects. Raises DataError.
 
     Args:
-        record: A line
-        key: Field
-        where: Named in errors
+        record: JSON object of a line
+        key: name of the field
+        where: place for messages
     """
     values = record.get(key)
     if not isinstance(values, list):
@@ -477,12 +480,12 @@ def object_list(record: dict, key: str, where: str) -> list[dict]:
 
 
 def turn_text(turn: dict, key: str, where: str) -> str:
-    """The text of a turn. Raises DataError when it is no string.
+    """Return the text of a turn. Raises DataError if it is no string.
 
     Args:
-        turn: Of a conversation
-        key: Field that holds the text
-        where: Named in errors
+        turn: turn of a conversation
+        key: field that holds the text
+        where: place for messages
     """
     if not isinstance(turn.get(key), str):
         raise DataError(f"{where}: {key} of a turn must be a string, got {turn.get(key)!r:.60}")
@@ -490,22 +493,22 @@ def turn_text(turn: dict, key: str, where: str) -> str:
 
 
 def image_entry(path: str, learn: bool) -> dict:
-    """An image segment as it stands in a file.
+    """Return an image segment as it stands in a file.
 
     Args:
-        path: Relative to the file
-        learn: To be drawn
+        path: path relative to the file
+        learn: True if it is to be generated
     """
     return dict(type="image", path=path, role="target" if learn else "condition")
 
 
 def element_entry(element: dict, learn: bool, where: str) -> dict:
-    """A segment of a {type, content | image_path} element. Raises DataError for another type.
+    """Return the segment of an element. Raises DataError for an unknown type.
 
     Args:
         element: {type, content | image_path}
-        learn: Of an assistant, or of a target sequence
-        where: Named in errors
+        learn: True for an element of the assistant, or of a target sequence
+        where: place for messages
     """
     if element.get("type") == "text":
         return dict(type="text", text=element.get("content"), loss=learn)
@@ -518,7 +521,7 @@ def from_messages(record: dict, where: str) -> list[dict]:
     """Messages with <image> tags; images[0] is the user's even where no tag says so.
 
     Args:
-        record: With messages, and maybe images
+        record: record with `messages`, and maybe images
         where: Named in errors
     """
     messages, pictures = object_list(record, "messages", where), record.get("images") or []
@@ -532,7 +535,7 @@ def from_messages(record: dict, where: str) -> list[dict]:
             )
 
     def tags(learn: bool) -> int:
-        """<image> tags of the assistant, or of the others."""
+        """Count the <image> tags of the assistant, or of the others."""
         said = [m for m in messages if (m["role"] == "assistant") == learn]
         return sum(turn_text(m, "content", where).count("<image>") for m in said)
 
@@ -551,7 +554,7 @@ def from_llava(record: dict, where: str, seen: dict) -> list[dict]:
     """Image (one or several) or video (frames), and turns of human and gpt.
 
     Args:
-        record: With conversations of {from, value}, and maybe image or video
+        record: record with `conversations` of {from, value}, and maybe image or video
         where: Named in errors
         seen: Further fields of the images
     """
@@ -575,11 +578,11 @@ def from_llava(record: dict, where: str, seen: dict) -> list[dict]:
 
 # %% ../../nbs/2_data/10_sequences.ipynb #ac96ffc2
 def native_segments(record: dict, where: str) -> list[dict]:
-    """The segments of a record of the native form, whose own fields are checked.
+    """Return the segments of a record of the native form, whose own fields are checked.
 
     Args:
-        record: With segments
-        where: Named in errors
+        record: record with `segments`
+        where: place for messages
     """
     if extra := sorted(set(record) - {"id", "task", "segments", "metadata"}):
         raise DataError(
@@ -597,11 +600,11 @@ ONLY_SEEN = dict(encoders=["vit"], cfg_dropout=False)
 
 
 def rewritten(record: dict, where: str) -> list[dict]:
-    """The segments of a record of another form. Raises DataError for an unknown one.
+    """Return the segments of a record of another form. Raises DataError for an unknown one.
 
     Args:
-        record: Any form but the native one
-        where: Named in errors
+        record: record of any form but the native one
+        where: place for messages
     """
     if "messages" in record:
         return from_messages(record, where)
@@ -650,7 +653,7 @@ def to_segments(record: dict, where: str) -> list[dict]:
 
 # %% ../../nbs/2_data/10_sequences.ipynb #221dec6b
 def read_jsonl(path: str | Path) -> list[Example]:
-    """All examples of a file, whose images are all there. Raises DataError naming file and line.
+    """Read all examples of a file whose images must exist. Raises DataError naming file and line.
 
     Args:
         path: One JSON object per line, UTF-8
@@ -664,7 +667,7 @@ def read_jsonl(path: str | Path) -> list[Example]:
 
 
 def read_examples(path: str | Path) -> list[Example]:
-    """All examples of a file; no image is looked for. Raises DataError naming file and line.
+    """Read all examples of a file without opening images. Raises DataError naming file and line.
 
     Args:
         path: One JSON object per line, UTF-8
@@ -677,13 +680,13 @@ def read_examples(path: str | Path) -> list[Example]:
 
 
 def listed_examples(path: str | Path) -> list[Example]:
-    """All lines of a file; no image is looked for. Raises DataError where there is none.
+    """Read all lines of a file without opening images. Raises DataError if it holds none.
 
     Args:
         path: One JSON object per line, UTF-8
 
     Returns:
-        With `fault` where a line cannot be used
+        examples, with `fault` if a line cannot be used
     """
     path = Path(path)
     out, ids = [], set()
@@ -707,13 +710,13 @@ def listed_examples(path: str | Path) -> list[Example]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a file. Raises DataError when it is missing or is not UTF-8.
+    """Read the lines of a file. Raises DataError if it is missing or is not UTF-8.
 
     Args:
-        path: UTF-8
+        path: file in UTF-8
 
     Returns:
-        Without their ends
+        lines without their ends
     """
     if not path.is_file():
         raise DataError(f"{path} is missing; a file with one JSON object per line is needed")
@@ -725,12 +728,12 @@ def read_lines(path: Path) -> list[str]:
 
 
 def read_example(line: str, number: int, path: Path) -> Example:
-    """One line of a file. Raises DataError naming file and line.
+    """Read one line of a file. Raises DataError naming file and line.
 
     Args:
-        line: One JSON object
-        number: Of the line, from 1; the id where the line has none
-        path: The file
+        line: one JSON object
+        number: number of the line, from 1; the id if the line has none
+        path: the file, for messages and relative paths
     """
     where = f"{path.name}:{number}"
     progress(f"{where} read")
@@ -755,18 +758,18 @@ def open_examples(
     quarantine: str | Path | None = None,
     cache: str | Path | None = None,
 ) -> list[Example]:
-    """The examples of a file, every image verified.
+    """Read the examples of a file and verify every image.
 
     A line that cannot be used is set aside. Raises DataError when too many of them are.
 
     Args:
         path: One JSON object per line, UTF-8
-        max_bad_fraction: Largest part of the examples that may be set aside, 0..1
-        quarantine: File for those set aside; None = not written
-        cache: Folder that keeps findings; None = decode every image
+        max_bad_fraction: largest part of the examples that may be set aside, 0..1
+        quarantine: file for examples set aside; None = not written
+        cache: folder of findings; None = decode every image
 
     Returns:
-        All, with `fault` where an image cannot be used
+        all examples, with `fault` if an image cannot be used
     """
     place = Path(path).absolute()
     return verify_examples(listed_examples(path), None, place, max_bad_fraction, quarantine, cache)
@@ -783,9 +786,9 @@ def verify_examples(
     """Verify every image. Raises DataError when too many examples are bad.
 
     Args:
-        examples: With `fault` where one cannot be used
+        examples: examples, with `fault` if one cannot be used
         source: A reader of the images, its keys are their paths; None = they are files
-        path: Names the collection
+        path: name of the collection
         max_bad_fraction: Largest part of the examples that may be set aside, 0..1
         quarantine: File for those set aside; None = not written
         cache: Folder that keeps findings; None = decode every image
@@ -807,7 +810,7 @@ def verify_examples(
 
 
 def _with_digest(example: Example, images: dict[str, Row]) -> Example:
-    """An example with one digest of the bytes of its images."""
+    """Return an example with one digest of the bytes of its images."""
     if example.fault:
         return example
     together = "".join(images[file].digest for file in example.files)
@@ -815,14 +818,14 @@ def _with_digest(example: Example, images: dict[str, Row]) -> Example:
 
 
 def verified_example(example: Example, images: dict[str, Row]) -> Example:
-    """An example after its images have been looked at.
+    """Return an example with the findings about its images.
 
     Args:
-        example: As read
-        images: What was found, by file
+        example: example as read
+        images: row of each image, by path
 
     Returns:
-        With the sizes of its images, or with `fault`
+        the example with the sizes of its images, or with `fault`
     """
     if example.fault:
         return example
@@ -835,11 +838,37 @@ def verified_example(example: Example, images: dict[str, Row]) -> Example:
         segments.append(replace(segment, sizes=tuple((row.width, row.height) for row in rows)))
     return replace(example, segments=tuple(segments))
 
+# %% ../../nbs/2_data/10_sequences.ipynb #19962e94
+def examples_line(place: str | Path, examples: Iterable[Example], read: Iterable[Path]) -> str:
+    """Return a line that counts the files of some examples by their use.
+
+    Args:
+        place: folder that holds the files; a list = count only the files that it names
+        examples: all examples of the place
+        read: lists and parquet shards that hold the examples
+    """
+    used = {}
+    for example in examples:
+        kind = "set aside" if example.fault else "image"
+        for path in (os.path.abspath(file) for file in example.files if not parse_cell(file)):
+            used[path] = "image" if used.get(path) == "image" else kind
+    for path in map(Path, read):
+        used[os.path.abspath(path)] = "shard" if path.suffix == ".parquet" else "list"
+    if not os.path.isdir(place):
+        return f"files of {place}: {Account(Counter(used.values())).line()}"
+    top = os.path.join(os.path.abspath(place), "")
+    names = {path.removeprefix(top): kind for path, kind in used.items()}
+
+    def other(name: str) -> str:
+        return "shard that is not used" if name.endswith(".parquet") else unread_kind(name)
+
+    return f"files of {place}: {FolderFiles(place).account(names, other).line()}"
+
 # %% ../../nbs/2_data/10_sequences.ipynb #93eff382
 def plan_item(
     kind: str, loss: bool = False, drop: bool = False, label: int | None = None, **extra
 ) -> dict:
-    """One item of a plan, as the published packer has it.
+    """Return one item of a plan, as the published packer has it.
 
     Args:
         kind: text | vae_image | vit_image
@@ -861,17 +890,17 @@ def plan_item(
 def image_items(
     kind: str, segment: Segment, number: int, loss: bool, drop: bool
 ) -> list[tuple[dict, int, int]]:
-    """The items of an image, or of the frames of a video.
+    """Return the items of an image, or of the frames of a video.
 
     Frames share one split under the autoencoder, positions advancing by the time between them;
     the tower sees them one by one.
 
     Args:
         kind: vae_image | vit_image
-        segment: An image or a video
-        number: Of the segment
-        loss: Learn to draw it
-        drop: May be left out
+        segment: an image or a video
+        number: number of the segment
+        loss: True to learn to generate it
+        drop: True if it may be left out
 
     Returns:
         (plan item, number of the segment, number of the frame)
@@ -891,11 +920,11 @@ def image_items(
 def sequence_plan(
     example: Example, special: SpecialTokens | None = None
 ) -> list[tuple[dict, int, int]]:
-    """The sequence plan of an example, deterministic.
+    """Return the sequence plan of an example, deterministic.
 
     Args:
-        example: As read
-        special: For the token that announces an image
+        example: example as read
+        special: special tokens, for the one that announces an image
 
     Returns:
         (plan item, number of the segment, number of the frame)
@@ -943,11 +972,11 @@ class PackingRules:
 
     @classmethod
     def from_config(cls, config: object, special: SpecialTokens) -> "PackingRules":
-        """The rules of a model.
+        """Return the packing rules of a model.
 
         Args:
             config: models.bagel.BagelConfig
-            special: Of the tokenizer
+            special: special tokens of the tokenizer
         """
         return cls(
             special,
@@ -989,7 +1018,7 @@ class PackedBatch(dict):
         """Move the tensors, except lengths that the host reads.
 
         Args:
-            device: Where the model is
+            device: device of the model
             non_blocking: Do not wait for the copy
         """
 
@@ -1026,7 +1055,7 @@ class Packer:
     """Lists that grow item by item and become a PackedBatch.
 
     Args:
-        rules: Of the model
+        rules: packing rules of the model
     """
 
     FLOAT = ("packed_timesteps", "ce_loss_weights")
@@ -1065,8 +1094,8 @@ class Packer:
 
         Args:
             ids: Without bos and eos
-            item: Of the plan
-            position: Of its first token
+            item: item of the plan
+            position: position of its first token
 
         Returns:
             Position after it
@@ -1084,10 +1113,10 @@ class Packer:
         return after
 
     def announce(self, item: dict):
-        """The last token learns what follows, where the item says so.
+        """Make the last token learn what follows, if the item says so.
 
         Args:
-            item: Of the plan
+            item: item of the plan
         """
         if item["special_token_loss"]:
             self.put(
@@ -1102,7 +1131,7 @@ class Packer:
         """Append soi, the cells of an image, eoi: all at one position.
 
         Args:
-            item: Of the plan
+            item: item of the plan
             image: Pixels (3,H,W)
             position: Shared by all its tokens
             side: Cells per row of the position table
@@ -1125,7 +1154,7 @@ class Packer:
 
         Args:
             image: Pixels (3,H,W)
-            item: Of the plan
+            item: item of the plan
             position: Shared by all its tokens
 
         Returns:
@@ -1148,7 +1177,7 @@ class Packer:
 
         Args:
             image: Pixels (3,H,W)
-            item: Of the plan
+            item: item of the plan
             position: Shared by all its tokens
             time: Before the sigmoid, of an image with loss
             noise: Tokens -> two tensors (tokens, p*p*C)
@@ -1188,10 +1217,10 @@ def split_starts(plan: list[dict]) -> list[int]:
 
 
 def split_mode(item: dict) -> str:
-    """The attention mode of a split. Frames of a video are not hidden from what follows.
+    """Return the attention mode of a split. Frames of a video are not hidden from what follows.
 
     Args:
-        item: Its first item
+        item: first item of the split
     """
     if item["type"] == "text":
         return "causal"
@@ -1244,13 +1273,13 @@ def add_sample(
 
 # %% ../../nbs/2_data/10_sequences.ipynb #8d7f4e23
 def packed_batch(packer: Packer) -> PackedBatch:
-    """The batch of all samples added; images of several sizes are padded with zeros.
+    """Return the batch of all added samples; images of several sizes are padded with zeros.
 
     Args:
-        packer: With samples added
+        packer: packer with samples
 
     Returns:
-        Keys of a missing modality are absent
+        batch without the keys of a missing modality
     """
     out = PackedBatch(
         sequence_length=packer.at,
@@ -1288,6 +1317,7 @@ class Group:
     Attributes:
         mandatory: Every pack begins with one of its samples
         vit: None = as published, see `vit_size`
+        notes: lines that account for the files of the data
     """
 
     name: str
@@ -1296,12 +1326,13 @@ class Group:
     mandatory: bool = False
     vae: Resize = Resize(16, 1024, 512)
     vit: Resize | None = None
+    notes: tuple[str, ...] = ()
 
     def vit_size(self, example: Example) -> Resize:
-        """The size rule of the vision tower for an example.
+        """Return the size rule of the vision tower for an example.
 
         Args:
-            example: Of the group, or to be treated as one
+            example: example of the group, or one to be treated so
         """
         return self.vit or (VIT_SIZE_BEFORE_TARGET if example.targets else VIT_SIZE)
 
@@ -1311,7 +1342,7 @@ class PlannedSample:
     """One drawn sample without its pixels.
 
     Attributes:
-        group: Name
+        group: name of the group
         position: Number of the draw in its group
         texts: Ids of each text item
         images: Path, width, height of each image item
@@ -1348,18 +1379,18 @@ def item_sources(
     rules: PackingRules,
     choose: Callable,
 ) -> tuple[list, list, list[int]]:
-    """What each item of a plan will be made of. Raises DataError for an image that does not fit.
+    """Return the content of each item of a plan. Raises DataError for an image that does not fit.
 
     Args:
-        group: Of the example
-        example: Drawn
-        items: Of `sequence_plan`
-        encode: Text -> list of ids
-        rules: Of the model
-        choose: Number of a segment -> number in [0,1) that chooses among its texts
+        group: group of the example
+        example: the drawn example
+        items: result of `sequence_plan`
+        encode: function from a text to a list of token ids
+        rules: packing rules of the model
+        choose: function from the number of a segment to a number in [0,1) that chooses a text
 
     Returns:
-        Ids of texts, (path, width, height) of images, all lengths
+        token ids of texts, (path, width, height) of images, all lengths
     """
     texts, images, lengths = [], [], []
     pictures = sum(len(s.paths) for s in example.segments)
@@ -1401,12 +1432,12 @@ def plan_sample(
     Args:
         group: Drawn from
         position: Number of the draw in the group
-        epoch: Of the draw
+        epoch: epoch of the draw
         example: Drawn
         encode: Text -> list of ids
-        rules: Of the model
+        rules: packing rules of the model
         dropout: Probability per kind: text, vae, vit
-        seed: Of the run
+        seed: seed of the run
     """
     key = (group.name, example.id, epoch)
     example = example.drawn(lambda *what: uniform(seed, "chain", *key, *what))
@@ -1451,8 +1482,8 @@ def load_pack(
 
     Args:
         samples: One pack
-        rules: Of the model
-        seed: Of the run
+        rules: packing rules of the model
+        seed: seed of the run
         pad_to: Length that flex attention pads to
 
     Returns:
@@ -1471,15 +1502,15 @@ def load_pack(
 
 
 def item_noise(sample: PlannedSample, size: int, seed: int) -> Callable:
-    """The noise of a sample's images: one part for the latents, one for the posterior.
+    """Return the noise of a sample's images: one part for the latents, one for the posterior.
 
     Args:
-        sample: Whose key is used
-        size: Values per latent token
-        seed: Of the run
+        sample: sample whose key is used
+        size: values per latent token
+        seed: seed of the run
 
     Returns:
-        Number of an item -> (tokens -> noise (2, tokens, size))
+        function from the number of an item to a function: tokens -> noise (2, tokens, size)
     """
 
     def of_item(n: int) -> Callable:
@@ -1501,15 +1532,15 @@ class SampleStream:
         max_sample_tokens: int = 16384,
         dropout: dict | None = None,
     ):
-        """Raises ValueError for groups, weights or kinds that make no stream.
+        """Raise ValueError for groups, weights or kinds that make no stream.
 
         Args:
-            groups: With names of their own
-            encode: Text -> list of ids
-            rules: Of the model
-            seed: Of the run
-            max_sample_tokens: Longer samples (without dropping) are passed over
-            dropout: Probability of leaving out text, vae, vit; default .1 .3 .3
+            groups: groups with different names
+            encode: function from a text to a list of token ids
+            rules: packing rules of the model
+            seed: seed of the run
+            max_sample_tokens: longest sample (without dropping); longer ones are skipped
+            dropout: probability of leaving out text, vae, vit; default .1 .3 .3
         """
         if not groups or len({g.name for g in groups}) < len(groups):
             raise ValueError("at least one group is needed, each with a name of its own")
@@ -1533,10 +1564,10 @@ class SampleStream:
         self.skipped = 0  # Draws that were too long
 
     def draw(self, name: str, position: int) -> tuple[int, Example] | None:
-        """One draw of a group; the same whenever it is asked for.
+        """Draw an example of a group; the same one whenever it is called with the same position.
 
         Args:
-            name: Of a group
+            name: name of the group
             position: Number of the draw in it
 
         Returns:
@@ -1547,10 +1578,10 @@ class SampleStream:
         return None if example.id in self.aside[name] else (epoch, example)
 
     def sample(self, name: str, position: int) -> PlannedSample | None:
-        """One draw of a group, planned; the same whenever it is asked for.
+        """Draw and plan a sample of a group; the same one at the same position.
 
         Args:
-            name: Of a group
+            name: name of the group
             position: Number of the draw in it
 
         Returns:
@@ -1572,12 +1603,12 @@ class SampleStream:
         )
 
     def take(self, name: str) -> PlannedSample:
-        """The next sample of a group that can be used. DataError when none can.
+        """Return the next usable sample of a group. Raises DataError if there is none.
 
         Examples that are set aside or too long are passed over, the latter counted.
 
         Args:
-            name: Of a group
+            name: name of the group
         """
         for _ in range(2 * len(self.groups[name].examples)):  # first of one epoch, last of the next
             sample = self.sample(name, self.taken[name])
@@ -1593,7 +1624,7 @@ class SampleStream:
         )
 
     def choose(self) -> str:
-        """A group at random by weight."""
+        """Choose a group at random by weight."""
         groups = [g for g in self.groups.values() if g.weight]
         at = uniform(self.seed, "group", self.draws) * sum(g.weight for g in groups)
         self.draws += 1
@@ -1605,14 +1636,14 @@ class SampleStream:
 
 # %% ../../nbs/2_data/10_sequences.ipynb #3868a94d
 def fingerprint(groups: Iterable[Group], *settings) -> str:
-    """A hash of data and settings, the same for the checkpoints of earlier versions.
+    """Return a hash of data and settings, the same for the checkpoints of earlier versions.
 
     Args:
-        groups: All
-        *settings: Anything with a repr
+        groups: all groups
+        *settings: values with a repr
 
     Returns:
-        Hex
+        hexadecimal digest
     """
     said = repr(settings).replace("PackingRules(", "Rules(")  # the name when they were written
     digest = hashlib.sha256(said.encode())
@@ -1644,19 +1675,19 @@ class PackStream(SampleStream):
         buffer_size: int = 50,
         dropout: dict | None = None,
     ):
-        """Raises ValueError when the budgets contradict each other.
+        """Raise ValueError if the budgets contradict each other.
 
         Args:
-            groups: With names of their own
-            encode: Text -> list of ids
-            rules: Of the model
-            seed: Of the run
-            expected_tokens: A pack is given out when it holds so many
-            max_tokens: and never holds more
-            max_sample_tokens: Longer samples are passed over
-            prefer_buffer_before: Waiting samples come first while the pack is shorter
-            buffer_size: Samples that may wait
-            dropout: Probability of leaving out text, vae, vit
+            groups: groups with different names
+            encode: function from a text to a list of token ids
+            rules: packing rules of the model
+            seed: seed of the run
+            expected_tokens: a pack is complete when it holds so many tokens
+            max_tokens: largest number of tokens of a pack
+            max_sample_tokens: longest sample; longer ones are skipped
+            prefer_buffer_before: waiting samples come first while the pack is shorter than this
+            buffer_size: largest number of waiting samples
+            dropout: probability of leaving out text, vae, vit
         """
         super().__init__(groups, encode, rules, seed, max_sample_tokens, dropout)
         if max_tokens < (least := max(max_sample_tokens, expected_tokens)):
@@ -1731,7 +1762,7 @@ class PackStream(SampleStream):
         return needed
 
     def fingerprint(self) -> str:
-        """Changes with anything that would change the packs."""
+        """Return a hash that changes with anything that would change the packs."""
         if self._fingerprint is None:
             self._fingerprint = fingerprint(
                 self.groups.values(),
@@ -1747,7 +1778,7 @@ class PackStream(SampleStream):
         return self._fingerprint
 
     def state_dict(self) -> dict:
-        """Everything that decides the packs to come; plain numbers and strings."""
+        """Return everything that decides the packs to come, as plain numbers and strings."""
         return dict(
             taken=dict(self.taken),
             draws=self.draws,
@@ -1764,7 +1795,7 @@ class PackStream(SampleStream):
         What was set aside stays so; what cannot be used any more is passed over from now on.
 
         Args:
-            state: Of `state_dict`
+            state: result of `state_dict`
         """
         if state["fingerprint"] != self.fingerprint():
             raise ValueError(
@@ -1782,10 +1813,10 @@ class PackStream(SampleStream):
 
 # %% ../../nbs/2_data/10_sequences.ipynb #de6c8ac2
 def step_totals(packs: list[list[PlannedSample]]) -> dict:
-    """What the losses of a step are divided by.
+    """Return the denominators of the losses of a step.
 
     Args:
-        packs: All packs of one optimizer step, over all processes
+        packs: all packs of one optimizer step, over all processes
 
     Returns:
         ce and mse: tokens with a loss; ce_weight: sum of weights; tokens; samples

@@ -20,78 +20,76 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
-import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..core.progress import progress
+from ..core.registry import ReaderRecord, find_record, load, records
 from ..core.rundir import cores
-from ..core.secrets import masked
+from ..core.secrets import bare, masked
 from ..core.writing import write_atomic
 from .files import FolderFiles, check_place, unread_kind
 from .images import MAX_PIXELS, DataError, Sample, examine
-from sciftune.data.readers import (
-    NO_CAPTION,
-    UNREAD,
-    Files,
-    HuggingFace,
-    Parquet,
-    csv_rows,
-    folder_reader,
-    json_rows,
-    parquet_shards,
-)
+from .parquet import BROKEN_PARQUET, HuggingFace, Parquet
+from .readers import NO_CAPTION, UNREAD, Files
 from .rows import Column, Row, Rows, Texts, repeated_hashes
-from .shards import Tars, remote_source
+from .shards import Tars, remote_files
 
 # %% auto #0
-__all__ = ['Reader', 'KINDS_NAMED', 'find_source', 'files_line', 'Findings', 'verify_images', 'findings_file', 'known_findings',
-           'verify_once', 'Collection', 'counted_reasons', 'bad_rows', 'check_bad_rows', 'give_captions', 'set_aside',
-           'no_fault', 'open_collection', 'JoinedCollections', 'joined_quarantine', 'open_collections']
+__all__ = ['Reader', 'KINDS_NAMED', 'file_reader', 'find_source', 'remote_source', 'files_line', 'Findings', 'verify_images',
+           'findings_file', 'known_findings', 'verify_once', 'Collection', 'counted_reasons', 'bad_rows',
+           'check_bad_rows', 'give_captions', 'set_aside', 'no_fault', 'open_collection', 'JoinedCollections',
+           'joined_quarantine', 'open_collections']
 
 # %% ../../nbs/2_data/04_sources.ipynb #088a0f76
 Reader = Files | Parquet | HuggingFace | Tars
-_LISTS = {".json": json_rows, ".jsonl": json_rows, ".csv": csv_rows}
 
 
-def _shard_reader(root: Path, paths: list[Path]) -> Parquet | Tars:
-    if paths[0].suffix == ".tar":
-        return Tars(fsspec.filesystem("file"), [str(p) for p in paths])
-    return Parquet(root, paths)
+def _readers(by: Callable = attrgetter("order")) -> list[ReaderRecord]:
+    """Return all records of readers in an order."""
+    return sorted(records("readers").values(), key=by)
 
 
-def _find_list(root: Path, files: FolderFiles, text: str) -> Path | None:
-    """The list of a folder: metadata.*, else the only .jsonl or .csv there is."""
-    names = [f"metadata.{suffix}" for suffix in ("jsonl", "json", "csv")]
-    found = [root / name for name in names if (root / name).exists()]
-    found = found or files.lists(".jsonl", ".csv")
-    if len(found) > 1:
-        names = ", ".join(p.name for p in found)
-        raise DataError(f"{text}: {names} could all be the list: name one of them")
-    return found[0] if found else None
+def file_reader(path: Path) -> ReaderRecord | None:
+    """Return the reader of a file by its ending and its beginning; None if no reader opens it.
+
+    Args:
+        path: existing file
+    """
+    fits = [r for r in _readers(lambda r: (not r.head, r.order)) if path.suffix in r.suffixes]
+    head = ""
+    if any(record.head for record in fits):
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            head = file.read(4096).decode("utf-8-sig", "replace")
+    return next((r for r in fits if not r.head or re.match(r.head, head)), None)
 
 
-def _list_reader(root: Path, listing: Path) -> Files:
+def _open_list(root: Path, listing: Path) -> Reader:
     if not listing.is_file():
         raise DataError(f"{listing}: no such file")
-    if listing.suffix not in _LISTS:
-        raise DataError(
-            f"{listing}: unknown kind of list: expected .json, .jsonl, .csv or .parquet"
-        )
-    notes = []
-    source = Files(root, _LISTS[listing.suffix](root, listing, notes), notes)
-    source.claimed[os.path.relpath(listing, root)] = "list"
-    return source
+    record = file_reader(listing)
+    if record is None or record.shards:
+        endings = [e for r in _readers() if not r.shards for e in r.suffixes]
+        names = ", ".join(dict.fromkeys(endings))
+        raise DataError(f"{listing}: unknown kind of list: expected {names} or .parquet")
+    return load(record).open(root, [listing])
+
+
+def _open_shards(root: Path, paths: list[Path]) -> Reader:
+    """Open shards by the ending of the first; files of any other ending are read as parquet."""
+    record = next((r for r in _readers() if r.shards and paths[0].suffix in r.suffixes), None)
+    return load(record or find_record("readers", "parquet")).open(root, paths)
 
 
 def find_source(path: str | Path, metadata: str | Path | None = None) -> Reader:
-    """Choose the reader for a path. Raises DataError when there is nothing that can be read.
+    """Choose the reader for a path. Raises DataError if there is nothing that can be read.
 
     Args:
-        path: Folder, list, shard, a pattern such as data/val-*.parquet, or a URL
-        metadata: List file that is not in the folder
+        path: folder, list, shard, a pattern such as data/val-*.parquet, or a URL
+        metadata: list file that is not in the folder
     """
     text = str(path)
     if "://" in text:
@@ -101,54 +99,73 @@ def find_source(path: str | Path, metadata: str | Path | None = None) -> Reader:
         found = sorted(Path(p).parent.resolve() / Path(p).name for p in glob.glob(str(path)))
         if not found:
             raise DataError(f"{text}: no file has such a name")
-        return _shard_reader(found[0].parent, found)
+        return _open_shards(found[0].parent, found)
     if not path.exists():
         raise DataError(f"{text}: no such file or folder")
     check_place(path)
     root = (path if path.is_dir() else path.parent).resolve()
-    if path.is_file() and path.suffix in (".parquet", ".tar"):
-        return _shard_reader(root, [root / path.name])
-    if (root / "state.json").exists() or (root / "dataset_dict.json").exists():
-        return HuggingFace(root)
+    if path.is_file() and any(r.shards and path.suffix in r.suffixes for r in _readers()):
+        return _open_shards(root, [root / path.name])
+    for record in _readers():
+        if any((root / mark).exists() for mark in record.marks):
+            return load(record).open(root, [])
     if metadata:
-        return _list_reader(root, Path(metadata).expanduser())
-    return _list_reader(root, path) if path.is_file() else _folder_source(root, text)
+        return _open_list(root, Path(metadata).expanduser())
+    return _open_list(root, path) if path.is_file() else _open_folder(root)
 
 
-def _folder_source(root: Path, text: str) -> Reader:
-    """The reader of what lies in a folder, which is walked once."""
+def _open_folder(root: Path) -> Reader:
+    """Open a folder, which is listed once, with the first reader that finds something in it."""
     files = FolderFiles(root)
-    if listing := _find_list(root, files, text):
-        source = _list_reader(root, listing)
-    elif shards := parquet_shards(root, files) or files.with_suffix(".tar"):
-        source = _shard_reader(root, shards)
-    else:
-        source = folder_reader(root, files)
+    finds = ((reader, reader.find(root, files)) for reader in map(load, _readers()))
+    reader, paths = next((reader, paths) for reader, paths in finds if paths)
+    source = reader.open(root, paths, files)
     source.files = files
     return source
 
 
-def files_line(source: Reader, path: str | Path) -> str:
-    """Say what became of every file of a folder; rows that were set aside count as that.
+def remote_source(url: str) -> Reader:
+    """Choose the reader for shards behind a URL.
+
+    Raises DataError if there are none, or if the scheme's package is missing.
 
     Args:
-        path: That it was found for
-
-    Returns:
-        '' where the path is no folder
+        url: folder, shard or pattern with a scheme, as `core.secrets.conceal` shows it
     """
-    folder = Path(path).expanduser()
-    if "://" in str(path) or not folder.is_dir() or not hasattr(source, "used"):
+    fs, found, files = remote_files(url)
+    for record in (record for record in _readers() if record.shards):
+        if shards := [p for p in found if bare(p).endswith(record.suffixes)]:
+            try:
+                source = load(record).open_remote(fs, shards)
+            except BROKEN_PARQUET as e:
+                raise DataError(f"{url}: {e}") from e
+            source.files = files
+            return source
+    raise DataError(
+        f"{url}: no .parquet or .tar shard there; single images are read from local folders only"
+    )
+
+
+def files_line(source: Reader, path: str | Path) -> str:
+    """Return a line that counts the files of a folder by their use, "" if `path` is no folder.
+
+    Files of rows that were set aside are counted as such.
+
+    Args:
+        source: reader of the collection
+        path: path or URL of the collection
+    """
+    files = source.files
+    if files is None and "://" not in str(path) and (folder := Path(path).expanduser()).is_dir():
+        files = FolderFiles(folder)
+    if files is None:
         return ""
-    files = getattr(source, "files", None) or FolderFiles(folder)
-    used = source.used()
     splits = {".parquet": "another split", ".arrow": "another split"}
 
     def other(name: str) -> str:
-        kind = used.get(f"{files.root}/{name}")  # shards are known by their whole paths
-        return kind or splits.get(os.path.splitext(name)[1]) or unread_kind(name)
+        return splits.get(os.path.splitext(name)[1]) or unread_kind(name)
 
-    return f"files of {path}: {files.account(used, other).line()}"
+    return f"files of {path}: {files.account(source.used(), other).line()}"
 
 # %% ../../nbs/2_data/04_sources.ipynb #d0533759
 _Finding = tuple[int, int, str]  # width, height, digest
@@ -166,10 +183,12 @@ class Findings:
         self._adding = threading.Lock()
 
     def add(self, stamp: str, finding: _Finding, used: bool = True):
-        """Note a finding; `get` does not know it before `sort`.
+        """Add a finding; `get` does not return it before `sort`.
 
         Args:
-            used: It is of this run
+            stamp: identity of the image and its version
+            finding: width, height and digest
+            used: True if this run has used it
         """
         width, height, digest = finding
         with self._adding:
@@ -237,10 +256,10 @@ def verify_images(source: Reader, max_pixels: int, workers: int, findings: Findi
     """Fill in size and digest of each row, or its fault. Raises DataError for a damaged shard.
 
     Args:
-        source: Its rows are filled in
+        source: reader; its rows are filled in
         max_pixels: Largest width*height
         workers: Threads
-        findings: Of earlier runs; those of this run are added
+        findings: findings of earlier runs; those of this run are added
     """
 
     def verify_chunk(rows: Iterable[Row]):
@@ -262,7 +281,7 @@ def verify_images(source: Reader, max_pixels: int, workers: int, findings: Findi
 
 
 def _read_findings(file: Path) -> Findings:
-    """Findings of earlier runs; a damaged file counts as none."""
+    """Read the findings of earlier runs; none if the file is damaged."""
     findings = Findings()
     try:
         for batch in pq.ParquetFile(file).iter_batches(_ROWS):  # read_table imports pandas
@@ -290,10 +309,10 @@ def _write_findings(file: Path, findings: Findings):
 
 
 def findings_file(place: str, cache: str | Path) -> Path:
-    """Where the findings of a collection are kept.
+    """Return the file with the findings of a collection.
 
     Args:
-        place: Names the collection: its absolute path and its list
+        place: name of the collection: its absolute path and its list
         cache: Folder that keeps findings
     """
     digest = hashlib.sha256(place.encode()).hexdigest()
@@ -301,14 +320,14 @@ def findings_file(place: str, cache: str | Path) -> Path:
 
 
 def known_findings(place: str, cache: str | Path) -> Findings:
-    """What earlier runs have found of the images of a collection.
+    """Return the findings of earlier runs for the images of a collection.
 
     Args:
-        place: Names the collection: its absolute path and its list
-        cache: Folder that keeps findings
+        place: name of the collection: its absolute path and its list
+        cache: folder of findings
 
     Returns:
-        Empty where it was never verified
+        empty if it was never verified
     """
     return _read_findings(findings_file(place, cache))
 
@@ -320,12 +339,12 @@ def verify_once(
     max_pixels: int = MAX_PIXELS,
     workers: int | None = None,
 ):
-    """`verify_images`, of what has changed since the findings in `cache` were written.
+    """Verify the images that have changed since the findings in `cache` were written.
 
     Args:
-        source: Its rows are filled in
-        place: Names the collection in `cache`
-        cache: Folder that keeps findings; None = verify everything
+        source: reader; its rows are filled in
+        place: name of the collection in `cache`
+        cache: folder of findings; None = verify everything
         max_pixels: Largest width*height of an image
         workers: Threads; None = one per available core
     """
@@ -382,7 +401,7 @@ class Collection:
     """Samples by number; images are read when asked for.
 
     Args:
-        rows: Those that are kept
+        rows: rows that are kept
         rejected: source and reason of the others
     """
 
@@ -523,14 +542,14 @@ def check_bad_rows(
 
 
 def give_captions(rows: Sequence[Row], captions: tuple[str, ...], where: str | Path):
-    """Give captions to the rows that lack nothing else.
+    """Set the captions of rows that lack nothing else.
 
     Raises DataError where no image has a caption then; rows that lack more do not count.
 
     Args:
-        rows: As listed
-        captions: () = none
-        where: The collection, for the message
+        rows: rows as listed
+        captions: captions to set; () = none
+        where: name of the collection, for the message
     """
     for row in rows if captions else ():
         if row.fault.startswith(NO_CAPTION):
@@ -556,7 +575,7 @@ def set_aside(
     """Set bad rows aside. Raises DataError when too many are bad or none is left.
 
     Args:
-        rows: With the faults that were found
+        rows: rows with their faults
         max_bad_fraction: Largest part of the rows that may be set aside, 0..1
         quarantine: File for the rows set aside; None = not written
         where: The collection, for the message
@@ -574,12 +593,12 @@ def set_aside(
 
 
 def no_fault(width: int, height: int) -> str:
-    """Nothing is wrong with a reference image of any size."""
+    """Accept a reference image of any size."""
     return ""
 
 
 def _check_references(rows: Iterable[Row], reference_fault: Callable):
-    """Note the first reference of each row that the model cannot take."""
+    """Note the first reference of each row that the model does not accept."""
     for row in rows:
         for number, reference in enumerate(row.references, 1):
             why = "" if row.fault else reference_fault(reference.width, reference.height)
@@ -613,7 +632,7 @@ def open_collection(
         workers: Threads; None = one per available core
         reference_fault: (width, height) of a reference -> why not, or ''
         find: (path, metadata) -> its reader
-        captions: Of images that have none; () = these are set aside
+        captions: captions of images that have none; () = these are set aside
     """
     if not str(path).strip():
         raise DataError("data: the path is empty")
@@ -657,10 +676,10 @@ class JoinedCollections:
         return self.first[-1]
 
     def part(self, i: int) -> int:
-        """Give the number of the collection that a sample comes from.
+        """Return the number of the collection that a sample comes from.
 
         Args:
-            i: Number of a sample
+            i: number of the sample
         """
         return bisect.bisect_right(self.first, i) - 1
 
@@ -683,14 +702,14 @@ class JoinedCollections:
 
 @contextlib.contextmanager
 def joined_quarantine(quarantine: str | Path | None, count: int) -> Iterator[list[Path | None]]:
-    """One quarantine of several collections, written at the end, also when one is refused.
+    """Write one quarantine file for several collections, also if one of them is refused.
 
     Args:
-        quarantine: File for all rows set aside; None = not written
-        count: Collections
+        quarantine: file for all rows set aside; None = not written
+        count: number of collections
 
     Returns:
-        A file for each of them
+        a temporary file for each collection
     """
     if not quarantine:
         yield [None] * count
@@ -717,7 +736,7 @@ def open_collections(
     Args:
         paths: See `open_collection`
         quarantine: File for all rows set aside; None = not written
-        **options: Of `open_collection`
+        **options: arguments of `open_collection`
     """
     if len(paths) == 1:
         return open_collection(paths[0], quarantine=quarantine, **options)

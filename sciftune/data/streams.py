@@ -25,7 +25,7 @@ class ShardOrder:
 
     Args:
         counts: Samples per shard
-        seed: Of the recipe
+        seed: seed of the recipe
         window: Shards shuffled together; 0 = all
         key: Tells collections apart
         offset: Number of the first sample
@@ -81,7 +81,7 @@ class ShardOrder:
         return self._epoch(epoch)[0]
 
     def at(self, position: int) -> tuple[int, int]:
-        """Give the sample at a position.
+        """Return the sample at a position.
 
         Args:
             position: Counted from the start of training
@@ -95,10 +95,10 @@ class ShardOrder:
         return epoch, int(self._part(epoch, w)[p - (ends[w - 1] if w else 0)])
 
     def positions(self, epochs: float) -> int:
-        """Samples of the first `epochs` passes.
+        """Count the samples of the first `epochs` passes.
 
         Args:
-            epochs: Passes over the collection
+            epochs: number of passes over the collection
         """
         return first_positions(epochs, self.n)
 
@@ -110,7 +110,7 @@ class Mixture:
         orders: One per collection: ShardOrder, BucketOrder or anything with `at`
         weights: Parts of the mixture, any positive scale
         slots: Positions in a global batch
-        seed: Of the recipe
+        seed: seed of the recipe
         block: Positions after which the weights hold exactly
     """
 
@@ -136,7 +136,7 @@ class Mixture:
         return np.diff(np.floor(self.cumulative * positions + 1e-9).astype(int)).tolist()
 
     def _shuffled(self, b: int) -> tuple[np.ndarray, np.ndarray]:
-        """Collection of each position of block `b`, and its how-manieth sample that is."""
+        """Return the collection of each position of block `b`, and the sample's number in it."""
         start = self.before(b * self.block)
         share = np.subtract(self.before((b + 1) * self.block), start)
         rng = np.random.Generator(np.random.Philox(stream_seed(self.seed, "mix", b)))
@@ -147,7 +147,7 @@ class Mixture:
         return who, nth
 
     def at(self, position: int) -> object:
-        """Give what stands at a position.
+        """Return the collection and the sample at a position.
 
         Args:
             position: Counted from the start of training
@@ -160,7 +160,7 @@ class Mixture:
         return self.orders[who[j]].at(int(nth[j]))
 
     def batch(self, step: int) -> list:
-        """Give the global batch of the next step.
+        """Return the global batch of the next step.
 
         Args:
             step: Steps already taken
@@ -168,10 +168,12 @@ class Mixture:
         return [self.at(p) for p in range(step * self.slots, (step + 1) * self.slots)]
 
     def steps(self, epochs: float) -> int:
-        """Steps until `epochs` passes are done. Raises ValueError for several collections.
+        """Count the steps until `epochs` passes are done.
+
+        Raises ValueError for several collections.
 
         Args:
-            epochs: Passes over the collection
+            epochs: number of passes over the collection
         """
         takes = [
             math.ceil(order.positions(epochs) / share / self.slots)
@@ -192,9 +194,10 @@ def collection_order(
     """Make the order of one collection.
 
     Args:
-        samples: Of one collection, by shard: with .place (collection, shard) and .buckets
-        offset: Number of the first
-        key: Tells collections apart
+        recipe: recipe with seed, batch and window
+        samples: samples of one collection, by shard: with .place (collection, shard) and .buckets
+        offset: number of the first sample
+        key: name that tells collections apart
     """
     shards = [s.place[1] for s in samples]
     counts = list(Counter(shards).values())
@@ -216,12 +219,13 @@ def collection_order(
 
 
 def sample_order(recipe: Recipe, samples: list) -> GlobalOrder | BucketOrder | Mixture:
-    """Make the order that a recipe's data, weights and window ask for.
+    """Make the order that a recipe's data, weights and window define.
 
     Raises ValueError without samples, and DataError for a collection that has none left.
 
     Args:
-        samples: Of all collections, one after another
+        recipe: recipe with data, weights and window
+        samples: samples of all collections, one after another
 
     Returns:
         `batch(step)` gives (epoch, number), or lists of them

@@ -27,10 +27,10 @@ NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?")
 
 
 def squeezed(text: str) -> str:
-    """A text as it is compared.
+    """Normalise a text for comparison.
 
     Returns:
-        Equal for texts that count as the same
+        text that is equal for texts that count as the same
     """
     plain = unicodedata.normalize("NFKC", text).casefold().translate(ALIKE)
     words = [_value(word) for word in plain.split()]
@@ -38,12 +38,12 @@ def squeezed(text: str) -> str:
 
 
 def _value(word: str) -> str:
-    """A number as its shortest decimal; any other word as it is."""
+    """Return a number as its shortest decimal; any other word as it is."""
     return f"{float(word.replace(',', '')):.12g}" if is_number(word) else word
 
 
 def is_number(text: str) -> bool:
-    """Whether a text without white space is a decimal number."""
+    """Return True if a text without white space is a decimal number."""
     return any(c.isdigit() for c in text) and NUMBER.fullmatch(text) is not None
 
 # %% ../../nbs/2_data/15_words.ipynb #36d215ad
@@ -78,7 +78,7 @@ class Reading:
 
     Attributes:
         box: Left, top, right, bottom in pixels
-        height: Of the line in pixels, across the direction of reading
+        height: height of the line in pixels, across the direction of reading
     """
 
     text: str
@@ -93,9 +93,9 @@ class Word:
     Attributes:
         text: The label; what was read where there is none
         state: found, wrong, missing, added or ignored
-        read: What was read in its place
-        height: Of the label where it is known, else of the line
-        box: Of the line
+        read: text that was read in its place
+        height: height of the label if known, else of the line
+        box: box of the line
         errors: Letters that are wrong, missing or added
     """
 
@@ -123,11 +123,11 @@ class _Line:
                 yield first, last + 1
 
     def text(self, first: int, last: int) -> str:
-        """The words of a run."""
+        """Return the words of a run."""
         return " ".join(self.words[first:last])
 
     def left(self) -> list[tuple[int, int]]:
-        """The longest runs of free words."""
+        """Return the longest runs of free words."""
         marks = "".join("x" if free else " " for free in self.free)
         return [m.span() for m in re.finditer("x+", marks)]
 
@@ -162,14 +162,16 @@ def _take_words(lines: list[_Line], label: str) -> tuple[_Line, int, int] | None
 def match_words(
     labels: list[Label], readings: list[Reading], allowed: str = "", free_numbers: bool = False
 ) -> list[Word]:
-    """What became of each label, by the rule above.
+    """Match labels with readings, by the rule above.
 
     Args:
-        allowed: Text whose parts may be read without being an addition
-        free_numbers: Numbers that belong to no label are no additions
+        labels: texts of the picture
+        readings: texts that were read
+        allowed: text whose parts may be read without counting as additions
+        free_numbers: True if numbers that belong to no label are no additions
 
     Returns:
-        One per label in their order, then what belongs to none
+        one word per label in their order, then those that belong to none
     """
     lines = [_Line(r) for r in readings]
     made = {}
@@ -191,7 +193,7 @@ def match_words(
 
 
 def _word(label: Label, state: str, run: tuple | None = None) -> Word:
-    """A label with what was read in its place."""
+    """Return a label with what was read in its place."""
     read, reading = (run[0].text(*run[1:]), run[0].reading) if run else ("", Reading(""))
     errors = 0 if state == "found" else edit_distance(squeezed(label.text), squeezed(read))
     height = reading.height if label.height is None else label.height
@@ -213,7 +215,7 @@ def _nearest(labels: list[str | None], rest: list[tuple]) -> list[tuple[int, int
 
 
 def _other(run: tuple, allowed: str, free_numbers: bool) -> Word | None:
-    """What was read and belongs to no label; None for signs and single letters."""
+    """Return what was read and belongs to no label; None for signs and single letters."""
     line, first, last = run
     text = line.text(first, last)
     plain = squeezed(text)
@@ -226,13 +228,13 @@ def _other(run: tuple, allowed: str, free_numbers: bool) -> Word | None:
 
 # %% ../../nbs/2_data/15_words.ipynb #7da18328
 def text_parts(words: list[Word]) -> dict[str, tuple[float, float]]:
-    """The sums of one picture.
+    """Return the sums of one picture.
 
     Args:
-        words: Of `match_words`
+        words: result of `match_words`
 
     Returns:
-        recall, precision, cer: above and below the line
+        recall, precision, cer: numerator and denominator of each
     """
     count = {s: sum(w.state == s for w in words) for s in ("found", "wrong", "missing", "added")}
     labels = count["found"] + count["wrong"] + count["missing"]
@@ -269,7 +271,7 @@ class ReaderMissingError(ImportError):
 
 
 def can_read_text() -> bool:
-    """Whether the packages of the extra `evaluate` are installed."""
+    """Return True if the packages of the extra `evaluate` are installed."""
     return all(importlib.util.find_spec(name) for name in ("rapidocr", "onnxruntime"))
 
 
@@ -277,7 +279,7 @@ _loaded = threading.local()  # `readers` of each thread
 
 
 def text_reader() -> tuple:
-    """The networks that read text, loaded once in a thread: what one is asked for it keeps.
+    """Load the networks that read text, once in a thread, because a network keeps its last input.
 
     Raises ReaderMissingError without the package.
 
@@ -319,14 +321,14 @@ def read_text(image: Image.Image) -> list[Reading]:
 
 
 def overlap(a: tuple, b: tuple) -> bool:
-    """Whether two boxes share more than a fifth of the smaller one."""
+    """Return True if two boxes share more than a fifth of the smaller one."""
     width, height = (min(a[i + 2], b[i + 2]) - max(a[i], b[i]) for i in (0, 1))
     smaller = min((c[2] - c[0]) * (c[3] - c[1]) for c in (a, b))
     return width > 0 and height > 0 and width * height > 0.2 * smaller
 
 
 def _seen(reader: object, pixels: np.ndarray) -> list[tuple]:
-    """All lines that a reader sees.
+    """Return all lines that a reader sees.
 
     Returns:
         Box (4,2), text, certainty
@@ -340,7 +342,7 @@ def _seen(reader: object, pixels: np.ndarray) -> list[tuple]:
 def _line(
     reader: object, pixels: np.ndarray, quad: np.ndarray, text: str, score: float, margin: int
 ) -> Reading | None:
-    """A line that was seen, turned where it stands; None for one that is unsure."""
+    """Return a detected line, turned upright; None for an uncertain one."""
     (left, top), (right, bottom) = quad.min(0).astype(int), quad.max(0).astype(int)
     if bottom - top >= 1.5 * (right - left):
         part = pixels[max(top, 0) : bottom, max(left, 0) : right]
@@ -355,17 +357,17 @@ def _line(
 
 # %% ../../nbs/2_data/15_words.ipynb #adb25abf
 def figure_labels(words: list[dict], smallest: float = 0, scale: float = 1) -> list[Label]:
-    """The texts of a drawn figure, as labels.
+    """Return the texts of a drawn figure, as labels.
 
     Args:
         words: `words` of a figure's facts
-        smallest: Letters of less pixels are left out
-        scale: The picture is shown so much larger
+        smallest: smallest height of letters in pixels; others are left out
+        scale: factor by which the picture is enlarged
     """
     sized = [Label(w["text"], round(scale * w["height"], 1)) for w in words]
     return [label for label in sized if label.height >= smallest]
 
 
 def opened(png: bytes) -> Image.Image:
-    """A picture in memory."""
+    """Open a picture in memory."""
     return Image.open(io.BytesIO(png)).convert("RGB")

@@ -21,7 +21,8 @@ import pyarrow.parquet as pq
 
 from sciftune.core.recipe import resolve
 from sciftune.core.rundir import RunDir
-from sciftune.data.readers import Parquet, folder_reader, json_rows
+from sciftune.data.parquet import Parquet
+from sciftune.data.readers import folder_reader, json_rows
 from sciftune.lab.live import live_view
 from sciftune.lab.report_page import write_page
 

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['read_mixture', 'data_files', 'hold_out_examples', 'vision_size', 'open_data', 'open_files', 'own_sizes',
-           'open_groups', 'token_counts', 'UnifiedBatches', 'host_lengths', 'HeldOutPacks']
+           'files_lines', 'open_groups', 'token_counts', 'UnifiedBatches', 'host_lengths', 'HeldOutPacks']
 
 # %% ../../../nbs/8_objectives/unified/03_data.ipynb #fbb2e337
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,13 @@ from ...core.randomness import share
 from ...core.recipe import Recipe
 from ...core.rundir import cache_root
 from ...data.files import is_hidden
-from ...data.released import ReleasedGroup, is_released, open_parquet, read_released
+from sciftune.data.released import (
+    ReleasedGroup,
+    is_released,
+    open_parquet,
+    parquet_files,
+    read_released,
+)
 from sciftune.data.sequences import (
     DataError,
     Example,
@@ -26,6 +33,7 @@ from sciftune.data.sequences import (
     PackStream,
     PlannedSample,
     Resize,
+    examples_line,
     load_pack,
     open_examples,
     plan_sample,
@@ -188,6 +196,35 @@ def own_sizes(data: Path | str | ReleasedGroup) -> tuple[Resize | None, Resize |
     return (data.vae, data.vit) if isinstance(data, ReleasedGroup) else (None, None)
 
 
+def files_lines(
+    recipe: Recipe, files: list[Path | str | ReleasedGroup], opened: list[list[Example]]
+) -> list[tuple[str, ...]]:
+    """Return the lines that account for the files of each source.
+
+    A folder of lists is one place: its line stands at the first list.
+
+    Args:
+        recipe: its data
+        files: see `open_data`
+        opened: all examples of each source
+    """
+    if recipe.data == "figures":
+        return [()] * len(files)
+    if Path(recipe.data).is_dir() and len(files) > 1:
+        line = examples_line(recipe.data, itertools.chain(*opened), files)
+        return [(line,), *[()] * (len(files) - 1)]
+    lines = []
+    for data, examples in zip(files, opened, strict=True):
+        if isinstance(data, ReleasedGroup):
+            lines.append(data.files_lines(examples))
+        else:
+            path = Path(data)
+            read = parquet_files(path) if path.is_dir() else [path]
+            folder = Path(recipe.data) if path.parent == Path(recipe.data) else path
+            lines.append((examples_line(folder, examples, read),))
+    return lines
+
+
 def open_groups(
     recipe: Recipe, quarantine: Path | None = None
 ) -> tuple[list[Group], list[Example]]:
@@ -210,7 +247,9 @@ def open_groups(
     if recipe.validation_data:
         files.append(recipe.validation_data)
     opened = open_files(recipe, files, quarantine)
-    for (name, entry), found in zip(entries.items(), opened, strict=False):
+    count = len(entries)  # validation_data stands behind them
+    notes = files_lines(recipe, files[:count], opened[:count])
+    for (name, entry), found, lines in zip(entries.items(), opened, notes, strict=False):
         examples, aside = hold_out_examples(recipe, found)
         held += aside
         weight = entry.get("weight")
@@ -223,6 +262,7 @@ def open_groups(
                 entry.get("mandatory", False),
                 vae or images,
                 vit or vision_size(recipe.vit_resolution),
+                lines,
             )
         )
     if recipe.validation_data:

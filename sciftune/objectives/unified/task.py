@@ -7,6 +7,7 @@ __all__ = ['build_unified_model', 'held_out_losses', 'guidance_for', 'complete_e
            'UnifiedTask']
 
 # %% ../../../nbs/8_objectives/unified/04_task.ipynb #05cc0ae3
+import itertools
 import json
 import time
 from collections.abc import Callable
@@ -265,6 +266,8 @@ class UnifiedTask(Task):
         with engine.main_first():
             base = weights_path(recipe, self.family)
             groups, held = open_groups(recipe, self.run_dir.quarantine if engine.main else None)
+        for line in itertools.chain.from_iterable(group.notes for group in groups):
+            self.say(line)
         self._set_aside([*held, *(e for group in groups for e in group.examples)])
         revision = recipe.revision or None
         self.base = None if base is None else self.family.resolve(base, revision=revision)

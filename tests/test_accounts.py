@@ -1,0 +1,197 @@
+"""Every reader accounts for all files of a collection, wherever it lies."""
+
+import inspect
+import io
+import json
+import tarfile
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from sciftune.core.recipe import resolve
+from sciftune.core.registry import records
+from sciftune.data import pairs, readers, released, shards, sources
+from sciftune.data import parquet as parquets
+from sciftune.data.images import DataError
+from sciftune.data.pairs import find_pairs
+from sciftune.data.sources import find_source, open_collection
+from sciftune.objectives.unified.data import open_groups
+
+
+def png(shade=0):
+    data = io.BytesIO()
+    Image.new("RGB", (16, 16), (shade, 0, 0)).save(data, "PNG")
+    return data.getvalue()
+
+
+def folder(root):
+    for i in range(3):
+        (root / f"{i}.png").write_bytes(png(i))
+        (root / f"{i}.txt").write_text(f"{i}")
+
+
+def listed(root):
+    (root / "a.png").write_bytes(png())
+    (root / "metadata.jsonl").write_text(json.dumps(dict(file_name="a.png", text="x")))
+
+
+def parquet(root):
+    columns = dict(image=[png(0), png(1)], text=["x", "y"])
+    pq.write_table(pa.table(columns), root / "a.parquet")
+
+
+def tar(root):
+    with tarfile.open(root / "a.tar", "w") as file:
+        for name, data in {"0.png": png(), "0.txt": b"x"}.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            file.addfile(member, io.BytesIO(data))
+
+
+def hugging_face(root):
+    datasets = pytest.importorskip("datasets")
+    columns = dict(image=[dict(bytes=png(), path=None)], text=["x"])
+    datasets.Dataset.from_dict(columns).save_to_disk(str(root))
+
+
+def pair_list(root):
+    for i in range(2):
+        (root / f"{i}.png").write_bytes(png(i))
+    pair = dict(jpg_0="0.png", jpg_1="1.png", label_0=1, label_1=0, caption="x")
+    (root / "metadata.jsonl").write_text(json.dumps(pair))
+
+
+def pair_parquet(root):
+    row = dict(jpg_0=[png(0)], jpg_1=[png(1)], label_0=[1.0], label_1=[0.0], caption=["x"])
+    pq.write_table(pa.table(row), root / "a.parquet")
+
+
+def coco(root):
+    (root / "train2017").mkdir()
+    (root / "train2017/0.jpg").write_bytes(png())
+    images, notes = [dict(id=7, file_name="0.jpg")], [dict(image_id=7, caption="x")]
+    (root / "annotations").mkdir()
+    file = root / "annotations/captions_train2017.json"
+    file.write_text(json.dumps(dict(images=images, annotations=notes)))
+
+
+CASES = dict(  # name -> what writes the collection, record and class of its reader
+    folder=(folder, "folder", readers.Files),
+    list=(listed, "list", readers.Files),
+    parquet=(parquet, "parquet", parquets.Parquet),
+    tar=(tar, "tar", shards.Tars),
+    hugging_face=(hugging_face, "huggingface", parquets.HuggingFace),
+    coco=(coco, "coco", readers.Files),
+    pair_list=(pair_list, None, readers.Files),
+    pair_parquet=(pair_parquet, None, pairs.PairParquet),
+    remote_parquet=(parquet, "parquet", parquets.RemoteParquet),
+    remote_tar=(tar, "tar", shards.Tars),
+)
+OTHER = {"notes.doc": b"?", "sub/old.doc": b"?", ".hidden": b"?", "sub/lone.heic": b"?"}
+
+
+def counts(line):
+    """Count the files in an account, those that are read and the others."""
+    used, _, left = line.partition("; not read: ")
+
+    def total(text):
+        return sum(int(word) for word in text.replace("(", " ").split() if word.isdigit())
+
+    return total(used.partition(": ")[2]), total(left.replace("sub/", ""))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_account_names_every_file(tmp_path, name):
+    write, _, kind = CASES[name]
+    root = tmp_path / "data"
+    root.mkdir()
+    write(root)
+    read = sum(1 for p in root.rglob("*") if p.is_file())
+    for other, data in OTHER.items():
+        (root / other).parent.mkdir(exist_ok=True)
+        (root / other).write_bytes(data)
+    place = root
+    if name.startswith("remote"):
+        memory = fsspec.filesystem("memory")
+        memory.put(str(root), f"/accounts-{name}", recursive=True)
+        place = f"memory://accounts-{name}"
+    find = find_pairs if name.startswith("pair") else find_source
+    opened = open_collection(place, find=find)
+    assert isinstance(opened.source, kind)
+    (line,) = [note for note in opened.notes if note.startswith("files of")]
+    assert counts(line) == (read, len(OTHER)), line
+    assert ".hidden" in line and "lone.heic" in line
+
+
+def test_every_reader_has_a_case():
+    assert {record for _, record, _ in CASES.values()} - {None} == set(records("readers"))
+    remote = {record for name, (_, record, _) in CASES.items() if name.startswith("remote")}
+    assert remote == {name for name, record in records("readers").items() if record.shards}
+    modules = (readers, parquets, shards, pairs, released)
+    classes = {
+        c for m in modules for _, c in inspect.getmembers(m, inspect.isclass) if "chunks" in dir(c)
+    }
+    tested = {kind for _, _, kind in CASES.values()}
+    assert classes - tested == {released.CellImages}, "give the new source a case"
+
+
+def test_a_reader_is_removed_with_its_module(tmp_path, monkeypatch):
+    coco(tmp_path)
+    found = records("readers")
+    assert open_collection(tmp_path).ids == ["train2017/0.jpg"]
+    others = {name: record for name, record in found.items() if name != "coco"}
+    monkeypatch.setattr(sources, "records", lambda kind: others)
+    with pytest.raises(DataError, match="1 images and not one caption"):
+        open_collection(tmp_path)
+
+
+def test_an_address_of_one_shard_has_no_account(tmp_path):
+    tar(tmp_path)
+    fsspec.filesystem("memory").put(str(tmp_path / "a.tar"), "/one/a.tar")
+    notes = open_collection("memory://one/a.tar").notes
+    assert not [note for note in notes if note.startswith("files of")]
+
+
+def bagel_lines(tmp_path, data):
+    fields = dict(model="bagel", objective="unified", held_out=0, run_root=str(tmp_path))
+    groups, _ = open_groups(resolve(**fields, data=str(data)))
+    return [line for group in groups for line in group.notes]
+
+
+def sequences(root, names=("a", "b")):
+    for name in names:
+        (root / f"{name}.png").write_bytes(png())
+        lines = [json.dumps(dict(text_prompt="x", image_path=f"./{name}.png"))]
+        (root / f"{name}.jsonl").write_text("\n".join(lines))
+
+
+def test_bagel_accounts_for_lists_and_folders(tmp_path):
+    root = tmp_path / "data"
+    root.mkdir()
+    sequences(root)
+    for other, data in OTHER.items():
+        (root / other).parent.mkdir(exist_ok=True)
+        (root / other).write_bytes(data)
+    (line,) = bagel_lines(tmp_path, root)
+    assert "2 x image, 2 x list" in line and counts(line) == (4, len(OTHER)), line
+    (line,) = bagel_lines(tmp_path, root / "a.jsonl")
+    assert line == f"files of {root}/a.jsonl: 1 x image, 1 x list"
+
+
+def test_bagel_accounts_for_shards(tmp_path):
+    root = tmp_path / "data"
+    root.mkdir()
+    columns = dict(image=[png(0), png(1)], captions=[json.dumps(dict(a="x"))] * 2)
+    pq.write_table(pa.table(columns), root / "a.parquet")
+    (root / "notes.doc").write_bytes(b"?")
+    (line,) = bagel_lines(tmp_path, root)
+    assert counts(line) == (1, 1) and "1 x shard" in line, line
+    info = dict(t2i_pretrain=dict(own=dict(data_dir="data", num_files=1, num_total_samples=2)))
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    group = "{dataset_names: [own], num_used_data: [1], weight: 1}"
+    (tmp_path / "mix.yaml").write_text(f"t2i_pretrain: {group}")
+    (line,) = bagel_lines(tmp_path, tmp_path / "mix.yaml")
+    assert counts(line) == (1, 1) and "1 x shard" in line, line
