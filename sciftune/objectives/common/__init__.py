@@ -1,0 +1,1 @@
+"""What several objectives share: noise levels, batches, denoising, pairs."""

@@ -1,0 +1,1 @@
+"""Densities of the noise level: one record each."""

@@ -1,0 +1,1 @@
+"""Weightings of the loss over noise levels: one record each."""
