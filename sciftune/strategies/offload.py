@@ -188,9 +188,8 @@ def tensors_of(state: dict) -> dict[str, Tensor]:
         state: optimizer state of one parameter
     """
     out = {}
-    for k, t in state.items():
-        if k == "step":
-            continue
+    for k in sorted(state.keys() - {"step"}):  # bytes first, so that fp16 scales are aligned
+        t = state[k]
         if getattr(t, "_quantized", None) is not None:
             out |= {k: t._quantized, k + ".scales": t._scales}
         elif isinstance(t, Tensor):
