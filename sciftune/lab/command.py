@@ -95,10 +95,10 @@ class CommandError(ValueError):
 
 
 def papermill_options(words: Sequence[str]) -> list[str]:
-    """`words` as papermill takes them. Raises CommandError for one that is no setting.
+    """Return `words` as papermill takes them. Raises CommandError for one that is no setting.
 
     Args:
-        words: Of the command line, after the name of the notebook
+        words: of the command line, after the name of the notebook
     """
     options, rest = [], list(words)
     while rest:
@@ -118,9 +118,10 @@ def papermill_options(words: Sequence[str]) -> list[str]:
 
 # %% ../../nbs/9_lab/20_command.ipynb #24bf9beb
 def numbered(folder: Path, stem: str) -> Path:
-    """The first of STEM-1.ipynb, STEM-2.ipynb, ... that is not there yet.
+    """Return the first of STEM-1.ipynb, STEM-2.ipynb, ... that does not exist.
 
     Args:
+        folder: where to look
         stem: 'compare'
     """
     number = 1
@@ -130,10 +131,10 @@ def numbered(folder: Path, stem: str) -> Path:
 
 
 def said_on_purpose(trace: str) -> str:
-    """The sentence of an error that a `raise` statement made; any other trace as it is.
+    """Return the sentence of an error that a `raise` statement made; any other trace as it is.
 
     Args:
-        trace: Of IPython
+        trace: of IPython
     """
     arrows = list(re.finditer(r"^-+> *\d+ (.*)$", trace, re.M))
     if not arrows or not arrows[-1][1].strip().startswith("raise "):
@@ -165,10 +166,10 @@ def _end(papermill: subprocess.Popen) -> None:
 
 
 def detached_job(run: Path | None) -> psutil.Process | None:
-    """The process that runs the job of `run`, where that outlives its launcher.
+    """Return the process that runs the job of `run`, if that outlives its launcher.
 
     Returns:
-        None: there is none, or the ranks are forks of the kernel
+        None if there is none, or the ranks are forks of the kernel
     """
     if not run or read_status(RunDir(run)).get("launcher") == "notebook":
         return None
@@ -180,9 +181,9 @@ class Execution:
     """A notebook under papermill, in a folder of its own.
 
     Attributes:
-        notebook: What is executed
-        aside: An empty folder below `runs`
-        lock: Of the folder, which papermill uses even if this process is killed
+        notebook: what is executed
+        aside: an empty folder below `runs`
+        lock: lock of the folder, which papermill keeps if this process is killed
     """
 
     notebook: Path
@@ -191,16 +192,16 @@ class Execution:
 
     @property
     def run(self) -> Path | None:
-        """The run folder that the notebook has named, when it has."""
+        """Return the run folder that the notebook has named; None before."""
         note = self.aside / "run"
         named = Path(note.read_text()) if note.exists() else None
         return named if named and named.is_dir() else None
 
     def command(self, options: Sequence[str]) -> list[str]:
-        """The call of papermill; output of the notebook goes to the terminal.
+        """Return the call of papermill; output of the notebook goes to the terminal.
 
         Args:
-            options: Of papermill
+            options: of papermill
         """
         paths = [str(path) for path in (self.notebook, self.aside / self.notebook.name)]
         paths = [path.replace("{", "{{").replace("}", "}}") for path in paths]  # it formats them
@@ -212,7 +213,7 @@ class Execution:
         papermill is a session of its own: a terminal sends its signals to this process alone.
 
         Args:
-            options: Of papermill
+            options: of papermill
 
         Returns:
             (exit code, the signal that asked for an end; 0: none did)
@@ -259,7 +260,7 @@ class Execution:
         """Move the executed notebook to the run folder, or to `runs`.
 
         Returns:
-            Where it is now; None: papermill has written nothing
+            its new place; None if papermill has written nothing
         """
         made = self.aside / self.notebook.name
         if not made.exists():
@@ -270,7 +271,7 @@ class Execution:
         return Path(shutil.move(made, kept))
 
     def failure(self) -> str:
-        """What papermill says of the cell that failed, else the end of its output."""
+        """Return what papermill says of the cell that failed, else the end of its output."""
         text = (self.aside / "errors").read_text(errors="replace")
         _, found, after = text.partition("\nException encountered at ")
         if not found:
@@ -284,7 +285,8 @@ def check_settings(notebook: Path, options: Sequence[str]) -> None:
     Recipe fields are left to the notebooks that make a recipe.
 
     Args:
-        options: Of papermill
+        notebook: that takes them
+        options: of papermill
     """
     names, rest = [], list(options)
     while rest:
@@ -306,11 +308,11 @@ def run_notebook(name: str, words: Sequence[str]) -> int:
     """Execute a packaged notebook with settings. Raises CommandError for unknown words.
 
     Args:
-        name: Of the command
-        words: Its settings
+        name: of the command
+        words: its settings
 
     Returns:
-        Exit code
+        exit code
     """
     options = papermill_options(words)
     check_settings(packaged_notebooks()[name], options)
@@ -332,7 +334,7 @@ def run_notebook(name: str, words: Sequence[str]) -> int:
 
 
 def _own_code(run: Path | None) -> int:
-    """The exit code of a run that was stopped, or has diverged; 0 where it ended otherwise."""
+    """Return the exit code of a run that was stopped or has diverged; 0 if it ended otherwise."""
     if not run or state(RunDir(run)) not in ("stopped", "diverged"):
         return 0
     code = read_status(RunDir(run))["exit_code"]
@@ -340,7 +342,7 @@ def _own_code(run: Path | None) -> int:
 
 
 def _failed(name: str, run: Path | None) -> str:
-    """Where to look after a failure."""
+    """Return where to look after a failure."""
     where = f"see {run}" if run else "nothing was started" if name == "run" else "see above"
     return f"sciftune {name}: failed, {where}"
 
@@ -371,7 +373,7 @@ def _end_job(run: Path) -> None:
 
 # %% ../../nbs/9_lab/20_command.ipynb #7cde473d
 def readable_gib(value: float) -> str:
-    """Memory with a readable unit.
+    """Return memory with a readable unit.
 
     Args:
         value: GiB
@@ -382,7 +384,7 @@ def readable_gib(value: float) -> str:
 def plan_rows(
     plan: Plan,
 ) -> list[list[str]]:
-    """Heading and a row per strategy; the one of the recipe is marked with '*'."""
+    """Return the heading and a row per strategy; that of the recipe is marked with '*'."""
     head = ["strategy", "precision", "batch", "processes", "device", "host", "disk", "s/step", ""]
     return [head, *(_plan_row(row, row.strategy == plan.chosen) for row in plan.rows)]
 
@@ -396,10 +398,11 @@ def _plan_row(row: PlanRow, chosen: bool) -> list[str]:
 
 
 def plan_text(plan: Plan, width: int = 140) -> str:
-    """A plan for a terminal: the rows, what is advised, what differs from what was asked.
+    """Return a plan for a terminal: the rows, the advice, and what differs from the recipe.
 
     Args:
-        width: Characters of a line
+        plan: of a recipe
+        width: characters of a line
     """
     said = [f"note: {note}" for note in plan.notes]
     said += [plan.advice] if plan.advice else []
@@ -409,13 +412,13 @@ def plan_text(plan: Plan, width: int = 140) -> str:
 
 # %% ../../nbs/9_lab/20_command.ipynb #dd9cb8e8
 def settings_of(words: Sequence[str]) -> dict[str, Any]:
-    """The settings among `words`: -p, -f and name=value. Raises CommandError for others.
+    """Return the settings among `words`: -p, -f and name=value. Raises CommandError for others.
 
     Args:
-        words: Of the command line
+        words: of the command line
 
     Returns:
-        Field -> value, of the type that YAML gives it
+        field -> value, of the type that YAML gives it
     """
     options, found = papermill_options(words), {}
     while options:
@@ -437,10 +440,10 @@ def settings_of(words: Sequence[str]) -> dict[str, Any]:
 
 
 def planned_recipe(words: Sequence[str]) -> Recipe:
-    """The recipe of a plan, which starts nothing. Raises LaunchError for a wrong setting.
+    """Return the recipe of a plan, which starts nothing. Raises LaunchError for a wrong setting.
 
     Args:
-        words: Settings, as of `run`
+        words: settings, as for `run`
     """
     return recipe_from(settings_of(words) | dict(launcher="print"))
 
@@ -449,10 +452,10 @@ def plan_command(words: Sequence[str]) -> int:
     """Print what each strategy would need. Raises LaunchError for a wrong setting.
 
     Args:
-        words: Settings, as of `run`
+        words: settings, as for `run`
 
     Returns:
-        1 when the run cannot fit
+        1 if the run cannot fit
     """
     recipe = with_steps(with_absolute_paths(planned_recipe(words)))
     with tempfile.TemporaryDirectory() as folder:
@@ -465,7 +468,7 @@ def plan_command(words: Sequence[str]) -> int:
 
 # %% ../../nbs/9_lab/20_command.ipynb #d7644a38
 def notebooks_folder() -> Path:
-    """The folder that JupyterLab opens."""
+    """Return the folder that JupyterLab opens."""
     root = project_root()
     if (root / "nbs").is_dir():
         return root / "nbs"
@@ -478,10 +481,10 @@ def notebooks_folder() -> Path:
 
 
 def lab_options(words: Sequence[str]) -> tuple[list[str], bool]:
-    """The options of JupyterLab, with 127.0.0.1 where no address is given.
+    """Return the options of JupyterLab, with 127.0.0.1 if no address is given.
 
     Args:
-        words: Options of JupyterLab
+        words: options of JupyterLab
 
     Returns:
         (options, whether only this computer reaches it)
@@ -497,7 +500,7 @@ def lab_command(words: Sequence[str]) -> None:
     leaves a server behind. Jobs of runs are sessions of their own, which go on.
 
     Args:
-        words: Options of JupyterLab
+        words: options of JupyterLab
     """
     if not importlib.util.find_spec("jupyterlab"):
         raise CommandError("JupyterLab is not installed: pip install 'sciftune[lab]'")
@@ -513,7 +516,7 @@ def lab_command(words: Sequence[str]) -> None:
 
 
 def opened_in_lab() -> tuple[Path, Path]:
-    """What JupyterLab opens: of a repository a copy below runs/, so that its own stays as it is.
+    """Return what JupyterLab opens; of a checkout a copy below runs/, to leave the original alone.
 
     Returns:
         (folder of JupyterLab, notebook in it)
@@ -532,9 +535,9 @@ class Command:
     """A subcommand.
 
     Attributes:
-        summary: One line
-        call: Takes the words after its name
-        help: What --help prints; None: `call` knows --help itself
+        summary: one line
+        call: takes the words after its name
+        help: what --help prints; None = `call` knows --help itself
     """
 
     summary: str
@@ -546,7 +549,7 @@ def fields_command(words: Sequence[str]) -> None:
     """Print the recipe fields. Raises CommandError where none is about the word.
 
     Args:
-        words: A word to look for
+        words: a word to look for
     """
     try:
         print(fields_text(" ".join(words), shutil.get_terminal_size((100, 24)).columns))
@@ -558,7 +561,7 @@ def presets_command(words: Sequence[str]) -> None:
     """Print models, the presets of a model, or what a preset sets. Raises CommandError.
 
     Args:
-        words: Nothing, a model, or a model and a preset
+        words: nothing, a model, or a model and a preset
     """
     if len(words) > 2:
         raise CommandError("write sciftune presets [MODEL [PRESET]]")
@@ -569,7 +572,7 @@ def presets_command(words: Sequence[str]) -> None:
 
 
 def run_help() -> str:
-    """How `run` is called, and all fields."""
+    """Return how `run` is called, and all fields."""
     return (
         "sciftune run [-p NAME VALUE | NAME=VALUE]... [papermill option]...\n\n"
         "Train what the settings say; the run folder is made below runs/ and ends with a report. "
@@ -580,10 +583,10 @@ def run_help() -> str:
 
 
 def notebook_help(name: str) -> str:
-    """How a notebook's command is called, and its parameters.
+    """Return how a notebook's command is called, and its parameters.
 
     Args:
-        name: Of the command
+        name: of the command
     """
     path = packaged_notebooks()[name]
     rows = [list(row) for row in parameters_of_notebook(path)]
@@ -592,7 +595,7 @@ def notebook_help(name: str) -> str:
 
 
 def _other(place: str, summary: str) -> Command:
-    """A command that a function `module:name` of the package reads."""
+    """Return a command that a function `module:name` of the package handles."""
 
     def call(words: list[str]) -> int | None:
         module, _, function = place.partition(":")
@@ -602,13 +605,13 @@ def _other(place: str, summary: str) -> Command:
 
 
 def _of_notebook(name: str, path: Path) -> Command:
-    """The command of a packaged notebook."""
+    """Return the command of a packaged notebook."""
     shown = run_help if name == "run" else lambda: notebook_help(name)
     return Command(Notebook(path).summary, lambda words: run_notebook(name, words), shown)
 
 
 def commands() -> dict[str, Command]:
-    """Every subcommand: those of the packaged notebooks, then the others."""
+    """Return every subcommand: those of the packaged notebooks, then the others."""
     found = {name: _of_notebook(name, path) for name, path in packaged_notebooks().items()}
     usage = "sciftune plan [-p NAME VALUE | NAME=VALUE]... [-f FILE]: settings as of sciftune run"
     jupyter = "sciftune lab [option of JupyterLab]..."
@@ -634,7 +637,7 @@ def commands() -> dict[str, Command]:
 
 # %% ../../nbs/9_lab/20_command.ipynb #f4cc80ea
 def command_help() -> str:
-    """All subcommands, a line each."""
+    """Return all subcommands, one line each."""
     rows = [["command", "what it does"], *([n, c.summary] for n, c in commands().items())]
     return (
         f"sciftune COMMAND [--help] [...]\nsciftune --version\n\n{table_text(rows)}\n\n"
@@ -646,10 +649,10 @@ def call_command(words: Sequence[str]) -> int:
     """Do what the command line says.
 
     Args:
-        words: Without the program
+        words: without the program
 
     Returns:
-        Exit code
+        exit code
     """
     known = commands()
     if not words or words[0] in ("-h", "--help", "help"):
@@ -681,7 +684,7 @@ def _raise_requested(number: int, _: object) -> None:
 
 
 def program() -> None:
-    """The program `sciftune`."""
+    """Run the program `sciftune`."""
     on_request(_raise_requested)
     try:
         sys.exit(call_command(sys.argv[1:]))

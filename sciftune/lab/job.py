@@ -32,7 +32,7 @@ def write_status(status: Path, **facts: object) -> None:
 
     Args:
         status: status.json of the run
-        **facts: What it says
+        **facts: what it says
     """
     write_atomic(status, json.dumps(facts))
 
@@ -62,9 +62,9 @@ def run_job(status: Path, log_offset: int, handle: int, command: list[str]) -> i
 
     Args:
         status: status.json of the run
-        log_offset: First byte of the log that belongs to this job
-        handle: The locked file of the folder, inherited
-        command: The program and its arguments
+        log_offset: first byte of the log that belongs to this job
+        handle: the locked file of the folder, inherited
+        command: the program and its arguments
 
     Returns:
         Exit code

@@ -95,10 +95,10 @@ class RunFailedError(LaunchError):
 
 # %% ../../nbs/9_lab/02_launch.ipynb #11b67fe2
 def project_root(start: str | Path | None = None) -> Path:
-    """The folder with settings.ini and nbs/ at or above `start`, else `start` itself.
+    """Return the folder with settings.ini and nbs/ at or above `start`, else `start` itself.
 
     Args:
-        start: Where to look from; None = the working directory
+        start: where to look from; None = the working directory
     """
     start = Path(start or ".").absolute()
     for folder in (start, *start.parents):
@@ -108,19 +108,19 @@ def project_root(start: str | Path | None = None) -> Path:
 
 # %% ../../nbs/9_lab/02_launch.ipynb #ccce5f2f
 def launch_notebook_path() -> Path:
-    """The launch notebook that is packaged with sciftune, for papermill without the repository."""
+    """Return the packaged launch notebook, for papermill without a checkout."""
     return Path(str(importlib.resources.files("sciftune.lab") / "launch.ipynb"))
 
 # %% ../../nbs/9_lab/02_launch.ipynb #28d34053
 def absolute_path(path: str, root: Path) -> str:
-    """`path` as an absolute path: looked for where the caller is, then in the repository.
+    """Return `path` as an absolute path: in the working directory, else in the repository.
 
     Args:
-        path: A path of the recipe
-        root: The repository
+        path: a path of the recipe
+        root: the repository
 
     Returns:
-        Absolute where it names something that exists, else unchanged
+        absolute where it names something that exists, else unchanged
     """
     if not path:
         return path
@@ -131,16 +131,16 @@ def absolute_path(path: str, root: Path) -> str:
 
 
 def _absolute_root(run_root: str) -> str:
-    """The folder of runs, where a relative one is meant below the repository."""
+    """Return the folder of runs; a relative one lies below the repository."""
     return str(project_root() / Path(run_root).expanduser())
 
 # %% ../../nbs/9_lab/02_launch.ipynb #e3121970
 def absolute_data(path: str, root: Path) -> str:
-    """The path of data as an absolute one. Raises LaunchError where there is nothing.
+    """Return the path of data as an absolute one. Raises LaunchError where there is nothing.
 
     Args:
-        path: A path, a pattern, one of BUILT_IN, or an address
-        root: The repository
+        path: a path, a pattern, one of BUILT_IN, or an address
+        root: the repository
     """
     if path in BUILT_IN or "://" in path:
         return path
@@ -155,7 +155,7 @@ def absolute_data(path: str, root: Path) -> str:
 
 
 def _nothing(field: str, path: str, root: Path) -> str:
-    """That a path of the recipe names nothing, and where it was looked for."""
+    """Return the error that a path of the recipe names nothing, and where it was looked for."""
     looked = " and ".join(dict.fromkeys([str(Path.cwd()), str(root)]))
     return f"{field}: no such file or folder: {path} (looked in {looked})"
 
@@ -173,12 +173,12 @@ INPUT_FIELDS = (
 
 
 def absolute_input(field: str, path: str, root: Path) -> str:
-    """A file or folder that a run reads, as an absolute path. LaunchError where there is none.
+    """Return the absolute path of a file or folder that a run reads. LaunchError without one.
 
     Args:
-        field: One of `INPUT_FIELDS`
-        path: Its value
-        root: The repository
+        field: one of `INPUT_FIELDS`
+        path: its value
+        root: the repository
     """
     found = absolute_path(path, root)
     if found and "://" not in found and not Path(found).exists():
@@ -189,7 +189,7 @@ def absolute_input(field: str, path: str, root: Path) -> str:
 def with_absolute_paths(
     recipe: Recipe,
 ) -> Recipe:
-    """`recipe` freed from the working directory. Raises LaunchError for missing inputs."""
+    """Return `recipe` with absolute paths. Raises LaunchError for missing inputs."""
     root = project_root()
     parts = recipe.sources
     if len(parts) == 1:
@@ -207,7 +207,7 @@ def with_absolute_paths(
 
 # %% ../../nbs/9_lab/02_launch.ipynb #d981256c
 def parameters_of(namespace: dict[str, Any]) -> dict[str, Any]:
-    """Plain values that a person or papermill put into `namespace`; `_names` are private.
+    """Return the plain values that a person or papermill put into `namespace`, except `_names`.
 
     Args:
         namespace: globals() of the notebook
@@ -224,10 +224,10 @@ def parameters_of(namespace: dict[str, Any]) -> dict[str, Any]:
 
 # %% ../../nbs/9_lab/02_launch.ipynb #9485d3d5
 def kept_recipe(run: RunDir) -> Recipe | None:
-    """The recipe a run folder was made for.
+    """Return the recipe that a run folder was made for.
 
     Returns:
-        None: this folder holds no run
+        None if the folder holds no run
     """
     if not run.recipe.exists():
         return None
@@ -240,13 +240,13 @@ def kept_recipe(run: RunDir) -> Recipe | None:
 
 # %% ../../nbs/9_lab/02_launch.ipynb #492a8eb5
 def runs_of(recipe: Recipe) -> list[RunDir]:
-    """The unnamed runs of the same model, preset and strategy.
+    """Return the unnamed runs of the same model, preset and strategy.
 
     Args:
-        recipe: With an absolute run_root
+        recipe: with an absolute run_root
 
     Returns:
-        Newest first
+        newest first
     """
     stem = re.escape(f"{recipe.model}-{recipe.preset}-{recipe.strategy}-")
     numbered = {}
@@ -258,13 +258,13 @@ def runs_of(recipe: Recipe) -> list[RunDir]:
 
 # %% ../../nbs/9_lab/02_launch.ipynb #c14a0002
 def continued_recipe(given: dict[str, Any]) -> Recipe | None:
-    """The recipe of the run that `given` continues. Raises RecipeError.
+    """Return the recipe of the run that `given` continues. Raises RecipeError.
 
     Args:
-        given: Recipe fields and foreign names
+        given: recipe fields and foreign names
 
     Returns:
-        None: these parameters name no run or checkpoint that is there
+        None if these parameters name no existing run or checkpoint
     """
     names = foreign_names()
     wanted = {"resume", "name", "run_root", "output_dir"}
@@ -291,7 +291,7 @@ def continued_recipe(given: dict[str, Any]) -> Recipe | None:
 
 
 def _recipe_of_checkpoint(folder: Path) -> Recipe | None:
-    """The recipe in a checkpoint, without its name; None where it cannot be read."""
+    """Return the recipe in a checkpoint, without its name; None if it cannot be read."""
     try:
         return restored(checkpoint_info(folder)["recipe"]).model_copy(update=dict(name=""))
     except (OSError, ValueError, KeyError, TypeError):
@@ -299,7 +299,7 @@ def _recipe_of_checkpoint(folder: Path) -> Recipe | None:
 
 # %% ../../nbs/9_lab/02_launch.ipynb #cf4e78e9
 def recipe_from(namespace: dict[str, Any]) -> Recipe:
-    """The recipe of a notebook's parameters. Raises LaunchError naming what is wrong.
+    """Return the recipe of a notebook's parameters. Raises LaunchError naming what is wrong.
 
     Args:
         namespace: globals() of the notebook
@@ -329,7 +329,7 @@ def recipe_from(namespace: dict[str, Any]) -> Recipe:
 
 
 def _resolved(given: dict[str, Any]) -> Recipe:
-    """The recipe of what was given, above that of the run which it continues."""
+    """Return the recipe of these parameters, on top of the recipe of the run that they continue."""
     if earlier := continued_recipe(given):
         return resolve(processes_here, earlier, **given)
     preset = given.get("preset") or launch_preset(given)
@@ -347,13 +347,13 @@ EXCEPTION = re.compile(
 
 # %% ../../nbs/9_lab/02_launch.ipynb #5c33c2f1
 def failure_line(text: str) -> str:
-    """What went wrong, in one line.
+    """Return what went wrong, in one line.
 
     Args:
-        text: Output of a process
+        text: output of a process
 
     Returns:
-        The last exception's own line, else the last line
+        the last exception's own line, else the last line
     """
     lines = [line for line in text.splitlines() if line.strip()]
     for line in reversed(lines):
@@ -368,10 +368,10 @@ def plan_run(
     """Predict a run's memory and time. Raises LaunchError when it cannot fit or be planned.
 
     Args:
-        recipe_path: A written recipe
-        plan_path: Where plan.json shall be
-        check: Refuse what cannot fit
-        run: For which the launch files are written, beside the plan
+        recipe_path: a written recipe
+        plan_path: where plan.json is written
+        check: refuse what cannot fit
+        run: run folder that the launch files are for; they are written beside the plan
     """
     folder = [run.path] if run else []
     done = run_module("sciftune.planner.plan", recipe_path, plan_path, *folder)
@@ -384,13 +384,14 @@ def plan_run(
 
 
 def run_module(module: str, *arguments: str | Path) -> subprocess.CompletedProcess:
-    """Run a module that needs torch in a process of its own, which leaves no temporary files.
+    """Run a module that needs torch in a process of its own, without leaving temporary files.
 
     Args:
-        module: For python -m
+        module: name for python -m
+        *arguments: its command line
 
     Returns:
-        With its output as text
+        the finished process, its output as text
     """
     with temporary_folder(tempfile.gettempdir(), TEMPORARY, 0o700) as (folder, _):
         return subprocess.run(
@@ -407,8 +408,8 @@ class LaunchFile(BaseModel):
 
     Attributes:
         command: accelerate launch ...
-        environment: Added to the environment
-        processes: Of all machines
+        environment: variables to add
+        processes: on all machines
     """
 
     model_config = ConfigDict(frozen=True)
@@ -422,7 +423,7 @@ class LaunchFile(BaseModel):
         """Read the file of `run`.
 
         Args:
-            run: With written files
+            run: with written files
         """
         return read_kind(cls, run.path / "launch.json")
 
@@ -431,7 +432,7 @@ def write_launch_files(run: RunDir):
     """Write what the launcher needs into `run`. Raises LaunchError for a wrong recipe.
 
     Args:
-        run: With recipe.yaml, and plan.json where there is one
+        run: with recipe.yaml, and plan.json where there is one
     """
     done = run_module("sciftune.strategies.launch_files", run.recipe, run.path)
     if done.returncode:
@@ -442,9 +443,9 @@ class Status(BaseModel):
     """Types of what stands in `status.json`.
 
     Attributes:
-        started: Seconds since 1970
-        created: Likewise, of the process
-        log_offset: First byte of the job's output in the log
+        started: seconds since 1970
+        created: seconds since 1970, of the process
+        log_offset: first byte of the job's output in the log
     """
 
     pid: int = 0
@@ -460,7 +461,7 @@ class Status(BaseModel):
 def read_status(
     run: RunDir,
 ) -> dict:
-    """What status.json says; empty where no job was ever started.
+    """Return the contents of status.json; empty if no job was ever started.
 
     `pid`, `host`, `started` (seconds since 1970) and `log_offset` (first byte of the job's output
     in the log); `ended` and `exit_code` when it has ended.
@@ -469,10 +470,10 @@ def read_status(
 
 # %% ../../nbs/9_lab/02_launch.ipynb #87204829
 def job_process(run: RunDir) -> psutil.Process | None:
-    """The process that runs the job of `run`.
+    """Return the process that runs the job of `run`.
 
     Returns:
-        None: not running (here)
+        None if it does not run, or not on this machine
     """
     status = read_status(run)
     if "exit_code" in status or status.get("host") != os.uname().nodename:
@@ -489,7 +490,7 @@ def job_process(run: RunDir) -> psutil.Process | None:
 
 # %% ../../nbs/9_lab/02_launch.ipynb #f134c978
 def state(run: RunDir) -> str:
-    """In which state the job of `run` is.
+    """Return the state of the job of `run`.
 
     Returns:
         prepared, running, elsewhere, finished, stopped, diverged, failed or killed
@@ -513,21 +514,21 @@ def same_run(
     a: Recipe,
     b: Recipe,
 ) -> bool:
-    """Whether two recipes train the same."""
+    """Return whether two recipes train the same."""
     free = {"name", "launcher", "resume"}
     return a.model_dump(exclude=free) == b.model_dump(exclude=free)
 
 # %% ../../nbs/9_lab/02_launch.ipynb #85ff6019
 def choose_folder(recipe: Recipe) -> RunDir | None:
-    """The run folder that `recipe` belongs into. Raises LaunchError for a name that is taken.
+    """Return the run folder of `recipe`. Raises LaunchError for a name that is taken.
 
     resume='latest' makes a new one where there is none, so that a script can be started again.
 
     Args:
-        recipe: With an absolute run_root
+        recipe: with an absolute run_root
 
     Returns:
-        An existing folder to use; None: make a new one
+        an existing folder to use; None = make a new one
     """
     there = [RunDir(Path(recipe.run_root) / recipe.name)] if recipe.name else runs_of(recipe)
     for run in there:
@@ -544,7 +545,7 @@ def choose_folder(recipe: Recipe) -> RunDir | None:
 
 # %% ../../nbs/9_lab/02_launch.ipynb #3877632b
 def _nothing_to_continue(recipe: Recipe) -> str:
-    """That resume='latest' finds no run, and which name was perhaps meant."""
+    """Return the note that resume='latest' finds no run, with the nearest name."""
     names = sorted(path.parent.name for path in Path(recipe.run_root).glob("*/recipe.yaml"))
     kind = f"{recipe.model}-{recipe.preset}-{recipe.strategy} run"
     what = f"run '{recipe.name}'" if recipe.name else kind
@@ -555,9 +556,9 @@ def _nothing_to_continue(recipe: Recipe) -> str:
 
 
 def _check_resume(run: RunDir | None, recipe: Recipe):
-    """Raise RecipeError for a checkpoint that cannot be used, or of a run that is not this one.
+    """Raise RecipeError for a checkpoint that cannot be used, or one of another run.
 
-    What can be told without the data and before anything is written.
+    Checks what needs no data, before anything is written.
     """
     if recipe.start_from:
         check_start_from(recipe.start_from)
@@ -566,7 +567,7 @@ def _check_resume(run: RunDir | None, recipe: Recipe):
 
 
 def _checkpoint(run: RunDir | None, recipe: Recipe) -> Path | None:
-    """The checkpoint that `recipe` goes on from. Raises RecipeError without a usable one."""
+    """Return the checkpoint that `recipe` continues. Raises RecipeError without a usable one."""
     folder = run or RunDir(Path(recipe.run_root) / (recipe.name or "new"))
     return find_checkpoint(folder, recipe.resume)
 
@@ -587,7 +588,7 @@ def _not_taken(run: RunDir, recipe: Recipe):
 
 
 def _free(run: RunDir) -> RunDir:
-    """`run`. Raises LaunchError when another run is using it."""
+    """Return `run`. Raises LaunchError when another run is using it."""
     if owner := folder_owner(run.path):
         raise LaunchError(_in_use(f"{run.path} is in use by {owner}"))
     return run
@@ -598,7 +599,7 @@ def _in_use(why: str) -> str:
 
 # %% ../../nbs/9_lab/02_launch.ipynb #a6af3637
 def differences(old: Recipe, new: Recipe) -> str:
-    """The fields in which two recipes differ, but for those that say how to start.
+    """Return the fields in which two recipes differ, except those that say how to start.
 
     Returns:
         "steps 100 → 7, seed 0 → 1"
@@ -614,7 +615,7 @@ def reserved(run: RunDir) -> Iterator[None]:
     """Own the folder of `run`. Raises LaunchError when another run does.
 
     Args:
-        run: Its folder exists
+        run: an existing folder
     """
     try:
         with owned_folder(run.path, "launcher"):
@@ -627,7 +628,7 @@ def keep_run_secrets(
     run: RunDir,
     recipe: Recipe,
 ):
-    """Keep what the ranks need of addresses, for the owner alone. Raises LaunchError."""
+    """Keep the secrets of addresses for the ranks, readable by the owner. Raises LaunchError."""
     texts = [path for path, _ in recipe.sources]
     texts += [value for name, value in recipe if name != "data" and isinstance(value, str)]
     try:
@@ -642,10 +643,10 @@ def keep_run_secrets(
 
 # %% ../../nbs/9_lab/02_launch.ipynb #f568bd1c
 def with_steps(recipe: Recipe) -> Recipe:
-    """`recipe` with the steps that its `num_train_epochs` means. Raises LaunchError.
+    """Return `recipe` with the steps of its `num_train_epochs`. Raises LaunchError.
 
     Args:
-        recipe: With absolute paths
+        recipe: with absolute paths
     """
     if not recipe.num_train_epochs:
         return recipe
@@ -667,8 +668,8 @@ def check_data(recipe_path: Path, checkpoint: Path):
     """Raise LaunchError when the data have changed since the checkpoint, or cannot be read.
 
     Args:
-        recipe_path: A written recipe
-        checkpoint: That it goes on from
+        recipe_path: a written recipe
+        checkpoint: what the run continues
     """
     done = run_module("sciftune.training.resumption", recipe_path, checkpoint)
     if done.returncode == 2:
@@ -678,10 +679,11 @@ def check_data(recipe_path: Path, checkpoint: Path):
 
 
 def check_port(recipe: Recipe, world: int):
-    """Raise LaunchError when the port at which the processes shall meet cannot be opened here.
+    """Raise LaunchError when the port at which the processes meet cannot be opened here.
 
     Args:
-        world: Processes over all machines
+        recipe: names the address and port
+        world: processes over all machines
     """
     port = recipe.main_process_port
     if recipe.launcher != "job" or world == 1 or not port or recipe.machine_rank:
@@ -700,14 +702,14 @@ LOOK_SECONDS = 15  # That a launch waits for the look at its data when it is pla
 
 @contextlib.contextmanager
 def data_looked_at(recipe: Recipe, recipe_path: Path, findings: Path) -> Iterator[None]:
-    """Look at the data of a run meanwhile, and print the three worst findings.
+    """Look at the data of a run during the block, and print the three worst findings.
 
     Raises LaunchError with the reason where the run would refuse its data.
 
     Args:
-        recipe: With absolute paths
-        recipe_path: The same, written
-        findings: Where findings.json shall be
+        recipe: with absolute paths
+        recipe_path: the same, written
+        findings: where findings.json is written
     """
     files = any(path not in BUILT_IN and "://" not in path for path, _ in recipe.sources)
     sequences = find_record("objectives", recipe.objective).sequences
@@ -734,7 +736,7 @@ def prepare_run(recipe: Recipe) -> RunDir:
     """Plan the run and write its folder, completely or not at all. Raises LaunchError.
 
     Returns:
-        With recipe.yaml, plan.json, accelerate.yaml, command.txt, launch.json
+        a folder with recipe.yaml, plan.json, accelerate.yaml, command.txt, launch.json
     """
     recipe = with_absolute_paths(recipe)
     try:
@@ -760,7 +762,7 @@ def prepare_run(recipe: Recipe) -> RunDir:
 
 
 def _check_prerequisites(recipe: Recipe):
-    """Raise RecipeError for what only a rank would miss: packages, names of drawn figures."""
+    """Raise RecipeError for what only a rank would miss: packages, kinds of drawn figures."""
     if recipe.launcher != "print":  # files for another machine
         check_packages(recipe)
     drawn = {path for path, _ in recipe.sources} & set(BUILT_IN)
@@ -782,7 +784,7 @@ def _check_run_root(root: Path):
 
 
 def _refused_by_system(recipe: Recipe, error: OSError) -> str:
-    """What the file system says, for a person."""
+    """Return the error of a file system in plain words."""
     where = error.filename or recipe.run_root
     if Path(recipe.run_root).is_dir() and not Path(where).parent.exists():
         return f"name: {Path(where).parent} was removed while this launch began; launch again"
@@ -793,7 +795,7 @@ def _refused_by_system(recipe: Recipe, error: OSError) -> str:
 
 
 def _written_run(run: RunDir | None, recipe: Recipe) -> RunDir:
-    """The folder of a run, a new one where there is none, with everything in it."""
+    """Return the folder of a run, a new one if there is none, with everything in it."""
     fresh = run is None
     run = run or new_run(recipe)
     named = recipe.model_copy(update={"name": run.path.name})
@@ -816,7 +818,7 @@ def _removed_on_error(run: RunDir, mine: bool) -> Iterator[None]:
 
 
 def _write_run(run: RunDir, recipe: Recipe):
-    """Check with torch what needs torch, aside; then write."""
+    """Check what needs torch in a process of its own, then write."""
     with tempfile.TemporaryDirectory() as aside:
         keep_run_secrets(run, recipe)
         written = recipe.save(Path(aside) / "recipe.yaml")
@@ -842,11 +844,12 @@ def start(run: RunDir, command: list[str], env: dict[str, str] | None = None) ->
     """Start `command` as the detached job of `run`. Raises LaunchError while one is running.
 
     Args:
-        command: The program and its arguments
-        env: Variables to add
+        run: a prepared run folder
+        command: the program and its arguments
+        env: variables to add
 
     Returns:
-        Process id of the job
+        process id of the job
     """
     offset = run.log.stat().st_size if run.log.exists() else 0
     with reserved_for_child(run) as handle, open(run.log, "ab") as log:
@@ -874,10 +877,10 @@ def reserved_for_child(run: RunDir) -> Iterator[int]:
     """Lock the folder of `run` until the child has ended. Raises LaunchError.
 
     Args:
-        run: Prepared
+        run: a prepared run folder
 
     Returns:
-        The locked file, for the child to inherit
+        the locked file, for the child to inherit
     """
     lock = FolderLock(run.path, "launcher")
     try:
@@ -903,7 +906,7 @@ NOISE = re.compile(
 
 
 class TracebackFilter:
-    """Whether a line of a log belongs to a traceback, or to a launcher's report of one."""
+    """Tells whether a line of a log belongs to a traceback, or to a launcher's report of one."""
 
     def __init__(self):
         self.inside = False
@@ -913,7 +916,7 @@ class TracebackFilter:
         """Look at the next line.
 
         Args:
-            line: Without its end
+            line: without its end
         """
         if TRACEBACK in line or line.startswith("rank ") and line.endswith(" failed:"):
             self.inside = True
@@ -928,11 +931,11 @@ class TracebackFilter:
 
 
 def progress_bar(line: str, width: int = 24) -> str:
-    """A progress line with a bar before it.
+    """Return a progress line with a bar before it.
 
     Args:
         line: 'step 12/200  loss 0.81 ...'
-        width: Characters of the bar
+        width: characters of the bar
     """
     step, steps = map(int, re.match(r"step (\d+)/(\d+)", line).groups())
     full = width * step // max(steps, 1)
@@ -943,8 +946,8 @@ class LogEcho:
     """Prints lines of a log, progress lines only now and then.
 
     Args:
-        every: Seconds between two progress lines at first
-        terminal: Draw one bar; None = as SCIFTUNE_TERMINAL says
+        every: seconds between two progress lines at first
+        terminal: draw one bar; None = as SCIFTUNE_TERMINAL says
     """
 
     progress = re.compile(r"^step \d+/\d+\b")
@@ -962,7 +965,7 @@ class LogEcho:
         """Print `line`, or keep it for `close` when another came a moment ago.
 
         Args:
-            line: Without its end
+            line: without its end
         """
         if self.hidden(line) or NOISE.match(line):
             return
@@ -999,7 +1002,8 @@ def follow(run: RunDir, offset: int = 0):
     """Print the log until the job has ended.
 
     Args:
-        offset: First byte of the log to show
+        run: a run folder whose job runs
+        offset: first byte of the log to show
     """
     echo, rest, alive = LogEcho(), b"", True
     with open(run.log, "rb") as log:
@@ -1017,11 +1021,12 @@ def follow(run: RunDir, offset: int = 0):
 
 # %% ../../nbs/9_lab/02_launch.ipynb #8b708c81
 def exception_line(lines: list[str], after: int = 0, default: int = 0) -> int:
-    """The first line that is an exception's own.
+    """Return the index of the first line that is an exception's own.
 
     Args:
-        after: Where to begin
-        default: When there is none
+        lines: of a log
+        after: where to begin
+        default: result when there is none
 
     Returns:
         Its index
@@ -1033,14 +1038,14 @@ def exception_line(lines: list[str], after: int = 0, default: int = 0) -> int:
 
 
 def traceback_end(mine: list[str], most: int) -> int:
-    """Where a traceback ends, with the exceptions that it led to.
+    """Return where a traceback ends, with the exceptions that it led to.
 
     Args:
-        mine: What a rank said from the beginning of a traceback on
-        most: Lines, when it does not end
+        mine: what a rank printed from the beginning of a traceback on
+        most: lines, if it does not end
 
     Returns:
-        Number of its last line
+        number of its last line
     """
     end = exception_line(mine, default=most)
     while end + 2 < len(mine) and any(
@@ -1051,11 +1056,11 @@ def traceback_end(mine: list[str], most: int) -> int:
 
 
 def said_errors(log: str, most: int = 60) -> Iterator[str]:
-    """All tracebacks, and the lines of errors that explain themselves, in the order of the log.
+    """Return all tracebacks and self-explaining errors, in the order of the log.
 
     Args:
-        log: Output of the job
-        most: Lines of a traceback
+        log: output of the job
+        most: lines of a traceback
     """
     lines = log.splitlines()
     ended = {}  # '[rank1]: ' -> last line of its traceback
@@ -1071,17 +1076,17 @@ def said_errors(log: str, most: int = 60) -> Iterator[str]:
 
 
 def first_traceback(log: str, most: int = 60) -> str:
-    """What the rank that failed first said: a traceback, or an error that explains itself.
+    """Return the traceback, or the self-explaining error, of the rank that failed first.
 
-    A rank that only noticed that another one was gone, and the launcher, count when nobody else
-    said anything.
+    The launcher, and a rank that only noticed that another one was gone, count if nobody else
+    printed anything.
 
     Args:
-        log: Output of the job
-        most: Lines
+        log: output of the job
+        most: lines
 
     Returns:
-        Empty when there is none
+        empty if there is none
     """
     first = ""
     for said in said_errors(log, most):
@@ -1092,11 +1097,12 @@ def first_traceback(log: str, most: int = 60) -> str:
 
 # %% ../../nbs/9_lab/02_launch.ipynb #d0822892
 def recognised(run: RunDir, log: str, code: int | None) -> list[Finding]:
-    """What is known about this failure.
+    """Return what is known about this failure.
 
     Args:
-        log: Output of the job
-        code: Exit code
+        run: a run folder whose job has ended
+        log: output of the job
+        code: exit code
     """
     try:
         recipe = kept_recipe(run)
@@ -1107,10 +1113,10 @@ def recognised(run: RunDir, log: str, code: int | None) -> list[Finding]:
 
 # %% ../../nbs/9_lab/02_launch.ipynb #53168b3c
 def job_log(run: RunDir) -> str:
-    """What the last job of `run` has printed; '' before it begins its log.
+    """Return what the last job of `run` has printed; '' before it begins its log.
 
     Args:
-        run: Its job was started
+        run: a run folder whose job was started
     """
     if not run.log.exists():
         return ""
@@ -1120,11 +1126,11 @@ def job_log(run: RunDir) -> str:
 
 
 def failure(run: RunDir, tail: int = 8) -> str:
-    """Why the job of `run` ended, on one screen: cause and cure first, the rest is in log.txt.
+    """Return why the job of `run` ended, on one screen: cause and cure; the rest is in log.txt.
 
     Args:
-        run: Its job has ended
-        tail: Lines of a traceback, or of the log, where nothing was recognised
+        run: a run folder whose job has ended
+        tail: lines of a traceback, or of the log if nothing was recognised
     """
     code, log = read_status(run).get("exit_code"), job_log(run)
     trace = first_traceback(log)
@@ -1147,7 +1153,7 @@ def failure(run: RunDir, tail: int = 8) -> str:
 def processes(
     run: RunDir,
 ) -> list[psutil.Process]:
-    """Every process of the job of `run`, orphaned ranks too."""
+    """Return every process of the job of `run`, including orphaned ranks."""
     roots = []
     if read_status(run).get("launcher") != "notebook" and (job := job_process(run)):
         roots.append(job)
@@ -1167,11 +1173,11 @@ def stop(run: RunDir | str | Path, grace: float = 30.0) -> int:
     """End the job of `run` with all its ranks.
 
     Args:
-        run: Or a path to a run folder
-        grace: Seconds between asking and killing, for the step and a checkpoint
+        run: a run folder, or its path
+        grace: seconds between asking and killing, for the step and a checkpoint
 
     Returns:
-        Processes that were running
+        processes that were running
     """
     run = run if isinstance(run, RunDir) else RunDir(run)
     every = processes(run)
@@ -1196,7 +1202,7 @@ def stop(run: RunDir | str | Path, grace: float = 30.0) -> int:
 def continue_command(
     run: RunDir,
 ) -> str:
-    """The command that continues `run` from its last checkpoint."""
+    """Return the command that continues `run` from its last checkpoint."""
     name, root = run.path.name, run.path.parent
     option = "-p"
     with contextlib.suppress(ValueError):
@@ -1210,10 +1216,10 @@ def continue_command(
 
 # %% ../../nbs/9_lab/02_launch.ipynb #f616228b
 def kernel_restarts(patience: float = 1.0) -> bool:
-    """Whether this kernel is being interrupted because it restarts.
+    """Return whether this kernel is being interrupted because it restarts.
 
     Args:
-        patience: Seconds to wait for the message
+        patience: seconds to wait for the message
     """
     try:
         from IPython import get_ipython
@@ -1257,13 +1263,14 @@ def interruptible(
 
 # %% ../../nbs/9_lab/02_launch.ipynb #5c9f7de9
 def last_lines(run: RunDir, count: int = 10) -> int:
-    """Where the last `count` lines of the current job begin in the log.
+    """Return the byte at which the last `count` lines of the current job begin in the log.
 
     Args:
-        count: Lines
+        run: a run folder whose job runs
+        count: lines
 
     Returns:
-        First byte of the log that belongs to them
+        the first byte of the log that belongs to them
     """
     log = run.log.read_bytes()
     job = log[read_status(run)["log_offset"] :].splitlines(keepends=True)
@@ -1276,8 +1283,8 @@ def attach(run: RunDir | str | Path, offset: int | None = None) -> RunDir:
     Raises RunFailedError when it failed, LaunchError when there is none.
 
     Args:
-        run: Or a path to a run folder
-        offset: First byte of the log to show; None = its last ten lines
+        run: a run folder, or its path
+        offset: first byte of the log to show; None = its last ten lines
     """
     run = run if isinstance(run, RunDir) else RunDir(run)
     now, status = state(run), read_status(run)
@@ -1318,7 +1325,7 @@ def forkable():
 
 # %% ../../nbs/9_lab/02_launch.ipynb #2e523af0
 def free_port() -> int:
-    """A port that nobody listens on now, if possible below those that Linux gives to connections.
+    """Return a free port, if possible below those that Linux gives to connections.
 
     A port of a connection could be taken again before the caller listens on it.
     """
@@ -1333,13 +1340,13 @@ def free_port() -> int:
 
 # %% ../../nbs/9_lab/02_launch.ipynb #1221ae05
 def engine_env(run: RunDir) -> dict[str, str]:
-    """The environment of a rank, by accelerate's own launcher.
+    """Return the environment of a rank, made by accelerate's own launcher.
 
     Args:
-        run: With accelerate.yaml
+        run: with accelerate.yaml
 
     Returns:
-        What `accelerate launch --config_file` would set
+        what `accelerate launch --config_file` would set
     """
     from accelerate.commands import launch as accelerate_launch
 
@@ -1363,7 +1370,7 @@ class Tee:
     """Writes to several streams.
 
     Args:
-        *streams: Each takes everything
+        *streams: each takes everything
     """
 
     def __init__(self, *streams: TextIO):
@@ -1373,7 +1380,7 @@ class Tee:
         """Write `text` to every stream.
 
         Returns:
-            Characters written
+            characters written
         """
         for stream in self.streams:
             stream.write(text)
@@ -1385,15 +1392,17 @@ class Tee:
             stream.flush()
 
     def isatty(self) -> bool:
-        """No: nobody should draw bars into a log."""
+        """Return False: nobody should draw bars into a log."""
         return False
 
 # %% ../../nbs/9_lab/02_launch.ipynb #73d4c37b
 def train_rank(recipe_path: str, log_path: str, kernel: int):
-    """One rank of a run that is launched from the kernel.
+    """Train one rank of a run that is launched from the kernel.
 
     Args:
-        kernel: Its process id
+        recipe_path: the recipe of the run
+        log_path: where its output goes
+        kernel: process id of the kernel
     """
     end_with_parent(kernel)
     import torch
@@ -1417,11 +1426,11 @@ def train_rank(recipe_path: str, log_path: str, kernel: int):
 
 # %% ../../nbs/9_lab/02_launch.ipynb #3520af54
 def train_only_rank(index: int, *arguments: str | int):
-    """The only rank of a run.
+    """Train the only rank of a run.
 
     Args:
-        index: Given by start_processes
-        *arguments: Of `train_rank`
+        index: of the process, from start_processes
+        *arguments: those of `train_rank`
     """
     train_rank(*arguments)
 
@@ -1430,7 +1439,8 @@ def fork_ranks(run: RunDir, count: int):
     """Run the ranks as forks of this kernel and wait for them.
 
     Args:
-        count: Processes
+        run: a prepared run folder
+        count: processes
     """
     from accelerate import notebook_launcher
     from torch.multiprocessing import start_processes
@@ -1449,7 +1459,7 @@ def fork_ranks(run: RunDir, count: int):
 def environment(
     **values: str,
 ) -> Iterator[None]:
-    """os.environ with `values` for a while."""
+    """Set `values` in os.environ during the block."""
     before = dict(os.environ)
     os.environ.update(values)
     try:
@@ -1461,10 +1471,10 @@ def environment(
 # %% ../../nbs/9_lab/02_launch.ipynb #59a33a21
 @contextlib.contextmanager
 def kernel_status(run: RunDir) -> Iterator[dict]:
-    """Write that this kernel trains `run`, and at the end with which exit code.
+    """Write that this kernel trains `run`, and at the end its exit code.
 
     Returns:
-        What status.json says
+        the contents of status.json
     """
     status = {
         "pid": os.getpid(),
@@ -1528,7 +1538,7 @@ def _kernel_ends(run: RunDir) -> Iterator[None]:
 
 
 def _why_ranks_failed(run: RunDir, error: Exception) -> str:
-    """What the log of `run` says of an error, and what is known of it."""
+    """Return what the log of `run` says of an error, and what is known of it."""
     log = f"{job_log(run)}\n{error}"
     said = first_traceback(log) or str(error)
     lines = [f"the run failed: {failure_line(said)}; see {run.log}"]
@@ -1542,7 +1552,7 @@ def launch_here(run: RunDir):
     Raises LaunchError when that is unsafe, RunFailedError when training fails.
 
     Args:
-        run: Prepared
+        run: a prepared run folder
     """
     forkable()
     launch = LaunchFile.load(run)
@@ -1565,13 +1575,13 @@ def launch_here(run: RunDir):
 
 # %% ../../nbs/9_lab/02_launch.ipynb #dfc79251
 def job_command(command: tuple[str, ...] | list[str]) -> list[str]:
-    """`command` with `strategies.agent` in the place of accelerate.
+    """Return `command` with `strategies.agent` in the place of accelerate.
 
     Args:
-        command: As in launch.json
+        command: as in launch.json
 
     Returns:
-        With this Python
+        a command for this Python
     """
     if tuple(command[:2]) == ("accelerate", "launch"):
         return [sys.executable, "-m", "sciftune.strategies.agent", *command[2:]]
@@ -1582,8 +1592,8 @@ def launch(run: RunDir, launcher: str | None = None) -> RunDir:
     """Train `run`, or attach to its job when it is training already. Raises RunFailedError.
 
     Args:
-        run: Prepared
-        launcher: 'job', 'notebook' or 'print'; None = the recipe's
+        run: a prepared run folder
+        launcher: 'job', 'notebook' or 'print'; None = that of the recipe
     """
     recipe = kept_recipe(run)
     launcher = launcher or recipe.launcher
