@@ -13,6 +13,7 @@ import torch
 
 from sciftune.core.recipe import resolve
 from sciftune.strategies import sum_kernel
+from sciftune.strategies.adam import LeanAdamW
 from sciftune.strategies.ddp import DDP
 from sciftune.strategies.engine import Engine
 from sciftune.strategies.precision import policy_for
@@ -40,7 +41,7 @@ def network(shard_states):
 def training(shard_states):
     "Losses, norms, whole weights, and what this rank holds of the states."
     net = network(shard_states)
-    assert net.release and type(net.optimizer).__name__ == "LeanAdamW"
+    assert net.release and isinstance(net.optimizer, LeanAdamW)
     losses, norms = [], []
     for step in range(3):
         random = torch.Generator().manual_seed(RANKS * step + net.engine.rank)
