@@ -173,7 +173,7 @@ ALONE = {  # Functions that read for themselves, by why
         strategies/ranks.on_ranks toys/figures._draw_shards training/heartbeat.Heartbeat.__init__
         core/writing.written_aside""",
     "no file, but what a library has made": """
-        models/published._configuration models/sd._count toys/tiny.qwen_bpe""",
+        models/published._configuration models/family.count_flops toys/tiny.qwen_bpe""",
     "a file of the system": """
         models/chat_templates._memory_now training/heartbeat._runs
         training/host_memory._sum_of_lines""",

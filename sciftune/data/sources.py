@@ -26,6 +26,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ..core.files import FileError, open_file
 from ..core.progress import progress
 from ..core.registry import ReaderRecord, find_record, load, records
 from ..core.rundir import cores
@@ -62,7 +63,7 @@ def file_reader(path: Path) -> ReaderRecord | None:
     fits = [r for r in _readers(lambda r: (not r.head, r.order)) if path.suffix in r.suffixes]
     head = ""
     if any(record.head for record in fits):
-        with contextlib.suppress(OSError), open(path, "rb") as file:
+        with contextlib.suppress(OSError, FileError), open_file(path) as file:
             head = file.read(4096).decode("utf-8-sig", "replace")
     return next((r for r in fits if not r.head or re.match(r.head, head)), None)
 

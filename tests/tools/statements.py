@@ -400,7 +400,7 @@ STATEMENTS = [
         "C",
         "its tensors are made here",
         "docs/guides/text_and_images.md",
-        "`padded_images`) are no input",
+        "`padded_images`) are not accepted",
     ),
     taken(
         "C",
