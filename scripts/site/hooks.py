@@ -13,7 +13,7 @@ ELSEWHERE = '<script src="https://unpkg.com/iframe-worker/shim"></script>'
 
 
 def formula(match: re.Match) -> str:
-    """A formula as MathML. Raises ValueError for one with an unknown command."""
+    """Return a formula as MathML. Raises ValueError for one with an unknown command."""
     display = "inline" if match[1] == "span" else "block"
     drawn = convert(BARS.sub("‖", html.unescape(match[2]).strip()), display=display)
     if unknown := re.search(r"\\\S+", drawn):
