@@ -3656,6 +3656,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                              'sciftune/objectives/common/task.py'),
                                                  'sciftune.objectives.common.task.DenoisingTask.write_model': ( '8_objectives/common/task.html#denoisingtask.write_model',
                                                                                                                 'sciftune/objectives/common/task.py'),
+                                                 'sciftune.objectives.common.task.drawn_scores': ( '8_objectives/common/task.html#drawn_scores',
+                                                                                                   'sciftune/objectives/common/task.py'),
                                                  'sciftune.objectives.common.task.held_out_loss': ( '8_objectives/common/task.html#held_out_loss',
                                                                                                     'sciftune/objectives/common/task.py'),
                                                  'sciftune.objectives.common.task.validation_scores': ( '8_objectives/common/task.html#validation_scores',

@@ -196,7 +196,7 @@ SWITCHES = ACCELERATE_SWITCHES | dict(
 
 
 class ForeignNames(NamedTuple):
-    """What other scripts call recipe fields.
+    """Names of recipe fields in other scripts.
 
     Attributes:
         fields: recipe field, or one of `SWITCHES`, by name

@@ -19,7 +19,7 @@ from .registry import find_record, records
 # %% ../../nbs/1_core/15_diagnosis.ipynb #1da9c4da
 @dataclass(frozen=True)
 class Case:
-    """What a run that ended has left.
+    """The remains of a run that ended.
 
     Attributes:
         log: Output of the job
@@ -288,7 +288,7 @@ def _stall_cure(case: Case) -> str:
 # %% ../../nbs/1_core/15_diagnosis.ipynb #f4d1c4ef
 @dataclass(frozen=True)
 class KnownFailure:
-    """How one trouble is recognised, and what is said about it.
+    """A known failure: how it is recognised, its cause and its remedy.
 
     Attributes:
         systems: systems in which it was found

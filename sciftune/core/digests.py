@@ -118,7 +118,7 @@ def file_digests(path: str | Path, block: int = DIGEST_BLOCK) -> list[str]:
 
 # %% ../../nbs/1_core/12_digests.ipynb #c482fa61
 class DigestRecord(BaseModel):
-    """What is kept of the digests of a folder.
+    """The digests of a folder, as they are stored.
 
     Attributes:
         block: Bytes

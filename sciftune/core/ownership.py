@@ -127,7 +127,7 @@ class FolderInUseError(ValueError):
 
 @dataclass(frozen=True)
 class Owner:
-    """What stands in a lock file.
+    """The contents of a lock file.
 
     Attributes:
         role: One of `ROLES`

@@ -60,7 +60,7 @@ class PlanRow(BaseModel):
 
 # %% ../../nbs/1_core/11_plan.ipynb #b89e75ec
 class Plan(BaseModel):
-    """What the planner says about a run: `plan.json`.
+    """The planner's prediction for a run: `plan.json`.
 
     Attributes:
         chosen: `strategy` of the run's row; empty = there is no plan

@@ -63,7 +63,7 @@ def uniform(seed: int, *key: str | int) -> float:
 
 # %% ../../nbs/1_core/08_randomness.ipynb #0c1e60e3
 class GlobalOrder:
-    """Which samples make global batch number `step`.
+    """The order of samples: those of global batch number `step`.
 
     Args:
         n: Samples in the collection

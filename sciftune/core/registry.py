@@ -42,7 +42,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 # %% ../../nbs/1_core/01_registry.ipynb #0e1c2d27
 class Record(BaseModel):
-    """What others must know about a part that can be replaced.
+    """The facts about a replaceable part that others need.
 
     Attributes:
         name: name in a recipe
@@ -196,7 +196,7 @@ class OptimizerRecord(Record):
 
 # %% ../../nbs/1_core/01_registry.ipynb #68c87453
 class ObjectiveRecord(Record):
-    """What a model is trained for.
+    """The record of an objective: what a model is trained for.
 
     Attributes:
         summary: One line for people

@@ -137,7 +137,7 @@ def secrets_file(folder: str | Path) -> Path:
 
 
 class KeptSecrets(BaseModel):
-    """What a file of secrets holds.
+    """The contents of a file of secrets.
 
     Attributes:
         folder: folder of the run

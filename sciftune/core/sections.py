@@ -245,7 +245,7 @@ def _printable(text: str):
 
 
 class ModelSection(Section):
-    """Which model, for what, and the run's name."""
+    """The model, the objective and the run's name."""
 
     model: str = field("qwenimage", "model family")
     preset: str = field("tiny", "named set of values, see `presets`", identity=False)

@@ -193,7 +193,7 @@ class Sizing:
 
 # %% ../../nbs/2_data/06_buckets.ipynb #ad7ec515
 class BucketOrder:
-    """Which samples make which micro-batches of global batch number `step`.
+    """The order of micro-batches: the samples of each in global batch number `step`.
 
     Args:
         sizes: Per draw: the (height, width) of every sample; epoch e uses draw e mod n

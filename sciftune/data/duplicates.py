@@ -64,7 +64,7 @@ BLANK = 2.0  # Standard deviation of grey levels (0 to 255) below which an image
 
 @dataclass
 class Signatures:
-    """What is kept of images to compare them.
+    """Thumbnails and hashes of images, to compare them.
 
     Attributes:
         bits: (n, 255) bool

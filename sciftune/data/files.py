@@ -70,7 +70,7 @@ USED = ("image", "reference", "caption", "list", "shard", "row", "set aside")
 
 @dataclass
 class Account:
-    """What became of the files of a collection: a kind of `USED`, or why a file is not read.
+    """The account of a collection's files: a kind of `USED`, or why a file is not read.
 
     Attributes:
         counts: Files of each kind
@@ -105,7 +105,7 @@ class Account:
 
 
 class Kinds:
-    """What many files are used as, in little memory; of several kinds the first one counts."""
+    """The uses of many files, in little memory; of several kinds the first one counts."""
 
     def __init__(self):
         self.names = Texts()

@@ -479,7 +479,7 @@ class ParquetReader:
 
 # %% ../../nbs/2_data/20_parquet.ipynb #dce2d1de
 class Cell(NamedTuple):
-    """Where an image lies in a parquet file.
+    """The place of an image in a parquet file.
 
     Attributes:
         group: Row group

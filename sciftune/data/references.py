@@ -91,7 +91,7 @@ def names_image(value: object) -> bool:
 
 @dataclass
 class ColumnContent:
-    """What stands in the columns of one name, counted over a list.
+    """The contents of the columns of one name, counted over a list.
 
     Attributes:
         names: Values that end as the name of an image does

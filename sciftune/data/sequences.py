@@ -953,7 +953,7 @@ def sequence_plan(
 # %% ../../nbs/2_data/10_sequences.ipynb #41160b9e
 @dataclass(frozen=True)
 class PackingRules:
-    """What the packer must know of the model.
+    """The sizes of the model that the packer needs.
 
     Attributes:
         vit_patch: Pixels per patch of the vision tower

@@ -173,7 +173,7 @@ _Finding = tuple[int, int, str]  # width, height, digest
 
 
 class Findings:
-    """What was found of images, by their stamps: those of earlier runs, and those of this one."""
+    """Findings about images by their stamps, of earlier runs and of this one."""
 
     def __init__(self):
         self.stamps = Texts()

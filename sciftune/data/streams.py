@@ -21,7 +21,7 @@ from .images import DataError
 
 # %% ../../nbs/2_data/07_streams.ipynb #3086f4e1
 class ShardOrder:
-    """Which sample stands at a position of the endless stream of one collection.
+    """The order of one collection's endless stream: the sample at each position.
 
     Args:
         counts: Samples per shard

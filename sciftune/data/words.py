@@ -88,7 +88,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Word:
-    """What became of a label, or a text that belongs to none.
+    """The result for a label, or for a text that belongs to none.
 
     Attributes:
         text: The label; what was read where there is none

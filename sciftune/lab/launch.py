@@ -84,7 +84,7 @@ from .job import TEMPORARY, own_temporary_folder
 
 # %% ../../nbs/9_lab/02_launch.ipynb #e18cb700
 class LaunchError(RuntimeError):
-    """What a person has to know; a notebook shows it without a traceback."""
+    """An error for people; a notebook shows it without a traceback."""
 
     def _render_traceback_(self, *args: Any, **kw: Any) -> list[str]:
         return [f"{type(self).__name__}: {self}"]

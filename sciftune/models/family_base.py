@@ -16,7 +16,7 @@ from .weights import pipeline_index, resolve_folder
 
 # %% ../../nbs/4_models/01b_family_base.ipynb #fb-6
 class FamilyBase:
-    """What all parts of a family share: its record, sizes, folder and latent space.
+    """The base of all parts of a family: its record, sizes, folder and latent space.
 
     Attributes:
         record: what others know about the family without importing it

@@ -170,7 +170,7 @@ class ForwardPass:
 
 
 class MemoryLedger(Protocol):
-    """What a `Work` needs of the ledger to describe the phases of its step."""
+    """The part of the ledger with which a `Work` describes the phases of its step."""
 
     def stored_on_gpu(self) -> dict[str, float]:
         """Return part -> bytes of a GPU between two steps."""

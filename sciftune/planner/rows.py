@@ -36,7 +36,7 @@ PROCESS = 0.47  # GiB, measured before a network is loaded
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run may use.
+    """The memory, disk and devices that a run may use.
 
     Attributes:
         device: name of the GPU, or of the processor

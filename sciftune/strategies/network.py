@@ -209,7 +209,7 @@ class Network:
 
     @property
     def states(self) -> tuple[str, ...]:
-        """What a checkpoint keeps of a parameter, each in fp32: the weight and its states."""
+        """Return what a checkpoint keeps of a parameter, in fp32: the weight and its states."""
         return "weight", *self.policy.optimizer_record.states
 
     # what this rank holds

@@ -34,7 +34,7 @@ def worth_streaming(numel: int) -> bool:
 
 
 def evenly_spread(sizes: list[float], share: float) -> list[bool]:
-    """Which of some things go so that those that stay are evenly spread.
+    """Choose the things to remove so that the rest is evenly spread.
 
     Args:
         sizes: sizes of the items, in order
@@ -53,7 +53,7 @@ def evenly_spread(sizes: list[float], share: float) -> list[bool]:
 
 
 def streamed(numels: list[int], each: float, resident: float) -> list[bool]:
-    """Which parameters are streamed.
+    """Choose the parameters to stream.
 
     Args:
         numels: Elements of the trained parameters, in order

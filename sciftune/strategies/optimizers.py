@@ -18,7 +18,7 @@ from ..core.registry import find_record, load
 
 # %% ../../nbs/5_strategies/02_optimizers.ipynb #optmeth1
 class OptimizerMethods:
-    """What engines ask of an optimizer beside torch's methods; base of each optimizer's class."""
+    """Methods of an optimizer that engines need beside torch's; base of each optimizer's class."""
 
     @classmethod
     def build(cls, params: list, recipe: Recipe, cuda: bool) -> torch.optim.Optimizer:

@@ -214,7 +214,7 @@ class StreamedWeightsCosts(StreamedCosts):
 
     @cached_property
     def _block_bytes(self) -> list[float]:
-        """Of the weights of each block that can be streamed."""
+        """Return the bytes of each block's weights that can be streamed."""
         return [float(self.weights * block.large) for block in self.model.blocks]
 
     @cached_property
@@ -299,13 +299,13 @@ class Single(Strategy):
 
     @property
     def costs_class(self) -> type[Costs]:
-        """Which arithmetic holds."""
+        """Return the class that computes costs."""
         kinds = dict(optimizer=StreamedCosts, params=StreamedWeightsCosts)
         return kinds.get(self.recipe.offload, Costs)
 
     @property
     def network_class(self) -> type[Network]:
-        """Which network a module becomes."""
+        """Return the class of network that wraps a module."""
         kinds = dict(optimizer=StreamedNetwork, params=StreamedWeightsNetwork)
         return kinds.get(self.recipe.offload, Network)
 

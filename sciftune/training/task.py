@@ -372,7 +372,7 @@ class EarlierRun:
 # %% ../../nbs/7_training/09_task.ipynb #3085f205
 @dataclass(frozen=True)
 class Export:
-    """What to write of a checkpoint, and where.
+    """An export: what to write of a checkpoint, and where.
 
     Attributes:
         checkpoint: a complete checkpoint
@@ -482,7 +482,7 @@ def export_trained(
 
 # %% ../../nbs/7_training/09_task.ipynb #650aceca
 class Task:
-    """What the trainer asks of an objective.
+    """The interface between the trainer and an objective.
 
     Args:
         recipe: the run

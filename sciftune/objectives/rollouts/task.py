@@ -12,7 +12,7 @@ from torch import Tensor
 from ...core.randomness import GlobalOrder, stream
 from ...core.recipe import Recipe
 from ..common.start import frozen_start
-from ..common.task import validation_scores
+from ..common.task import drawn_scores
 from .data import RolloutBatches, cache_prompts
 from .loss import Rollouts
 from .rewards import RewardSum
@@ -28,7 +28,6 @@ from sciftune.training.task import (
 from sciftune.training.validation import (
     held_out_sums,
     pipeline_sampler,
-    sample_images,
     to_device,
 )
 
@@ -163,14 +162,10 @@ class RolloutTask(Task):
 
     def validate(self, step: int) -> dict:
         """Return the held-out reward, and draw the validation prompts. All ranks call it."""
-        recipe, network = self.recipe, self.networks["denoiser"]
         found = self.held_out_reward()
         if self.baseline is None:
             self.baseline = found
-        folder = self.run_dir.validation_images / f"step_{step:06d}"
-        sample_images(recipe, self.family, network, self.data, self.engine, folder, self.heartbeat)
-        self.engine.barrier()
-        scores = validation_scores(folder) if self.engine.main else {}
+        scores = drawn_scores(self, step)
         if not found:
             return scores
         start = self.baseline["held_out_reward"]
