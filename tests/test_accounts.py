@@ -13,12 +13,13 @@ from PIL import Image
 
 from sciftune.core.recipe import resolve
 from sciftune.core.registry import records
-from sciftune.data import pairs, readers, released, shards, sources
+from sciftune.data import pairs, readers, shards, sources
 from sciftune.data import parquet as parquets
 from sciftune.data.images import DataError
 from sciftune.data.pairs import find_pairs
 from sciftune.data.sources import find_source, open_collection
-from sciftune.objectives.unified.data import open_groups
+from sciftune.extras.bagel import released
+from sciftune.extras.bagel.unified.data import open_groups
 
 
 def png(shade=0):

@@ -25,9 +25,9 @@ from sciftune.data.captions import read_captions
 from sciftune.data.duplicates import small_copy
 from sciftune.data.images import DataError, examine, header_size, load_picture, pixels
 from sciftune.data.pairs import find_pairs
-from sciftune.data.released import open_parquet
-from sciftune.data.sequences import decoded_image, open_examples
 from sciftune.data.sources import open_collection
+from sciftune.extras.bagel.released import open_parquet
+from sciftune.extras.bagel.sequences import decoded_image, open_examples
 from sciftune.lab.look import quick_look
 
 IMAGES = 60  # damaged copies of each picture

@@ -27,13 +27,13 @@ from sciftune.core.rundir import RunDir
 from sciftune.data.captions import jsonl_captions, text_captions
 from sciftune.data.images import DataError
 from sciftune.data.readers import csv_rows, json_rows
-from sciftune.data.sequences import read_lines
 from sciftune.data.sources import remote_source
+from sciftune.extras.bagel.sequences import read_lines
+from sciftune.extras.figures.reader import load_reader
 from sciftune.lab.evaluate import _records
 from sciftune.lab.launch import LaunchFile, read_status, state
 from sciftune.lab.scores import read_evaluation, read_pictures
 from sciftune.models.family import get_family
-from sciftune.toys.reader import load_reader
 
 PACKAGE = Path(sciftune.__file__).parent
 
@@ -170,18 +170,19 @@ ALONE = {  # Functions that read for themselves, by why
         lab/evaluate.job_of lab/evaluate.part_command lab/launch._write_run lab/launch.launch
         lab/launch.last_lines lab/launch.start lab/launch.follow lab/launch.job_log
         models/chat_templates.TemplateProcess._asked models/chat_templates._answer
-        strategies/ranks.on_ranks toys/figures._draw_shards training/heartbeat.Heartbeat.__init__
+        strategies/ranks.on_ranks training/heartbeat.Heartbeat.__init__
+        extras/figures/figures._draw_shards
         core/writing.written_aside""",
     "no file, but what a library has made": """
-        models/published._configuration models/family.count_flops toys/tiny.qwen_bpe""",
+        models/published._configuration models/family.count_flops models/tiny.qwen_bpe""",
     "a file of the system": """
         models/chat_templates._memory_now training/heartbeat._runs
         training/host_memory._sum_of_lines""",
     "source code of a plug-in or a packaged notebook, which runs anyway": """
-        core/registry.read_records lab/command.check_settings""",
+        core/registry._record_calls core/registry._record_texts lab/command.check_settings""",
     "hashed in pieces, whatever it holds": """
         core/digests.file_digests core/digests.damage.differs data/cache.check_hashes
-        models/bagel_parts.sampled_digest training/encoding.encoder_fingerprint
+        extras/bagel/parts.sampled_digest training/encoding.encoder_fingerprint
         data/cache.header_digest""",
     "a picture: with bounds of its own": """
         data/images.file_bytes lab/evaluate.Target.told""",

@@ -106,7 +106,7 @@ RENAMERS = {  # Others than core/writing.py -> why
     "core/ownership.py": "folders with names drawn at random",
     "data/cache.py": "out of a folder with a name drawn at random",
     "core/rundir.py": "folders with names drawn at random",
-    "toys/figures.py": "a folder with a name drawn at random",
+    "extras/figures/figures.py": "a folder with a name drawn at random",
     "training/checkpoints.py": "a checkpoint that comes back to its name",
     "project/site.py": "within a folder that it has made anew",
     "lab/command.py": "out of a temporary folder",

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['RegistryError', 'nearest', 'Record', 'FamilyRecord', 'StrategyRecord', 'OptimizerRecord', 'ObjectiveRecord',
-           'FunctionRecord', 'ReaderRecord', 'package_folder', 'record_modules', 'read_records', 'records',
-           'find_record', 'usual_optimizer', 'family_names', 'family_named', 'import_class', 'load']
+           'DensityRecord', 'WeightingRecord', 'ScoreRecord', 'ReaderRecord', 'package_folder', 'record_modules',
+           'read_records', 'records', 'find_record', 'usual_optimizer', 'family_names', 'family_named', 'import_class',
+           'load']
 
 # %% ../../nbs/1_core/01_registry.ipynb #58cccaf2
 import ast
@@ -244,8 +245,28 @@ class ObjectiveRecord(Record):
         return named or family.prediction in self.predictions
 
 
-class FunctionRecord(Record):
-    """A function that a recipe chooses by name, or that is called wherever it is installed.
+class DensityRecord(Record):
+    """A density of noise levels; its implementation is a function.
+
+    Attributes:
+        summary: one line for people
+    """
+
+    summary: str
+
+
+class WeightingRecord(Record):
+    """A weighting of the loss by noise level; its implementation is a function.
+
+    Attributes:
+        summary: one line for people
+    """
+
+    summary: str
+
+
+class ScoreRecord(Record):
+    """A score of images, computed wherever it is installed; its implementation is a function.
 
     Attributes:
         summary: one line for people
@@ -277,20 +298,10 @@ _KINDS = dict(
     strategies=StrategyRecord,
     optimizers=OptimizerRecord,
     objectives=ObjectiveRecord,
-    densities=FunctionRecord,
-    weightings=FunctionRecord,
-    scores=FunctionRecord,
+    densities=DensityRecord,
+    weightings=WeightingRecord,
+    scores=ScoreRecord,
     readers=ReaderRecord,
-)
-_PLACES = dict(
-    models="models/*.py",
-    strategies="strategies/*.py",
-    optimizers="strategies/optim/*.py",
-    objectives="objectives/*/section.py",
-    densities="objectives/densities/*.py",
-    weightings="objectives/weightings/*.py",
-    scores="toys/*.py",
-    readers="data/*.py",
 )
 _FIELDS = dict(  # of a recipe, which name a record
     models="model",
@@ -307,8 +318,20 @@ def package_folder() -> Path:
     return Path(importlib.util.find_spec("sciftune").origin).parent
 
 
+@functools.cache
+def _record_texts() -> dict[str, str]:
+    """Return the text of every module of the package that has a list `RECORDS`, by name."""
+    root = package_folder()
+    texts = {}
+    for file in sorted(root.rglob("*.py")):
+        text = file.read_text()
+        if re.search(r"^RECORDS\b", text, re.M):
+            texts[".".join(("sciftune", *file.relative_to(root).with_suffix("").parts))] = text
+    return texts
+
+
 def record_modules(kind: str) -> dict[str, Path]:
-    """Find the modules that may hold records.
+    """Find the modules that hold records of a kind, wherever they are in the package.
 
     Raises RegistryError for an entry point without source.
 
@@ -318,22 +341,23 @@ def record_modules(kind: str) -> dict[str, Path]:
     Returns:
         source file, by module name
     """
-    root = package_folder()
-    files = sorted(root.glob(_PLACES[kind]))
-    found = {".".join(("sciftune", *f.relative_to(root).with_suffix("").parts)): f for f in files}
+    root = package_folder().parent
+    call = f"{_KINDS[kind].__name__}("
+    modules = {
+        module: root.joinpath(*module.split(".")).with_suffix(".py")
+        for module, text in _record_texts().items()
+        if call in text
+    }
     for entry in metadata.entry_points(group=f"sciftune.{kind}"):
         spec = importlib.util.find_spec(entry.module)
         if spec is None or not spec.has_location:
             raise RegistryError(f"entry point {entry.name} of sciftune.{kind}: no {entry.module}")
-        found[entry.module] = Path(spec.origin)
-    return found
+        modules[entry.module] = Path(spec.origin)
+    return modules
 
 # %% ../../nbs/1_core/01_registry.ipynb #a5a9f0b1
-def _call_values(call: ast.expr, kind: str, where: str) -> dict:
-    """Return the arguments of one literal `FamilyRecord(...)`."""
-    expected = _KINDS[kind].__name__
-    if not isinstance(call, ast.Call) or getattr(call.func, "id", "") != expected or call.args:
-        raise RegistryError(f"{where}: RECORDS of {kind} must hold {expected}(name='...', ...)")
+def _call_values(call: ast.Call, where: str) -> dict:
+    """Return the arguments of one literal record, such as `FamilyRecord(...)`."""
     try:
         return {k.arg: ast.literal_eval(k.value) for k in call.keywords}
     except ValueError:
@@ -342,26 +366,42 @@ def _call_values(call: ast.expr, kind: str, where: str) -> dict:
         ) from None
 
 
+def _record_calls(source: Path) -> list[ast.expr] | None:
+    """Return the entries of the list `RECORDS` of a file; None without such a list."""
+    for node in ast.parse(source.read_text(), source).body:
+        names = [getattr(target, "id", "") for target in getattr(node, "targets", ())]
+        if "RECORDS" in names:
+            return getattr(node.value, "elts", [node.value])
+    return None
+
+
 def read_records(source: Path, module: str, kind: str) -> list[Record]:
-    """Read the records in `RECORDS` of a file; none without such a list. Raises RegistryError.
+    """Read the records of a kind in `RECORDS` of a file; none without such a list.
 
     Args:
         source: Python file
         module: name of the module
         kind: a key of `_KINDS`, such as 'models'
+
+    Raises:
+        RegistryError: an entry is no record, its values are wrong, or none is of this kind
     """
-    found = []
-    for node in ast.parse(source.read_text(), source).body:
-        names = [getattr(target, "id", "") for target in getattr(node, "targets", ())]
-        if "RECORDS" not in names:
-            continue
-        for call in getattr(node.value, "elts", [node.value]):
-            where = f"{source}, line {call.lineno}"
+    expected = _KINDS[kind].__name__
+    calls = _record_calls(source)
+    read = []
+    for call in calls or ():
+        where = f"{source}, line {call.lineno}"
+        name = getattr(getattr(call, "func", None), "id", "")
+        if name not in {record.__name__ for record in _KINDS.values()} or call.args:
+            raise RegistryError(f"{where}: RECORDS of {kind} must hold {expected}(name='...', ...)")
+        if name == expected:
             try:
-                found.append(_KINDS[kind](**_call_values(call, kind, where), module=module))
+                read.append(_KINDS[kind](**_call_values(call, where), module=module))
             except ValidationError as error:
                 raise RegistryError(f"{where}: {error}") from None
-    return found
+    if calls and not read:
+        raise RegistryError(f"{source}: RECORDS of {kind} must hold {expected}(name='...', ...)")
+    return read
 
 # %% ../../nbs/1_core/01_registry.ipynb #012d760b
 @functools.cache

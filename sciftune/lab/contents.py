@@ -76,12 +76,12 @@ def names_of(node: ast.stmt) -> list[str]:
 LAYERS = {
     "1_core": "What a run is: recipe, run folder, randomness. Almost nothing here imports torch.",
     "2_data": "From files of any kind to cached tensors in an order that every rank knows.",
-    "3_toys": "Figures, charts and small models made here: data and weights without a download.",
     "4_models": "One notebook for each model family: load, encode, predict, decode.",
     "5_strategies": "One class for each way to spread a run over processes; precision, optimizers.",
     "6_planner": "Memory, time and disk of a run before anything is loaded.",
     "7_training": "One loop for all objectives: step, validation, checkpoint, export.",
     "8_objectives": "One folder for each objective: fields of the recipe, loss, data, task.",
+    "extras": "Drawn figures, BAGEL, reinforcement learning, kernels: each folder can be removed.",
     "9_lab": "What a person holds: launching, plots, reports.",
     "10_project": "What measures and publishes this project; no part of the wheel.",
 }
@@ -147,7 +147,7 @@ class Notebooks:
         listed = [notebook for notebook in self.by_module.values() if layer in notebook.path.parts]
         listed.sort(key=lambda notebook: notebook.path)
         lines = [f"- {self.link(notebook.module)}: {notebook.summary}" for notebook in listed]
-        return "\n".join([f"**{layer.partition('_')[2]}.** {LAYERS[layer]}\n", *lines])
+        return "\n".join([f"**{layer.partition('_')[2] or layer}.** {LAYERS[layer]}\n", *lines])
 
     def contents(self) -> str:
         """Return all layers in reading order."""

@@ -39,6 +39,10 @@ from sciftune.data.words import (
     squeezed,
     text_parts,
 )
+from ..extras.figures.charts import claims
+from ..extras.figures.colours import colour_parts
+from ..extras.figures.edits import change_mask
+from ..extras.figures.reader import ChartReader, load_reader, packaged_reader
 from .launch import state
 from .sample import ModelSource, Request, draw_samples, find_weights
 from sciftune.lab.scores import (
@@ -54,10 +58,6 @@ from sciftune.lab.scores import (
     scores_of,
     word_changes,
 )
-from ..toys.charts import claims
-from ..toys.colours import colour_parts
-from ..toys.edits import change_mask
-from ..toys.reader import ChartReader, load_reader, packaged_reader
 from sciftune.training.encoding import (
     caption_texts,
     data_path,
@@ -226,7 +226,7 @@ def known_facts(path: str | Path) -> dict[str, dict]:
         path: collection: folder or file
 
     Returns:
-        id -> facts of a row of `toys.edits`
+        id -> facts of a row of `extras.figures.edits`
     """
     found = {}
     for record in _records(Path(path)) if Path(path).exists() else ():

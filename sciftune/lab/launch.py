@@ -767,11 +767,11 @@ def _check_prerequisites(recipe: Recipe):
         check_packages(recipe)
     drawn = {path for path, _ in recipe.sources} & set(BUILT_IN)
     if "figures" in drawn:
-        from sciftune.toys.charts import check_drawn
+        from sciftune.extras.figures.charts import check_drawn
 
         check_drawn(recipe)
     if "edits" in drawn:
-        from sciftune.toys.edits import check_drawn_edits
+        from sciftune.extras.figures.edits import check_drawn_edits
 
         check_drawn_edits(recipe)
 

@@ -22,8 +22,8 @@ from PIL import Image, ImageFilter
 from ..core.files import FileError, read_json_lines
 from ..core.writing import write_atomic
 from ..data.words import Label, Reading, Word, match_words, squeezed
-from ..toys.charts import CHART_STYLES, claims
-from ..toys.colours import cielab, colour_distance, shades
+from ..extras.figures.charts import CHART_STYLES, claims
+from ..extras.figures.colours import cielab, colour_distance, shades
 
 # %% ../../nbs/9_lab/17_scores.ipynb #35114bbc
 HEIGHTS = (0, 6, 8, 10, 12, 16, 24, 1000)  # limits of the size classes in pixels
@@ -80,7 +80,7 @@ def mark_parts(read: dict, caption: str) -> dict[str, tuple[float, float]]:
     """Compare kind and number of marks with the caption.
 
     Args:
-        read: kind and count, from `toys.reader.ChartReader.read`
+        read: kind and count, from `extras.figures.reader.ChartReader.read`
         caption: caption of a small chart
 
     Returns:
@@ -294,7 +294,7 @@ def edit_parts(
         image: picture made by a model
         truth: the true pictures and their facts
         read: words read in `image`; None = words are not scored
-        chart: kind and count, from `toys.reader.ChartReader.read`; None = not scored
+        chart: kind and count, from `extras.figures.reader.ChartReader.read`; None = not scored
 
     Returns:
         score -> (numerator, denominator)

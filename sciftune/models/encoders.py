@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..core.files import FileError, read_object, read_words
 from .chat_templates import put_into_template
 from .family_base import FamilyBase
+from .tiny import QWEN3_CHAT_TEMPLATE
 from .tokens import pad_rows, stack_rows
 from sciftune.models.weights import (
     bounded,
@@ -34,7 +35,6 @@ from sciftune.models.weights import (
     stored_numel,
     text_encoder_numel,
 )
-from ..toys.tiny import QWEN3_CHAT_TEMPLATE
 
 VOCABULARIES = (
     "tokenizer.json",

@@ -25,6 +25,7 @@ from .denoiser import Denoising
 from .published import write_configurations
 from .references import References
 from .sampler import Sampling
+from .tiny import save_stand_in
 from sciftune.models.weights import (
     PICKLES,
     component_config,
@@ -34,7 +35,6 @@ from sciftune.models.weights import (
     readable,
     weight_files,
 )
-from ..toys.tiny import save_stand_in
 
 # %% ../../nbs/4_models/02_family.ipynb #fam-7
 @functools.lru_cache(256)

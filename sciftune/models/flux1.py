@@ -16,6 +16,7 @@ import transformers
 from torch import Tensor, nn
 
 from ..core.registry import FamilyRecord
+from . import tiny
 from .encoders import Encoders, check_captions
 from .family import Family
 from sciftune.models.packing import (
@@ -37,7 +38,6 @@ from sciftune.models.tokens import (
     stack_sizes,
     unpack,
 )
-from ..toys import tiny
 
 # %% ../../nbs/4_models/05_flux1.ipynb #62614a38
 RECORDS = [

@@ -22,7 +22,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ..core.registry import FamilyRecord
-from .block_kernels import fused_heads, part_tables
+from ..extras.figures import nano
+from ..extras.kernels.blocks import fused_heads, part_tables
+from . import tiny
 from .encoders import Encoders, check_captions, user_turn
 from .family import Family
 from sciftune.models.packing import (
@@ -44,7 +46,6 @@ from sciftune.models.tokens import (
     stack_sizes,
 )
 from .weights import pipeline_index
-from ..toys import nano, tiny
 
 # %% ../../nbs/4_models/04_flux2.ipynb #d35e90c4
 RECORDS = [

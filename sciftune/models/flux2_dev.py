@@ -19,6 +19,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from torch import Tensor, nn
 
 from ..core.registry import FamilyRecord
+from . import tiny
 from sciftune.models.encoders import (
     Encoders,
     chat_text,
@@ -30,7 +31,6 @@ from .flux2 import KLEIN_9B, TINY_KLEIN, Klein
 from .published import MISTRAL_SMALL
 from .sampler import GuidanceInput
 from .weights import load_text_encoder
-from ..toys import tiny
 
 # %% ../../nbs/4_models/14_flux2_dev.ipynb #f83334d5
 RECORDS = [

@@ -18,6 +18,8 @@ import transformers
 from torch import Tensor, nn
 
 from ..core.registry import FamilyRecord
+from ..extras.figures import nano
+from . import tiny
 from .encoders import Encoders, check_captions
 from .family import Family
 from sciftune.models.packing import (
@@ -38,7 +40,6 @@ from sciftune.models.tokens import (
     stack_sizes,
     unpack,
 )
-from ..toys import nano, tiny
 
 # %% ../../nbs/4_models/03_qwenimage.ipynb #667b6d87
 RECORDS = [

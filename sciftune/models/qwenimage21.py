@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..core.registry import FamilyRecord
+from . import tiny
 from .encoders import Encoders, chat_text, check_captions, load_image_processor
 from .family import Family
 from .published import QWEN3_VL_8B
@@ -34,7 +35,6 @@ from .references import references_of
 from .sampler import build_scheduler
 from .tokens import compute_dtype, pad_rows
 from .weights import build_on_meta, pipeline_index, readable
-from ..toys import tiny
 
 # %% ../../nbs/4_models/15_qwenimage21.ipynb #82bb10e5
 RECORDS = [

@@ -21,6 +21,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ..core.registry import FamilyRecord
+from . import tiny
 from .encoders import Encoders, check_captions, load_image_processor
 from .family import Family
 from sciftune.models.qwenimage import (
@@ -30,7 +31,6 @@ from sciftune.models.qwenimage import (
     last_hidden_states,
 )
 from .tokens import mmdit_flops
-from ..toys import tiny
 
 # %% ../../nbs/4_models/13_qwenimage_edit.ipynb #76b2199e
 RECORDS = [

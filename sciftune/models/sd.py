@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..core.registry import FamilyRecord
 from ..core.sections import RecipeError
+from . import tiny
 from .ddpm import STEPS, NoiseSchedule, timesteps_of
 from .encoders import Encoders, check_tokenizer_files
 from .family import Family
@@ -24,7 +25,6 @@ from .published import CLIP_G, CLIP_L, SD_VAE, SDXL_VAE
 from .sampler import build_scheduler
 from .tokens import compute_dtype, stack_rows
 from .weights import pipeline_index
-from ..toys import tiny
 
 # %% ../../nbs/4_models/07_sd.ipynb #0bec8fc0
 RECORDS = [

@@ -14,12 +14,12 @@ import transformers
 from torch import Tensor, nn
 
 from ..core.registry import FamilyRecord
+from . import tiny
 from .encoders import Encoders, check_captions
 from .family import Family
 from .published import CLIP_G, CLIP_L, FLUX1_VAE, T5_XXL
 from .sampler import build_scheduler
 from .tokens import compute_dtype
-from ..toys import tiny
 
 # %% ../../nbs/4_models/22_sd3.ipynb #sd3-7
 RECORDS = [

@@ -16,11 +16,11 @@ import transformers
 from torch import Tensor, nn
 
 from ..core.registry import FamilyRecord
+from . import tiny
 from .encoders import Encoders, check_captions, user_turn
 from .family import Family
 from .published import FLUX1_VAE, QWEN3_4B
 from .tokens import compute_dtype, mmdit_flops, stack_sizes
-from ..toys import tiny
 
 # %% ../../nbs/4_models/10_zimage.ipynb #2a67af77
 RECORDS = [

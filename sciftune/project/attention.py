@@ -20,7 +20,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sciftune.data.sequences import (
+from ..extras.bagel.family import TINY, Bagel
+from sciftune.extras.bagel.network import (
+    BagelConfig,
+    DenseAttention,
+    FlexAttention,
+    block_mask,
+    sample_masks,
+)
+from ..extras.bagel.release import forward_flops
+from sciftune.extras.bagel.sequences import (
     PackedBatch,
     Packer,
     PackingRules,
@@ -29,15 +38,6 @@ from sciftune.data.sequences import (
     packed_batch,
     plan_item,
 )
-from ..models.bagel import TINY, Bagel
-from sciftune.models.bagel_network import (
-    BagelConfig,
-    DenseAttention,
-    FlexAttention,
-    block_mask,
-    sample_masks,
-)
-from ..models.bagel_release import forward_flops
 
 # %% ../../nbs/10_project/06_attention.ipynb #5310905b
 @dataclass

@@ -524,7 +524,7 @@ Qwen-Image of 2026-11-25 also in the layers of captions; such rows are planned a
 So is ddp on four GPUs, whose gradients were summed in fp32 when it was measured.
 Rows of 2026-11-21 were measured before the
 optimizer's moments got their present units and before the weights of a block were updated in one
-launch (`strategies.adam`).
+launch (`extras.kernels.adam`).
 FLUX.1: with adapters (rank 16, on the default layers) where the precision is bf16-mixed, full
 where it is bf16-master24. On torch 2.11 its gradients were no numbers until its single blocks
 handed cuDNN contiguous ones (`strategies.compilation`); `tests/gpu/blocks.py` now finds two

@@ -435,7 +435,7 @@ def time_updates(model: ProfiledModel) -> list[str]:
     """Time all updates by flashoptim's kernel and by ours, one by one and one launch per block."""
     from flashoptim import FlashAdamW
 
-    from sciftune.strategies.adam import LeanAdamW
+    from sciftune.extras.kernels.adam import LeanAdamW
 
     parameters = model.parameters
     hyper = {"lr": 1e-5, "weight_decay": 0.01, "master_weight_bits": 24}

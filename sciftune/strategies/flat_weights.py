@@ -28,7 +28,7 @@ def add_rows(rows: Tensor, out: Tensor, mean: bool = False):
         mean: divide by the number of ranks
     """
     if rows.is_cuda:
-        from sciftune.strategies.sum_kernel import launch_sum
+        from sciftune.extras.kernels.sums import launch_sum
 
         launch_sum(rows, out, float(len(rows) if mean else 1))
     else:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.recipe import Recipe, RecipeError
-from ..models.block_kernels import IN_INTERPRETER, is_modulation
+from ..extras.kernels.blocks import IN_INTERPRETER, is_modulation
 
 # %% ../../nbs/5_strategies/22_float8.ipynb #f8000006
 CAPTION_PARTS = frozenset(  # What diffusers calls layers of joint blocks that see captions alone
@@ -99,7 +99,7 @@ def _turned(x: Tensor, kind: torch.dtype) -> Tensor:  # (N,C) -> (C,N), N rounde
 def _cast(x: Tensor, scale: Tensor, out: Tensor | None, turned: Tensor):
     """Write `x` in float8 into `out`, unless it is None, and its transpose into `turned`."""
     if (x.is_cuda or IN_INTERPRETER) and x.dtype == torch.bfloat16:
-        from sciftune.models.triton_kernels import launch_float8
+        from sciftune.extras.kernels.launches import launch_float8
 
         launch_float8(x, scale, out, turned)
         return

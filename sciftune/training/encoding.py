@@ -108,8 +108,8 @@ def data_path(recipe: Recipe, path: str | None = None) -> str:
     path = path or recipe.data
     if path not in BUILT_IN:
         return path
-    from sciftune.toys.charts import drawn  # imported here, since it imports matplotlib
-    from sciftune.toys.edits import drawn_edits
+    from sciftune.extras.figures.charts import drawn  # imported here, since it imports matplotlib
+    from sciftune.extras.figures.edits import drawn_edits
 
     return str(dict(figures=drawn, edits=drawn_edits)[path](recipe))
 

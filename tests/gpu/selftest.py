@@ -27,10 +27,10 @@ from sciftune.core.plan import Plan, PlanRow
 from sciftune.core.recipe import resolve
 from sciftune.core.registry import find_record
 from sciftune.core.rundir import RunDir, new_run
+from sciftune.extras.kernels.adam import LeanAdamW
 from sciftune.models.family import get_family
 from sciftune.models.flux2 import TINY_KLEIN
 from sciftune.models.qwenimage import TINY_QWEN_IMAGE
-from sciftune.strategies.adam import LeanAdamW
 from sciftune.strategies.compilation import (
     blocks_of,
     checkpoint_blocks,

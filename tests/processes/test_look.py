@@ -7,7 +7,7 @@ import subprocess
 
 from PIL import Image
 
-from sciftune.toys.charts import draw_chart
+from sciftune.extras.figures.charts import draw_chart
 
 
 def test_look_names_what_is_wrong(root, tmp_path):

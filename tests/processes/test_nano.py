@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sciftune.toys.nano import NANO_TEXT
+from sciftune.extras.figures.nano import NANO_TEXT
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -105,8 +105,8 @@ def test_packaged_weights_draw_with_diffusers(model, extra):
     from diffusers import DiffusionPipeline
 
     from sciftune.core.presets import nano_folder, preset_files
-    from sciftune.toys.charts import draw_chart
-    from sciftune.toys.reader import following, load_reader, packaged_reader
+    from sciftune.extras.figures.charts import draw_chart
+    from sciftune.extras.figures.reader import following, load_reader, packaged_reader
 
     kinds = tuple(preset_files()["nano_denoiser"].recipe["figures_kinds"].split(","))
     captions = [draw_chart(i, 21, ("light",), kinds, 128).caption for i in range(8)]

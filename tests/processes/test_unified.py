@@ -16,8 +16,8 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from sciftune.core.recipe import resolve
 from sciftune.core.rundir import RunDir
-from sciftune.models.bagel import Bagel
-from sciftune.models.bagel_network import DenseAttention, FlexAttention, sample_masks
+from sciftune.extras.bagel.family import Bagel
+from sciftune.extras.bagel.network import DenseAttention, FlexAttention, sample_masks
 from sciftune.strategies.compilation import compiled_graphs
 from sciftune.training.checkpoints import CheckpointTensors
 from sciftune.training.encoding import weights_path

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from sciftune.strategies.adam import UNIT, programs, update
+from sciftune.extras.kernels.adam import UNIT, programs, update
 from sciftune.strategies.optimizers import master_of, set_master
 
 

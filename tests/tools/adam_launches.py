@@ -8,7 +8,7 @@ Triton's interpreter runs the kernels on the CPU.
 import torch
 from torch import nn
 
-from sciftune.strategies.adam import LeanAdamW, Moment
+from sciftune.extras.kernels.adam import LeanAdamW, Moment
 from sciftune.strategies.gradient_release import GradientRelease
 
 # several blocks of the kernel, more than there are programs, a part of a block; sizes that

@@ -1,4 +1,4 @@
-"""Blocks with the kernels of `models.block_kernels` against the model's own, on the CPU.
+"""Blocks with the kernels of `extras.kernels.blocks` against the model's own, on the CPU.
 
     TRITON_INTERPRET=1 python tests/tools/block_kernels.py
 
@@ -12,7 +12,9 @@ from collections import Counter
 import torch
 
 from sciftune.core.registry import find_record
-from sciftune.models import block_kernels, packing, triton_kernels
+from sciftune.extras.kernels import blocks as block_kernels
+from sciftune.extras.kernels import launches as triton_kernels
+from sciftune.models import packing
 from sciftune.models.family import get_family
 from sciftune.models.flux1 import TINY_FLUX1
 from sciftune.models.flux2 import TINY_KLEIN

@@ -84,7 +84,7 @@ USED_LATER = (  # by ranks, after they have started
     "numpy.ctypeslib",
     "torch.profiler._cupti_monitor",
     "torch.utils.serialization.config",
-    "sciftune.toys.edits",
+    "sciftune.extras.figures.edits",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "deepspeed.runtime.engine",
     "deepspeed.ops.op_builder.all_ops",

@@ -17,6 +17,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -25,15 +26,29 @@ PACKAGE = ROOT / "sciftune"
 LAYERS = [
     "core",
     "data",
-    "toys",
     "models",
     "strategies",
     "planner",
     "training",
     "objectives",
+    "extras",
     "lab",
     "project",
 ]
+NAMING_EXTRAS = (  # modules that still import an extra from outside, and the extra
+    ("lab.evaluate", "figures"),
+    ("lab.launch", "figures"),
+    ("lab.scores", "figures"),
+    ("training.encoding", "figures"),
+    ("models.flux2", "figures"),
+    ("models.qwenimage", "figures"),
+    ("extras.bagel.*", "figures"),
+    ("extras.rl.*", "figures"),
+    ("models.flux2", "kernels"),
+    ("planner.trace", "kernels"),
+    ("strategies.*", "kernels"),
+    ("models.packing", "kernels"),
+)
 TORCH_FREE = [  # imported by the kernel that launches, whose forks torch could hang
     "core.*",
     "data.sources",
@@ -41,9 +56,10 @@ TORCH_FREE = [  # imported by the kernel that launches, whose forks torch could 
     "data.buckets",
     "data.captions",
     "data.words",
-    "toys.figures",
-    "toys.colours",
+    "extras.figures.figures",
+    "extras.figures.colours",
     "objectives.*.section",
+    "extras.*.*.section",
     "lab.plots",
     "lab.scores",
     "lab.evaluation_plots",
@@ -239,10 +255,22 @@ def modules() -> list[Module]:
 def wrong_layers() -> Iterator[str]:
     """Imports from a layer that is not below."""
     for module in modules():
-        for other in sorted(module.imported_layers() - {module.layer}):
+        for other in sorted(module.imported_layers() - {module.layer, "extras"}):
             if LAYERS.index(other) >= LAYERS.index(module.layer):
                 said = f"sciftune/{module.name} imports from the layer {other}"
                 yield f"{said}, which is not below {module.layer}"
+
+
+def named_extras() -> Iterator[str]:
+    """Imports of an extra from outside its folder: it could not be taken away."""
+    for module in modules():
+        name = module.name.removesuffix(".py").replace("/", ".")
+        parts = (other.split(".") for other in module.imported_names())
+        extras = {part[2] for part in parts if part[:2] == ["sciftune", "extras"]}
+        for extra in sorted(extras):
+            known = any(fnmatch(name, place) and extra == e for place, e in NAMING_EXTRAS)
+            if not (known or name.startswith((f"extras.{extra}.", "project."))):
+                yield f"sciftune/{module.name} imports extras/{extra}: ask for a record"
 
 
 def imports_by_module(known: list[Module]) -> dict[str, set[str]]:
@@ -505,6 +533,7 @@ def mistyped() -> Iterator[str]:
 CHECKS = [
     orphans,
     wrong_layers,
+    named_extras,
     circular_imports,
     bad_notebooks,
     long_readme,

@@ -12,8 +12,8 @@ import flashoptim.optimizers
 import torch
 
 from sciftune.core.recipe import resolve
-from sciftune.strategies import sum_kernel
-from sciftune.strategies.adam import LeanAdamW
+from sciftune.extras.kernels import sums as sum_kernel
+from sciftune.extras.kernels.adam import LeanAdamW
 from sciftune.strategies.ddp import DDP
 from sciftune.strategies.engine import Engine
 from sciftune.strategies.precision import policy_for

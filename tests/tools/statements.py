@@ -395,7 +395,7 @@ STATEMENTS = [
     taken("C", "`train_data_path`", dict(data="train.jsonl"), train_data_path="train.jsonl"),
     taken("C", "`val_data_path`", dict(validation_data="val.jsonl"), val_data_path="val.jsonl"),
     taken("C", "validation data are optional", dict(validation_data=""), val_data_path=""),
-    there("C", "JSON lines of UnifiedGenerationDataset", "data.sequences.read_jsonl"),
+    there("C", "JSON lines of UnifiedGenerationDataset", "extras.bagel.sequences.read_jsonl"),
     said(
         "C",
         "its tensors are made here",
@@ -494,7 +494,7 @@ STATEMENTS = [
     there(
         "C",
         "total = text loss x weight + image loss x weight",
-        "objectives.unified.loss.UnifiedObjective",
+        "extras.bagel.unified.loss.UnifiedObjective",
     ),
     taken("C", "`freeze_vae=True`", {}, freeze_vae="True"),
     not_taken("C", "`freeze_vae=False`", "the autoencoder is never trained", freeze_vae=False),
@@ -505,8 +505,8 @@ STATEMENTS = [
     there("C", "EMA in shards", "training.ema.EMA"),
     taken("C", "activation checkpointing", dict(gradient_checkpointing="full"), **C_RUN),
     taken("C", "W&B", dict(trackers="wandb", tracker_project="bagel"), wandb_project="bagel"),
-    there("C", "W&B rows: ce, mse", "objectives.unified.loss.UnifiedObjective"),
-    there("C", "W&B rows: mem_allocated, total_samples", "objectives.unified.task.UnifiedTask"),
+    there("C", "W&B rows: ce, mse", "extras.bagel.unified.loss.UnifiedObjective"),
+    there("C", "W&B rows: mem_allocated, total_samples", "extras.bagel.unified.task.UnifiedTask"),
     there(
         "C", "checkpoints with EMA and the state of training", "training.checkpoints.Checkpointer"
     ),

@@ -11,19 +11,19 @@ import math
 import torch
 from torch import Tensor
 
-from ...core.registry import FunctionRecord
+from ...core.registry import DensityRecord
 
 # %% ../../../nbs/8_objectives/densities/01_published.ipynb #767b5899
 RECORDS = [
-    FunctionRecord(
+    DensityRecord(
         name="uniform", implementation="uniform_density", summary="every noise level as often"
     ),
-    FunctionRecord(
+    DensityRecord(
         name="logit_normal",
         implementation="logit_normal_density",
         summary="more middle noise levels; the logit of sigma is a unit normal",
     ),
-    FunctionRecord(
+    DensityRecord(
         name="mode",
         implementation="mode_density",
         summary="more middle noise levels, but both ends remain likely",

@@ -11,24 +11,24 @@ import math
 import torch
 from torch import Tensor
 
-from ...core.registry import FunctionRecord
+from ...core.registry import WeightingRecord
 
 # %% ../../../nbs/8_objectives/weightings/01_published.ipynb #6e4157fd
 RECORDS = [
-    FunctionRecord(
+    WeightingRecord(
         name="none", implementation="no_weighting", summary="every noise level counts the same"
     ),
-    FunctionRecord(
+    WeightingRecord(
         name="sigma_sqrt",
         implementation="sigma_sqrt_weighting",
         summary="1/sigma^2: low noise levels dominate",
     ),
-    FunctionRecord(
+    WeightingRecord(
         name="cosmap",
         implementation="cosmap_weighting",
         summary="middle noise levels count up to twice as much as the ends",
     ),
-    FunctionRecord(
+    WeightingRecord(
         name="bell",
         implementation="bell_weighting",
         summary="middle noise levels count most, the ends not at all",

@@ -10,7 +10,7 @@ from torch import nn
 
 from ...core.recipe import Recipe
 from ...core.registry import OptimizerRecord
-from ..adam import LeanAdamW
+from ...extras.kernels.adam import LeanAdamW
 from .adamw import AdamW, adam_arguments
 from ..optimizers import OptimizerMethods
 

@@ -1,0 +1,1 @@
+"""Parts that can be taken away: each folder holds its records, modules and presets."""

@@ -1,0 +1,1 @@
+"""Drawn figures, charts, edits and dialogues, small trained models, and their scores."""

@@ -1,0 +1,1 @@
+"""Triton kernels and custom operations that make a step faster; without them torch runs it."""
