@@ -653,11 +653,11 @@ def _measured(recipe, ids, shapes, captions, rejected, total: int) -> DataLook:
 def _model_flops(recipe: Recipe):
     """Return a function of height and width for the FLOPs of the model's forward pass."""
     from sciftune.models.family import get_family
-    from sciftune.planner.work import work_of
+    from sciftune.planner.work import step_cost_of
 
     family = get_family(recipe.model)
     config = family.config(None)
-    work = work_of(recipe)
+    work = step_cost_of(recipe)
     text = recipe.text_tokens + work.vision_tokens(family)
     beside = work.reference_tokens(family)
     return lambda *size: family.flops_with(config, *size, text, beside)

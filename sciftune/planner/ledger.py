@@ -10,7 +10,7 @@ import re
 from ..core.recipe import resolve
 from ..core.registry import find_record
 from .records import Block, ForwardPass, Phase, Profile
-from .work import work_of
+from .work import step_cost_of
 from ..strategies.strategy import Strategy
 
 # %% auto #0
@@ -39,7 +39,7 @@ class Ledger:
     def __init__(self, profile: Profile, strategy: Strategy, checkpointed: int):
         self.profile, self.strategy, self.checkpointed = profile, strategy, checkpointed
         self.recipe, self.policy = strategy.recipe, strategy.policy
-        self.costs, self.work = strategy.costs(profile), work_of(strategy.recipe)
+        self.costs, self.work = strategy.costs(profile), step_cost_of(strategy.recipe)
         self.positions = spread_blocks(len(profile.blocks), checkpointed)
 
     # stored between two steps

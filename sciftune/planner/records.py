@@ -103,7 +103,7 @@ class Profile(ModelSize):
         resident: bytes of frozen models that stay on the GPU
         before: peak of what runs before forward
         backward_share: operations of backward, relative to training all weights
-        extra: what the objective's `Work` measured for its own use
+        extra: what the objective's `StepCost` measured for its own use
         times: seconds of blocks, measured on this machine's GPU
         context: ranks that share a sample; bytes are for the tokens of one of them
     """
@@ -170,7 +170,7 @@ class ForwardPass:
 
 
 class MemoryLedger(Protocol):
-    """The part of the ledger with which a `Work` describes the phases of its step."""
+    """The part of the ledger with which a `StepCost` describes the phases of its step."""
 
     def stored_on_gpu(self) -> dict[str, float]:
         """Return part -> bytes of a GPU between two steps."""

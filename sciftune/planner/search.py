@@ -19,7 +19,7 @@ from .profile import profile
 from .records import Profile
 from .rows import Machine, plan_row
 from .speed import DEVICES, device_rates, step_seconds
-from .work import work_of
+from .work import step_cost_of
 from ..strategies.lora import NARROW_BYTES
 from ..strategies.strategy import Strategy, strategy_class
 
@@ -82,7 +82,7 @@ def variant(recipe: Recipe, world: int, cuda: bool, **change) -> Strategy | None
         if changed.precision != "fp8":
             return None
         return variant(recipe, world, cuda, **change | dict(precision="bf16-mixed"))
-    return strategy if strategy.possible and work_of(changed).suits(strategy) else None
+    return strategy if strategy.possible and step_cost_of(changed).suits(strategy) else None
 
 # %% ../../nbs/6_planner/08_search.ipynb #6a1a43be
 _FIRST = (
@@ -247,7 +247,7 @@ def adapters_instead(
         base: from `weights_path`
         machine: where it runs
     """
-    if recipe.lora_rank or not work_of(recipe).adapters:
+    if recipe.lora_rank or not step_cost_of(recipe).adapters:
         return []
     adapted = recipe.model_copy(update=dict(lora_rank=16, lora_base="nf4", context_parallel=1))
     try:
@@ -320,7 +320,7 @@ def settled(profile: Profile, strategy: Strategy, machine: Machine) -> Strategy:
         machine: where it runs
     """
     *preferred, last = strategy.alternatives()
-    if not preferred or work_of(strategy.recipe).networks > 1:
+    if not preferred or step_cost_of(strategy.recipe).networks > 1:
         return last
     least = plan_row(profile, last, machine).recompute_blocks
     for other in preferred:

@@ -20,7 +20,7 @@ from ..core.recipe import Recipe, RecipeError
 from .ledger import Ledger
 from .records import BlockTimes, Profile
 from .trace import shape_kind, tensors_in
-from .work import MetaModel, work_of
+from .work import MetaModel, step_cost_of
 from ..strategies.float8 import captions_in_float8
 from ..strategies.strategy import Strategy
 
@@ -133,7 +133,7 @@ def _compute_seconds(
     recipe, times = strategy.recipe, strategy.accumulation
     if profile.times:
         return times * recipe.micro_batch / strategy.context * profile.times.step(share)
-    work, parts = work_of(recipe), forward_seconds(profile, strategy, rates)
+    work, parts = step_cost_of(recipe), forward_seconds(profile, strategy, rates)
     once, twice = (work.forward_passes(profile, share, n, every_turn) for n in (1, 2))
     seconds = parts["products"] * (once if recipe.lora_rank else twice)  # the base is frozen
     seconds += (parts["attention"] + parts["traffic"]) * twice
@@ -156,7 +156,7 @@ def _context_seconds(
     if strategy.context == 1:
         return 0.0
     near = strategy.per_machine % strategy.context == 0
-    sent = work_of(strategy.recipe).exchanged_bytes(profile, strategy, share)
+    sent = step_cost_of(strategy.recipe).exchanged_bytes(profile, strategy, share)
     return sent / (rates.link if near else NETWORK)
 
 
@@ -168,7 +168,7 @@ def _float8_layers(profile: Profile, strategy: Strategy) -> int:
 
 
 def _launch_seconds(profile: Profile, strategy: Strategy, share: float, every_turn: bool) -> float:
-    work = work_of(strategy.recipe)
+    work = step_cost_of(strategy.recipe)
     passes = work.forward_passes(profile, share, 1, every_turn)
     if strategy.recipe.compile:
         blocks, layers = len(profile.blocks), _float8_layers(profile, strategy)
@@ -203,7 +203,7 @@ def step_parts(
     share = checkpointed / max(1, len(profile.blocks))
     compute = _compute_seconds(profile, strategy, share, rates, every_turn)
     host = _launch_seconds(profile, strategy, share, every_turn)
-    near, far = work_of(strategy.recipe).sent_bytes(profile, strategy, share)
+    near, far = step_cost_of(strategy.recipe).sent_bytes(profile, strategy, share)
     return dict(
         compute=compute,
         host=host,
@@ -318,7 +318,7 @@ def time_blocks(
     Raises:
         RecipeError: blocks of this objective need more than tensors
     """
-    if not work_of(recipe).times_blocks:
+    if not step_cost_of(recipe).times_blocks:
         raise RecipeError(f"profile_block: not for objective {recipe.objective}")
     device, seconds_of, total = torch.device(device), {}, [0.0, 0.0]
     recipe = recipe.model_copy(update=dict(context_parallel=1))  # whole attention

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from sciftune.strategies.strategy import Strategy
 
 # %% auto #0
-__all__ = ['Work', 'work_of', 'MetaModel']
+__all__ = ['StepCost', 'step_cost_of', 'MetaModel']
 
 # %% ../../nbs/6_planner/03_work.ipynb #62548e39
-class Work:
+class StepCost:
     """One forward and one backward pass of one network.
 
     Args:
@@ -226,10 +226,10 @@ class Work:
         return not allowed or strategy.recipe.strategy in allowed
 
 # %% ../../nbs/6_planner/03_work.ipynb #8ac9896f
-def work_of(recipe: Recipe) -> Work:
+def step_cost_of(recipe: Recipe) -> StepCost:
     """Return the work of a recipe's objective."""
     target = find_record("objectives", recipe.objective).work
-    return (import_class(target) if target else Work)(recipe)
+    return (import_class(target) if target else StepCost)(recipe)
 
 # %% ../../nbs/6_planner/03_work.ipynb #6d0c47d2
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ class MetaModel:
     dtype: torch.dtype
     config: dict
     denoiser: nn.Module
-    work: Work
+    work: StepCost
 
     @classmethod
     def build(
@@ -267,7 +267,7 @@ class MetaModel:
             base: pipeline folder or hub id; None = published size
             dtype: of the computation
         """
-        revision, work = recipe.revision or None, work_of(recipe)
+        revision, work = recipe.revision or None, step_cost_of(recipe)
         config = family.config(base, revision)
         check_heads(config, recipe.context_parallel)
         denoiser = nn.Module.to(family.empty_denoiser(base, revision), "meta", dtype)

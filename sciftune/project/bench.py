@@ -213,9 +213,9 @@ def tokens_per_second(
     if not find_record("models", recipe.model).blocks:
         return {}
     from sciftune.models.family import get_family  # imports torch, unlike the other functions
-    from sciftune.planner.work import work_of
+    from sciftune.planner.work import step_cost_of
 
-    family, work = get_family(recipe.model), work_of(recipe)
+    family, work = get_family(recipe.model), step_cost_of(recipe)
     tokens = (recipe.resolution // 16) ** 2
     tokens += work.text_tokens(family) + work.reference_tokens(family)
     return {"tokens_per_second": samples_per_second * tokens}

@@ -99,7 +99,7 @@ family is one notebook of `4_models` (models of one structure share one), a stra
 
 Words: a **strategy** is a way to spread a run over processes (`single`, `ddp`, `fsdp`, `zero1` to
 `zero3`); the **engine** is the object that carries it out in one process; an **objective** is
-what is minimised; a **turn** is one network and its loss within a step; a model **on the meta
+what is minimised; an **optimizer step** updates one network by its loss; a model **on the meta
 device** has shapes and no memory; **MFU** is the share of the GPU's peak arithmetic that a step
 uses. The presets `system_a` to `system_e` reproduce five public training set-ups, cropping and
 all.
@@ -125,8 +125,8 @@ plugged into it and calls down to the model family (`4_models`).
 
 5. Every process runs @training.trainer.train: an @strategies.engine.Engine, the task of the
    objective (@training.task.Task), its networks under the strategy, then the steps.
-6. @training.trainer.train_step asks the task for the loss of each turn; for flow matching that is
-   @objectives.flow.loss.FlowMatching.
+6. @training.trainer.train_step asks the task for the loss of each optimizer step; for flow
+   matching that is @objectives.flow.loss.FlowMatching.
 7. @models.flux2.Klein.predict (for klein) calls the denoiser, and
    @objectives.common.velocity.flow_loss compares its answer with the target.
 
@@ -145,10 +145,11 @@ plugged into it and calls down to the model family (`4_models`).
 
 1. @lab.launch.recipe_from gives what papermill has set to @core.recipe.resolve: former names, the
    preset, then what was given, then the checks. The result is `recipe.yaml` in the run folder.
-2. Each rank reads it in @training.trainer.run_rank, and @strategies.network.Network.make_optimizer
+2. Each rank reads it in @training.trainer.run_rank, and
+   @strategies.trained_module.TrainedModule.make_optimizer
    builds the optimizer with @strategies.optimizers.build_optimizer.
 3. At every step @training.trainer.train_step asks @training.task.Task.rate, which asks
-   @core.recipe.learning_rate_at, and sets it: @strategies.network.Network.set_rate."""
+   @core.recipe.learning_rate_at, and sets it: @strategies.trained_module.TrainedModule.set_rate."""
 
 # %% ../../nbs/10_project/08_pages.ipynb #2cf83f89
 def map_markdown(root: Path) -> str:

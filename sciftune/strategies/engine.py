@@ -26,9 +26,9 @@ from ..core.plan import Plan
 from ..core.recipe import Recipe, RecipeError, micro_batches
 from ..core.rundir import RunDir
 from ..core.writing import write_atomic
-from .network import Network
 from .precision import Policy
 from .strategy import Strategy, apply_plan
+from .trained_module import TrainedModule
 
 # %% ../../nbs/5_strategies/16_engine.ipynb #a27d8c3b
 def limit_allocator(gib: float):
@@ -203,7 +203,7 @@ class Engine:
         name: str = "denoiser",
         fill: Callable = None,
         recipe: Recipe = None,
-    ) -> Network:
+    ) -> TrainedModule:
         """Put a trainable module under this engine.
 
         Args:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .gradient_release import RankSums
-from .network import Range
+from .trained_module import FlatRange
 
 # %% ../../nbs/5_strategies/24_flat_weights.ipynb #flatw031
 def add_rows(rows: Tensor, out: Tensor, mean: bool = False):
@@ -98,7 +98,7 @@ class FlatWeights:
         self.part = self.whole[begin:end]
         self.places = {}  # name -> where it is in the whole
         self.pieces = {}  # name -> what this rank updates of it, for the optimizer
-        self.ranges = {}  # name -> the same as a Range
+        self.ranges = {}  # name -> the same as a FlatRange
         self.within = {}  # name -> where that is in this rank's part
         for (name, parameter), start in zip(parameters.items(), starts, strict=True):
             stop = start + parameter.numel()
@@ -108,7 +108,7 @@ class FlatWeights:
             first = min(max(start, begin), stop)
             last = max(first, min(stop, end))
             self.pieces[name] = nn.Parameter(self.whole[first:last])
-            self.ranges[name] = Range(name, tuple(parameter.shape), first - start, last - first)
+            self.ranges[name] = FlatRange(name, tuple(parameter.shape), first - start, last - first)
             self.within[name] = slice(first - begin, last - begin)
 
     def summed(

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RECORDS', 'UNIT_SECONDS', 'AllToAllReduceScatter', 'in_host_memory', 'cast_floating', 'cast_arguments',
-           'ShardedNetwork', 'FrozenShardedNetwork', 'gather_ahead', 'FSDPCosts', 'FSDP']
+           'ShardedModule', 'FrozenShardedModule', 'gather_ahead', 'FSDPCosts', 'FSDP']
 
 # %% ../../nbs/5_strategies/14_fsdp.ipynb #01bdfdf1
 import inspect
@@ -23,9 +23,9 @@ from ..core.recipe import Recipe, RecipeError
 from ..core.registry import StrategyRecord, find_record
 from .costs import Costs, pinned_bytes
 from .flat_weights import exchanged_sum
-from .network import Network, Range
 from .precision import Policy
 from .strategy import Strategy, engines_on_cpu
+from .trained_module import FlatRange, TrainedModule
 
 # %% ../../nbs/5_strategies/14_fsdp.ipynb #67484b2a
 RECORDS = [
@@ -141,7 +141,7 @@ def cast_arguments(module: nn.Module, dtype: torch.dtype, kept: Collection[str])
     module.register_forward_pre_hook(cast, with_kwargs=True)
 
 # %% ../../nbs/5_strategies/14_fsdp.ipynb #11b21518
-class ShardedNetwork(Network):
+class ShardedModule(TrainedModule):
     """Module under `fully_shard`."""
 
     def wrap(self):
@@ -262,16 +262,18 @@ class ShardedNetwork(Network):
         """
         return self.params[name].detach().to_local()
 
-    def held(self) -> list[Range]:
+    def held(self) -> list[FlatRange]:
         """Return this rank's rows of every trained parameter, as ranges of the flattened ones."""
         found = []
         for name, parameter in self.params.items():
             width = parameter.numel() // max(parameter.shape[0] if parameter.dim() else 1, 1)
             start = self.first_row(parameter) * width
-            found.append(Range(name, tuple(parameter.shape), start, parameter.to_local().numel()))
+            found.append(
+                FlatRange(name, tuple(parameter.shape), start, parameter.to_local().numel())
+            )
         return found
 
-    def owned(self) -> list[Range]:
+    def owned(self) -> list[FlatRange]:
         """Return the held ranges on the first replica, and empty ones on the others."""
         mesh = self.engine.mesh
         if mesh.ndim == 1 or mesh.get_local_rank(0) == 0:
@@ -279,7 +281,7 @@ class ShardedNetwork(Network):
         return [replace(r, count=0) for r in self.held()]
 
 # %% ../../nbs/5_strategies/14_fsdp.ipynb #baa1dab4
-class FrozenShardedNetwork(ShardedNetwork):
+class FrozenShardedModule(ShardedModule):
     """Shard a network without gradients, optimizer or wider weights."""
 
     def wrap(self):
@@ -456,7 +458,7 @@ class FSDPCosts(Costs):
 class FSDP(Strategy):
     """Strategy that shards parameters, gradients and states."""
 
-    network_class = ShardedNetwork
+    network_class = ShardedModule
     builds_on_meta = True
     distributed_types = frozenset({"FSDP"})
     costs_class = FSDPCosts

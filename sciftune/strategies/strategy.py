@@ -18,8 +18,8 @@ from ..core.plan import Plan
 from ..core.recipe import Recipe, RecipeError
 from ..core.registry import find_record, load
 from .costs import Costs, ModelSize
-from .network import Network
 from .precision import Policy, policy_for
+from .trained_module import TrainedModule
 
 # %% ../../nbs/5_strategies/10_strategy.ipynb #d25dafd7
 def strategy_class(name: str) -> type["Strategy"]:
@@ -66,7 +66,7 @@ class Strategy:
     cuda: bool
     room: float = 0.0
 
-    network_class = Network
+    network_class = TrainedModule
     costs_class = Costs
     builds_on_meta = False  # modules come on meta; the network reads this rank's part only
     distributed_types = frozenset()  # what accelerate may call a launch over several processes

@@ -66,7 +66,7 @@ from ..core.rundir import RunDir, replaced_folder, sweep_unfinished
 from ..core.writing import write_atomic
 from ..strategies.engine import Engine
 from ..strategies.locked_memory import host_memory, host_threads
-from ..strategies.network import Network, Range
+from ..strategies.trained_module import FlatRange, TrainedModule
 from .ema import EMA
 from .host_memory import return_freed
 
@@ -75,7 +75,7 @@ class FlatShard(torch.Tensor):
     """A one-dimensional tensor that knows which range of a flattened parameter it is."""
 
     @staticmethod
-    def of(values: Tensor, part: Range) -> "FlatShard":
+    def of(values: Tensor, part: FlatRange) -> "FlatShard":
         """Return `values` with their range; memory is shared.
 
         Args:
@@ -124,7 +124,7 @@ class DeferredShard(FlatShard):
     """A shard whose values are read every time they are needed."""
 
     @staticmethod
-    def of(read: Callable[[], Tensor], part: Range) -> "DeferredShard":
+    def of(read: Callable[[], Tensor], part: FlatRange) -> "DeferredShard":
         """Return a stand-in of the range's size: one element of memory, repeated.
 
         Args:
@@ -194,8 +194,8 @@ def touch(part: Tensor) -> None:
 
 
 def contributions(
-    networks: dict[str, Network], averages: dict[str, EMA]
-) -> Iterator[tuple[str, Range, Callable[[], Tensor]]]:
+    networks: dict[str, TrainedModule], averages: dict[str, EMA]
+) -> Iterator[tuple[str, FlatRange, Callable[[], Tensor]]]:
     """Yield what this rank contributes to a checkpoint: the ranges that it owns, in order.
 
     The keys are '<network>/<state>/<parameter>'.
@@ -216,7 +216,7 @@ def contributions(
 
 
 def state_shards(
-    networks: dict[str, Network], averages: dict[str, EMA], memory: CopyMemory | None = None
+    networks: dict[str, TrainedModule], averages: dict[str, EMA], memory: CopyMemory | None = None
 ) -> dict[str, FlatShard]:
     """Return the shards of `contributions`, copied now or deferred.
 
@@ -229,7 +229,7 @@ def state_shards(
         key of `contributions` -> shard in host memory
     """
 
-    def to_host(part: Range, read: Callable[[], Tensor]) -> Tensor:  # (part.count,)
+    def to_host(part: FlatRange, read: Callable[[], Tensor]) -> Tensor:  # (part.count,)
         progress(f"{part.name} copied")
         return memory.copy(read()) if memory else read().to("cpu", copy=True)
 
@@ -386,7 +386,7 @@ class Checkpointer:
 
     def prepare(
         self,
-        networks: dict[str, Network],
+        networks: dict[str, TrainedModule],
         averages: dict[str, EMA] | None = None,
     ) -> None:
         """Begin to allocate host memory for copies, which is kept until `release`.
@@ -407,7 +407,7 @@ class Checkpointer:
     def save(
         self,
         step: int,
-        networks: dict[str, Network],
+        networks: dict[str, TrainedModule],
         info: dict,
         averages: dict[str, EMA] | None = None,
     ) -> None:
@@ -757,11 +757,11 @@ class _Wanted:
     """
 
     key: str
-    range: Range
+    range: FlatRange
     put: Callable[[Tensor], None]
 
 
-def _wanted(name: str, network: Network, average: EMA | None) -> list[_Wanted]:
+def _wanted(name: str, network: TrainedModule, average: EMA | None) -> list[_Wanted]:
     wanted = [
         _Wanted(f"{name}/{state}/{part.name}", part, partial(network.write, part, state))
         for part in network.held()
@@ -803,7 +803,7 @@ def _groups(wanted: list[_Wanted], elements: int) -> Iterator[list[_Wanted]]:
 # %% ../../nbs/7_training/05_checkpoints.ipynb #eefd6b5a
 def load_checkpoint(
     path: Path,
-    networks: dict[str, Network],
+    networks: dict[str, TrainedModule],
     averages: dict[str, EMA] | None = None,
     group_elements: int = 2**28,
 ) -> dict:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..strategies.network import Network, Range
+from ..strategies.trained_module import FlatRange, TrainedModule
 
 # %% ../../nbs/7_training/01_ema.ipynb #6e38a76a
 class EMA:
@@ -23,7 +23,7 @@ class EMA:
         decay: d, 0..1: the share of the old average kept by an update
     """
 
-    def __init__(self, network: Network, decay: float):
+    def __init__(self, network: TrainedModule, decay: float):
         self.network = network
         self.decay = decay
         self.ranges = {owned.name: owned for owned in network.owned()}
@@ -38,27 +38,27 @@ class EMA:
             weight = self.network.read(owned, "weight").to(average.device)
             average.lerp_(weight, 1 - self.decay)
 
-    def read(self, part: Range) -> Tensor:
+    def read(self, part: FlatRange) -> Tensor:
         """Return the average in a range that this rank owns, for a checkpoint.
 
         Args:
-            part: one of `Network.owned`
+            part: one of `TrainedModule.owned`
 
         Returns:
             (part.count,) fp32
         """
         return self.values[part.name]
 
-    def write(self, part: Range, values: Tensor) -> None:
+    def write(self, part: FlatRange, values: Tensor) -> None:
         """Set the average in a range that this rank owns, from a checkpoint.
 
         Args:
-            part: one of `Network.owned`
+            part: one of `TrainedModule.owned`
             values: (part.count,) fp32
         """
         self.values[part.name].copy_(values)
 
-    def gathered(self, part: Range) -> Tensor:
+    def gathered(self, part: FlatRange) -> Tensor:
         """Return the average of the whole parameter, on every rank. All ranks call it together.
 
         Args:
@@ -73,7 +73,7 @@ class EMA:
         return self.network.engine.total(full)
 
     @contextlib.contextmanager
-    def applied(self) -> Iterator[Network]:
+    def applied(self) -> Iterator[TrainedModule]:
         """Compute with the average inside the context. All ranks enter together."""
         network = self.network
         ranges = network.held()

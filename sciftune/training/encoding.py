@@ -41,7 +41,7 @@ from ..data.sources import joined_quarantine, open_collection, open_collections
 from ..models.family import Family, get_family
 from ..models.tokens import image_batch
 from ..planner.profile import weights_path
-from ..planner.work import work_of
+from ..planner.work import step_cost_of
 from ..strategies.engine import Engine
 from .export import verify_base
 
@@ -642,7 +642,7 @@ class RandomTensors:
 
         self.sizes = random_sizes(recipe, variety)
         shapes = [family.latent_shape(*size) for size in self.sizes]
-        length = recipe.text_tokens + work_of(recipe).vision_tokens(family)
+        length = recipe.text_tokens + step_cost_of(recipe).vision_tokens(family)
         texts = family.caption_shapes(family.config(None), length)
         self.latents = [dict(mean=draw("latents", i, shape)) for i, shape in enumerate(shapes)]
         if family.posterior == "sample":
@@ -650,7 +650,7 @@ class RandomTensors:
                 latent["scale"] = torch.zeros_like(latent["mean"])
         self.references = []
         if recipe.reference_images:
-            shape = family.latent_shape(*work_of(recipe).largest_reference(family))
+            shape = family.latent_shape(*step_cost_of(recipe).largest_reference(family))
             self.references = [dict(mean=draw("reference", i, shape)) for i in range(variety)]
         self.texts = [
             {name: draw(name, i, text).bfloat16() for name, text in texts.items()}
@@ -685,7 +685,7 @@ def random_data(recipe: Recipe, family: Family) -> CachedData:
     count, parts = recipe.figures, len(recipe.sources)
     places, tensors, shape = recipe.reference_images, RandomTensors(recipe, family), {}
     if places:
-        shape["reference_sizes"] = (work_of(recipe).largest_reference(family),) * places
+        shape["reference_sizes"] = (step_cost_of(recipe).largest_reference(family),) * places
     samples = []
     for i in range(count):
         fields = dict(place=(i * parts // count, 0))

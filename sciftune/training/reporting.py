@@ -16,7 +16,7 @@ from ..core.registry import find_record
 from ..core.rundir import RunDir
 from ..core.time_left import TimeLeft
 from ..strategies.engine import Engine
-from ..strategies.network import Network
+from ..strategies.trained_module import TrainedModule
 from .intervals import flattened, line_due
 from .metrics import memory_now, progress_line
 from .monitor import Monitor
@@ -195,7 +195,7 @@ class UpdateChecks:
 
     def __init__(
         self,
-        networks: Mapping[str, Network],
+        networks: Mapping[str, TrainedModule],
         rate: Callable[[str, int], float],
         reporter: Reporter,
         second_step: int,

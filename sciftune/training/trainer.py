@@ -370,7 +370,7 @@ class Run:
 
 # %% ../../nbs/7_training/14_trainer.ipynb #97e359c2
 def train_step(run: Run, step: int, batches: list[dict]) -> dict:
-    """Do all turns of a step.
+    """Do all optimizer steps of a training step.
 
     Args:
         run: of this rank
@@ -382,19 +382,19 @@ def train_step(run: Run, step: int, batches: list[dict]) -> dict:
     """
     means = dict(loss=torch.zeros((), device=run.engine.device))
     norms = {}
-    for turn in run.task.objective.turns(step):
-        network = run.networks[turn.network]
-        network.set_rate(run.task.rate(turn.network, step))
+    for update in run.task.objective.optimizer_steps(step):
+        network = run.networks[update.network]
+        network.set_rate(run.task.rate(update.network, step))
         for number, batch in enumerate(batches, 1):
-            loss, reported = run.task.objective.loss(turn, run.networks, batch)
+            loss, reported = run.task.objective.loss(update, run.networks, batch)
             run.watch.mark("forward")
             network.backward(loss, last=number == len(batches))
             run.watch.mark("backward")
             scalars = run.sums.add(reported)
             _add_means(means, dict(loss=loss) | scalars, len(batches))
-        norms[turn.network] = network.step()
-        if turn.network in run.averages:
-            run.averages[turn.network].update()
+        norms[update.network] = network.step()
+        if update.network in run.averages:
+            run.averages[update.network].update()
         run.watch.mark("optimizer")
     sums = run.sums.take() if line_due(run.recipe, step + 1) else {}
     return _over_ranks(run, means, sums) | _gradient_norms(run, norms)
@@ -424,7 +424,7 @@ def _over_ranks(run: Run, means: dict[str, Tensor], sums: dict[str, Tensor]) -> 
 
 
 def _gradient_norms(run: Run, norms: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return `grad_norm` over all turns and, with several networks, one for each."""
+    """Return `grad_norm` over all optimizer steps and, with several networks, one for each."""
     if len(run.networks) == 1:
         (norm,) = norms.values()
         return dict(grad_norm=norm)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..core.recipe import Recipe
-from ..strategies.network import Network, Range
 from ..strategies.optimizers import optimizer_class
+from ..strategies.trained_module import FlatRange, TrainedModule
 
 # %% ../../nbs/7_training/03_updates.ipynb #c1e1adf7
 def block_of(name: str) -> str:
@@ -36,10 +36,10 @@ class UpdateMeter:
         sample: weights per parameter and rank
     """
 
-    def __init__(self, network: Network, sample: int = 4096):
+    def __init__(self, network: TrainedModule, sample: int = 4096):
         self.network = network
         self.ranges = [
-            Range(owned.name, owned.shape, owned.start, min(owned.count, sample))
+            FlatRange(owned.name, owned.shape, owned.start, min(owned.count, sample))
             for owned in network.owned()
         ]
         self.blocks = sorted({block_of(name) for name in network.params}, key=_by_number)
@@ -69,7 +69,7 @@ class UpdateMeter:
         blocks = {block: _shares(row) for block, row in zip(self.blocks, rows, strict=True)}
         return _shares(whole) | dict(blocks=blocks)
 
-    def _sums(self, part: Range, old: Tensor, rate: float) -> Tensor:
+    def _sums(self, part: FlatRange, old: Tensor, rate: float) -> Tensor:
         """Return (5,): elements that should move, that did, squares of updates and weights."""
         recipe: Recipe = self.network.recipe
         policy = self.network.policy
@@ -101,7 +101,7 @@ def _stored_type(tensor: Tensor) -> str:  # tensor (...) or a quantised state of
     return str(values.dtype).removeprefix("torch.")
 
 
-def types_in_use(network: Network) -> dict:
+def types_in_use(network: TrainedModule) -> dict:
     """Return the data types that a network's tensors really have.
 
     Returns:

@@ -23,7 +23,7 @@ from ..core.writing import write_atomic, written_aside
 from ..models.family import Family
 from ..models.references import stack_references
 from ..strategies.engine import Engine
-from ..strategies.network import Network
+from ..strategies.trained_module import TrainedModule
 from .encoding import CachedData, reference_latents
 
 # %% ../../nbs/7_training/08_validation.ipynb #a7e1c883
@@ -72,8 +72,8 @@ def _batches_of_a_kind(size, rank, world_size, kinds):
 # %% ../../nbs/7_training/08_validation.ipynb #83eeb35b
 @contextmanager
 def evaluating(
-    network: Network,
-) -> Iterator[Network]:
+    network: TrainedModule,
+) -> Iterator[TrainedModule]:
     """Turn dropout off inside the context; free gathered weights at the end."""
     network.train(False)
     yield network
@@ -83,7 +83,7 @@ def evaluating(
 # %% ../../nbs/7_training/08_validation.ipynb #3145561e
 @torch.no_grad()
 def held_out_sums(
-    network: Network,
+    network: TrainedModule,
     engine: Engine,
     count: int,
     measure: Callable,
@@ -239,7 +239,7 @@ def pipeline_sampler(
 def sample_images(
     recipe: Recipe,
     family: Family,
-    denoiser: Network,
+    denoiser: TrainedModule,
     data: CachedData,
     engine: Engine,
     folder: Path,

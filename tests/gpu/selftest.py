@@ -359,7 +359,7 @@ def a_step_waits_for_nothing():
                 torch.cuda.synchronize()
                 torch.cuda.set_sync_debug_mode("error")
             watch.start()
-            loss, _ = objective.loss(objective.turns(i)[0], dict(denoiser=net), batch)
+            loss, _ = objective.loss(objective.optimizer_steps(i)[0], dict(denoiser=net), batch)
             watch.mark("forward")
             net.backward(loss, last=True)
             norm = net.step()

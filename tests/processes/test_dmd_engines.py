@@ -86,7 +86,7 @@ def check_gradients(nets, trained):
     "Every parameter of the network `trained` has one, and no other network has any."
     for name, net in nets.items():
         assert name == trained or all(p.grad is None for p in net.parameters()), (
-            f"{name} collected gradients in the turn of {trained}"
+            f"{name} collected gradients in the optimizer step of {trained}"
         )
     missing = [name for name, p in nets[trained].named_parameters() if p.grad is None]
     assert not missing, (
@@ -100,7 +100,7 @@ def gradient_norm(net):
 
 
 def run(engine, rank=0, world=1, recompute=False, steps=1, gan=True):
-    "Losses, averaged over the ranks, and gradient norms of all turns."
+    "Losses, averaged over the ranks, and gradient norms of all optimizer steps."
     torch.set_num_threads(1)
     nets = networks(engine, recompute, gan)
     optimizers = {k: torch.optim.AdamW(nets[k].parameters(), 1e-4) for k in ("generator", "critic")}
@@ -108,13 +108,13 @@ def run(engine, rank=0, world=1, recompute=False, steps=1, gan=True):
     mine = range(rank * SAMPLES // world, (rank + 1) * SAMPLES // world)
     out = []
     for i, batch in enumerate(batches(mine)):
-        for turn in objective.turns(i):
-            loss, _ = objective.loss(turn, nets, batch)
+        for update in objective.optimizer_steps(i):
+            loss, _ = objective.loss(update, nets, batch)
             loss.backward()
-            check_gradients(nets, turn.network)
-            norm = gradient_norm(nets[turn.network])
-            optimizers[turn.network].step()
-            optimizers[turn.network].zero_grad(set_to_none=True)
+            check_gradients(nets, update.network)
+            norm = gradient_norm(nets[update.network])
+            optimizers[update.network].step()
+            optimizers[update.network].zero_grad(set_to_none=True)
             value = loss.detach().clone()
             if world > 1:
                 dist.all_reduce(value)

@@ -94,7 +94,7 @@ def test_validation_and_rollouts_ask_the_record(tmp_path, monkeypatch, name):
         draw([0], torch.zeros(1, *family.latent_shape(64, 64)), {})
         assert asked.pop() == family.record.guides(value)
         if name in find_record("objectives", "flow_grpo").models:
-            from sciftune.planner.work import work_of
+            from sciftune.planner.work import step_cost_of
 
             rollouts = resolve(model=name, objective="flow_grpo", rollout_guidance=value)
-            assert work_of(rollouts).guided == 1 + family.record.guides(value)
+            assert step_cost_of(rollouts).guided == 1 + family.record.guides(value)

@@ -26,7 +26,7 @@ from sciftune.core.rundir import RunDir
 from sciftune.models import qwenimage
 from sciftune.models.family import get_family
 from sciftune.strategies.engine import Engine
-from sciftune.strategies.zero import Zero3Network
+from sciftune.strategies.zero import Zero3Module
 from sciftune.training import task as tasks
 from sciftune.training import trainer
 
@@ -99,13 +99,13 @@ def load_only(recipe, dir):
         while not (dir.path / then).exists():
             time.sleep(0.01)
 
-    partition = Zero3Network.prepare_module
+    partition = Zero3Module.prepare_module
 
     def partitioned(net):
         partition(net)
         meet("loaded", "wrap")
 
-    Zero3Network.prepare_module = partitioned  # DeepSpeed's own buffers come after it
+    Zero3Module.prepare_module = partitioned  # DeepSpeed's own buffers come after it
     meet("started", "load")
     model = tasks.build_denoiser(recipe, family, recipe.model_path, e, Plan())
     if recipe.strategy == "ddp":

@@ -822,7 +822,11 @@ STATEMENTS = [
         "types of every tensor in a checkpoint, after it is written",
         "training.checkpoints.tensor_types",
     ),
-    there("E", "the same weights on all ranks without a file", "strategies.network.Network"),
+    there(
+        "E",
+        "the same weights on all ranks without a file",
+        "strategies.trained_module.TrainedModule",
+    ),
     said(
         "E",
         "the autoencoder in fp16: here bf16, with the reason",

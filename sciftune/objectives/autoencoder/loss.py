@@ -14,7 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from ...core.recipe import Recipe
 from ...training.intervals import latent_sums
-from ...training.task import Turn
+from ...training.task import OptimizerStep
 
 # %% ../../../nbs/8_objectives/autoencoder/02_loss.ipynb #b142e9a6
 def edge_map(x: Tensor) -> Tensor:
@@ -152,11 +152,11 @@ class Reconstruction:
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
 
-    def turns(self, step: int) -> tuple[Turn, ...]:
+    def optimizer_steps(self, step: int) -> tuple[OptimizerStep, ...]:
         """Return the autoencoder's optimizer step; there is one in every training step."""
-        return (Turn("autoencoder"),)
+        return (OptimizerStep("autoencoder"),)
 
-    def loss(self, turn: Turn, networks: dict, batch: dict) -> tuple[Tensor, dict]:
+    def loss(self, update: OptimizerStep, networks: dict, batch: dict) -> tuple[Tensor, dict]:
         """Return the scalar fp32 loss of a micro-batch, and its parts."""
         pictures = batch["pixels"]
         made, mean, logvar = networks["autoencoder"](pictures, batch["noise"])

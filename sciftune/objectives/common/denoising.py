@@ -15,7 +15,7 @@ from ...core.randomness import stream_seed
 from ...core.recipe import Recipe
 from ...models.family import Family
 from ...training.intervals import latent_sums, loss_by_sigma
-from ...training.task import Turn
+from ...training.task import OptimizerStep
 
 # %% ../../../nbs/8_objectives/common/03_denoising.ipynb #03dd0e36
 class DenoisingObjective:
@@ -32,9 +32,9 @@ class DenoisingObjective:
         self.family = family
         self.base = base
 
-    def turns(self, step: int) -> tuple[Turn, ...]:
+    def optimizer_steps(self, step: int) -> tuple[OptimizerStep, ...]:
         """Return the denoiser's optimizer step; there is one in every training step."""
-        return (Turn("denoiser"),)
+        return (OptimizerStep("denoiser"),)
 
     def per_sample(self, denoiser: nn.Module, batch: dict) -> Tensor:
         """Return the unweighted loss of each sample of a micro-batch.
@@ -48,7 +48,7 @@ class DenoisingObjective:
         """
         raise NotImplementedError
 
-    def loss(self, turn: Turn, networks: dict, batch: dict) -> tuple[Tensor, dict]:
+    def loss(self, update: OptimizerStep, networks: dict, batch: dict) -> tuple[Tensor, dict]:
         """Return the scalar fp32 loss of a micro-batch, and sums to log."""
         if self.recipe.lora_dropout:  # draw the same masks on any number of processes
             key = ("dropout", *batch["ids"], *batch["epochs"])

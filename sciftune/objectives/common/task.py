@@ -25,7 +25,7 @@ from .denoising import DenoisingObjective
 from ...planner.profile import trained_share
 from ...strategies.engine import Engine
 from ...strategies.lora import lora_flops
-from ...strategies.network import Network
+from ...strategies.trained_module import TrainedModule
 from sciftune.training.encoding import (
     CachedData,
     CachedSample,
@@ -46,7 +46,7 @@ from ...training.validation import held_out_sums, sample_images, to_device
 def held_out_loss(
     recipe: Recipe,
     objective: DenoisingObjective,
-    denoiser: Network,
+    denoiser: TrainedModule,
     data: CachedData,
     engine: Engine,
     heartbeat: Callable = lambda *a: None,

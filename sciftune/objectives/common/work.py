@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from ...planner.ledger import Ledger
 from ...planner.records import ForwardPass, Phase, Profile
-from ...planner.work import Work
+from ...planner.work import StepCost
 from ...strategies.strategy import Strategy
 
 # %% auto #0
-__all__ = ['ComparedWork']
+__all__ = ['ComparedStepCost']
 
 # %% ../../../nbs/8_objectives/common/08_work.ipynb #2b75e15b
-class ComparedWork(Work):
+class ComparedStepCost(StepCost):
     """Count updates whose loss compares with the model at the start, without sampling.
 
     Subclasses define `rows`.

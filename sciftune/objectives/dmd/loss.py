@@ -24,7 +24,7 @@ from ...core.randomness import stream, stream_seed
 from ...models.ddpm import STEPS, NoiseSchedule
 from ..common.start import without_adapters
 from ...training.intervals import loss_by_sigma
-from ...training.task import Turn
+from ...training.task import OptimizerStep
 
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #0cbb1ba3
 class RandomSource(Protocol):
@@ -943,30 +943,30 @@ class DMD2:
         self.switch = GradientSwitch()
         self.schedule = schedule or NoiseSchedule()
 
-    def turns(self, step: int) -> tuple[Turn, ...]:
+    def optimizer_steps(self, step: int) -> tuple[OptimizerStep, ...]:
         """Return the optimizer steps: the generator in every k-th iteration, then the critic.
 
         Args:
             step: iterations done
         """
         if step % self.settings.generator_every == 0:
-            return Turn("generator"), Turn("critic")
-        return (Turn("critic"),)
+            return OptimizerStep("generator"), OptimizerStep("critic")
+        return (OptimizerStep("critic"),)
 
-    def loss(self, turn: Turn, networks: dict, batch: dict) -> tuple[Tensor, dict]:
-        """Return the loss of `turn`; freeze the networks that it does not train.
+    def loss(self, update: OptimizerStep, networks: dict, batch: dict) -> tuple[Tensor, dict]:
+        """Return the loss of `update`; freeze the networks that it does not train.
 
         Args:
-            turn: which network is trained
+            update: which network is trained
             networks: generator, teacher, critic: modules, wrapped or not
             batch: the same dict in all optimizer steps of an iteration
 
         Returns:
             fp32 scalar, metrics without graph
         """
-        self.switch(networks, turn.network)
+        self.switch(networks, update.network)
         random = batch["random"]
-        if turn.network == "generator":
+        if update.network == "generator":
             x, t = self.images(networks["generator"], batch, random)
             batch["generated"] = x.detach()
             return self.generator_loss(networks, x, t, batch, random)

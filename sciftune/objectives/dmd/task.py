@@ -38,13 +38,13 @@ from sciftune.objectives.dmd.loss import (
 )
 from .work import discriminator_share, step_passes
 from ...strategies.engine import Engine
-from ...strategies.fsdp import FrozenShardedNetwork
+from ...strategies.fsdp import FrozenShardedModule
 from ...training.export import verify_base
 from ...training.intervals import latent_sums
 from sciftune.training.task import (
     Export,
+    OptimizerStep,
     Task,
-    Turn,
     build_denoiser,
     export_trained,
     parameter_source,
@@ -191,11 +191,11 @@ class Teacher:
     @staticmethod
     def _sharded(
         recipe: Recipe, family: Family, base: Path | None, engine: Engine
-    ) -> FrozenShardedNetwork:
+    ) -> FrozenShardedModule:
         module = family.empty_denoiser(base, recipe.revision or None).to(engine.policy.compute)
         module = module.requires_grad_(False).eval()
         values = parameter_source(recipe, family, base, engine, module)
-        return FrozenShardedNetwork(engine, module, "teacher", values)
+        return FrozenShardedModule(engine, module, "teacher", values)
 
     @staticmethod
     def _whole(
@@ -225,7 +225,7 @@ class Teacher:
         finally:
             for parameter, values in self.host:
                 parameter.data = values
-            if isinstance(self.module, FrozenShardedNetwork):
+            if isinstance(self.module, FrozenShardedModule):
                 self.module.after_eval()
 
 # %% ../../../nbs/8_objectives/dmd/04_task.ipynb #d7ff5a5e
@@ -274,20 +274,20 @@ class Distillation:
         self.unconditional = unconditional
         self.encode = encode
 
-    def turns(self, step: int) -> tuple[Turn, ...]:
+    def optimizer_steps(self, step: int) -> tuple[OptimizerStep, ...]:
         """Return the optimizer steps: the generator every k-th step, the critic always."""
-        return self.dmd.turns(step)
+        return self.dmd.optimizer_steps(step)
 
-    def loss(self, turn: Turn, networks: dict, batch: dict) -> tuple[Tensor, dict]:
-        """Return the scalar fp32 loss of a micro-batch in `turn`, and metrics."""
+    def loss(self, update: OptimizerStep, networks: dict, batch: dict) -> tuple[Tensor, dict]:
+        """Return the scalar fp32 loss of a micro-batch in `update`, and metrics."""
         for field in ("conditioning", "real_conditioning"):
             if isinstance(batch.get(field), list):
                 batch[field] = self.encode(batch[field])
         batch["unconditional"] = self.unconditional
-        teacher = self.teacher if turn.network == "generator" else None
+        teacher = self.teacher if update.network == "generator" else None
         with with_teacher(teacher, networks) as all_networks:
-            loss, reported = self.dmd.loss(turn, all_networks, batch)
-        if turn.network == "critic":
+            loss, reported = self.dmd.loss(update, all_networks, batch)
+        if update.network == "critic":
             reported["latents"] = latent_sums(batch["generated"])
         return loss, reported
 
@@ -490,7 +490,7 @@ class DistillationTask(Task):
             batch = to_device(self.source.micro(0, items, real), device)
             found = {}
             for network in ("generator", "critic"):
-                found |= self.objective.loss(Turn(network), self.networks, batch)[1]
+                found |= self.objective.loss(OptimizerStep(network), self.networks, batch)[1]
             norm = found.get("dm_gradient_norm", torch.zeros((), device=device))
             return torch.stack([found["loss_fake_mean"], norm, torch.ones_like(norm)])[None]
 

@@ -20,14 +20,14 @@ from ...planner.ledger import Ledger
 from ...planner.profile import profile
 from ...planner.records import BatchLine, Block, ForwardPass, Phase, Profile
 from ...planner.trace import FlashAttention, LiveBytes, blocks_in, each_kind_once, trace
-from ...planner.work import MetaModel, Work
+from ...planner.work import MetaModel, StepCost
 from ...strategies.costs import OuterModule
 from ...strategies.strategy import Strategy
 
 # %% auto #0
 __all__ = ['teacher_passes', 'step_passes', 'DiscriminatorSize', 'head_size', 'discriminator_size', 'discriminator_pass',
            'discriminator_share', 'encoder_bytes', 'DistillationSize', 'forward_only_peak', 'critic_of',
-           'DistillationPhases', 'DMDWork']
+           'DistillationPhases', 'DMDStepCost']
 
 # %% ../../../nbs/8_objectives/dmd/05_work.ipynb #c2431651
 def teacher_passes(recipe: Recipe) -> int:
@@ -318,7 +318,7 @@ class DistillationPhases:
         return self.critic.backward(base, tuple(passes), "critic: ")
 
 # %% ../../../nbs/8_objectives/dmd/05_work.ipynb #17fc3ac2
-class DMDWork(Work):
+class DMDStepCost(StepCost):
     """Count DMD2 and decoupled DMD."""
 
     networks = 2

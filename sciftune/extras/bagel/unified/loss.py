@@ -13,7 +13,7 @@ from ..network import config_of, shift_time
 from ..release import encode_batch
 from ..sequences import PackedBatch
 from ....training.intervals import latent_sums, loss_by_sigma
-from ....training.task import Turn
+from ....training.task import OptimizerStep
 
 # %% ../../../../nbs/extras/bagel/unified/02_loss.ipynb #07f5b2e5
 def text_loss(ce: Tensor, count: float, weights: Tensor | None = None) -> Tensor:
@@ -110,9 +110,9 @@ class UnifiedObjective:
         self.ranges = ranges
         self.timestep_shift = timestep_shift
 
-    def turns(self, step: int) -> tuple[Turn, ...]:
+    def optimizer_steps(self, step: int) -> tuple[OptimizerStep, ...]:
         """Return the single optimizer step of every iteration."""
-        return (Turn("denoiser"),)
+        return (OptimizerStep("denoiser"),)
 
     def weights(self, batch: dict) -> Tensor | None:
         """Return the weights (n,) of the text tokens with a label, None = all 1."""
@@ -135,7 +135,7 @@ class UnifiedObjective:
         return batch | dict(packed_vae_tokens=encode_batch(self.vae, batch, config_of(model)))
 
     def loss(
-        self, turn: Turn | None, networks: dict, batch: dict
+        self, update: OptimizerStep | None, networks: dict, batch: dict
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of a micro-batch.
 
@@ -143,7 +143,7 @@ class UnifiedObjective:
         means of the metrics `ce` and `mse`.
 
         Args:
-            turn: one of `turns`; unused, since there is only one
+            update: one of `optimizer_steps`; unused, since there is only one
             networks: name -> model
             batch: A micro-batch of `extras.bagel.unified.data.UnifiedBatches`
 

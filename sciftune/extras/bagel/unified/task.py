@@ -41,7 +41,7 @@ from ....models.family import get_family
 from ....models.tiny import qwen_tokenizer
 from ....models.weights import freeze
 from ....strategies.engine import Engine
-from ....strategies.network import Network
+from ....strategies.trained_module import TrainedModule
 from ....training.encoding import weights_path
 from ....training.export import verify_base
 from sciftune.training.task import (
@@ -86,7 +86,7 @@ def build_unified_model(
 def held_out_losses(
     held: HeldOutPacks,
     objective: UnifiedObjective,
-    network: Network,
+    network: TrainedModule,
     engine: Engine,
     heartbeat: Callable = lambda *a: None,
 ) -> dict:
@@ -141,7 +141,7 @@ def guidance_for(example: Example, scale: float, steps: int) -> Guidance:
 
 # %% ../../../../nbs/extras/bagel/unified/04_task.ipynb #d8182954
 def complete_example(
-    model: nn.Module | Network,
+    model: nn.Module | TrainedModule,
     example: Example,
     encoders: Encoders,
     rules: PackingRules,
@@ -331,7 +331,7 @@ class UnifiedTask(Task):
         if self.rejected:
             self.say(f"{self.rejected} examples set aside, see {self.run_dir.quarantine}")
 
-    def _network(self) -> Network:
+    def _network(self) -> TrainedModule:
         """Build the model under the engine, starting as the recipe says."""
         recipe, engine = self.recipe, self.engine
         model = build_unified_model(recipe, self.family, self.base, engine, self.plan)

@@ -17,10 +17,10 @@ from ....models.family import Family
 from ....planner.profile import empty_vae, weight_bytes
 from ....planner.records import Block
 from ....planner.trace import FlashAttention, LiveBytes, block_bytes
-from ....planner.work import MetaModel, Work
+from ....planner.work import MetaModel, StepCost
 
 # %% auto #0
-__all__ = ['pack_lengths', 'reference_pack', 'PieceLoss', 'text_loss_bytes', 'mask_bytes', 'encode_bytes', 'UnifiedWork']
+__all__ = ['pack_lengths', 'reference_pack', 'PieceLoss', 'text_loss_bytes', 'mask_bytes', 'encode_bytes', 'UnifiedStepCost']
 
 # %% ../../../../nbs/extras/bagel/unified/05_work.ipynb #41ed5352
 def pack_lengths(recipe: Recipe, config: object) -> tuple[int, int, int, int]:
@@ -154,7 +154,7 @@ def encode_bytes(
     return weight_bytes(vae), live.peak
 
 # %% ../../../../nbs/extras/bagel/unified/05_work.ipynb #95b880da
-class UnifiedWork(Work):
+class UnifiedStepCost(StepCost):
     """Count packs of text and images."""
 
     batches = (1, 1, 1)

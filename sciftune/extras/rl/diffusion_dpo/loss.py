@@ -15,7 +15,7 @@ from ..pairs import dpo_loss, error_changes, won
 from ..rollouts.loss import Rollouts
 from ....objectives.common.start import at_start
 from ....objectives.common.velocity import flow_loss, noised
-from ....training.task import Turn
+from ....training.task import OptimizerStep
 
 # %% ../../../../nbs/extras/rl/diffusion_dpo/02_loss.ipynb #c314531f
 class DiffusionDPO(Rollouts):
@@ -71,7 +71,7 @@ class DiffusionDPO(Rollouts):
         x = noised(micro["latents"].flatten(0, 1), noise, sigma)
         return self.family.predict(denoiser, x, sigma, micro["trained_conditioning"])
 
-    def loss(self, turn: Turn, networks: dict, batch: dict) -> tuple[Tensor, dict]:
+    def loss(self, update: OptimizerStep, networks: dict, batch: dict) -> tuple[Tensor, dict]:
         """Return the scalar fp32 loss of a micro-batch, and metrics. All ranks call it."""
         denoiser, recipe = networks["denoiser"], self.recipe
         micro = self.micro_of(denoiser, batch)

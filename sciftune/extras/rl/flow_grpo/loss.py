@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..rollouts.loss import Rollouts
 from ....objectives.common.start import at_start
-from ....training.task import Turn
+from ....training.task import OptimizerStep
 
 # %% ../../../../nbs/extras/rl/flow_grpo/02_loss.ipynb #1b4843c1
 def noise_rate(sigma: Tensor, second: float, a: float) -> Tensor:
@@ -188,7 +188,7 @@ class FlowGRPO(Rollouts):
         mean = step_mean(micro["x"], velocity, sigma, below, rate)
         return mean, step_noise(sigma, below, rate)
 
-    def loss(self, turn: Turn, networks: dict, batch: dict) -> tuple[Tensor, dict]:
+    def loss(self, update: OptimizerStep, networks: dict, batch: dict) -> tuple[Tensor, dict]:
         """Return the scalar fp32 loss of a micro-batch, and metrics. All ranks call it."""
         denoiser, recipe = networks["denoiser"], self.recipe
         micro = self.micro_of(denoiser, batch)

@@ -12,7 +12,7 @@ from ..pairs import dpo_loss, error_changes, won
 from ....objectives.common.denoising import DenoisingObjective
 from ....objectives.common.start import at_start
 from ....objectives.common.velocity import noised
-from ....training.task import Turn
+from ....training.task import OptimizerStep
 
 # %% ../../../../nbs/extras/rl/preference/02_loss.ipynb #32cdacbc
 class PreferenceDPO(DenoisingObjective):
@@ -51,7 +51,7 @@ class PreferenceDPO(DenoisingObjective):
         changes = error_changes(made, start, batch["x0"], batch["noise"], sizes)
         return dpo_loss(changes.view(2, -1), self.recipe.dpo_beta)
 
-    def loss(self, turn: Turn, networks: dict, batch: dict) -> tuple[Tensor, dict]:
+    def loss(self, update: OptimizerStep, networks: dict, batch: dict) -> tuple[Tensor, dict]:
         """Return the scalar fp32 loss of a micro-batch, and metrics. All ranks call it."""
         losses, margin = self.compared(networks["denoiser"], batch)
         weights, _ = batch["weight"].chunk(2)

@@ -15,7 +15,7 @@ from .data import HeldOutPairs, PairBatches, PairJobs
 from .loss import PreferenceDPO
 from ....objectives.common.start import frozen_start
 from ....objectives.common.task import DenoisingTask
-from ....planner.work import work_of
+from ....planner.work import step_cost_of
 from ....training.encoding import CachedData, cache_data
 from ....training.validation import held_out_sums, to_device
 
@@ -41,7 +41,7 @@ class PreferenceTask(DenoisingTask):
 
         A pair has two rows, and the model at the start runs as well.
         """
-        return super().flops() * work_of(self.recipe).passes() / 3
+        return super().flops() * step_cost_of(self.recipe).passes() / 3
 
     def held_out_loss(self) -> dict:
         """Return the loss of held-out pairs and the share preferred correctly.

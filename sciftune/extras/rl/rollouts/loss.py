@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ....core.progress import progress
 from ....core.recipe import Recipe
 from ....models.family import Family
-from ....training.task import Turn
+from ....training.task import OptimizerStep
 from ....training.validation import evaluating
 
 # %% ../../../../nbs/extras/rl/rollouts/04_loss.ipynb #72168675
@@ -53,9 +53,9 @@ class Rollouts:
         self.start = start
         self.rollout = []  # one entry per micro-batch of this rank
 
-    def turns(self, step: int) -> tuple[Turn, ...]:
+    def optimizer_steps(self, step: int) -> tuple[OptimizerStep, ...]:
         """Return the updates of the denoiser that use one rollout."""
-        return (Turn("denoiser"),) * self.recipe.updates_per_rollout
+        return (OptimizerStep("denoiser"),) * self.recipe.updates_per_rollout
 
     def velocity(self, denoiser: nn.Module, x: Tensor, sigma: Tensor, conditioning: dict) -> Tensor:
         """Return the velocity that the sampler follows, guided if the rollout is.

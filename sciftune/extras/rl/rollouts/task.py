@@ -16,7 +16,7 @@ from .loss import Rollouts
 from .rewards import RewardSum
 from ....objectives.common.start import frozen_start
 from ....objectives.common.task import drawn_scores
-from ....planner.work import work_of
+from ....planner.work import step_cost_of
 from ....training.encoding import open_recipe_data, open_with_held_out
 from sciftune.training.task import (
     Export,
@@ -115,7 +115,7 @@ class RolloutTask(Task):
         recipe, side = self.recipe, self.recipe.resolution
         config = self.family.config(self.data.base)
         forward = self.family.flops(config, side, side, recipe.text_tokens)
-        return forward * work_of(recipe).passes() / 3
+        return forward * step_cost_of(recipe).passes() / 3
 
     def held_out_reward(self) -> dict:
         """Return the mean reward of held-out captions. All ranks call it.

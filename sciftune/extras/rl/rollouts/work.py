@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from ....core.registry import find_record
-from ....objectives.common.work import ComparedWork
+from ....objectives.common.work import ComparedStepCost
 from ....planner.profile import empty_vae, weight_bytes
 from ....planner.records import Block
 from ....planner.trace import FlashAttention, LiveBytes
@@ -16,10 +16,10 @@ from ....planner.work import MetaModel
 from ....strategies.strategy import Strategy
 
 # %% auto #0
-__all__ = ['RolloutWork']
+__all__ = ['RolloutStepCost']
 
 # %% ../../../../nbs/extras/rl/rollouts/06_work.ipynb #d7a1cdd6
-class RolloutWork(ComparedWork):
+class RolloutStepCost(ComparedStepCost):
     """Count rollouts and the updates on their images; subclasses define `rows`."""
 
     @property
