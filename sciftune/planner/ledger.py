@@ -9,6 +9,7 @@ import re
 
 from ..core.recipe import resolve
 from ..core.registry import find_record
+from .costs.base import costs_of
 from .records import Block, ForwardPass, Phase, Profile
 from .work import step_cost_of
 from ..strategies.strategy import Strategy
@@ -39,7 +40,7 @@ class Ledger:
     def __init__(self, profile: Profile, strategy: Strategy, checkpointed: int):
         self.profile, self.strategy, self.checkpointed = profile, strategy, checkpointed
         self.recipe, self.policy = strategy.recipe, strategy.policy
-        self.costs, self.work = strategy.costs(profile), step_cost_of(strategy.recipe)
+        self.costs, self.work = costs_of(strategy, profile), step_cost_of(strategy.recipe)
         self.positions = spread_blocks(len(profile.blocks), checkpointed)
 
     # stored between two steps
@@ -300,7 +301,7 @@ def measured_room(profile: Profile, strategy: Strategy, row: dict) -> Strategy:
     resident = row.get("resident_gib")
     if resident is None:
         return strategy
-    return strategy.costs(profile).with_resident(resident * 2**30)
+    return costs_of(strategy, profile).with_resident(resident * 2**30)
 
 
 def checkpointed_count(profile: Profile, checkpointed: int | str) -> int:

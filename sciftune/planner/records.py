@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..strategies.costs import BlockSize, ModelSize
+from .costs.base import BlockSize, ModelSize
 
 # %% auto #0
 __all__ = ['BatchLine', 'Block', 'BlockTimes', 'Profile', 'Phase', 'ForwardPass', 'MemoryLedger']

@@ -13,6 +13,7 @@ import psutil
 from ..core.plan import PlanRow
 from ..core.recipe import Recipe, RecipeError
 from ..core.rundir import gpus
+from .costs.base import costs_of
 from .ledger import Ledger, checkpointed_blocks
 from .records import Phase, Profile
 from sciftune.planner.speed import (
@@ -218,7 +219,7 @@ def tensors_limit(profile: Profile, strategy: Strategy, machine: Machine, usable
     """
     if not machine.cuda:
         return (usable - PROCESS) * 2**30 / (1 + MARGIN)
-    costs = strategy.costs(profile)
+    costs = costs_of(strategy, profile)
     between = usable * 2**30 / (1 + costs.gaps + MARGIN)
     return min(between, (usable * 2**30 - costs.stream_bytes()) / (1 + MARGIN))
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from ..core.recipe import Recipe, RecipeError
+from .costs.base import costs_of
 from .ledger import Ledger
 from .records import BlockTimes, Profile
 from .trace import shape_kind, tensors_in
@@ -124,7 +125,7 @@ def forward_seconds(profile: Profile, strategy: Strategy, rates: DeviceRates) ->
 def _once_seconds(profile: Profile, strategy: Strategy, rates: DeviceRates) -> float:
     """Return the seconds of any pass: gaps in compiled code, widening of weights."""
     gaps = COMPILED_OPERATION * profile.operations if strategy.recipe.compile else 0.0
-    return gaps + strategy.costs(profile).widening_bytes() / rates.memory
+    return gaps + costs_of(strategy, profile).widening_bytes() / rates.memory
 
 
 def _compute_seconds(
@@ -177,7 +178,7 @@ def _launch_seconds(profile: Profile, strategy: Strategy, share: float, every_tu
             once = blocks * GRAPHED_BLOCK
         return strategy.accumulation * passes * once
     each = CAST_OPERATION if work.autocasts(profile, strategy) else OPERATION
-    engine_seconds = strategy.costs(profile).host_seconds(passes)
+    engine_seconds = costs_of(strategy, profile).host_seconds(passes)
     return strategy.accumulation * passes * profile.operations * each + engine_seconds
 
 
@@ -210,7 +211,7 @@ def step_parts(
         context=_context_seconds(profile, strategy, share, rates),
         exchange=near / rates.link + far / NETWORK,
         update=2 * _updated_bytes(profile, strategy, checkpointed) / (0.6 * rates.memory),
-        offload=strategy.costs(profile).offload_seconds(max(compute, host), share, rates.bus),
+        offload=costs_of(strategy, profile).offload_seconds(max(compute, host), share, rates.bus),
     )
 
 

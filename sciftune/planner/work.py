@@ -15,10 +15,10 @@ from torch import nn
 
 from ..core.recipe import Recipe
 from ..core.registry import find_record, import_class
+from .costs.base import OuterModule, costs_of
 from .records import Block, MemoryLedger, Phase, Profile
 from .trace import Trace, trace
 from ..strategies.context import check_heads
-from ..strategies.costs import OuterModule
 from ..strategies.lora import add_lora, narrow_layers
 from ..strategies.trained_layers import choose_trained
 
@@ -195,7 +195,7 @@ class StepCost:
             strategy: recipe on a number of processes
             checkpointed_share: share of the blocks that run again in backward
         """
-        costs = strategy.costs(profile)
+        costs = costs_of(strategy, profile)
         return costs.sent_bytes(profile.backward_blocks, checkpointed_share)
 
     def exchanged_bytes(

@@ -8,8 +8,10 @@ __all__ = ['RENDEZVOUS_PORT', 'strategy_class', 'engines_on_cpu', 'Strategy', 'a
 # %% ../../nbs/5_strategies/10_strategy.ipynb #403dedb0
 import datetime
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -17,9 +19,7 @@ import torch.distributed as dist
 from ..core.plan import Plan
 from ..core.recipe import Recipe, RecipeError
 from ..core.registry import find_record, load
-from .costs import Costs, ModelSize
 from .precision import Policy, policy_for
-from .trained_module import TrainedModule
 
 # %% ../../nbs/5_strategies/10_strategy.ipynb #d25dafd7
 def strategy_class(name: str) -> type["Strategy"]:
@@ -66,8 +66,7 @@ class Strategy:
     cuda: bool
     room: float = 0.0
 
-    network_class = TrainedModule
-    costs_class = Costs
+    network_class: ClassVar[Callable]  # a subclass of `TrainedModule`
     builds_on_meta = False  # modules come on meta; the network reads this rank's part only
     distributed_types = frozenset()  # what accelerate may call a launch over several processes
     order = 9  # among the rows of a plan, from whole to spread
@@ -143,14 +142,6 @@ class Strategy:
     def alternatives(self) -> tuple["Strategy", ...]:
         """Return the choices left to the plan, from most to least memory; the last one is safe."""
         return (self,)
-
-    def costs(self, model: ModelSize) -> Costs:
-        """Return what this strategy stores, gathers and sends for a model.
-
-        Args:
-            model: sizes of the model
-        """
-        return self.costs_class(self, model)
 
     # a step
     @property

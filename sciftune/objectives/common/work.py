@@ -5,6 +5,7 @@
 # %% ../../../nbs/8_objectives/common/08_work.ipynb #3daa7f54
 from __future__ import annotations
 
+from ...planner.costs.base import costs_of
 from ...planner.ledger import Ledger
 from ...planner.records import ForwardPass, Phase, Profile
 from ...planner.work import StepCost
@@ -98,7 +99,7 @@ class ComparedStepCost(StepCost):
         Returns:
             inside a machine, between machines; per rank and step
         """
-        costs, share = strategy.costs(profile), (profile.backward_blocks, checkpointed_share)
+        costs, share = costs_of(strategy, profile), (profile.backward_blocks, checkpointed_share)
         one = costs.sent_bytes(*share)
         first = costs.sent_bytes(*share, self.gathered() * profile.numel)
         others = self.updates - 1

@@ -16,12 +16,12 @@ import torch
 from ...core.recipe import Recipe, RecipeError
 from ...core.registry import find_record
 from ...models.family import Family
+from ...planner.costs.base import OuterModule, costs_of
 from ...planner.ledger import Ledger
 from ...planner.profile import profile
 from ...planner.records import BatchLine, Block, ForwardPass, Phase, Profile
 from ...planner.trace import FlashAttention, LiveBytes, blocks_in, each_kind_once, trace
 from ...planner.work import MetaModel, StepCost
-from ...strategies.costs import OuterModule
 from ...strategies.strategy import Strategy
 
 # %% auto #0
@@ -359,7 +359,7 @@ class DMDStepCost(StepCost):
         """
         recipe = strategy.recipe
         critic, its = critic_of(model, strategy)
-        costs = its.costs(critic)
+        costs = costs_of(its, critic)
         own = costs.stored()
         size = sum(sum(own[part]) for part in ("parameters", "master", "optimizer"))
         if costs.gradients_stay:
@@ -433,7 +433,7 @@ class DMDStepCost(StepCost):
         """
         critic, its = critic_of(model, strategy)
         share = model.backward_blocks
-        return its.costs(critic).sent_bytes(share, checkpointed_share, model.numel)
+        return costs_of(its, critic).sent_bytes(share, checkpointed_share, model.numel)
 
     def autocasts(self, model: Profile, strategy: Strategy) -> bool:
         """Return the answer for the critic, which is updated in every step.
