@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sciftune.core.rundir import RunDir
-from sciftune.strategies import ddp, network
+from sciftune.strategies import ddp, trained_module
 from sciftune.strategies.ranks import JointAdamW
 
 BASE = dict(
@@ -31,14 +31,14 @@ SHARDS = dict(strategy="ddp", num_processes=3, shard_states=True)
 @pytest.fixture
 def released(monkeypatch):
     "ddp updates during backward, on CPUs too."
-    build = network.build_optimizer
+    build = trained_module.build_optimizer
 
     def built(params, recipe, kind, cuda):
         if recipe.strategy != "ddp":
             return build(params, recipe, kind, cuda)
         return JointAdamW(params, lr=recipe.learning_rate, foreach=False, fused=False)
 
-    monkeypatch.setattr(network, "build_optimizer", built)
+    monkeypatch.setattr(trained_module, "build_optimizer", built)
     monkeypatch.setattr(ddp.DDP, "releases_gradients", property(lambda self: True))
 
 
