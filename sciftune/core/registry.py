@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['RegistryError', 'nearest', 'Record', 'FamilyRecord', 'StrategyRecord', 'CostsRecord', 'OptimizerRecord',
-           'ObjectiveRecord', 'DensityRecord', 'WeightingRecord', 'ScoreRecord', 'ReaderRecord', 'package_folder',
-           'record_modules', 'read_records', 'records', 'find_record', 'usual_optimizer', 'family_names',
-           'family_named', 'import_class', 'load']
+           'ObjectiveRecord', 'DensityRecord', 'WeightingRecord', 'ScoreRecord', 'ReaderRecord', 'KernelRecord',
+           'package_folder', 'record_modules', 'read_records', 'records', 'find_record', 'usual_optimizer',
+           'family_names', 'family_named', 'import_class', 'load', 'find_kernel']
 
 # %% ../../nbs/1_core/01_registry.ipynb #58cccaf2
 import ast
@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
@@ -296,6 +296,10 @@ class ReaderRecord(Record):
     order: int
     shards: bool = False
 
+
+class KernelRecord(Record):
+    """A faster implementation of the operation of its name, used where it is installed."""
+
 # %% ../../nbs/1_core/01_registry.ipynb #4dcba519
 _KINDS = dict(
     models=FamilyRecord,
@@ -307,6 +311,7 @@ _KINDS = dict(
     weightings=WeightingRecord,
     scores=ScoreRecord,
     readers=ReaderRecord,
+    kernels=KernelRecord,
 )
 _FIELDS = dict(  # of a recipe, which name a record
     models="model",
@@ -517,3 +522,14 @@ def load(record: Record) -> type:
     if not record.implementation:
         raise RegistryError(f"record '{record.name}' of {record.module} names no implementation")
     return import_class(f"{record.module}:{record.implementation}")
+
+# %% ../../nbs/1_core/01_registry.ipynb #4409bdd5
+@functools.cache
+def find_kernel(name: str) -> Any:
+    """Return the installed implementation of an operation; None where there is none.
+
+    Args:
+        name: name of the operation's `KernelRecord`
+    """
+    record = records("kernels").get(name)
+    return load(record) if record else None

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from ..core.registry import FamilyRecord
 from ..extras.figures import nano
-from ..extras.kernels.blocks import fused_heads, part_tables
 from . import tiny
 from .encoders import Encoders, check_captions, user_turn
 from .family import Family
+from .heads import fused_heads, part_tables
 from sciftune.models.packing import (
     PackedForward,
     Packing,

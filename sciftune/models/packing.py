@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..extras.kernels.blocks import joint_heads, part_tables
 from .attention import fits_flash, flash_backward, flash_forward
+from .heads import joint_heads, part_tables
 
 # %% ../../nbs/4_models/16_packing.ipynb #c3286358
 ROUNDING = 256  # Lengths of packed rows are multiples of it

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
-from ..extras.kernels.blocks import use_block_kernels
+from ..models.heads import use_block_kernels
 from .records import BatchLine, Block
 from ..strategies.float8 import Float8Linear, float8_layers
 from ..strategies.offload import worth_streaming

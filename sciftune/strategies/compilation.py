@@ -24,9 +24,9 @@ from ..core.progress import progress
 from ..core.recipe import Recipe, RecipeError
 from ..core.registry import find_record
 from ..core.rundir import cache_root
-from ..extras.kernels.blocks import joint_heads, use_block_kernels
 from ..models.attention import attention
 from ..models.family import get_family
+from ..models.heads import joint_heads, use_block_kernels
 from .float8 import captions_in_float8, float8_linears
 
 # %% ../../nbs/5_strategies/08_compilation.ipynb #ca556d22

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..core.registry import find_kernel
 from .gradient_release import RankSums
 from .trained_module import FlatRange
 
@@ -27,10 +28,9 @@ def add_rows(rows: Tensor, out: Tensor, mean: bool = False):
         out: (N,), written
         mean: divide by the number of ranks
     """
-    if rows.is_cuda:
-        from sciftune.extras.kernels.sums import launch_sum
-
-        launch_sum(rows, out, float(len(rows) if mean else 1))
+    kernel = find_kernel("sum_of_rows") if rows.is_cuda else None
+    if kernel:
+        kernel(rows, out, float(len(rows) if mean else 1))
     else:
         add = torch.mean if mean else torch.sum
         add(rows, 0, out=out)

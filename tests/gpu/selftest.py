@@ -25,9 +25,8 @@ from torch import nn
 
 from sciftune.core.plan import Plan, PlanRow
 from sciftune.core.recipe import resolve
-from sciftune.core.registry import find_record
+from sciftune.core.registry import find_kernel, find_record
 from sciftune.core.rundir import RunDir, new_run
-from sciftune.extras.kernels.adam import LeanAdamW
 from sciftune.models.family import get_family
 from sciftune.models.flux2 import TINY_KLEIN
 from sciftune.models.qwenimage import TINY_QWEN_IMAGE
@@ -183,7 +182,7 @@ def the_lean_kernel_is_adamw():
     ):
         exact = twenty_steps(torch.optim.AdamW, shape, size)[2]
         flash = far(twenty_steps(FlashAdamW, shape, size)[2], exact)
-        opt, p, moved, norm = twenty_steps(LeanAdamW, shape, size)
+        opt, p, moved, norm = twenty_steps(find_kernel("flashadamw"), shape, size)
         lean, total = far(moved, exact), opt.take_squares().sqrt()
         notes.append(f"{lean:.4f} (flashoptim {flash:.4f})")
         told = (shape, size, notes, total, norm)

@@ -44,10 +44,6 @@ NAMING_EXTRAS = (  # modules that still import an extra from outside, and the ex
     ("models.qwenimage", "figures"),
     ("extras.bagel.*", "figures"),
     ("extras.rl.*", "figures"),
-    ("models.flux2", "kernels"),
-    ("planner.trace", "kernels"),
-    ("strategies.*", "kernels"),
-    ("models.packing", "kernels"),
 )
 TORCH_FREE = [  # imported by the kernel that launches, whose forks torch could hang
     "core.*",

@@ -1,6 +1,6 @@
 """The optimizer's kernel against its definition in double precision.
 
-    TRITON_INTERPRET=1 python tests/tools/adam_definition.py
+    TRITON_INTERPRET=1 python tests/extras/kernels/adam_definition.py
 
 Triton's interpreter runs the kernel on the CPU.
 """

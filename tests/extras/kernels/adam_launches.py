@@ -1,6 +1,6 @@
 """One launch for many parameters against one launch for each: the same numbers, bit by bit.
 
-    TRITON_INTERPRET=1 python tests/tools/adam_launches.py
+    TRITON_INTERPRET=1 python tests/extras/kernels/adam_launches.py
 
 Triton's interpreter runs the kernels on the CPU.
 """

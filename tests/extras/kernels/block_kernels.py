@@ -1,6 +1,6 @@
 """Blocks with the kernels of `extras.kernels.blocks` against the model's own, on the CPU.
 
-    TRITON_INTERPRET=1 python tests/tools/block_kernels.py
+    TRITON_INTERPRET=1 python tests/extras/kernels/block_kernels.py
 
 Prediction and all gradients of small models whose samples have two parts, of unequal tables and
 strides, and of packed samples, within 1e-5; the last line says `fine`.
@@ -14,6 +14,7 @@ import torch
 from sciftune.core.registry import find_record
 from sciftune.extras.kernels import blocks as block_kernels
 from sciftune.extras.kernels import launches as triton_kernels
+from sciftune.extras.kernels.layers import replace_layers
 from sciftune.models import packing
 from sciftune.models.family import get_family
 from sciftune.models.flux1 import TINY_FLUX1
@@ -122,7 +123,7 @@ for name, config in TINY.items():
     real_rotary(plain)
     fast = copy.deepcopy(plain)
     blocks = blocks_of(fast, find_record("models", name).block_classes)
-    block_kernels.use_block_kernels(fast, blocks)
+    replace_layers(fast, blocks)
     for sides in ([(32, 32)], [(32, 48), (48, 16)]):
         counted.clear()
         torch.compiler.reset()

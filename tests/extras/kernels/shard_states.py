@@ -1,6 +1,6 @@
 """ddp with `shard_states` and the real optimizer, on CPUs, against ddp without it.
 
-    TRITON_INTERPRET=1 python tests/tools/shard_states.py
+    TRITON_INTERPRET=1 python tests/extras/kernels/shard_states.py
 
 Losses, weights and all states of four ranks are compared bit by bit, gradient norms to rounding:
 their squares are added in another order. Some ranks have nothing of a block to update.

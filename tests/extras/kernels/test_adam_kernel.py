@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture
 def interpreted(python, root):
-    "Run a file of tests/tools, whose last line says `fine`, with Triton's interpreter."
+    "Run a file of this folder, whose last line says `fine`, with Triton's interpreter."
     pytest.importorskip("triton")
     pytest.importorskip("flashoptim")
 
@@ -20,7 +20,7 @@ def interpreted(python, root):
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(root),
         }
-        r = python(root / "tests/tools" / name, env=environment)
+        r = python(root / "tests/extras/kernels" / name, env=environment)
         assert r.returncode == 0 and "fine" in r.stdout, r.stderr[-3000:]
 
     return run
