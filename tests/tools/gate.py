@@ -467,6 +467,12 @@ def few_examples() -> Iterator[str]:
         yield f"{shown} asserting cells for {exported} that export, fewer than {EXAMPLES} for each"
 
 
+def is_gone_extra(target: str) -> bool:
+    """Return whether a link leads into an extra that was taken away as a whole."""
+    extra = re.search(r"(?:^|/)extras/(\w+)/", target)
+    return bool(extra) and not (ROOT / "nbs/extras" / extra[1]).exists()
+
+
 def broken_links() -> Iterator[str]:
     """Links of notebooks and pages to files that are not there."""
     pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
@@ -478,6 +484,7 @@ def broken_links() -> Iterator[str]:
     for path, text in texts.items():
         for target in re.findall(r"\]\(([^)\s#]+)(?:#[^)]*)?\)", text):
             there = target.startswith(("http", "mailto:")) or (path.parent / target).exists()
+            there = there or is_gone_extra(target)
             if not there and re.search(r"\.(?:ipynb|md|png|py|yaml|cff)$", target):
                 yield f"{path.relative_to(ROOT)} links to {target}, which is not there"
 
