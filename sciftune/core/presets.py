@@ -39,8 +39,10 @@ class Preset(BaseModel):
         command: command to copy
         models: Families that have it; () = all that have the objective
         objective: '' = the family's own
+        default: True for the preset of a launch that names none, if `models` has its model
         published: Starts from the family's hub id, with the family's learning rate
         recipe: Field -> value
+        model_values: model -> fields of which it has another value
         reference: values of a reference system, by field or setting
         reasons: Why the recipe has another value than the reference
     """
@@ -54,8 +56,10 @@ class Preset(BaseModel):
     command: str
     models: tuple[str, ...] = ()
     objective: str = ""
+    default: bool = False
     published: bool = True
     recipe: dict[str, Any]
+    model_values: dict[str, dict[str, Any]] = {}
     reference: dict[str, Any] = {}
     reasons: dict[str, str] = {}
 
@@ -80,8 +84,18 @@ def read_presets(folder: Path) -> dict[str, Preset]:
 
 @functools.cache
 def preset_files() -> dict[str, Preset]:
-    """Return the presets of this package."""
-    return read_presets(package_folder() / "presets")
+    """Return the presets of this package and its extras, as far as their objectives are there.
+
+    Raises PresetError if two have one name.
+    """
+    found: dict[str, Preset] = {}
+    for folder in package_folder().rglob("presets"):
+        own = read_presets(folder)
+        if twice := sorted(own.keys() & found.keys()):
+            raise PresetError(f"preset: '{twice[0]}' is in {folder} and in another folder")
+        found |= own
+    known = ("", *records("objectives"))
+    return {name: found[name] for name in sorted(found) if found[name].objective in known}
 
 # %% ../../nbs/1_core/03_presets.ipynb #03b5421b
 def _suits(preset: Preset, name: str, family: FamilyRecord) -> bool:
@@ -96,7 +110,8 @@ def _values(preset: Preset, name: str, family: FamilyRecord) -> dict[str, Any]:
     values = dict(objective=preset.objective or family.objectives[0])
     if preset.published:
         values |= dict(model_path=family.hub, learning_rate=family.learning_rate)
-    values |= preset.recipe | family.values | family.presets.get(name, {})
+    values |= preset.recipe | family.values
+    values |= preset.model_values.get(family.name, {}) | family.presets.get(name, {})
     return values | dict(model=family.name, preset=name)
 
 
@@ -133,7 +148,10 @@ def preset_values(model: str, name: str, objective: str | None = None) -> dict[s
     if name not in known:
         raise PresetError(f"preset: unknown '{name}' for model '{model}'{nearest(name, known)}")
     objective = objective or known[name]["objective"]
-    return known[name] | find_record("objectives", objective).presets.get(name, {})
+    values = known[name] | find_record("objectives", objective).presets.get(name, {})
+    for drawn in records("collections").values():
+        values |= drawn.presets.get(objective, {}).get(name, {})
+    return values
 
 # %% ../../nbs/1_core/03_presets.ipynb #4d01e682
 def nano_folder(model: str) -> Path:

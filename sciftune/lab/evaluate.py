@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['NO_CLIP', 'NO_FID', 'Target', 'asked_labels', 'quoted', 'known_labels', 'run_targets', 'prompt_targets',
-           'known_facts', 'edit_targets', 'read_chart', 'chart_reader', 'ClipScore', 'score_picture', 'Job', 'job_of',
-           'evaluate_part', 'part_command', 'evaluate', 'run_jobs', 'evaluate_run', 'evaluation_command']
+           'known_facts', 'edit_targets', 'ClipScore', 'score_picture', 'Job', 'job_of', 'evaluate_part',
+           'part_command', 'evaluate', 'run_jobs', 'evaluate_run', 'evaluation_command']
 
 # %% ../../nbs/9_lab/18_evaluate.ipynb #8d5b0c0b
 import hashlib
@@ -14,9 +14,10 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -29,6 +30,7 @@ from ..core.rundir import RunDir, replaced_folder
 from ..data.buckets import Sizing
 from ..data.images import load_picture, pixels
 from ..data.readers import CAPTION_KEYS
+from ..data.scoring import Scorer, change_mask, scorers
 from sciftune.data.words import (
     READER_MISSING,
     Label,
@@ -39,21 +41,15 @@ from sciftune.data.words import (
     squeezed,
     text_parts,
 )
-from ..extras.figures.charts import claims
-from ..extras.figures.colours import colour_parts
-from ..extras.figures.edits import change_mask
-from ..extras.figures.reader import ChartReader, load_reader, packaged_reader
 from .launch import state
 from .sample import ModelSource, Request, draw_samples, find_weights
 from sciftune.lab.scores import (
     EditTruth,
     Evaluation,
     Picture,
-    coming_colours,
     edit_parts,
     keep_evaluation,
     legibility,
-    mark_parts,
     read_pictures,
     scores_of,
     word_changes,
@@ -204,9 +200,7 @@ def _target(recipe: Recipe, collection: object, i: int, known: dict) -> Target:
         return Target(
             prompt, tuple(labels) if truth == "labels" else asked_labels(labels, caption), truth
         )
-    if claims(caption):  # the small charts contain no words
-        return Target(prompt)
-    if not can_read_text():
+    if not can_read_text() or any(scorer.wordless(caption) for scorer in scorers().values()):
         return Target(prompt)
     image = load_picture(collection[i].image)
     return Target(prompt, asked_labels([r.text for r in read_text(image)], caption), "ocr")
@@ -226,7 +220,7 @@ def known_facts(path: str | Path) -> dict[str, dict]:
         path: collection: folder or file
 
     Returns:
-        id -> facts of a row of `extras.figures.edits`
+        id -> facts of a row: edit, changed, before, after
     """
     found = {}
     for record in _records(Path(path)) if Path(path).exists() else ():
@@ -251,11 +245,11 @@ def edit_targets(
     facts = {}
     for path, _ in recipe.sources:
         facts |= known_facts(data_path(recipe, path))
-    reader = chart_reader()
+    scored_by = scorers()
     place = out.absolute() / "evaluation" / "edits"
     with replaced_folder(place) as folder:
         return [
-            _edit_target(recipe, collection, i, facts, reader, (folder, place, n))
+            _edit_target(recipe, collection, i, facts, scored_by, (folder, place, n))
             if collection.references[i]
             else _target(recipe, collection, i, known)
             for n, i in enumerate(numbers)
@@ -267,7 +261,7 @@ def _edit_target(
     collection: object,
     i: int,
     known: dict,
-    reader: ChartReader | None,
+    scored_by: Mapping[str, Scorer],
     files: tuple[Path, Path, int],
 ) -> Target:
     """Write the pictures of an edit and return its target; `files`: folder, final path, number."""
@@ -285,13 +279,17 @@ def _edit_target(
     for name, data in zip(names, given, strict=True):
         load_picture(data).save(folder / name)
     facts = known.get(collection.ids[i], {})
-    told = _edit_words(facts, (before, after)) | _edit_marks(facts, (before, after), reader)
+    changeable = np.asarray(mask) > 0
+    known_facts = {
+        name: scorer.edit_facts(facts, before, after, changeable)
+        for name, scorer in scored_by.items()
+    }
     truth = EditTruth(
         tuple(str(place / name) for name in names),
         *(str(place / f"{number:03d}-{name}.png") for name in ("before", "after", "mask")),
         edit=facts.get("edit", ""),
-        colours=coming_colours(facts, before, after, np.asarray(mask) > 0),
-        **told,
+        known={name: own for name, own in known_facts.items() if own},
+        **_edit_words(facts, (before, after)),
     )
     prompt = caption_texts(recipe, (collection.captions[i][0],))[0]
     words = "figures" if facts.get("before", {}).get("words") else "ocr"
@@ -307,31 +305,6 @@ def _edit_words(facts: dict, pair: tuple[Image.Image, Image.Image]) -> dict[str,
     if facts:
         labels = [[w["text"] for w in facts[side]["words"]] for side in ("before", "after")]
     return word_changes(labels, readings)
-
-
-def _edit_marks(
-    facts: dict, pair: tuple[Image.Image, Image.Image], reader: ChartReader | None
-) -> dict:
-    """Return kind and number of a chart as far as they are read: chart, chart_changes."""
-    if reader is None or "count" not in facts.get("after", {}):
-        return {}
-    before, after = (read_chart(reader, image) for image in pair)
-    wanted, old = facts["after"], facts["before"]
-    right = [n for n in ("kind", "count") if (before[n], after[n]) == (old[n], wanted[n])]
-    changes = tuple(n for n in right if old[n] != wanted[n])
-    return dict(chart={n: wanted[n] for n in right}, chart_changes=changes)
-
-
-def read_chart(reader: ChartReader, image: Image.Image) -> dict:
-    """Read one picture with the chart reader: kind, count."""
-    pixels = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1) / 127.5 - 1
-    return reader.read(pixels[None])[0]
-
-
-def chart_reader() -> ChartReader | None:
-    """Load the packaged reader of charts; None if there is none."""
-    folder = packaged_reader()
-    return load_reader(folder) if folder else None
 
 # %% ../../nbs/9_lab/18_evaluate.ipynb #e1c4952a
 NO_CLIP = "no CLIP weights: give clip=<a CLIP folder of transformers>"
@@ -367,7 +340,7 @@ def score_picture(
     image: Image.Image,
     target: Target,
     file: str = "",
-    reader: ChartReader | None = None,
+    scored_by: Mapping[str, Scorer] = MappingProxyType({}),
     clip: ClipScore | None = None,
 ) -> Picture:
     """Compute all scores of one picture.
@@ -376,7 +349,7 @@ def score_picture(
         image: the picture
         target: what it should show
         file: name of the picture's file
-        reader: reads kind and number; None = not scored
+        scored_by: `data.scoring.scorers`
         clip: None = not scored
     """
     parts, words = {}, []
@@ -385,27 +358,25 @@ def score_picture(
         words = match_words(labels, read_text(image), target.prompt, free_numbers=True)
         parts |= text_parts(words)
     if target.edit:
-        return _score_edit(image, target, file, reader)
-    if reader is not None and claims(target.prompt):
-        parts |= mark_parts(read_chart(reader, image), target.prompt)
-    parts |= colour_parts(image, target.prompt)
+        return _score_edit(image, target, file, scored_by)
+    for scorer in scored_by.values():
+        parts |= scorer.parts(image, target.prompt)
     if clip is not None:
         parts["clip"] = (clip(image, target.prompt), 1)
     return Picture(file, target.prompt, parts, tuple(words))
 
 
 def _score_edit(
-    image: Image.Image, target: Target, file: str, reader: ChartReader | None
+    image: Image.Image, target: Target, file: str, scored_by: Mapping[str, Scorer]
 ) -> Picture:
     """Score an edit; there is no CLIP score, since an instruction does not describe the picture."""
     truth = target.edit
     words = can_read_text() and truth.come + truth.go + truth.stay
     read = read_text(image) if words else None
-    chart = read_chart(reader, image) if reader and truth.chart else None
     shown = tuple(
         str(Path("..") / "edits" / Path(f).name) for f in (*truth.references, truth.target)
     )
-    return Picture(file, target.prompt, edit_parts(image, truth, read, chart), (), shown)
+    return Picture(file, target.prompt, edit_parts(image, truth, read, scored_by), (), shown)
 
 # %% ../../nbs/9_lab/18_evaluate.ipynb #9b82e47f
 @dataclass(frozen=True)
@@ -484,7 +455,7 @@ def _target_of(values: dict) -> Target:
     """Convert a target from JSON."""
     edit = values["edit"]
     if edit:
-        edit = EditTruth(**_tuples(edit) | dict(colours=_tuples(edit["colours"])))
+        edit = EditTruth(**_tuples(edit))
     return Target(**_tuples(values) | dict(edit=edit))
 
 # %% ../../nbs/9_lab/18_evaluate.ipynb #02458427
@@ -502,11 +473,11 @@ def evaluate_part(job: Job, folder: Path, part: tuple[int, int] = (0, 1)) -> dic
     source = find_weights(job.where, job.state, job.base)
     device = f"cuda:{part[0] % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
     images = draw_samples(source, job.requests(), job.strength, job.batch, device, part)
-    reader, clip = chart_reader(), ClipScore(job.clip) if job.clip else None
+    scored_by, clip = scorers(), ClipScore(job.clip) if job.clip else None
     found = {}
     for i, image in sorted(images.items()):
         image.save(folder / f"{i:03d}.png")
-        found[i] = score_picture(image, job.targets[i], f"{i:03d}.png", reader, clip)
+        found[i] = score_picture(image, job.targets[i], f"{i:03d}.png", scored_by, clip)
     lines = [json.dumps([i, picture.line()]) for i, picture in found.items()]
     (folder / f"part-{part[0]}.jsonl").write_text("\n".join(lines))
     return found

@@ -22,6 +22,7 @@ from sciftune.lab.scores import (
     FALLING,
     HEIGHTS,
     SCORES,
+    VERDICTS,
     Evaluation,
     Picture,
     read_evaluation,
@@ -177,7 +178,7 @@ def picture_verdict(picture: Picture) -> list[tuple[str, str]]:
     for score in ("happened", "stayed"):
         if score in picture.parts:
             lines.append(_answer(picture, score))
-    for score in ("kind", "number", "colours"):
+    for score in VERDICTS:
         if score in picture.parts:
             above, below = picture.parts[score]
             right = above == below

@@ -75,10 +75,9 @@ from sciftune.core.recipe import (
     resolve,
     restored,
 )
-from ..core.registry import RegistryError, find_record, nearest
+from ..core.registry import RegistryError, find_record, import_class, nearest, records
 from ..core.rundir import RunDir, new_run
 from ..core.secrets import keep_secrets, load_secrets, secrets_file
-from ..core.sections import BUILT_IN
 from ..core.writing import write_atomic
 from .job import TEMPORARY, own_temporary_folder
 
@@ -139,10 +138,10 @@ def absolute_data(path: str, root: Path) -> str:
     """Return the path of data as an absolute one. Raises LaunchError where there is nothing.
 
     Args:
-        path: a path, a pattern, one of BUILT_IN, or an address
+        path: a path, a pattern, a drawn collection, or an address
         root: the repository
     """
-    if path in BUILT_IN or "://" in path:
+    if path in records("collections") or "://" in path:
         return path
     found = absolute_path(path, root)
     if os.path.isabs(found) and (glob.glob(found) or Path(found).exists()):
@@ -151,7 +150,13 @@ def absolute_data(path: str, root: Path) -> str:
         pattern = os.path.join(glob.escape(str(place)), path)
         if glob.glob(pattern):
             return pattern
-    raise LaunchError(f"{_nothing('data', path, root)}; data='figures' makes its own")
+    raise LaunchError(_nothing("data", path, root) + _drawn_hint())
+
+
+def _drawn_hint() -> str:
+    """Return what draws its own data, for a message; '' if nothing does."""
+    names = " or ".join(f"data='{name}'" for name in records("collections"))
+    return names and f"; {names} draws its own"
 
 
 def _nothing(field: str, path: str, root: Path) -> str:
@@ -711,7 +716,9 @@ def data_looked_at(recipe: Recipe, recipe_path: Path, findings: Path) -> Iterato
         recipe_path: the same, written
         findings: where findings.json is written
     """
-    files = any(path not in BUILT_IN and "://" not in path for path, _ in recipe.sources)
+    files = any(
+        path not in records("collections") and "://" not in path for path, _ in recipe.sources
+    )
     sequences = find_record("objectives", recipe.objective).sequences
     if not files or sequences:
         yield
@@ -762,18 +769,12 @@ def prepare_run(recipe: Recipe) -> RunDir:
 
 
 def _check_prerequisites(recipe: Recipe):
-    """Raise RecipeError for what only a rank would miss: packages, kinds of drawn figures."""
+    """Raise RecipeError for what only a rank would miss: packages, drawn collections."""
     if recipe.launcher != "print":  # files for another machine
         check_packages(recipe)
-    drawn = {path for path, _ in recipe.sources} & set(BUILT_IN)
-    if "figures" in drawn:
-        from sciftune.extras.figures.charts import check_drawn
-
-        check_drawn(recipe)
-    if "edits" in drawn:
-        from sciftune.extras.figures.edits import check_drawn_edits
-
-        check_drawn_edits(recipe)
+    for path, _ in recipe.sources:
+        if drawn := records("collections").get(path):
+            import_class(drawn.check)(recipe)
 
 
 def _check_run_root(root: Path):

@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['DARK_COLORS', 'PAGE_SECTIONS', 'PAGE_TABLES', 'STYLE', 'MACROS', 'TEMPLATE', 'color_variables', 'extremes',
            'for_page', 'svg', 'data_uri', 'pictures_for_page', 'before_and_after', 'PagePlot', 'shown_plots',
-           'drawings', 'event_rows', 'text_of', 'answers_of', 'following_rows', 'PageTable', 'report_tables',
+           'drawings', 'event_rows', 'text_of', 'answers_of', 'validation_score_rows', 'PageTable', 'report_tables',
            'report_table', 'page_values', 'page', 'write_page']
 
 # %% ../../nbs/9_lab/29_page.ipynb #7c75c26d
 import base64
+import functools
 import io
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ from matplotlib.text import Text
 from PIL import Image
 
 from ..core.files import open_file, read_json
+from ..core.registry import ScoreRecord, records
 from ..core.rundir import RunDir
 from ..core.secrets import masked
 from ..core.writing import write_atomic
@@ -292,13 +294,13 @@ def answers_of(run: RunDir) -> list[list[str]]:
     return [[one.get(key, "") for key in ("asked", "expected", "answer")] for one in answers]
 
 # %% ../../nbs/9_lab/29_page.ipynb #8f90163e
-def following_rows(run: RunDir) -> list[list]:
-    """Return how many validation pictures match their prompts: step, pictures, kind, number."""
-    shares = ("follows_kind", "follows_count")
+def validation_score_rows(record: ScoreRecord, run: RunDir) -> list[list]:
+    """Return the scores of validation pictures: step, number of pictures, shares."""
+    counted, *shares = record.validation
     return [
-        [row["step"], row["follows"], *(f"{row[share]:.2f}" for share in shares)]
+        [row["step"], row[counted], *(f"{row[share]:.2f}" for share in shares)]
         for row in run.metrics_log().others
-        if "follows" in row
+        if counted in row
     ]
 
 
@@ -326,12 +328,15 @@ PAGE_TABLES = (
         ("score", "before", "now", "95 % of a resampling"),
         lambda run: [score.cells() for score in evaluation_of(run)],
     ),
-    PageTable(
-        "Pictures that match their prompts",
-        ("step", "pictures", "kind", "number"),
-        following_rows,
-        "Prompts about charts name a kind and a number of marks; the table has the shares of "
-        "pictures in which the chart reader finds them.",
+    *(
+        PageTable(
+            "Pictures that match their prompts",
+            ("step", *record.validation.values()),
+            functools.partial(validation_score_rows, record),
+            f"Shares of pictures, {record.summary}.",
+        )
+        for record in records("scores").values()
+        if record.validation
     ),
     PageTable(
         "Data",

@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['WEIGHT_STATES', 'ModelSource', 'model_source', 'checkpoint_source', 'adapter_source', 'run_source', 'find_weights',
            'load_source', 'Request', 'settled_request', 'sample_batches', 'draw_samples', 'caption_of',
-           'encoded_captions', 'reference_image', 'encoded_references', 'as_image', 'sheet', 'wrapped',
-           'check_parameters']
+           'encoded_captions', 'reference_image', 'encoded_references', 'sheet', 'wrapped', 'check_parameters']
 
 # %% ../../nbs/9_lab/19_sample.ipynb #faaf3254
 import tempfile
@@ -28,7 +27,7 @@ from sciftune.core.checkpoint_folders import (
 )
 from ..core.presets import nano_folder
 from ..core.randomness import stream
-from ..core.recipe import Recipe, resolve, restored
+from ..core.recipe import Recipe, launch_preset, resolve, restored
 from ..core.registry import nearest, records
 from ..core.rundir import RunDir
 from ..data.images import DataError, load_picture
@@ -42,7 +41,7 @@ from ..strategies.compilation import real_rotary
 from ..strategies.lora import Merged, MergedLayers, family_of
 from ..training.export import export_damage, lora_scheduler, trained_tensors
 from ..training.task import Export, get_task
-from ..training.validation import to_device
+from ..training.validation import as_image, to_device
 
 # %% ../../nbs/9_lab/19_sample.ipynb #6a4113fa
 WEIGHT_STATES = ("weight", "ema", "base")  # weights of a run or a checkpoint that can draw
@@ -113,7 +112,7 @@ def model_source(where: str | Path) -> ModelSource:
     """
     nano = [name for name, record in records("models").items() if record.nano]
     if str(where) in nano and not Path(where).exists():
-        recipe = resolve(model=str(where), preset="nano_style")
+        recipe = resolve(model=str(where), preset=launch_preset(dict(model=str(where))))
         family, folder = get_family(recipe.model), nano_folder(recipe.model)
         return _source("base", "base", 0, family, folder, {}, recipe)
     if not Path(where).expanduser().exists() and not HUB_ID.fullmatch(str(where)):
@@ -515,12 +514,6 @@ def _sampled(
     texts = family.collate(own) | beside
     noise = torch.stack(noise).to(device)
     return family.sample(denoiser, noise, scheduler, texts, unconditional, first.guidance)
-
-
-def as_image(pixels: Tensor) -> Image.Image:
-    """Convert pixels (3,H,W) in [-1,1] to an image of 8 bits; other values are clipped."""
-    values = ((pixels.clamp(-1, 1) + 1) * 127.5).round().byte()
-    return Image.fromarray(values.permute(1, 2, 0).cpu().numpy())
 
 # %% ../../nbs/9_lab/19_sample.ipynb #0b43a7fb
 def sheet(

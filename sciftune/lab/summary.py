@@ -16,9 +16,8 @@ from pathlib import Path
 from ..core.files import FileError, read_object
 from ..core.plan import Plan
 from ..core.recipe import Recipe, RecipeError, resolve
-from ..core.registry import find_record
+from ..core.registry import find_record, records
 from ..core.rundir import RunDir
-from ..core.sections import BUILT_IN
 from sciftune.lab.launch import (
     continue_command,
     failure_line,
@@ -80,7 +79,8 @@ def weights_in_words(
 
 def data_in_words(recipe: Recipe, record: dict) -> str:
     """Return the names of the data, and the number of samples if `record` has it."""
-    names = [f"drawn {path}" if path in BUILT_IN else Path(path).name for path, _ in recipe.sources]
+    drawn = records("collections")
+    names = [f"drawn {path}" if path in drawn else Path(path).name for path, _ in recipe.sources]
     samples = record.get("samples") or {}
     text = " and ".join(names)
     if "train" in samples:
@@ -267,14 +267,15 @@ def evaluation_of(run: RunDir | str | Path) -> list[EvaluatedScore]:
 
 
 def _followed(run: RunDir) -> list[EvaluatedScore]:
-    """Return the chart reader's findings in the validation pictures."""
-    rows = [row for row in run.metrics_log().others if "follows" in row]
-    labels = dict(follows_kind="kind of chart right", follows_count="number of marks right")
-    return [
-        EvaluatedScore(label, rows[0][key] if len(rows) > 1 else math.nan, rows[-1][key])
-        for key, label in labels.items()
-        if rows
-    ]
+    """Return the scores of the validation pictures."""
+    found = []
+    for record in records("scores").values():
+        counted, *keys = record.validation or [""]
+        rows = [row for row in run.metrics_log().others if counted in row]
+        for key in keys if rows else ():
+            before = rows[0][key] if len(rows) > 1 else math.nan
+            found.append(EvaluatedScore(record.validation[key], before, rows[-1][key]))
+    return found
 
 # %% ../../nbs/9_lab/28_summary.ipynb #927573ea
 FINDING_COLUMNS = ("check", "found", "rows", "cure")

@@ -20,7 +20,7 @@ from typing import get_args
 from pydantic.fields import FieldInfo
 
 from ..core.presets import Preset, preset_files, preset_values, presets
-from ..core.recipe import Recipe, objective_sections
+from ..core.recipe import Recipe, collection_sections, objective_sections
 from ..core.registry import nearest, records
 from ..core.sections import SECTIONS, Section
 
@@ -103,7 +103,7 @@ class FieldGroup:
 
 def field_groups() -> list[FieldGroup]:
     """Return all fields of a recipe by section."""
-    common = [FieldGroup.of(section) for section in SECTIONS]
+    common = [FieldGroup.of(section) for section in (*SECTIONS, *collection_sections())]
     own = [FieldGroup.of(section, names) for section, names in objective_sections().items()]
     return [group for group in common + own if group.fields]
 

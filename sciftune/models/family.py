@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..core.digests import read_digests, write_digests
 from ..core.files import read_object
 from ..core.randomness import stream
-from ..core.registry import find_record, load, records
+from ..core.registry import find_record, load
 from ..core.rundir import replaced_folder
 from .denoiser import Denoising
 from .published import write_configurations
@@ -242,16 +242,6 @@ class Family(References, Denoising, Sampling):
         variant = self.tiny_variants | variant
         what = dict(family=self.name, seed=seed, layout=1, **variant)
         return save_stand_in(Path(folder), what, lambda: self.build_tiny(**variant))
-
-    def build_nano(self, size: str = "full") -> diffusers.DiffusionPipeline:
-        """Build a random pipeline that can learn charts, of `size` 'full' or 'smoke'."""
-        names = [name for name, record in records("models").items() if record.nano]
-        raise ValueError(f"no nano model for {self.name!r}; there are {', '.join(names)}")
-
-    def nano(self, folder: str | Path, size: str = "full", seed: int = 0) -> Path:
-        """Write the random nano pipeline, from which pretraining starts, to `folder`, once."""
-        what = dict(family=self.name, seed=seed, size=size, layout=2)
-        return save_stand_in(Path(folder), what, lambda: self.build_nano(size))
 
 # %% ../../nbs/4_models/02_family.ipynb #fam-21
 def get_family(name: str) -> Family:

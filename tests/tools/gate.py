@@ -35,16 +35,6 @@ LAYERS = [
     "lab",
     "project",
 ]
-NAMING_EXTRAS = (  # modules that still import an extra from outside, and the extra
-    ("lab.evaluate", "figures"),
-    ("lab.launch", "figures"),
-    ("lab.scores", "figures"),
-    ("training.encoding", "figures"),
-    ("models.flux2", "figures"),
-    ("models.qwenimage", "figures"),
-    ("extras.bagel.*", "figures"),
-    ("extras.rl.*", "figures"),
-)
 TORCH_FREE = [  # imported by the kernel that launches, whose forks torch could hang
     "core.*",
     "data.sources",
@@ -262,8 +252,7 @@ def named_extras() -> Iterator[str]:
         parts = (other.split(".") for other in module.imported_names())
         extras = {part[2] for part in parts if part[:2] == ["sciftune", "extras"]}
         for extra in sorted(extras):
-            known = any(fnmatch(name, place) and extra == e for place, e in NAMING_EXTRAS)
-            if not (known or name.startswith((f"extras.{extra}.", "project."))):
+            if not name.startswith((f"extras.{extra}.", "project.")):
                 yield f"sciftune/{module.name} imports extras/{extra}: ask for a record"
 
 

@@ -83,7 +83,6 @@ RECORDS = [
             "tiny": {
                 "micro_batch": 1,
                 "global_batch": 4,
-                "figures": 64,
                 "resolution": 64,
                 "vit_resolution": 112,
                 "expected_tokens": 512,
@@ -95,7 +94,6 @@ RECORDS = [
             "debug": {  # of the stand-in: whether packing, both losses and the engine work together
                 "micro_batch": 1,
                 "global_batch": 4,
-                "figures": 64,
                 "resolution": 64,
                 "vit_resolution": 112,
                 "expected_tokens": 512,

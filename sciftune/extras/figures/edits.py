@@ -4,14 +4,13 @@
 
 # %% auto #0
 __all__ = ['NUMBERS', 'FORMS', 'Draw', 'PAPERS', 'DARK_PAPERS', 'MARKS', 'LOOK_OF_STYLE', 'LANGUAGES', 'TRANSLATED', 'TITLES',
-           'FIGURE_EDITS', 'SHOWN', 'DIFFERENT', 'CHANGE_MARGIN', 'TRIES', 'CHART_MARKS', 'CHART_LOOKS', 'CHART_EDITS',
-           'EDITS_VERSION', 'FIGURE_SIDE', 'Scene', 'compose_scene', 'colours_in', 'plain_facts', 'Change', 'edit_grid',
-           'edit_legend', 'edit_background', 'edit_colour', 'edit_palette', 'edit_style', 'edit_kind', 'edit_log',
-           'without_series', 'edit_series', 'edit_errors', 'translated_label', 'edit_labels', 'edit_title',
-           'change_mask', 'png', 'Edit', 'draw_figure_edit', 'Strokes', 'EditPen', 'ChartScene', 'chart_scene',
-           'ChartChange', 'chart_colour', 'chart_background', 'chart_style', 'chart_grid', 'chart_series',
-           'chart_orientation', 'possible_edits', 'draw_chart_edit', 'edit_sheet', 'make_edits', 'check_drawn_edits',
-           'drawn_edits']
+           'FIGURE_EDITS', 'SHOWN', 'TRIES', 'CHART_MARKS', 'CHART_LOOKS', 'CHART_EDITS', 'EDITS_VERSION',
+           'FIGURE_SIDE', 'Scene', 'compose_scene', 'colours_in', 'plain_facts', 'Change', 'edit_grid', 'edit_legend',
+           'edit_background', 'edit_colour', 'edit_palette', 'edit_style', 'edit_kind', 'edit_log', 'without_series',
+           'edit_series', 'edit_errors', 'translated_label', 'edit_labels', 'edit_title', 'png', 'Edit',
+           'draw_figure_edit', 'Strokes', 'EditPen', 'ChartScene', 'chart_scene', 'ChartChange', 'chart_colour',
+           'chart_background', 'chart_style', 'chart_grid', 'chart_series', 'chart_orientation', 'possible_edits',
+           'draw_chart_edit', 'edit_sheet', 'make_edits', 'check_drawn_edits', 'drawn_edits']
 
 # %% ../../../nbs/extras/figures/06_edits.ipynb #6aa6cdfa
 import functools
@@ -24,10 +23,11 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from PIL import Image, ImageChops, ImageFilter
+from PIL import Image
 
 from ...core.recipe import Recipe, RecipeError
 from ...core.rundir import cache_root
+from ...data.scoring import change_mask
 from sciftune.extras.figures.charts import (
     CHART_KINDS,
     CHART_STYLES,
@@ -488,25 +488,6 @@ FIGURE_EDITS = dict(
 SHOWN = ("palette", "style", "series", "errors")  # A second picture can show what is wanted
 
 # %% ../../../nbs/extras/figures/06_edits.ipynb #baf2cdda
-DIFFERENT = 8  # of 255, in any channel
-CHANGE_MARGIN = 2  # pixels
-
-
-def change_mask(
-    before: Image.Image, after: Image.Image, margin: int = CHANGE_MARGIN
-) -> Image.Image:
-    """Return a mask of the pixels in which two pictures of one size differ: white on black.
-
-    Args:
-        before: the picture before
-        after: the picture after
-        margin: pixels around the differing ones that are also white
-    """
-    away = ImageChops.difference(before.convert("RGB"), after.convert("RGB")).split()
-    most = functools.reduce(ImageChops.lighter, away)
-    return most.point(lambda v: 255 * (v > DIFFERENT)).filter(ImageFilter.MaxFilter(2 * margin + 1))
-
-
 def png(
     image: Image.Image,
 ) -> bytes:

@@ -29,10 +29,6 @@ RECORDS = [
             "max_bad_fraction",
             "metadata",
             "start_from",
-            "figures_side",
-            "figures_style",
-            "figures_kinds",
-            "figures_seed",
         ),
     )
 ]
