@@ -20,9 +20,8 @@ import numpy as np
 
 from ..core.presets import nano_folder
 from ..core.recipe import Recipe, RecipeError, checked
-from ..core.registry import find_record
+from ..core.registry import find_record, records
 from ..core.rundir import cache_root
-from ..core.sections import BUILT_IN
 from ..core.writing import write_atomic
 from ..data.buckets import Sizing, crop_loss, nearest_size, size_inside
 from ..data.captions import common_captions
@@ -775,7 +774,7 @@ def quick_look(recipe: Recipe) -> DataLook:
     """
     rows, rejected, notes, columns, total = [], [], [], [], 0
     for path, _ in recipe.sources:
-        if path in BUILT_IN or "://" in path or (Path(path) / "data.mdb").is_file():
+        if path in records("collections") or "://" in path or (Path(path) / "data.mdb").is_file():
             notes.append(f"{path}: not looked at before it is opened")
             continue
         source = _reader(recipe)(path, recipe.metadata or None)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ...core.files import read_json, read_object
+from ...core.registry import package_folder
 from .charts import CHART_KINDS, CHART_STYLES, claims, compose_chart
 
 # %% ../../../nbs/extras/figures/04_reader.ipynb #758caf62
@@ -239,7 +240,7 @@ def following(reader: ChartReader, pictures: Tensor, captions: list[str]) -> dic
 # %% ../../../nbs/extras/figures/04_reader.ipynb #d83e2c93
 def packaged_reader() -> Path | None:
     """Find the reader of this installation; None when it has none."""
-    folder = Path(__file__).resolve().parent.parent / "assets" / "nano" / "reader"
+    folder = package_folder() / "assets" / "nano" / "reader"
     return folder if (folder / "reader.json").is_file() else None
 
 

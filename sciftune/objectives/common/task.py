@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ...core.randomness import GlobalOrder
 from ...core.recipe import Recipe
-from ...core.registry import load, records
 from ...data.buckets import BucketOrder
+from ...data.scoring import scorers
 from ...data.streams import Mixture, sample_order
 from ...models.family import get_family
 from .batches import LatentBatches, held_out_batch
@@ -88,7 +88,7 @@ def held_out_loss(
 
 # %% ../../../nbs/8_objectives/common/05_task.ipynb #7487e666
 def validation_scores(folder: Path) -> dict:
-    """Call every record of 'scores' on a folder of validation images.
+    """Ask every scorer about a folder of validation images.
 
     Args:
         folder: validation_images/step_XXXXXX of a run
@@ -97,8 +97,8 @@ def validation_scores(folder: Path) -> dict:
         numbers for metrics.jsonl; {} if no score applies
     """
     scores = {}
-    for record in records("scores").values():
-        scores |= load(record)(folder)
+    for scorer in scorers().values():
+        scores |= scorer.validation(folder)
     return scores
 
 

@@ -31,10 +31,6 @@ RECORDS = [
             "num_train_epochs",
             "max_bad_fraction",
             "prompts",
-            "figures_side",
-            "figures_style",
-            "figures_kinds",
-            "figures_seed",
             "loss_sigmas",
             "validation_data",
             "text_tokens",
@@ -51,7 +47,6 @@ RECORDS = [
         presets={
             "tiny": {
                 "steps": 100,
-                "figures": 64,
                 "learning_rate": 1e-4,
                 "lr_schedule": "constant",
                 "max_grad_norm": 10.0,
@@ -78,10 +73,6 @@ RECORDS = [
             "num_train_epochs",
             "max_bad_fraction",
             "prompts",
-            "figures_side",
-            "figures_style",
-            "figures_kinds",
-            "figures_seed",
             "loss_sigmas",
             "validation_data",
             "text_tokens",
@@ -98,7 +89,6 @@ RECORDS = [
         presets={
             "tiny": {
                 "steps": 100,
-                "figures": 64,
                 "learning_rate": 1e-4,
                 "lr_schedule": "constant",
                 "max_grad_norm": 10.0,

@@ -31,10 +31,6 @@ RECORDS = [
             "num_train_epochs",
             "max_bad_fraction",
             "metadata",
-            "figures_side",
-            "figures_style",
-            "figures_kinds",
-            "figures_seed",
             "held_out",
             "validation_data",
             "caption_prefix",
@@ -57,7 +53,6 @@ RECORDS = [
         presets={
             "tiny": {
                 "steps": 50,
-                "figures_side": 96,
                 "learning_rate": 1e-4,
                 "group_size": 4,
                 "rollout_steps": 4,

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import field_validator
 
-from ....core.registry import ObjectiveRecord
+from ....core.registry import ObjectiveRecord, records
 from ....core.sections import Section, field
 from ..rollouts.section import check_rollouts, reward_parts
 
@@ -28,10 +28,6 @@ RECORDS = [
             "num_train_epochs",
             "max_bad_fraction",
             "metadata",
-            "figures_side",
-            "figures_style",
-            "figures_kinds",
-            "figures_seed",
             "held_out",
             "validation_data",
             "caption_prefix",
@@ -54,7 +50,6 @@ RECORDS = [
         presets={
             "tiny": {
                 "steps": 50,
-                "figures_side": 96,
                 "learning_rate": 1e-4,
                 "group_size": 4,
                 "rollout_steps": 4,
@@ -66,13 +61,16 @@ RECORDS = [
 ]
 
 # %% ../../../../nbs/extras/rl/flow_grpo/01_section.ipynb #a8a04301
+_REWARDS = records("rewards")
+
+
 class GRPOSection(Section):
     """Set the reward, the rollouts, and how far one rollout may move the model."""
 
     reward: str = field(
-        "reader",
-        "rating of images: kind, number, counting, reader, words, colours, or a function of your "
-        "own as package.module:function; several as in 'kind+2*number'",
+        next((name for name, record in _REWARDS.items() if record.default), "words"),
+        f"rating of images: {', '.join(_REWARDS)}, or a function of your own as "
+        "package.module:function; several as in 'words+2*package.module:function'",
     )
     group_size: int = field(8, "images per caption, whose rewards are compared", ge=2)
     rollout_steps: int = field(10, "sampling steps while training", ge=2)

@@ -6,8 +6,8 @@
 __all__ = ['RECORDS', 'PreferenceSection']
 
 # %% ../../../../nbs/extras/rl/preference/01_section.ipynb #03b26285
-from ....core.registry import ObjectiveRecord
-from ....core.sections import BUILT_IN, Section
+from ....core.registry import ObjectiveRecord, records
+from ....core.sections import Section
 
 # %% ../../../../nbs/extras/rl/preference/01_section.ipynb #9178e670
 RECORDS = [
@@ -63,7 +63,7 @@ class PreferenceSection(Section):
     @staticmethod
     def check(recipe: Section):  # the whole recipe
         """Raise ValueError if data are built-in, weights random, or images padded."""
-        if recipe.data in BUILT_IN:
+        if recipe.data in records("collections"):
             raise ValueError(
                 f"data: objective '{recipe.objective}' learns from pairs of a chosen and a "
                 f"rejected image, and '{recipe.data}' has none; give a list or parquet shards of "
