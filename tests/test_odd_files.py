@@ -15,6 +15,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from additions import added
 
 import sciftune
 from sciftune.core.checkpoint_folders import check_same_run, checkpoint_fault, checkpoint_info
@@ -29,7 +30,6 @@ from sciftune.data.images import DataError
 from sciftune.data.readers import csv_rows, json_rows
 from sciftune.data.sources import remote_source
 from sciftune.extras.bagel.sequences import read_lines
-from sciftune.extras.figures.reader import load_reader
 from sciftune.lab.evaluate import _records
 from sciftune.lab.launch import LaunchFile, read_status, state
 from sciftune.lab.scores import read_evaluation, read_pictures
@@ -171,7 +171,6 @@ ALONE = {  # Functions that read for themselves, by why
         lab/launch.last_lines lab/launch.start lab/launch.follow lab/launch.job_log
         models/chat_templates.TemplateProcess._asked models/chat_templates._answer
         strategies/ranks.on_ranks training/heartbeat.Heartbeat.__init__
-        extras/figures/figures._draw_shards
         core/writing.written_aside""",
     "no file, but what a library has made": """
         models/published._configuration models/family.count_flops models/tiny.qwen_bpe""",
@@ -215,7 +214,7 @@ def test_others_files_are_read_by_one_reader():
         module = path.relative_to(PACKAGE).with_suffix("").as_posix()
         if path.stem not in PROJECT and module != "core/files":
             found |= set(readers_of(ast.parse(path.read_text()), module))
-    alone = {place for places in ALONE.values() for place in places.split()}
+    alone = {place for places in (*ALONE.values(), *added("ALONE")) for place in places.split()}
     assert not found - alone, "read it by sciftune.core.files, or say in ALONE why not"
     assert not alone - found, "these no longer read by themselves: remove them from ALONE"
 
@@ -241,9 +240,10 @@ def test_small_files_of_all_kinds(odd, tmp_path):
         "table.jsonl": lambda file: list(_records(file)),
         "table.json": lambda file: list(_records(file)),
         "table.csv": lambda file: list(_records(file)),
-        "reader.json": lambda file: load_reader(file.parent),
         "a.yaml": lambda file: read_presets(file.parent),
     }
+    for table in added("TEXT_FILES"):
+        readers |= table
     for name, read in readers.items():
         place = folder / name.replace(".", "-")
         place.mkdir()

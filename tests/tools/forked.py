@@ -6,6 +6,7 @@ On GPUs (`cpu=False`) ranks are fresh processes that use NCCL, since CUDA does n
 import contextlib
 import gc
 import importlib
+import itertools
 import logging
 import os
 import sys
@@ -18,6 +19,7 @@ import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.multiprocessing as mp
 from accelerate.state import AcceleratorState, GradientState
+from additions import added
 from PIL import Image
 from shared_figures import share_figures
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -84,7 +86,6 @@ USED_LATER = (  # by ranks, after they have started
     "numpy.ctypeslib",
     "torch.profiler._cupti_monitor",
     "torch.utils.serialization.config",
-    "sciftune.extras.figures.edits",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "deepspeed.runtime.engine",
     "deepspeed.ops.op_builder.all_ops",
@@ -97,7 +98,7 @@ USED_LATER = (  # by ranks, after they have started
 
 def import_for(recipe):
     "What the ranks of `recipe` would import one by one is imported here, once for all runs."
-    for name in USED_LATER:
+    for name in (*USED_LATER, *itertools.chain(*added("USED_LATER"))):
         with contextlib.suppress(ImportError):  # deepspeed is an extra
             importlib.import_module(name)
     Image.init()

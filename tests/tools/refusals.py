@@ -27,6 +27,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from additions import added
 from PIL import Image
 from safetensors.torch import save
 
@@ -384,7 +385,6 @@ def command(name: str, says: str, *words: str) -> Case:
 
 KLEIN = json.dumps(dict(_class_name="Flux2KleinPipeline", transformer=["diffusers", "x"]))
 OTHER = {"model_index.json": '{"_class_name": "FluxPipeline"}', "transformer/config.json": "{}"}
-EDITS = dict(data="edits", reference_images=1, model="klein", edits="recolor")
 RATED = dict(objective="flow_grpo", reward="no_package:rate")
 CASES = [
     asked("Recipe", "unknown parameter 'modle' (did you mean 'model'?)", modle="klein"),
@@ -413,7 +413,7 @@ CASES = [
     asked("Recipe", "slurm_time: must be as sbatch takes it, for ex", slurm_time="two days"),
     asked("Recipe", "slurm_memory: must be as sbatch takes it, for ex", slurm_memory="a lot"),
     asked("Recipe", "metadata: must be a .json, .jsonl or .csv file", metadata="list.txt"),
-    asked("Recipe", "needs a positive weight behind a colon", data="figures:1,other"),
+    asked("Recipe", "needs a positive weight behind a colon", data="a:1,other"),
     asked("Recipe", "trackers: unknown tracker", trackers="tensorbord"),
     asked("Recipe", "precision='bf16-master24', whose optimizer", use_8bit_adam=True),
     asked("Recipe", "the objective computes a step", train_iteration_func="my_iteration"),
@@ -428,7 +428,7 @@ CASES = [
     asked("Recipe", "max_shard_size: must be a size, for example 10GB", max_shard_size="much"),
     asked("Recipe", "max_shard_size: must be more than nothing", max_shard_size="0"),
     asked("Recipe", "must be 'none', 'linear', 'empirical' or a positive", timestep_shift="inf"),
-    asked("Recipe", "figures: must be below 2147483648", figures=10**20),
+    asked("Recipe", "log_steps: must be below 2147483648", log_steps=10**20),
     Case(
         "Recipe",
         "`-p caption_prefix` with a zero byte",
@@ -551,9 +551,6 @@ CASES = [
     ),
     asked("Name and folders", "or resume=latest to continue it", name="done"),
     asked("Name and folders", "belongs to another recipe (steps", name="done", steps=7),
-    asked("Packages and names", "figures_kinds: 'lines'; kinds of", figures_kinds="lines"),
-    asked("Packages and names", "styles of charts: light", figures_side=96, figures_style="x"),
-    asked("Packages and names", "edits: 'recolor': expected", **EDITS),
     asked("Packages and names", "known for s4://", data="s4://bucket/shards"),
     asked("Packages and names", "no_package, which is not", **RATED),
     asked("Packages and names", "warmup_steps: 1000 is more than", steps=10, warmup_steps=1000),
@@ -874,6 +871,7 @@ CASES = [
         "out",
     ),
     command("merge_lora", "is not a folder that exists", "/nowhere", "/lora", "out"),
+    *(asked(topic, says, **given) for table in added("REFUSED") for topic, says, given in table),
 ]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from sciftune.extras.figures.nano import NANO_TEXT
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def run_notebook(name, where, **parameters):
