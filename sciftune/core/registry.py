@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['RegistryError', 'nearest', 'Record', 'FamilyRecord', 'StrategyRecord', 'CostsRecord', 'OptimizerRecord',
-           'ObjectiveRecord', 'DensityRecord', 'WeightingRecord', 'ScoreRecord', 'ReaderRecord', 'KernelRecord',
-           'package_folder', 'record_modules', 'read_records', 'records', 'find_record', 'usual_optimizer',
-           'family_names', 'family_named', 'import_class', 'load', 'find_kernel']
+           'ObjectiveRecord', 'DensityRecord', 'WeightingRecord', 'RewardRecord', 'ScoreRecord', 'ReaderRecord',
+           'KernelRecord', 'CollectionRecord', 'package_folder', 'record_modules', 'read_records', 'records',
+           'find_record', 'usual_optimizer', 'family_names', 'family_named', 'import_class', 'load', 'find_kernel']
 
 # %% ../../nbs/1_core/01_registry.ipynb #58cccaf2
 import ast
@@ -269,14 +269,38 @@ class WeightingRecord(Record):
     summary: str
 
 
-class ScoreRecord(Record):
-    """A score of images, computed wherever it is installed; its implementation is a function.
+class RewardRecord(Record):
+    """A reward of images by their captions; its implementation is a class like `Reward`.
 
     Attributes:
         summary: one line for people
+        default: True for the reward of a recipe that names none
     """
 
     summary: str
+    default: bool = False
+
+
+class ScoreRecord(Record):
+    """Scores of images, computed wherever they are installed; see `data.scoring.Scorer`.
+
+    Attributes:
+        summary: one line for people
+        validation: numbers of a validation -> titles; the first counts the images
+        scores: scores of an image by its caption -> titles
+        falling: those of which less is better
+        verdicts: those that the verdict on an image names
+        changes: scores of an edit that must be 1 if it has happened -> titles
+        keeps: scores of an edit that must be 1 if the rest has stayed -> titles
+    """
+
+    summary: str
+    validation: dict[str, str] = {}
+    scores: dict[str, str] = {}
+    falling: tuple[str, ...] = ()
+    verdicts: tuple[str, ...] = ()
+    changes: dict[str, str] = {}
+    keeps: dict[str, str] = {}
 
 # %% ../../nbs/1_core/01_registry.ipynb #1fa1c4f3
 class ReaderRecord(Record):
@@ -300,6 +324,38 @@ class ReaderRecord(Record):
 class KernelRecord(Record):
     """A faster implementation of the operation of its name, used where it is installed."""
 
+# %% ../../nbs/1_core/01_registry.ipynb #colrec02
+class CollectionRecord(Record):
+    """A collection that is drawn on first use. Functions are written 'module:function'.
+
+    Attributes:
+        section: 'module:Class' of its recipe fields; an optional field is for objectives that
+            `suits` names
+        draw: function of a recipe that returns the folder of the images
+        sequences: function of a recipe and a number of held-out examples (0 = those to train on)
+            that returns a JSONL file of sequences; '' = it has none
+        check: function that raises RecipeError for a recipe that cannot be drawn
+        count: field with the number of samples
+        references: True if its samples have reference images
+        default: True for the data of a recipe that names none
+        presets: objective -> preset -> recipe fields that it changes
+    """
+
+    section: str
+    draw: str
+    sequences: str = ""
+    check: str
+    count: str
+    references: bool = False
+    default: bool = False
+    presets: dict[str, dict[str, dict]] = {}
+
+    def suits(self, objective: ObjectiveRecord) -> bool:
+        """Return True if its images can train an objective."""
+        if objective.sequences or objective.pairs:
+            return False
+        return not self.references or "reference_images" in objective.reads
+
 # %% ../../nbs/1_core/01_registry.ipynb #4dcba519
 _KINDS = dict(
     models=FamilyRecord,
@@ -310,8 +366,10 @@ _KINDS = dict(
     densities=DensityRecord,
     weightings=WeightingRecord,
     scores=ScoreRecord,
+    rewards=RewardRecord,
     readers=ReaderRecord,
     kernels=KernelRecord,
+    collections=CollectionRecord,
 )
 _FIELDS = dict(  # of a recipe, which name a record
     models="model",
