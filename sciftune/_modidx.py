@@ -307,6 +307,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'sciftune.core.presets.nano_folder': ('1_core/presets.html#nano_folder', 'sciftune/core/presets.py'),
                                        'sciftune.core.presets.preset_files': ( '1_core/presets.html#preset_files',
                                                                                'sciftune/core/presets.py'),
+                                       'sciftune.core.presets.preset_named': ( '1_core/presets.html#preset_named',
+                                                                               'sciftune/core/presets.py'),
                                        'sciftune.core.presets.preset_values': ( '1_core/presets.html#preset_values',
                                                                                 'sciftune/core/presets.py'),
                                        'sciftune.core.presets.presets': ('1_core/presets.html#presets', 'sciftune/core/presets.py'),

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 
-from sciftune.core.presets import preset_files, preset_values
+from sciftune.core.presets import preset_files, preset_named, preset_values
 from sciftune.core.recipe import Fields, resolve
 from sciftune.lab.tables import presets_markdown, reference_rows
 
@@ -23,7 +23,18 @@ def differences(name):
 
 
 def test_every_system_has_its_reference():
-    assert {name for name in preset_files() if name.startswith("system_")} == set(FOLLOWING)
+    earlier = {name for preset in preset_files().values() for name in preset.also}
+    systems = {name for name in earlier if name.startswith("system_")}
+    assert len(systems) == 8
+    assert {preset_named(name) for name in systems} == set(FOLLOWING)
+
+
+def test_an_earlier_name_means_the_same_values():
+    for name, preset in preset_files().items():
+        for earlier in preset.also:
+            model = preset.models[0]
+            assert preset_values(model, earlier) == preset_values(model, name)
+            assert resolve(model=model, preset=earlier).preset == name
 
 
 @pytest.mark.parametrize("name", FOLLOWING)
@@ -41,7 +52,7 @@ def test_the_page_shows_both(name):
 
 
 def test_values_that_were_others():
-    system_c = preset_values("bagel", "system_c")
+    system_c = preset_values("bagel", "bagel_fsdp")
     values = ("learning_rate", "steps", "warmup_steps", "checkpoint_steps", "log_steps")
     assert [system_c[name] for name in values] == [1e-5, 50000, 1000, 1000, 10]
     assert (system_c["global_batch"], system_c["micro_batch"], system_c["num_processes"]) == (
@@ -50,11 +61,11 @@ def test_values_that_were_others():
         8,
     )
     assert "| `global_batch` | `64` | `64` |" in presets_markdown()
-    for way in ("plain", "zero2", "zero3", "fsdp"):
-        recipe = resolve(model="flux1", preset=f"system_d_{way}")
+    for way in ("ddp", "zero2", "zero3", "fsdp"):
+        recipe = resolve(model="flux1", preset=f"flux1_lora_{way}")
         assert (recipe.num_train_epochs, recipe.checkpoint_steps, recipe.warmup_steps) == (
             100,
             50,
             0,
         )
-    assert resolve(model="sd15", preset="system_e").reshard is True
+    assert resolve(model="sd15", preset="sd_dmd2_decoupled").reshard is True

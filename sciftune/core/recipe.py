@@ -31,7 +31,7 @@ from sciftune.core.aliases import (
     with_family,
 )
 from .files import FileError, read_mapping
-from .presets import PresetError, preset_files, preset_values
+from .presets import PresetError, preset_files, preset_named, preset_values
 from sciftune.core.registry import (
     CollectionRecord,
     ObjectiveRecord,
@@ -789,6 +789,8 @@ def resolve(
     given = with_family({k: v for k, v in params.items() if v is not None})
     written = given.pop("format", None)  # of a kept recipe.yaml, which may be older than a check
     check_names(given)
+    if "preset" in given:
+        given["preset"] = preset_named(given["preset"])
     below = dict(earlier) if earlier else _preset_of(given)
     _refuse_others_names(given, given.get("objective") or below["objective"])
     given = _with_length(translated(given, below, foreign_names(), here))

@@ -101,8 +101,8 @@ Words: a **strategy** is a way to spread a run over processes (`single`, `ddp`, 
 `zero3`); the **engine** is the object that carries it out in one process; an **objective** is
 what is minimised; an **optimizer step** updates one network by its loss; a model **on the meta
 device** has shapes and no memory; **MFU** is the share of the GPU's peak arithmetic that a step
-uses. The presets `system_a` to `system_e` reproduce five public training set-ups, cropping and
-all.
+uses. Five public training set-ups are reproduced by the presets `klein_zero3`,
+`qwenimage_zero3_offload`, `bagel_fsdp`, `flux1_lora_*` and `sd_dmd2_decoupled`, cropping and all.
 
 {contents}
 
@@ -191,8 +191,9 @@ PAGES = {
     "presets": Page(
         "Models and presets",
         "`tiny` and `debug` are for trying, `nano_*` for the small models of this package, "
-        "`local` and `cluster` for full-size training; `system_a` to `system_e` reproduce five "
-        "public training set-ups, cropping and all. `sciftune presets MODEL NAME` prints one.",
+        "`local` and `cluster` for full-size training; `klein_zero3`, "
+        "`qwenimage_zero3_offload`, `bagel_fsdp`, `flux1_lora_*` and `sd_dmd2_decoupled` follow "
+        "five public training set-ups, cropping and all. `sciftune presets MODEL NAME` prints one.",
         lambda root: presets_markdown(),
     ),
     "names": Page(

@@ -67,8 +67,12 @@ def smaller(preset, model, more):
 def every_case():
     """(model, preset, fields) of all presets, and of some with adapters that have none."""
     found = [(model, name, {}) for model in records("models") for name in presets(model)]
-    found += [("bagel", "system_c", ADAPTERS)]
-    for model, name in (("sd15", "system_e"), ("sd15", "local"), ("sdxl", "dmd2_sdxl_4step")):
+    found += [("bagel", "bagel_fsdp", ADAPTERS)]
+    for model, name in (
+        ("sd15", "sd_dmd2_decoupled"),
+        ("sd15", "local"),
+        ("sdxl", "sdxl_dmd2_4step"),
+    ):
         found.append((model, name, UNET_ADAPTERS))
     return found
 

@@ -251,7 +251,7 @@ def test_other_families(root, model):
     )
 
 
-@pytest.mark.parametrize("way", ["plain", "zero2", "zero3", "fsdp"])
+@pytest.mark.parametrize("way", ["ddp", "zero2", "zero3", "fsdp"])
 def test_a_preset_for_each_command_of_system_d(root, way):
     import yaml
 
@@ -259,7 +259,7 @@ def test_a_preset_for_each_command_of_system_d(root, way):
 
     r = resolve(
         model="flux1",
-        preset=f"system_d_{way}",
+        preset=f"flux1_lora_{way}",
         num_processes=2,
         cpu=True,
         name=way,
@@ -287,7 +287,7 @@ def test_a_preset_for_each_command_of_system_d(root, way):
             f["fsdp_transformer_layer_cls_to_wrap"]
             == "FluxTransformerBlock,FluxSingleTransformerBlock"
         )
-    elif way == "plain":
+    elif way == "ddp":
         assert conf["distributed_type"] == "MULTI_GPU"
     else:
         assert json.loads((run.path / "deepspeed.json").read_text())["zero_optimization"][

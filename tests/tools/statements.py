@@ -121,10 +121,10 @@ def said(system: str, says: str, file: str, text: str) -> Statement:
     return Statement(system, says, page=(file, text))
 
 
-A_RUN = dict(preset="system_a")
-B_RUN = dict(preset="system_b")
-C_RUN = dict(preset="system_c")
-E_RUN = dict(preset="system_e")
+A_RUN = dict(preset="klein_zero3")
+B_RUN = dict(preset="qwenimage_zero3_offload")
+C_RUN = dict(preset="bagel_fsdp")
+E_RUN = dict(preset="sd_dmd2_decoupled")
 BLOCKS = "FluxTransformerBlock,FluxSingleTransformerBlock"
 STATEMENTS = [
     # A
@@ -157,7 +157,9 @@ STATEMENTS = [
     there(
         "A", "a file of accelerate is taken as it is", "core.accelerate_settings.accelerate_file"
     ),
-    said("A", "71 to 72 GB on each of four GPUs", "docs/generated/bench.md", "preset `system_a`"),
+    said(
+        "A", "71 to 72 GB on each of four GPUs", "docs/generated/bench.md", "preset `klein_zero3`"
+    ),
     there("A", "7.3 s a step: the plan says the time before", "planner.speed.step_seconds"),
     known("A", "the loss begins at 1.5 to 2.0", "loss starts too high"),
     known("A", "a loss near 6 has a wrong sign", "loss starts too high"),
@@ -276,7 +278,12 @@ STATEMENTS = [
     ),
     taken("B", "`fsdp_sync_module_states`", {}, use_fsdp=True, fsdp_sync_module_states=True),
     taken("B", "`fsdp_use_orig_params`", {}, use_fsdp=True, fsdp_use_orig_params=True),
-    said("B", "20 GB on each of four GPUs", "docs/generated/bench.md", "preset `system_b`"),
+    said(
+        "B",
+        "20 GB on each of four GPUs",
+        "docs/generated/bench.md",
+        "preset `qwenimage_zero3_offload`",
+    ),
     there("B", "225 GB of host memory", "planner.rows.host_parts"),
     there("B", "pure GPU runs out of memory: the plan says it before", "planner.rows.plan_row"),
     there("B", "memory table by strategy, before the launch", "planner.rows.plan_row"),
@@ -543,10 +550,10 @@ STATEMENTS = [
         dict(model_path="models/FLUX.1-dev"),
         pretrained_model_name_or_path="models/FLUX.1-dev",
     ),
-    taken("D", "plain", dict(strategy="ddp"), preset="system_d_plain"),
-    taken("D", "ZeRO-2", dict(strategy="zero2"), preset="system_d_zero2"),
-    taken("D", "ZeRO-3", dict(strategy="zero3"), preset="system_d_zero3"),
-    taken("D", "FSDP", dict(strategy="fsdp", reshard=True), preset="system_d_fsdp"),
+    taken("D", "plain", dict(strategy="ddp"), preset="flux1_lora_ddp"),
+    taken("D", "ZeRO-2", dict(strategy="zero2"), preset="flux1_lora_zero2"),
+    taken("D", "ZeRO-3", dict(strategy="zero3"), preset="flux1_lora_zero3"),
+    taken("D", "FSDP", dict(strategy="fsdp", reshard=True), preset="flux1_lora_fsdp"),
     taken("D", "`--use_deepspeed`", dict(strategy="zero2"), use_deepspeed=True, zero_stage=2),
     there("D", "`--deepspeed_config_file`", "core.accelerate_settings.deepspeed_file"),
     taken(
@@ -616,11 +623,11 @@ STATEMENTS = [
         "D",
         "`num_train_epochs=100`",
         dict(num_train_epochs=100.0, steps=0),
-        preset="system_d_zero2",
+        preset="flux1_lora_zero2",
     ),
-    taken("D", "`checkpointing_steps=50`", dict(checkpoint_steps=50), preset="system_d_zero2"),
-    taken("D", "`learning_rate=1e-04`", dict(learning_rate=1e-4), preset="system_d_zero2"),
-    taken("D", "no warm-up", dict(warmup_steps=0), preset="system_d_zero2"),
+    taken("D", "`checkpointing_steps=50`", dict(checkpoint_steps=50), preset="flux1_lora_zero2"),
+    taken("D", "`learning_rate=1e-04`", dict(learning_rate=1e-4), preset="flux1_lora_zero2"),
+    taken("D", "no warm-up", dict(warmup_steps=0), preset="flux1_lora_zero2"),
     taken(
         "D",
         "`lr_scheduler constant_with_warmup`",
@@ -657,7 +664,7 @@ STATEMENTS = [
         "D",
         "`random_hw_adapt`: sides from 512 to image_sample_size",
         dict(random_hw_adapt=True, bucket_min=512),
-        preset="system_d_fsdp",
+        preset="flux1_lora_fsdp",
     ),
     taken(
         "D",
