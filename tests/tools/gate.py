@@ -7,6 +7,7 @@ Each check is a generator of problems: one line that names the file and says wha
 """
 
 import ast
+import itertools
 import json
 import os
 import re
@@ -19,6 +20,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+from additions import added
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "sciftune"
@@ -41,8 +44,6 @@ TORCH_FREE = [  # imported by the kernel that launches, whose forks torch could 
     "data.buckets",
     "data.captions",
     "data.words",
-    "extras.figures.figures",
-    "extras.figures.colours",
     "objectives.*.section",
     "extras.*.*.section",
     "lab.plots",
@@ -59,6 +60,7 @@ TORCH_FREE = [  # imported by the kernel that launches, whose forks torch could 
     "project.pages",
     "lab.tables",
     "lab.command",
+    *itertools.chain(*added("TORCH_FREE")),
 ]
 FORMATTED = ["nbs", "tests", "scripts"]
 LARGEST_NOTEBOOK = 300_000  # bytes

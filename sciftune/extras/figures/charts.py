@@ -19,15 +19,9 @@ from PIL import Image, ImageChops, ImageDraw, ImageFont
 
 from ...core.recipe import Recipe, RecipeError
 from ...core.rundir import cache_root
-from sciftune.extras.figures.figures import (
-    KINDS,
-    STYLES,
-    WORDS,
-    Drawing,
-    make_collection,
-    make_figures,
-    several,
-)
+from .figures import KINDS, Drawing
+from .looks import STYLES, WORDS, several
+from .shards import make_collection, make_figures
 
 # %% auto #0
 __all__ = ['CHART_STYLES', 'FINE', 'FRAME', 'HATCH', 'ORDERS', 'CHARTS', 'CHART_KINDS', 'NOUNS', 'TOPS', 'CHARTS_VERSION',

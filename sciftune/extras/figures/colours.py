@@ -15,7 +15,7 @@ from PIL import Image
 
 from ...data.scoring import cielab
 from .charts import CHART_STYLES
-from .figures import PALETTES
+from .looks import PALETTES
 
 # %% ../../../nbs/extras/figures/07_colours.ipynb #d17fc0f9
 ORDINARY = (

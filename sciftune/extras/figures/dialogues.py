@@ -21,7 +21,8 @@ from PIL import Image
 
 from ...core.recipe import Recipe
 from ...core.rundir import cache_root, replaced_folder
-from .figures import PALETTES, STYLES, caption, compose, number
+from .figures import caption, compose
+from .looks import PALETTES, STYLES, number
 
 # %% ../../../nbs/extras/figures/03_dialogues.ipynb #f87df039
 COUNTED = dict(

@@ -37,20 +37,10 @@ from sciftune.extras.figures.charts import (
     compose_chart,
 )
 from .dialogues import LOOKS, NAMED
-from sciftune.extras.figures.figures import (
-    FIGURE_VERSION,
-    KINDS,
-    PALETTES,
-    SINGLE,
-    STYLES,
-    Drawing,
-    Look,
-    compose,
-    draw_words,
-    figure_legend,
-    make_collection,
-    several,
-)
+from .figures import KINDS, SINGLE, Drawing, compose, draw_words
+from .kinds import figure_legend
+from .looks import PALETTES, STYLES, Look, several
+from .shards import FIGURE_VERSION, make_collection
 
 # %% ../../../nbs/extras/figures/06_edits.ipynb #7cd4cf88
 @dataclass

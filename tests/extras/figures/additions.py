@@ -17,7 +17,8 @@ REFUSED = [  # topic, sentence, parameters
     ("Packages and names", "edits: 'recolor': expected", EDITS),
     ("Packages and names", "draws its own", dict(data="/nowhere_either")),
 ]
-ALONE = "extras/figures/figures._draw_shards"  # reads what a process that it started has written
-RENAMERS = {"extras/figures/figures.py": "a folder with a name drawn at random"}
+ALONE = "extras/figures/shards._draw_shards"  # reads what a process that it started has written
+RENAMERS = {"extras/figures/shards.py": "a folder with a name drawn at random"}
 TEXT_FILES = {"reader.json": reader}
 USED_LATER = ["sciftune.extras.figures.edits"]
+TORCH_FREE = ["extras.figures.shards", "extras.figures.colours", "extras.figures.section"]
