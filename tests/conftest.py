@@ -13,14 +13,17 @@ ROOT = Path(__file__).resolve().parent.parent
 PATIENCE = 1800  # seconds for a process: so long that only one that hangs needs them
 LONGEST = (
     "families",
-    "launch",
     "engines",
-    "distill",
-    "buckets",
-    "epochs",
-    "block_kernels",
-    "lora",
+    "ownership",
+    "requests",
+    "launch",
     "unified",
+    "distill",
+    "machines",
+    "package",
+    "lora",
+    "context",
+    "buckets",
 )
 SLOW = "slow: pytest -m slow, or SCIFTUNE_SLOW=1 for everything"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -51,6 +54,20 @@ def python():
         )
 
     return call
+
+
+@pytest.fixture(scope="session")
+def warm_python():
+    "A program in the place of Python, which starts commands quickly; see tests/tools/warm.py."
+    from warm import Zygote
+
+    if not hasattr(os, "pidfd_open"):  # not Linux
+        yield sys.executable
+        return
+    zygote = Zygote()
+    zygote.start()
+    yield str(zygote.program)
+    zygote.stop()
 
 
 def pytest_collection_modifyitems(config, items):

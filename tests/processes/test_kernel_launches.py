@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 
 import pytest
 
@@ -43,10 +42,10 @@ for name in sys.argv[2:]:
 
 
 @pytest.fixture(scope="module")
-def kernel(tmp_path_factory):
+def kernel(tmp_path_factory, warm_python):
     root = tmp_path_factory.mktemp("kernel")
     done = subprocess.run(
-        [sys.executable, "-c", KERNEL, str(root), *STRATEGIES],
+        [warm_python, "-c", KERNEL, str(root), *STRATEGIES],
         env=os.environ | dict(OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,

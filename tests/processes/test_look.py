@@ -10,7 +10,7 @@ from PIL import Image
 from sciftune.extras.figures.charts import draw_chart
 
 
-def test_look_names_what_is_wrong(root, tmp_path):
+def test_look_names_what_is_wrong(root, tmp_path, warm_python):
     shelf = tmp_path / "shelf"
     shelf.mkdir()
     charts = {f"{i:02}.png": draw_chart(i, 0, side=64) for i in range(20)}
@@ -25,7 +25,11 @@ def test_look_names_what_is_wrong(root, tmp_path):
         (shelf / f"{name}.txt").write_text(name)
     words = [f"data={shelf}", "model=klein", "resolution=64", f"run_root={tmp_path / 'runs'}"]
     done = subprocess.run(
-        [root / "scripts/look", *words], cwd=tmp_path, capture_output=True, text=True
+        [root / "scripts/look", *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"SCIFTUNE_PYTHON": warm_python},
     )
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "runs" / "look-shelf"

@@ -6,7 +6,6 @@ names, and nothing but what was asked for is left.
 
 import os
 import subprocess
-import sys
 
 import pytest
 from PIL import Image
@@ -44,14 +43,14 @@ def work(tmp_path):
 
 
 @pytest.fixture
-def command(root, work, tmp_path):
+def command(root, work, tmp_path, warm_python):
     "Runs a command that shall end well; returns what it said."
     temporary = tmp_path / f"tmp {ODD}"
     temporary.mkdir()
 
     def run(*words):
         done = subprocess.run(
-            [sys.executable, "-m", "sciftune.lab.command", *words],
+            [warm_python, "-m", "sciftune.lab.command", *words],
             cwd=work,
             env=os.environ | {"PYTHONPATH": str(root), "TMPDIR": str(temporary)},
             stdin=subprocess.DEVNULL,

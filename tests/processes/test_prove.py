@@ -1,7 +1,8 @@
 """`scripts/prove` on the stand-in: killed with one engine, resumed with another."""
 
 import subprocess
-import sys
+
+import pytest
 
 COMMAND = "import sys; from sciftune.lab.prove import prove_command; prove_command(sys.argv[1:])"
 FIELDS = dict(
@@ -19,20 +20,23 @@ FIELDS = dict(
 )
 
 
-def prove(folder, *options):
-    "The command in a process of its own."
-    words = [word for name, value in FIELDS.items() for word in ("-p", name, str(value))]
-    words += ["-p", "run_root", str(folder), *options]
-    return subprocess.run([sys.executable, "-c", COMMAND, *words], capture_output=True, text=True)
+@pytest.fixture
+def prove(tmp_path, warm_python):
+    "The command; returns the finished process."
+
+    def run(*options):
+        words = [word for name, value in FIELDS.items() for word in ("-p", name, str(value))]
+        words += ["-p", "run_root", str(tmp_path), *options]
+        return subprocess.run([warm_python, "-c", COMMAND, *words], capture_output=True, text=True)
+
+    return run
 
 
-def test_resumed_by_another_engine(tmp_path):
-    done = prove(
-        tmp_path, "--resume-with", "strategy", "ddp", "--resume-with", "num_processes", "2"
-    )
+def test_resumed_by_another_engine(prove):
+    done = prove("--resume-with", "strategy", "ddp", "--resume-with", "num_processes", "2")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "with strategy ddp, num_processes 2: 80 numbers compared, 0 missing" in done.stdout
     assert "(resumed)" in done.stdout and "equal within 1e-05" in done.stdout
-    again = prove(tmp_path)  # the folders are in use
+    again = prove()  # the folders are in use
     assert again.returncode == 1 and "has been trained already" in again.stderr
     assert "Traceback" not in again.stderr

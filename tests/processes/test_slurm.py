@@ -28,7 +28,7 @@ SMALL = {
 }
 
 
-def submit(run, **environment):
+def submit(run, warm_python, **environment):
     "Start the script as Slurm's shell would, on a machine whose srun runs its arguments here."
     programs = run.path.parent / "programs"
     programs.mkdir(exist_ok=True)
@@ -40,7 +40,7 @@ signal.signal(signal.SIGUSR1, lambda *_: os.killpg(step.pid, signal.SIGUSR1))
 sys.exit(step.wait())
 """
     for name, line in {
-        "python": f'{shlex.quote(sys.executable)} "$@"',
+        "python": f'{shlex.quote(warm_python)} "$@"',
         "srun": f'{shlex.quote(sys.executable)} -c {shlex.quote(step)} "$@"',
     }.items():
         (programs / name).write_text(f"#!/bin/sh\nexec {line}\n")
@@ -58,12 +58,12 @@ sys.exit(step.wait())
 
 
 @pytest.mark.parametrize("fields", [{}, {"strategy": "ddp", "num_processes": 2}])
-def test_a_requeued_job_goes_on(tmp_path, fields):
+def test_a_requeued_job_goes_on(tmp_path, warm_python, fields):
     run = RunDir(tmp_path / "a run; with $(signs)")
     run.path.mkdir()
     endless = resolve(run_root=str(tmp_path), name=run.path.name, steps=10**6, **SMALL | fields)
     write_configs(endless, run)
-    first = submit(run)
+    first = submit(run, warm_python)
     while not (run.checkpoints / "step_000002").exists():
         assert first.poll() is None, first.stdout.read()
         time.sleep(0.1)
@@ -75,7 +75,7 @@ def test_a_requeued_job_goes_on(tmp_path, fields):
     assert (run.checkpoints / f"step_{last:06d}" / "info.json").is_file()
 
     write_configs(endless.model_copy(update={"steps": last + 2}), run)
-    second = submit(run, SLURM_RESTART_COUNT="1")
+    second = submit(run, warm_python, SLURM_RESTART_COUNT="1")
     said, _ = second.communicate()
     assert second.returncode == 0 and f"resumed from step_{last:06d}" in said, said
     after = losses(run.read_metrics())

@@ -18,6 +18,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -230,6 +231,7 @@ class Module:
         return {name.split(".")[1] for name in own} & set(LAYERS)
 
 
+@cache  # parsing all takes two seconds
 def modules() -> list[Module]:
     """All modules that are generated from notebooks."""
     left_out = ("__init__.py", "_modidx.py")
