@@ -1,13 +1,16 @@
-"""Every family by itself: planned, trained by every engine, resumed, exported and read again.
+"""Every family by itself: planned, trained by engines, resumed, exported and read again.
 
 The families are those of the registry: a new one is tested without a line here. Two settings cover
-every engine with both types of numbers, whole weights and adapters, one size and buckets.
+both types of numbers, whole weights and adapters, one size and buckets; of the two engines that
+shard, a family trains its weights with one and its adapters with the other, and its neighbour the
+other way round. All engines with all families: pytest -m slow tests/processes/test_families.py
 """
 
 import json
 
 import numpy as np
 import pytest
+import torch
 from exported import check_types, load_exported, predicted, trained_network
 from forked import ENGINES, deviation, losses, recipe_of, train
 from PIL import Image
@@ -135,9 +138,16 @@ def test_it_is_planned(root, model):
     assert planned.run.fits and len(planned.rows) > 3
 
 
+def no_places(size, grid, **options):
+    """A table of places, without numbers."""
+    return torch.zeros(1, 1).expand(grid * grid, size)
+
+
 @pytest.mark.parametrize("model", records("models"))
 def test_what_is_published_is_planned_without_the_hub(root, monkeypatch, model):
     monkeypatch.setattr("sciftune.models.weights.fetch", None)
+    # SD3's table of 384 x 384 places: a plan has no use for its numbers
+    monkeypatch.setattr("diffusers.models.embeddings.get_2d_sincos_pos_embed", no_places)
     run = RunDir(root / "runs" / "published")
     values = dict(model=model, preset="local", cpu=False, launcher="print", plan_device="H200")
     recipe = recipe_of(run, **values, strategy="single", num_processes=1)
@@ -150,35 +160,51 @@ def test_what_is_published_is_planned_without_the_hub(root, monkeypatch, model):
             assert family.text_numel(folder) > 1e8
 
 
-@pytest.mark.parametrize("model", stand_ins())
-def test_every_engine_trains_its_weights_alike(root, trained, model):
-    """In losses, gradients, held-out losses and pictures; one goes on where another stopped."""
+def with_engines(chosen, *engines):
+    """Families with engines: `chosen(place, family)` for a start, the others where time is."""
+    for place, name in enumerate(stand_ins()):
+        for engine in engines:
+            marks = () if engine == chosen(place, name) else pytest.mark.slow
+            yield pytest.param(name, engine, marks=marks)
+
+
+def sharded(place, name):
+    """Every second family with ZeRO-3; the others go on with FSDP where one process stopped."""
+    return ("zero3", "fsdp")[place % 2]
+
+
+def sharded_otherwise(place, name):
+    """The other engine than in `sharded`; convolutions in bf16 under ZeRO-3 take a CPU minutes."""
+    unet = find_record("models", name).objectives[0] == "epsilon"
+    return "fsdp" if unet else sharded(place + 1, name)
+
+
+@pytest.mark.parametrize("model, engine", list(with_engines(sharded, "ddp", "zero3", "fsdp")))
+def test_an_engine_trains_its_weights_alike(root, trained, model, engine):
+    """In losses, gradients, held-out losses and pictures; FSDP goes on where another stopped."""
     run, one = trained(model, "whole")
     objective = find_record("objectives", find_record("models", model).objectives[0])
     seen = not objective.sequences  # whose pictures take long
     assert set(losses(one)) == {1, 2, 3, 4}
     assert bool(pictures(run)) == bool(held_out(one)) == seen
-    for engine, more in (("ddp", {}), ("zero3", SEEN), ("fsdp", SEEN | dict(resume=halfway(run)))):
-        other, rows = trained(model, "whole", engine, num_processes=2, **more)
-        assert set(losses(rows)) == ({3, 4} if "resume" in more else {1, 2, 3, 4}), engine
-        assert deviation(rows, one) <= ALIKE and deviation(rows, one, "grad_norm") <= 1e-5, engine
-        if more and seen:
-            assert held_out(rows)[4] == pytest.approx(held_out(one)[4], rel=ALIKE), engine
-            for a, b in zip(pictures(other), pictures(run), strict=True):
-                assert abs(a - b).max() <= 2, engine
+    more = dict(ddp={}, zero3=SEEN, fsdp=SEEN | dict(resume=halfway(run)))[engine]
+    other, rows = trained(model, "whole", engine, num_processes=2, **more)
+    assert set(losses(rows)) == ({3, 4} if "resume" in more else {1, 2, 3, 4})
+    assert deviation(rows, one) <= ALIKE and deviation(rows, one, "grad_norm") <= 1e-5
+    if more and seen:
+        assert held_out(rows)[4] == pytest.approx(held_out(one)[4], rel=ALIKE)
+        for a, b in zip(pictures(other), pictures(run), strict=True):
+            assert abs(a - b).max() <= 2
 
 
-@pytest.mark.parametrize("model", stand_ins())
-def test_every_engine_trains_its_adapters_in_mixed_precision(root, trained, model):
-    """On images in buckets, within what rounding to bf16 moves."""
+@pytest.mark.parametrize("model, engine", list(with_engines(sharded_otherwise, "fsdp", "zero3")))
+def test_an_engine_trains_its_adapters_in_mixed_precision(root, trained, model, engine):
+    """On images in buckets, within what rounding to bf16 moves, from a checkpoint of another."""
     run, one = trained(model, "adapters")
     assert set(losses(one)) == {1, 2, 3, 4}
-    unet = find_record("models", model).objectives[0] == "epsilon"
-    engines = ("fsdp",) if unet else ("fsdp", "zero3")  # convolutions in bf16 take a CPU minutes
-    for engine in engines:
-        _, rows = trained(model, "adapters", engine, num_processes=2, resume=halfway(run))
-        assert set(losses(rows)) == {3, 4}
-        assert deviation(rows, one) <= ROUNDED and deviation(rows, one, "grad_norm") <= 2e-2
+    _, rows = trained(model, "adapters", engine, num_processes=2, resume=halfway(run))
+    assert set(losses(rows)) == {3, 4}
+    assert deviation(rows, one) <= ROUNDED and deviation(rows, one, "grad_norm") <= 2e-2
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -1,0 +1,24 @@
+"""Crosses of which a few cases always run, and the others with `pytest -m slow`.
+
+Every engine meets one objective in all settings (tests/processes/test_engines.py); an objective
+meets two engines, a family two others, and so on: each pair of neighbours somewhere.
+"""
+
+from itertools import product
+
+import pytest
+
+TWO = ("ddp", "fsdp", "zero2", "zero3")  # engines of two processes
+RANKS = (0, 4)  # of adapters; 0: all weights
+
+
+def usual(fast: list, every: list) -> list:
+    """Parameters of a test: those of `every` that are not in `fast` are slow."""
+    assert set(fast) <= set(every)
+    marks = {case: () if case in fast else pytest.mark.slow for case in every}
+    return [pytest.param(*case, marks=mark) for case, mark in marks.items()]
+
+
+def engines_and_ranks(*fast: tuple[str, int]) -> list:
+    """Engines of two processes with and without adapters."""
+    return usual(fast, list(product(TWO, RANKS)))
