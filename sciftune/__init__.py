@@ -22,7 +22,8 @@ if TYPE_CHECKING:  # for editors and type checkers, which cannot follow __getatt
     from .core.recipe import Recipe, resolve
     from .core.rundir import RunDir
     from .data.sources import open_collection
-    from .lab.launch import attach, launch, prepare_run, stop
+    from .lab.jobs import attach, launch, stop
+    from .lab.prepare import prepare_run
     from .models.family import get_family
     from .planner.plan import plan
     from .training.trainer import train
@@ -46,7 +47,8 @@ _MODULES = {
     "core.recipe": ("Recipe", "resolve"),
     "core.rundir": ("RunDir",),
     "data.sources": ("open_collection",),
-    "lab.launch": ("attach", "launch", "prepare_run", "stop"),
+    "lab.jobs": ("attach", "launch", "stop"),
+    "lab.prepare": ("prepare_run",),
     "models.family": ("get_family",),
     "planner.plan": ("plan",),
     "training.trainer": ("train",),

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from sciftune.lab.command import commands, planned_recipe, settings_of
-from sciftune.lab.launch import LaunchError, recipe_from
+from sciftune.lab.jobs import LaunchError
+from sciftune.lab.prepare import recipe_from
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "CHANGELOG.md"]

@@ -31,7 +31,7 @@ from sciftune.data.readers import csv_rows, json_rows
 from sciftune.data.sources import remote_source
 from sciftune.extras.bagel.sequences import read_lines
 from sciftune.lab.evaluate import _records
-from sciftune.lab.launch import LaunchFile, read_status, state
+from sciftune.lab.jobs import LaunchFile, read_status, state
 from sciftune.lab.scores import read_evaluation, read_pictures
 from sciftune.models.family import get_family
 
@@ -167,8 +167,8 @@ ALONE = {  # Functions that read for themselves, by why
         core/secrets data/cache.save_shard data/sources.joined_quarantine
         lab/command.Execution.failure lab/command.Execution.keep
         lab/command.Execution.run lab/evaluate._in_processes lab/evaluate.evaluate
-        lab/evaluate.job_of lab/evaluate.part_command lab/launch._write_run lab/launch.launch
-        lab/launch.last_lines lab/launch.start lab/launch.follow lab/launch.job_log
+        lab/evaluate.job_of lab/evaluate.part_command lab/prepare._write_run lab/jobs.launch
+        lab/jobs.last_lines lab/jobs.start lab/jobs.follow lab/jobs.job_log
         models/chat_templates.TemplateProcess._asked models/chat_templates._answer
         strategies/ranks.on_ranks training/heartbeat.Heartbeat.__init__
         core/writing.written_aside""",

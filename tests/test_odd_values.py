@@ -5,7 +5,8 @@ import pytest
 from sciftune.core.recipe import Fields, RecipeError, foreign_meanings, resolve
 from sciftune.core.sections import ADDRESSED, PROSE
 from sciftune.lab.command import call_command
-from sciftune.lab.launch import LaunchError, recipe_from
+from sciftune.lab.jobs import LaunchError
+from sciftune.lab.prepare import recipe_from
 
 NUMBERS = [n for n, f in Fields.model_fields.items() if f.annotation in (int, float)]
 TEXTS = [n for n, f in Fields.model_fields.items() if f.annotation is str]

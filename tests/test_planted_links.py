@@ -24,7 +24,7 @@ from sciftune.core.rundir import RunDir
 from sciftune.data.cache import save_shard
 from sciftune.data.sources import _write_quarantine, joined_quarantine
 from sciftune.lab import report
-from sciftune.lab.job import write_status
+from sciftune.strategies.agent import write_status
 from sciftune.training.encoding import _write_thumbnail
 from sciftune.training.heartbeat import Heartbeat
 from sciftune.training.validation import save_image

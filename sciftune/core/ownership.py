@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['LAUNCHER', 'REQUESTS', 'ROLES', 'SIGN_EVERY', 'SILENT_AFTER', 'RELEASED_AFTER', 'QUIET_AFTER', 'TEMPFILE_NAME',
-           'is_orphan', 'RequestedEnd', 'on_request', 'signals_taken', 'end_with_parent', 'end_process',
+           'TEMPORARY', 'is_orphan', 'RequestedEnd', 'on_request', 'signals_taken', 'end_with_parent', 'end_process',
            'FolderInUseError', 'Owner', 'read_owner', 'holder', 'FolderLock', 'folder_owner', 'owned_folder',
-           'owned_by_rank_0', 'machine_mark', 'is_abandoned', 'temporary_folder', 'sweep_temporary']
+           'owned_by_rank_0', 'machine_mark', 'is_abandoned', 'temporary_folder', 'sweep_temporary',
+           'own_temporary_folder', 'temporary_files_in']
 
 # %% ../../nbs/1_core/07_ownership.ipynb #edfd49f4
 import contextlib
@@ -22,6 +23,7 @@ import shutil
 import signal
 import stat
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -481,3 +483,29 @@ def sweep_temporary(top: str | Path, prefix: str, unmarked: str = "[0-9a-f]{8}")
             young = match[2] and time.time() - about.st_ctime < SILENT_AFTER
             if about.st_uid == os.getuid() and not young and is_abandoned(folder, match[1] or ""):
                 shutil.rmtree(folder, ignore_errors=True)
+
+# %% ../../nbs/1_core/07_ownership.ipynb #aed7df2c
+TEMPORARY = "sciftune-job-"  # prefix of the temporary folders of jobs
+
+
+@contextlib.contextmanager
+def own_temporary_folder() -> Iterator[Path]:
+    """Keep temporary files in a folder that is removed at the end; remove those of killed jobs."""
+    top = tempfile.gettempdir()
+    sweep_temporary(top, TEMPORARY, TEMPFILE_NAME)
+    with temporary_folder(top, TEMPORARY, 0o700) as (folder, _), temporary_files_in(folder):
+        yield folder
+
+
+@contextlib.contextmanager
+def temporary_files_in(folder: Path) -> Iterator[None]:
+    """Let this process and its children make temporary files in `folder`."""
+    cached, variable = tempfile.tempdir, os.environ.get("TMPDIR")
+    tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = cached
+        os.environ.pop("TMPDIR")
+        if variable is not None:
+            os.environ["TMPDIR"] = variable

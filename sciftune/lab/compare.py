@@ -21,7 +21,7 @@ from matplotlib.image import imread
 
 from ..core.recipe import Recipe
 from ..core.rundir import RunDir
-from .launch import LaunchError
+from .jobs import LaunchError
 from sciftune.lab.plots import (
     COLORS,
     PART_COLORS,

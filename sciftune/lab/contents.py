@@ -125,7 +125,7 @@ class Notebooks:
         """Replace each reference in `text` by a link. Raises KeyError for an unknown one.
 
         Args:
-            text: with references such as @lab.launch.recipe_from or @training.ema
+            text: with references such as @lab.prepare.recipe_from or @training.ema
         """
 
         def replaced(match: re.Match) -> str:

@@ -41,7 +41,7 @@ from sciftune.data.words import (
     squeezed,
     text_parts,
 )
-from .launch import state
+from .jobs import state
 from .sample import ModelSource, Request, draw_samples, find_weights
 from sciftune.lab.scores import (
     EditTruth,

@@ -9,7 +9,7 @@ __all__ = ['COLORS', 'PART_COLORS', 'EMPTY', 'MODALITIES', 'STEP_PARTS', 'as_run
            'plot_learning_rate', 'plot_parts', 'plot_tokens', 'step_time_parts', 'plot_step_time', 'planned_peak_of',
            'plot_memory', 'plot_host_memory', 'image_steps', 'read_prompts', 'image_grid', 'plot_images', 'compact',
            'Table', 'held_out_change', 'quarantined', 'median_of', 'plan_against_use', 'short_number', 'update_rows',
-           'telling_updates', 'plot_updates', 'failure_of', 'recognised_troubles']
+           'telling_updates', 'plot_updates', 'recognised_troubles']
 
 # %% ../../nbs/9_lab/01_plots.ipynb #ea52f775
 import io
@@ -27,8 +27,8 @@ from matplotlib.image import imread
 from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 
-from ..core.diagnosis import Case, recognise
-from ..core.files import numbered_lines, open_file, read_json, read_object
+from ..core.failures import job_findings
+from ..core.files import numbered_lines, read_json, read_object
 from ..core.markup import escaped
 from ..core.plan import Plan, PlanRow
 from ..core.processes import ENDINGS
@@ -767,33 +767,16 @@ def plot_updates(run: RunDir | str | Path) -> Figure:
     add_legend(ax, labelspacing=0.8)
     return fig
 
-# %% ../../nbs/9_lab/01_plots.ipynb #b263b950
-def failure_of(run: RunDir | str | Path) -> Case | None:
-    """Diagnose the failure of the last job of `run`; None if it did not fail."""
-    run = as_run(run)
-    status = read_object(run.status, absent={})
-    ended = ENDINGS.get(status.get("exit_code", 0))
-    if ended in ("finished", "stopped") or not run.log.exists():
-        return None
-    with open_file(run.log) as f:
-        f.seek(status.get("log_offset", 0))
-        log = f.read().decode(errors="replace")
-    return Case(
-        log,
-        status["exit_code"],
-        Recipe.load(run.recipe) if run.recipe.exists() else Recipe(),
-        Plan.load(run.plan),
-    )
-
 # %% ../../nbs/9_lab/01_plots.ipynb #c3bd4a41
 def recognised_troubles(run: RunDir | str | Path) -> Table:
     """List every problem that was recognised, with cause and remedy."""
     run = as_run(run)
     events = [row for row in run.metrics_log().others if row.get("event") == "trouble"]
     rows = [(f"step {row['step']}", row["name"], row["cause"], row["cure"]) for row in events]
-    if case := failure_of(run):
-        found = [("at the end", one.name, one.cause, one.cure) for one in recognise(case)]
-        unknown = f"exit code {case.code}; nothing known in the log"
+    status = read_object(run.status, absent={})
+    if ENDINGS.get(status.get("exit_code", 0)) not in ("finished", "stopped"):
+        found = [("at the end", f.name, f.cause, f.cure) for f in job_findings(run, status)]
+        unknown = f"exit code {status['exit_code']}; the cause is not known"
         rows += found or [("at the end", "failed", unknown, f"see {run.log}")]
     none = [("–", "nothing recognised", "–", "–")]
     return Table(["when", "what", "cause", "try"], list(dict.fromkeys(rows)) or none)

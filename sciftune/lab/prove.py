@@ -20,18 +20,8 @@ from ..core.checkpoint_folders import complete_checkpoints
 from ..core.files import FileError, parsed_yaml, read_mapping
 from ..core.recipe import Recipe
 from ..core.rundir import RunDir
-from sciftune.lab.launch import (
-    LaunchError,
-    LaunchFile,
-    interruptible,
-    job_command,
-    launch,
-    prepare_run,
-    processes,
-    recipe_from,
-    start,
-    state,
-)
+from .jobs import LaunchError, begin, interruptible, launch, processes, state
+from .prepare import prepare_run, recipe_from
 from ..training.checkpoints import CheckpointReader, CheckpointTensors
 
 # %% ../../nbs/9_lab/15_prove.ipynb #e2c2ff1a
@@ -199,9 +189,8 @@ def prove(
     _check(recipe_from({**given, **changed}), at)
     whole = launch(prepare_run(recipe.model_copy(update={"name": f"{name}-whole"})), "job")
     run = prepare_run(recipe)
-    file = LaunchFile.load(run)
     with interruptible(run):
-        start(run, job_command(file.command), file.environment)
+        begin(run)
         killed_at = kill_at(run, at)
     resumed_from = int(complete_checkpoints(run)[-1].name.removeprefix("step_"))
     again = {"export": False, **given, **changed, "name": recipe.name, "resume": "latest"}

@@ -18,15 +18,15 @@ from ..core.plan import Plan
 from ..core.recipe import Recipe, RecipeError, resolve
 from ..core.registry import find_record, records
 from ..core.rundir import RunDir
-from sciftune.lab.launch import (
+from sciftune.lab.jobs import (
     continue_command,
-    failure_line,
-    first_traceback,
+    job_failure,
     job_log,
     kept_recipe,
     read_status,
     state,
 )
+from .logs import failure_line
 from sciftune.lab.plots import (
     as_run,
     column,
@@ -149,7 +149,7 @@ def failure_message(run: RunDir) -> str:
     """Return the message of the rank that failed first, in one line; '' for any other run."""
     if state(run) not in ("failed", "diverged") or not run.log.exists():
         return ""
-    return failure_line(first_traceback(job_log(run)) or job_log(run))
+    return str(job_failure(run) or failure_line(job_log(run))).partition("\n")[0]
 
 # %% ../../nbs/9_lab/28_summary.ipynb #522230c9
 def _loss_sentence(run: RunDir) -> str:

@@ -9,6 +9,7 @@ __all__ = ['ONE_WORD', 'USAGE', 'holds_commas', 'values_of', 'Point', 'points_of
 # %% ../../nbs/9_lab/22_sweep.ipynb #eb4e0360
 import argparse
 import itertools
+import sys
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,9 +23,11 @@ from sciftune.lab.command import (
     papermill_options,
     run_notebook,
     settings_of,
+    train_command,
 )
 from .compare import found_runs, results_table
-from .launch import recipe_from, state, with_absolute_paths
+from .jobs import LaunchError, state
+from .prepare import recipe_from, with_absolute_paths
 from .tables import table_text
 
 # %% ../../nbs/9_lab/22_sweep.ipynb #a5b5b181
@@ -129,15 +132,15 @@ def said_of(run: RunDir) -> str:
     return "resumed" if run.metrics.exists() else "started"
 
 
-def run_points(points: list[Point], launch: Callable = run_notebook) -> int:
+def run_points(points: list[Point], launch: Callable = train_command) -> int:
     """Train every point that has not finished. Raises LaunchError if a setting is wrong.
 
     Args:
         points: runs of the sweep
-        launch: ('run', settings) -> exit code
+        launch: settings -> exit code
 
     Returns:
-        0; 1 if a point failed; as `run_notebook` if the sweep was interrupted
+        0; 1 if a point failed; as `train_command` if the sweep was interrupted
     """
     recipes = [point.recipe() for point in points]
     failed = []
@@ -145,7 +148,7 @@ def run_points(points: list[Point], launch: Callable = run_notebook) -> int:
         run = RunDir(Path(recipe.run_root) / point.name)
         words, said = point_words(point, run), said_of(run)
         print(f"sweep {number} of {len(points)}: {point.name}: {said}", flush=True)
-        code = 0 if words is None else launch("run", words)
+        code = 0 if words is None else _exit_code(launch, words)
         if code in INTERRUPTED:
             print("sweep: interrupted; the same command goes on where it was", flush=True)
             return code
@@ -153,6 +156,15 @@ def run_points(points: list[Point], launch: Callable = run_notebook) -> int:
     if failed:
         print(f"sweep: {len(failed)} of {len(points)} failed: {', '.join(failed)}", flush=True)
     return int(bool(failed))
+
+
+def _exit_code(launch: Callable, words: Sequence[str]) -> int:
+    """Return the exit code of a run; 1 for one that cannot be prepared."""
+    try:
+        return launch(words)
+    except LaunchError as error:
+        print(f"sciftune run: {error}", file=sys.stderr)
+        return 1
 
 # %% ../../nbs/9_lab/22_sweep.ipynb #381d4bab
 USAGE = """sciftune sweep [-p NAME VALUE,VALUE | NAME=VALUE,VALUE]... [--name SWEEP]

@@ -29,7 +29,7 @@ from ..core.plan import Plan
 from ..core.recipe import Recipe, RecipeError, resolve, why_unread
 from ..core.registry import find_record
 from ..core.rundir import RunDir, gpus, new_run, run_record
-from ..lab.launch import LaunchFile, job_command, write_launch_files
+from ..lab.jobs import LaunchError, LaunchFile, in_child
 
 # %% ../../nbs/10_project/01_bench.ipynb #a162bf01
 BENCH_FIELDS = {
@@ -325,9 +325,9 @@ def settled_plan(run: RunDir, own: dict, predict: bool) -> Plan:
     Returns:
         the prediction; `Plan()` without one
     """
-    planner = [sys.executable, "-m", "sciftune.planner.plan", str(run.recipe), str(run.plan)]
     if predict:
-        subprocess.run(planner, capture_output=True)
+        with contextlib.suppress(LaunchError):  # no plan is no measurement less
+            in_child("sciftune.planner.plan:write_plan", Recipe.load(run.recipe), run.plan)
     plan = Plan.load(run.plan)
     said = {}
     if own["recompute"] is not None:
@@ -347,7 +347,7 @@ def bench_command(run: RunDir, recipe: Recipe, own: dict) -> LaunchFile:
         recipe: recipe of the measurement
         own: values of `BENCH_FIELDS`
     """
-    write_launch_files(run)
+    in_child("sciftune.strategies.launch_files:write_configs", recipe, run)
     launch = LaunchFile.load(run)
     baseline = [sys.executable, "-m", "sciftune.project.baseline"]
     if own["files"]:
@@ -355,7 +355,8 @@ def bench_command(run: RunDir, recipe: Recipe, own: dict) -> LaunchFile:
         write = [*baseline, "write", recipe.model, folder]
         subprocess.run(write, check=True, stdout=subprocess.DEVNULL)
     if own["loop"] == "trainer":
-        return launch.model_copy(update=dict(command=tuple(job_command(launch.command))))
+        command = [sys.executable, "-m", "sciftune.strategies.agent", *launch.command[2:]]
+        return launch.model_copy(update=dict(command=tuple(command)))
     command = (*baseline, str(run.recipe), own["loop"])
     return launch.model_copy(update=dict(command=command))
 

@@ -17,8 +17,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict
 
+from ..core.rundir import project_root
 from ..core.writing import write_atomic
-from ..lab.launch import project_root
 from .bench import bench, bench_text, run_command
 
 # %% ../../nbs/10_project/03_gpu_suite.ipynb #e3cca9fe

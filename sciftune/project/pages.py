@@ -107,27 +107,29 @@ uses. Five public training set-ups are reproduced by the presets `klein_zero3`,
 {contents}
 
 ## From `launch` to the loss
-The launcher (`9_lab`) runs in the notebook's process and starts one process for each rank; there
+The launcher (`9_lab`) runs in the process of the command or of the notebook; an agent between it
+and the ranks starts one process for each of them. There
 the trainer (`7_training`) finds the objective by its record and calls it. That is the one call
 that goes to a higher folder: the trainer is the framework, an objective (`8_objectives`) is
 plugged into it and calls down to the model family (`4_models`).
 
-**In the process of the notebook.**
+**In the process of the command, or of the notebook.**
 
-1. [launch.ipynb](../../nbs/launch.ipynb) hands its parameters to @lab.launch.recipe_from: a recipe.
-2. @lab.launch.prepare_run makes the run folder; @lab.launch.plan_run asks the planner, in a process
-   of its own, what fits.
-3. @strategies.launch_files.write_configs writes `accelerate.yaml`, `launch.json`, `command.txt`.
-4. @lab.launch.start starts `accelerate launch -m sciftune.training.trainer` as a detached job, and
-   @lab.launch.follow shows its log.
+1. @lab.command.train_command and [launch.ipynb](../../nbs/launch.ipynb) hand their parameters to
+   @lab.prepare.recipe_from: a recipe.
+2. @lab.prepare.prepare_run makes the run folder; @lab.prepare.plan_run has a child, which may
+   import torch, say what fits and call @strategies.launch_files.write_configs, which writes
+   `accelerate.yaml`, `launch.json`, `command.txt`.
+3. @lab.jobs.start starts the agent, `accelerate launch -m sciftune.training.trainer` as a detached
+   job (@strategies.agent.run_job), and @lab.jobs.follow shows its log.
 
 **In every rank.**
 
-5. Every process runs @training.trainer.train: an @strategies.engine.Engine, the task of the
+4. Every process runs @training.trainer.train: an @strategies.engine.Engine, the task of the
    objective (@training.task.Task), its networks under the strategy, then the steps.
-6. @training.trainer.train_step asks the task for the loss of each optimizer step; for flow
+5. @training.trainer.train_step asks the task for the loss of each optimizer step; for flow
    matching that is @objectives.flow.loss.FlowMatching.
-7. @models.flux2.Klein.predict (for klein) calls the denoiser, and
+6. @models.flux2.Klein.predict (for klein) calls the denoiser, and
    @objectives.common.velocity.flow_loss compares its answer with the target.
 
 **From a file to the loss.**
@@ -143,9 +145,9 @@ plugged into it and calls down to the model family (`4_models`).
 
 **From `-p learning_rate 1e-4` to the optimizer.**
 
-1. @lab.launch.recipe_from gives what papermill has set to @core.recipe.resolve: former names, the
+1. @lab.prepare.recipe_from gives what papermill has set to @core.recipe.resolve: former names, the
    preset, then what was given, then the checks. The result is `recipe.yaml` in the run folder.
-2. Each rank reads it in @training.trainer.run_rank, and
+2. Each rank reads it in @training.trainer.train_recipe, and
    @strategies.trained_module.TrainedModule.make_optimizer
    builds the optimizer with @strategies.optimizers.build_optimizer.
 3. At every step @training.trainer.train_step asks @training.task.Task.rate, which asks

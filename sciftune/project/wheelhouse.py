@@ -15,7 +15,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from ..lab.launch import project_root
+from ..core.rundir import project_root
 
 # %% ../../nbs/10_project/07_wheelhouse.ipynb #82b0a610
 NODE_PACKAGES = {"torch": "2.99", "triton": "3.99"}

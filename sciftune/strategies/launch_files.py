@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['TRAINER', 'CACHES', 'launch_command', 'loopback_interface', 'computes_on_host', 'threads_on_node',
-           'launch_environment', 'torchrun_command', 'slurm_script', 'command_text', 'write_configs']
+           'launch_environment', 'torchrun_command', 'slurm_script', 'engine_environment', 'command_text',
+           'write_configs']
 
 # %% ../../nbs/5_strategies/17_launch_files.ipynb #f9cc28fb
 import json
@@ -13,8 +14,9 @@ import os
 import re
 import shlex
 import socket
-import sys
+from collections.abc import Mapping
 from pathlib import Path
+from unittest import mock
 
 import yaml
 
@@ -182,6 +184,36 @@ def slurm_script(strategy: Strategy, run: RunDir, memory: str = "") -> str:
     ]
     return "\n".join(lines) + "\n"
 
+# %% ../../nbs/5_strategies/17_launch_files.ipynb #baed0a37
+def engine_environment(run: RunDir, environment: Mapping[str, str]) -> tuple[dict[str, str], bool]:
+    """Return what `accelerate launch --config_file` adds to the environment of a rank.
+
+    Args:
+        run: with accelerate.yaml
+        environment: variables that are set besides those of this process
+
+    Returns:
+        variables, and whether accelerate starts the only rank without torchrun
+    """
+    from accelerate.commands import launch as accelerate
+
+    with mock.patch.dict(os.environ, environment):
+        words = ["--config_file", str(run.accelerate), "-m", TRAINER, str(run.recipe)]
+        options = accelerate.launch_command_parser().parse_args(words)
+        options, defaults, own_precision = accelerate._validate_launch_command(options)
+        simple = not (options.use_deepspeed or options.use_fsdp or options.multi_gpu)
+        if options.use_deepspeed:
+            # as `launch_command` does, before it calls what is called here
+            fields = [*defaults.deepspeed_config, *(["mixed_precision"] if own_precision else [])]
+            options.deepspeed_fields_from_accelerate_config = ",".join(fields)
+            variables = accelerate.prepare_deepspeed_cmd_env(options)[1]
+        elif simple:
+            variables = accelerate.prepare_simple_launcher_cmd_env(options)[1]
+        else:
+            variables = accelerate.prepare_multi_gpu_env(options)
+        added = {name: value for name, value in variables.items() if os.environ.get(name) != value}
+    return added, simple
+
 # %% ../../nbs/5_strategies/17_launch_files.ipynb #ae251bb2
 def _quoted(strategy: Strategy) -> dict[str, str]:
     """Return the environment for a shell of the training machine, which counts its own threads."""
@@ -237,13 +269,14 @@ def write_configs(recipe: Recipe, run: RunDir, at: RunDir | None = None) -> list
     memory = f"{math.ceil(1.25 * host)}G" if host else ""
     write_atomic(run.slurm, slurm_script(strategy, at, memory))
     write_atomic(run.command, command_text(strategy, at))
-    command = launch_command(at)
+    command, environment = launch_command(at), launch_environment(strategy)
+    engine, simple = engine_environment(run, environment)
     launch = dict(
-        command=command, environment=launch_environment(strategy), processes=strategy.world
+        command=command,
+        environment=environment,
+        processes=strategy.world,
+        engine=engine,
+        simple=simple,
     )
     write_atomic(run.path / "launch.json", json.dumps(launch, indent=1))
     return command
-
-# %% ../../nbs/5_strategies/17_launch_files.ipynb #9a304469
-if __name__ == "__main__" and "__file__" in globals():
-    write_configs(Recipe.load(sys.argv[1]), RunDir(sys.argv[2]))

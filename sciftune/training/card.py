@@ -116,7 +116,7 @@ def loading_code(recipe: Recipe, folder: Path) -> str:
         return "\n".join([*lines, pipe, *references, draw])
     if not (folder / "pytorch_lora_weights.safetensors").exists():
         fields = f'dict(model="{recipe.model}", model_path="FOLDER")'
-        return f"from sciftune.lab.launch import recipe_from\n\nrecipe = recipe_from({fields})"
+        return f"from sciftune.lab.prepare import recipe_from\n\nrecipe = recipe_from({fields})"
     hub = find_record("models", recipe.model).hub
     name = hub if recipe.model_path == hub else "BASE"  # the pipeline that was trained from
     base = f'"{name}", torch_dtype=torch.bfloat16'

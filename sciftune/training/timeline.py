@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from ..core.files import FileError, read_mapping
+from ..core.processes import STARTED
 
 # %% ../../nbs/7_training/04_timeline.ipynb #8e55fb89
 class Timeline:
@@ -23,8 +24,11 @@ class Timeline:
         process = psutil.Process()
         self.marks = [("imports", process.create_time())]
         parent = process.parent()
-        if parent is not None and "accelerate" in " ".join(parent.cmdline()):
+        launchers = ("accelerate", "sciftune.strategies.agent")
+        if parent is not None and any(name in " ".join(parent.cmdline()) for name in launchers):
             self.marks.insert(0, ("launcher", parent.create_time()))
+        if began := os.environ.get(STARTED):
+            self.marks.insert(0, ("plan", float(began)))
 
     def enter(self, stage: str) -> None:
         """End the current stage and begin `stage`; entering the same one changes nothing."""

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BROKEN', 'StopRequest', 'SaveRequest', 'Run', 'train_step', 'train_steps', 'finish_run', 'train', 'lost_rank',
-           'run_rank']
+           'run_rank', 'train_recipe']
 
 # %% ../../nbs/7_training/14_trainer.ipynb #833beaf5
 import gc
@@ -50,6 +50,7 @@ from sciftune.core.checkpoint_folders import (
     checkpoint_info,
     checkpoint_name,
 )
+from ..core.failures import write_failure
 from ..core.ownership import on_request
 from ..core.plan import Plan
 from ..core.processes import DIVERGED
@@ -591,11 +592,6 @@ def lost_rank(error: BaseException) -> str:
         "ended. Its own log says why; then start all of them again with resume=latest"
     )
 
-
-def _tell_lost_rank(rank: str, error: BaseException) -> None:
-    if advice := lost_rank(error):
-        print(f"rank {rank}: {advice}", file=sys.stderr)
-
 # %% ../../nbs/7_training/14_trainer.ipynb #19d2186e
 def run_rank(arguments: list[str]) -> None:
     """Train as one rank; end the process.
@@ -610,33 +606,40 @@ def run_rank(arguments: list[str]) -> None:
     if len(arguments) != 1:
         print("usage: accelerate launch -m sciftune.training.trainer RECIPE.yaml", file=sys.stderr)
         end_process(2)
-    end_process(_exit_code(arguments[0]))
+    end_process(train_recipe(arguments[0]))
 
 
-def _exit_code(recipe_file: str) -> int:
-    """Train; return 0, or print what is wrong to standard error and return its code."""
+def train_recipe(recipe_file: str | Path) -> int:
+    """Train; return 0, or record and print what is wrong and return its exit code.
+
+    Args:
+        recipe_file: recipe.yaml of a run folder
+    """
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    rank = os.environ.get("RANK", "0")
+    rank, run, recipe = int(os.environ.get("RANK", "0")), RunDir(Path(recipe_file).parent), Recipe()
     try:
         recipe = Recipe.load(recipe_file)
-        record(train)(recipe, RunDir(os.path.dirname(os.path.abspath(recipe_file))))
+        record(train)(recipe, run)
         return 0
-    except DivergedError as error:
-        print(f"rank {rank}: DivergedError: {error}", file=sys.stderr)
-        return DIVERGED
-    except (RecipeError, CheckpointError, ValueError, OSError, FloatingPointError) as error:
-        explained = isinstance(error, (RecipeError, CheckpointError, FolderInUseError))
-        if not explained and type(error).__name__ != "DataError":
-            traceback.print_exc()
-        print(f"rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)
-        _tell_lost_rank(rank, error)  # another rank may end while a checkpoint is written
-        return 2
     except BaseException as error:
-        print(f"rank {rank} failed:", file=sys.stderr)
+        return _failed(run, rank, error, recipe)
+
+
+def _failed(run: RunDir, rank: int, error: BaseException, recipe: Recipe) -> int:
+    """Write the record of an error and print it to standard error; return the exit code."""
+    kinds = (DivergedError, RecipeError, CheckpointError, FolderInUseError)
+    explained = isinstance(error, kinds) or type(error).__name__ == "DataError"
+    if not isinstance(error, FolderInUseError):  # the folder is another run's
+        write_failure(run, rank, error, recipe, explained)
+    if not explained:
         traceback.print_exc()
-        _tell_lost_rank(rank, error)
-        return 1
+    print(f"rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)
+    if advice := lost_rank(error):  # also where another rank ends while a checkpoint is written
+        print(f"rank {rank}: {advice}", file=sys.stderr)
+    if isinstance(error, DivergedError):
+        return DIVERGED
+    return 2 if isinstance(error, (ValueError, OSError, FloatingPointError, CheckpointError)) else 1
 
 # %% ../../nbs/7_training/14_trainer.ipynb #60aa7b74
 if __name__ == "__main__" and "__file__" in globals():

@@ -25,7 +25,7 @@ from jobs import begin, living, processes_of, recipe_in, wait
 from kills import seconds_until_gone
 
 from sciftune.core.checkpoint_folders import complete_checkpoints
-from sciftune.lab.launch import state
+from sciftune.lab.jobs import state
 from sciftune.models import qwenimage
 from sciftune.models.family import get_family
 

@@ -2,12 +2,12 @@
 
 import json
 
-import jobs
 from shared_figures import share_figures
 
 from sciftune.core.plan import Plan
 from sciftune.core.recipe import Recipe
-from sciftune.lab.launch import launch, prepare_run, recipe_from, state
+from sciftune.lab.jobs import launch, state
+from sciftune.lab.prepare import prepare_run, recipe_from
 
 SMALL = dict(
     figures=24,
@@ -26,8 +26,7 @@ SMALL = dict(
 def launched(folder, **values):
     "Plan, start and follow the job of a run, as launch.ipynb does with its parameters."
     share_figures(folder / "runs")
-    with jobs.stand_ins(jobs.planned):
-        run = prepare_run(recipe_from(dict(run_root=str(folder / "runs"), **values)))
+    run = prepare_run(recipe_from(dict(run_root=str(folder / "runs"), **values)))
     launch(run)
     assert state(run) == "finished", run.log.read_text()
     return run

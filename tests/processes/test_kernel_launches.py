@@ -7,7 +7,7 @@ import pytest
 
 from sciftune.core.registry import records
 from sciftune.core.rundir import RunDir
-from sciftune.lab.launch import state
+from sciftune.lab.jobs import state
 
 STRATEGIES = records("strategies")
 KERNEL = """
@@ -18,7 +18,7 @@ import sciftune.training.trainer  # once, for all forks
 from sciftune.core.recipe import resolve
 from sciftune.core.registry import find_record
 from sciftune.core.rundir import RunDir
-from sciftune.lab.launch import RunFailedError, launch_here
+from sciftune.lab.jobs import RunFailedError, launch_here
 from sciftune.strategies.launch_files import write_configs
 
 if importlib.util.find_spec("deepspeed"):

@@ -20,7 +20,7 @@ from PIL import Image
 
 from sciftune.core.recipe import resolve
 from sciftune.core.rundir import RunDir
-from sciftune.lab.launch import free_port
+from sciftune.lab.jobs import free_port
 from sciftune.lab.report_page import write_page
 
 pytestmark = pytest.mark.browser

@@ -15,10 +15,12 @@ import pytest
 from PIL import Image
 from shared_figures import share_figures
 
+from sciftune.core.failures import first_failure
 from sciftune.core.recipe import Recipe
 from sciftune.core.rundir import RunDir
 from sciftune.lab.command import settings_of
-from sciftune.lab.launch import LaunchError, prepare_run, processes, recipe_from, state
+from sciftune.lab.jobs import LaunchError, processes, state
+from sciftune.lab.prepare import prepare_run, recipe_from
 
 SMALL = dict(
     preset="tiny",
@@ -74,7 +76,7 @@ def losses(run):
 def test_launching_imports_no_torch(python):
     code = """
 import sys
-import sciftune.lab.launch, sciftune.lab.plots, sciftune.lab.report
+import sciftune.lab.command, sciftune.lab.plots, sciftune.lab.report
 
 heavy = {"torch", "accelerate", "diffusers", "transformers"}
 print(sorted(heavy & sys.modules.keys()))
@@ -192,7 +194,11 @@ def test_failed_training_fails_the_notebook(papermill, tmp_path, runs):
         and "RunFailedError: the run failed with exit code" in r.stderr
         and "DataError" in r.stderr
     ), r.stderr[-3000:]
-    assert state(RunDir(runs / "bad")) == "failed" and not (runs / "bad" / "model").exists()
+    run = RunDir(runs / "bad")
+    assert state(run) == "failed" and not run.model.exists()
+    first = first_failure(run)
+    assert (first.rank, first.type, first.traceback) == (0, "DataError", "")
+    assert [finding.name for finding in first.findings] == ["unreadable data"]
 
 
 LAUNCH = """
@@ -200,7 +206,8 @@ import signal, sys
 # ignored where a script runs the tests in the background
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from sciftune.core.recipe import resolve
-from sciftune.lab.launch import launch, prepare_run
+from sciftune.lab.jobs import launch
+from sciftune.lab.prepare import prepare_run
 
 recipe = resolve(
     run_root=sys.argv[1],

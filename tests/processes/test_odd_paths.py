@@ -12,7 +12,7 @@ from PIL import Image
 
 from sciftune.core.checkpoint_folders import complete_checkpoints
 from sciftune.core.rundir import RunDir
-from sciftune.lab.launch import state
+from sciftune.lab.jobs import state
 
 ODD = "a[b]{c} 'd' \"e\" ü 50% $HOME #1 {0} *"
 SMALL = dict(

@@ -18,18 +18,18 @@ from sciftune.core.plan import Plan
 from sciftune.core.processes import DIVERGED
 from sciftune.core.recipe import Recipe, resolve
 from sciftune.core.rundir import RunDir
-from sciftune.lab import launch
-from sciftune.lab.launch import (
+from sciftune.lab import prepare
+from sciftune.lab.jobs import (
     LaunchError,
     RunFailedError,
     attach,
     job_process,
-    prepare_run,
     read_status,
     start,
     state,
     stop,
 )
+from sciftune.lab.prepare import prepare_run
 
 ENDLESS = {
     "steps": 10**6,
@@ -63,7 +63,6 @@ TWO = {"strategy": "ddp", "num_processes": 2, "data_workers": 1}
 @pytest.mark.parametrize(
     "who, fields",
     [
-        ("wrapper", TWO),
         ("agent", TWO),
         ("rank", TWO),
         ("worker", TWO),
@@ -73,11 +72,11 @@ TWO = {"strategy": "ddp", "num_processes": 2, "data_workers": 1}
 def test_nothing_survives_a_kill(folder, who, fields):
     run = begin(folder, f"{who}-{fields['strategy']}", **fields)
     try:
-        expected = 4 + 2 if fields is TWO else 3
+        expected = 3 + 2 if fields is TWO else 2
         assert len(living(run)) == expected, [p.cmdline() for p in living(run)]
         processes_of(run)[who][-1].kill()
         wait(lambda: not living(run) and not any(holder(f) for f in run.path.glob("*.lock")))
-        assert state(run) == ("killed" if who == "wrapper" else "failed")
+        assert state(run) == ("killed" if who == "agent" else "failed")
     finally:
         for process in living(run):
             process.kill()
@@ -86,7 +85,7 @@ def test_nothing_survives_a_kill(folder, who, fields):
 def test_a_second_launch_is_refused_and_says_by_whom(folder):
     """By name, with resume=latest, and by a second start of the same folder.
 
-    Also when the wrapper is stopped and only rank 0 holds the folder.
+    Also when the agent is stopped and only rank 0 holds the folder.
     """
     run = begin(folder, "owned", **ALONE)
     recipe = Recipe.load(run.recipe)
@@ -98,7 +97,7 @@ def test_a_second_launch_is_refused_and_says_by_whom(folder):
                 prepare_run(recipe.model_copy(update=changes))
         with pytest.raises(LaunchError, match=whose):
             start(run, ["true"])
-        assert recipe.steps == ENDLESS["steps"] and len(living(run)) == 3
+        assert recipe.steps == ENDLESS["steps"] and len(living(run)) == 2
         (rank,), _ = ranks(run)
         (run.path / "launcher.lock").unlink()
         whose = f"is in use by process {rank.pid} on {os.uname().nodename}, started 20"
@@ -109,7 +108,7 @@ def test_a_second_launch_is_refused_and_says_by_whom(folder):
         assert done.returncode == 2, done.stderr
         assert f"FolderInUseError: {run.path} {whose}" in done.stderr, done.stderr
         assert "Traceback" not in done.stderr
-        stop(run)  # all are asked, also the agent between job and rank, and the rank has time
+        stop(run)  # agent and rank are asked, and the rank has time
         assert "stopped on request" in run.log.read_text() and not living(run)
         assert state(run) == "stopped"
     finally:
@@ -151,7 +150,7 @@ def test_a_rate_of_five_ends_as_diverged(folder):
 
 def race(begin, said, **fields):
     """Launch when the others are ready, too, and say what came of it."""
-    launch.plan_run = lambda recipe, plan, check=True, run=None: Plan()  # raced for is the folder
+    prepare.plan_run = lambda recipe, plan, check=True, run=None: Plan()  # raced for is the folder
     begin.wait()
     with open(said, "w") as file, contextlib.redirect_stdout(io.StringIO()):
         try:

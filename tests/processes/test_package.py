@@ -52,11 +52,11 @@ def test_wheel_holds_everything(python, root, tmp_path):
     assert said["Author-email"] and "Typing :: Typed" in said.get_all("Classifier")
     assert said.get_payload() == (root / "README.md").read_text()
     code = (
-        "import sciftune.lab.launch as l, sys; print(l.__file__); print(l.launch_notebook_path())"
+        "import sciftune.lab.command as c, sys; print(c.__file__); print(c.launch_notebook_path())"
     )
     r = python("-c", code, cwd=tmp_path / "site", env={"PYTHONPATH": str(tmp_path / "site")})
     assert r.stdout.split() == [
-        str(tmp_path / "site/sciftune/lab/launch.py"),
+        str(tmp_path / "site/sciftune/lab/command.py"),
         str(tmp_path / "site/sciftune/lab/launch.ipynb"),
     ], r.stderr
 

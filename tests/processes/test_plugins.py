@@ -83,7 +83,7 @@ import sys
 from pathlib import Path
 from sciftune.core.recipe import resolve
 from sciftune.core.rundir import new_run
-from sciftune.lab.launch import plan_run
+from sciftune.lab.prepare import plan_run
 
 recipe = resolve(
     model="qwenimage", objective="huber", strategy="ddp_small_buckets", num_processes=2, cpu=True,

@@ -11,7 +11,7 @@ from jobs import wait
 
 from sciftune.core.checkpoint_folders import complete_checkpoints
 from sciftune.core.rundir import RunDir
-from sciftune.lab.launch import processes, read_status, state
+from sciftune.lab.jobs import processes, read_status, state
 
 SMALL = dict(
     preset="tiny",
@@ -59,15 +59,23 @@ def ended(process):
     return process.returncode, said, alive
 
 
-def kernel_runs(process):
-    "Whether papermill has started its kernel."
-    return len(psutil.Process(process.pid).children(recursive=True)) > 1
+def planning(process):
+    "Whether the command has a child, which plans."
+    return bool(psutil.Process(process.pid).children())
+
+
+def above(run):
+    "The processes above the rank of `run`, up to the session of the tests."
+    (rank,) = [p for p in processes(run) if p.cmdline()[1:3] == ["-m", "sciftune.training.trainer"]]
+    return [p.pid for p in rank.parents()]
 
 
 def test_a_closed_terminal_leaves_the_job_and_a_scheduler_ends_it(command, tmp_path):
     run = RunDir(tmp_path / "runs/asked")
     first = command()
     wait(lambda: run.metrics.exists() or first.poll() is not None)
+    assert above(run)[:2] == [read_status(run)["pid"], first.pid]  # agent and command, no more
+    assert len(psutil.Process(first.pid).children(recursive=True)) == 2
     first.send_signal(signal.SIGHUP)
     code, said, _ = ended(first)
     assert code == 129 and "interrupted, the run goes on" in said, said
@@ -89,7 +97,7 @@ def test_a_closed_terminal_leaves_the_job_and_a_scheduler_ends_it(command, tmp_p
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_before_there_is_a_job_no_folder_is_left(command, tmp_path, number):
     process = command()
-    wait(lambda: process.poll() is not None or kernel_runs(process))
+    wait(lambda: process.poll() is not None or planning(process))
     process.send_signal(number)  # to the command alone, not to its children
     code, said, alive = ended(process)
     assert code == 128 + number and "sciftune run: interrupted" in said, said

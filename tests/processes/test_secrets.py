@@ -16,15 +16,8 @@ from PIL import Image
 from sciftune.core.recipe import Recipe, RecipeError, resolve
 from sciftune.core.rundir import RunDir
 from sciftune.core.secrets import secrets_file
-from sciftune.lab.launch import (
-    LaunchFile,
-    job_command,
-    keep_run_secrets,
-    processes,
-    state,
-    stop,
-)
-from sciftune.lab.launch import start as start_job
+from sciftune.lab.jobs import begin, processes, state, stop
+from sciftune.lab.prepare import keep_run_secrets
 from sciftune.lab.report import run_report
 from sciftune.strategies.launch_files import write_configs
 
@@ -148,8 +141,7 @@ def test_the_store_of_one_machine_listens_to_nobody_else(tmp_path):
     run.path.mkdir()
     endless = TINY | {"steps": 10**6, "figures": 16, "validation_steps": 0, "checkpoint_steps": 0}
     write_configs(resolve(run_root=str(tmp_path), name="listening", **endless), run)
-    launch = LaunchFile.load(run)
-    start_job(run, job_command(launch.command), launch.environment)
+    begin(run)
     try:
         while not run.metrics.exists():
             assert state(run) == "running", run.log.read_text()

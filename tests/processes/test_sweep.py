@@ -11,7 +11,7 @@ import pytest
 from jobs import command_line, wait
 
 from sciftune.core.rundir import RunDir
-from sciftune.lab.launch import state
+from sciftune.lab.jobs import state
 
 SMALL = dict(
     preset="tiny",

@@ -25,7 +25,7 @@ from shared_figures import share_figures
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from sciftune.core.recipe import resolve
-from sciftune.lab.launch import free_port
+from sciftune.lab.jobs import free_port
 from sciftune.models.family import get_family
 from sciftune.strategies.launch_files import write_configs
 from sciftune.training import trainer

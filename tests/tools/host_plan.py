@@ -18,7 +18,8 @@ from host_memory import GIB, wide_pipeline
 
 from sciftune.core.plan import Plan
 from sciftune.core.recipe import resolve
-from sciftune.lab.launch import LaunchFile, prepare_run
+from sciftune.lab.jobs import LaunchFile
+from sciftune.lab.prepare import prepare_run
 
 RUNS = {
     "single": dict(strategy="single"),

@@ -1,22 +1,18 @@
 """Runs started as `launch` starts them, without a plan, and all processes that belong to them."""
 
 import contextlib
-import gc
-import multiprocessing
-import os
 import time
 
 import psutil
 from shared_figures import share_figures
 
 from sciftune.core.plan import Plan
-from sciftune.core.recipe import Recipe, resolve
+from sciftune.core.recipe import resolve
 from sciftune.core.rundir import RunDir
-from sciftune.lab import launch
-from sciftune.lab.launch import LaunchFile, job_command, job_process, start
-from sciftune.planner import plan as planner
+from sciftune.lab import jobs as launch_jobs
+from sciftune.lab import prepare
+from sciftune.lab.jobs import job_process
 from sciftune.strategies.launch_files import write_configs
-from sciftune.training.resumption import check_checkpoint_data
 
 MARK = "SCIFTUNE_TEST_OF_OWNERSHIP"  # in the environment of every process of a run
 PATIENCE = 1800  # seconds: so long that only what hangs needs them
@@ -50,46 +46,24 @@ def recipe_in(folder, name, **fields):
 def begin(recipe):
     "Prepare and start the job of `recipe`, with an empty plan; returns its run folder."
     with stand_ins():
-        run = launch.prepare_run(recipe)
-        file = LaunchFile.load(run)
-        start(run, job_command(file.command), file.environment | {MARK: str(run.path)})
-    return run
+        run = prepare.prepare_run(recipe)
+        return launch_jobs.begin(run, **{MARK: str(run.path)})
 
 
 def unplanned(recipe, plan, check=True, run=None):
     "An empty plan, and the launch files."
-    write_configs(Recipe.load(recipe), RunDir(plan.parent), run)
+    write_configs(recipe, RunDir(plan.parent), run)
     return Plan()
-
-
-def planned(recipe, plan, check=True, run=None):
-    "The plan, made in a process that is forked from this one and so has torch imported."
-
-    def work():
-        gc.freeze()
-        os._exit(planner.main([recipe, plan, *([run.path] if run else [])]))
-
-    process = multiprocessing.get_context("fork").Process(target=work)
-    process.start()
-    process.join()
-    assert process.exitcode == 0
-    return Plan.load(plan)
-
-
-def compared(recipe_path, checkpoint):
-    "Compare the data in this process."
-    check_checkpoint_data(Recipe.load(recipe_path), checkpoint)
 
 
 @contextlib.contextmanager
 def stand_ins(plan=unplanned):
-    "Plan so; what else needs torch is done in this process, which has imported it already."
-    kept = launch.plan_run, launch.check_data
-    launch.plan_run, launch.check_data = plan, compared
+    "Plan so."
+    kept, prepare.plan_run = prepare.plan_run, plan
     try:
         yield
     finally:
-        launch.plan_run, launch.check_data = kept
+        prepare.plan_run = kept
 
 
 def command_line(process):
@@ -109,9 +83,7 @@ def ranks(run):
 
 
 def processes_of(run):
-    "The processes of `run` by what they do: wrapper, agent, rank, worker."
-    wrapper = job_process(run)
+    "The processes of `run` by what they do: agent, rank, worker."
+    agent = job_process(run)
     trainers, workers = ranks(run)
-    wrappers = [wrapper] if wrapper else []
-    agents = wrapper.children() if wrapper else []
-    return dict(wrapper=wrappers, agent=agents, rank=trainers, worker=workers)
+    return dict(agent=[agent] if agent else [], rank=trainers, worker=workers)

@@ -7,11 +7,11 @@
 are reached. Shortly before so many minutes have passed it stops killing, and lets every run come
 to its end; what has not ended a minute after them is cut off, and its line says so. `--gpus` trains
 on the GPUs of the machine instead of its CPU; all jobs share them. `--term` sends SIGTERM, as a
-cluster does before it takes a machine back, to the wrapper, the agent or all processes: each run
+cluster does before it takes a machine back, to the agent or all processes: each run
 must then say that it was stopped, without a traceback, and end with a checkpoint.
 
-Every run is started as `launch` starts it. One of its processes, or all, get SIGKILL: the wrapper,
-the agent (launcher), a rank, a process that makes batches; while it starts, after some steps,
+Every run is started as `launch` starts it. One of its processes, or all, get SIGKILL: the agent
+(launcher), a rank, a process that makes batches; while it starts, after some steps,
 inside a save or inside the export. Then the run is resumed, until it ends. A run that was never
 killed is the reference of all runs of its case: every step must be there, with the same losses and
 gradient norms, and after each kill all processes must be gone within ten seconds. A line is added
@@ -43,7 +43,7 @@ from forked import ENGINES
 from jobs import begin, living, processes_of, recipe_in, wait
 
 from sciftune.core.rundir import RunDir, gpus
-from sciftune.lab.launch import state
+from sciftune.lab.jobs import state
 
 ROOT = Path(__file__).resolve().parents[2]
 GONE = 10  # seconds until every process of a killed run must have ended
@@ -52,8 +52,8 @@ KILLS_OF_A_RUN, EXPORTS_OF_A_RUN = 12, 2  # a run that is to be exported makes n
 OPENING = 15  # seconds that a start takes, about
 GRACE = 60  # seconds that runs get beyond their time
 UNKNOWN = 90  # seconds that a run is taken for before one of its case has ended
-WHO = ("rank", "agent", "wrapper", "worker", "all")
-ASKED = ("agent", "wrapper", "all")  # who gets SIGTERM
+WHO = ("rank", "agent", "worker", "all")
+ASKED = ("agent", "all")  # who gets SIGTERM
 WHEN = {"step": 4, "save": 3, "start": 2, "export": 1}  # and how often, of ten kills
 COMMON = dict(
     steps=60,
@@ -183,7 +183,7 @@ def moment(run, when, rng, deadline):
 def kill(run, who, rng, signal_number):
     "Send the signal; who got it."
     found = processes_of(run) | dict(all=living(run))
-    for name in (who, "rank", "agent", "wrapper"):  # a run has no such process, or not yet
+    for name in (who, "rank", "agent"):  # a run has no such process, or not yet
         if victims := found[name]:
             for process in victims if name == "all" else [rng.choice(victims)]:
                 with contextlib.suppress(psutil.NoSuchProcess):

@@ -9,14 +9,12 @@ planned, started or trained, because each input is refused before.
 import contextlib
 import errno
 import functools
-import importlib
 import io
 import json
 import os
 import shlex
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 import warnings
@@ -35,11 +33,11 @@ from sciftune.core.recipe import RecipeError, resolve
 from sciftune.core.registry import RegistryError
 from sciftune.data.images import DataError
 from sciftune.data.sources import open_collection
-from sciftune.lab import launch
+from sciftune.lab import prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/generated/refusals.md"
-EXPLAINED = (launch.LaunchError, RecipeError, RegistryError, DataError, ValueError, SystemExit)
+EXPLAINED = (prepare.LaunchError, RecipeError, RegistryError, DataError, ValueError, SystemExit)
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ def scene() -> Iterator[Path]:
         (folder / "file").write_text("no folder")
         (folder / "empty").mkdir()
         finished = resolve(run_root=str(folder / "runs"), name="done", lr_schedule="cosine")
-        finished = launch.with_absolute_paths(finished)
+        finished = prepare.with_absolute_paths(finished)
         for run in ("done", "damaged", "not-finite", "cut", "unnamed"):
             step = folder / "runs" / run / "checkpoints" / "step_000100"
             step.mkdir(parents=True)
@@ -116,29 +114,19 @@ def launched(folder: Path, **given: object) -> None:
         name: value.format(folder=folder) if isinstance(value, str) else value
         for name, value in given.items()
     }
-    planner, launch.plan_run = launch.plan_run, never_planned
+    planner, prepare.plan_run = prepare.plan_run, never_planned
     try:
-        recipe = launch.recipe_from(dict(preset="tiny", run_root=str(folder / "runs")) | values)
-        launch.prepare_run(recipe)
+        recipe = prepare.recipe_from(dict(preset="tiny", run_root=str(folder / "runs")) | values)
+        prepare.prepare_run(recipe)
     finally:
-        launch.plan_run = planner
+        prepare.plan_run = planner
 
 
 def planned(folder: Path, **given: object) -> None:
     """A launch whose plan is made, in this process."""
 
-    def run_module(module: str, *arguments: object) -> subprocess.CompletedProcess:
-        with contextlib.redirect_stderr(io.StringIO()) as said:
-            code = importlib.import_module(module).main([str(word) for word in arguments])
-        assert code, "the plan refuses nothing"
-        return subprocess.CompletedProcess(arguments, code, "", said.getvalue())
-
-    plain, launch.run_module = launch.run_module, run_module
-    try:
-        values = {n: v.format(folder=folder) if isinstance(v, str) else v for n, v in given.items()}
-        launch.prepare_run(resolve(run_root=str(folder / "runs"), **values))
-    finally:
-        launch.run_module = plain
+    values = {n: v.format(folder=folder) if isinstance(v, str) else v for n, v in given.items()}
+    prepare.prepare_run(resolve(run_root=str(folder / "runs"), **values))
 
 
 def asked(topic: str, says: str, **given: object) -> Case:
@@ -171,11 +159,11 @@ def system_says(number: int) -> Callable[[Path], None]:
         def refused(recipe: object) -> None:
             raise OSError(number, os.strerror(number), str(folder / "runs" / "new"))
 
-        plain, launch.new_run = launch.new_run, refused
+        plain, prepare.new_run = prepare.new_run, refused
         try:
             launched(folder, name="new")
         finally:
-            launch.new_run = plain
+            prepare.new_run = plain
 
     return give
 
@@ -186,8 +174,8 @@ def port_taken(folder: Path) -> None:
         port = listening.getsockname()[1]
         try:
             launched(folder, strategy="ddp", num_processes=2, cpu=True, main_process_port=port)
-        except launch.LaunchError as error:
-            raise launch.LaunchError(str(error).replace(str(port), "PORT")) from None
+        except prepare.LaunchError as error:
+            raise prepare.LaunchError(str(error).replace(str(port), "PORT")) from None
 
 
 def collection(wrong: str, says: str, files: dict[str, bytes], name: str = "") -> Case:
