@@ -25,9 +25,9 @@ from .shards import make_collection, make_figures
 
 # %% auto #0
 __all__ = ['CHART_STYLES', 'FINE', 'FRAME', 'HATCH', 'ORDERS', 'CHARTS', 'CHART_KINDS', 'NOUNS', 'TOPS', 'CHARTS_VERSION',
-           'ChartStyle', 'Pen', 'chart_line', 'chart_area', 'chart_bar', 'chart_barh', 'chart_scatter', 'chart_pie',
-           'chart_histogram', 'chart_heat_map', 'compose_chart', 'draw_chart', 'claims', 'make_charts', 'check_drawn',
-           'drawn', 'vocabulary']
+           'ChartStyle', 'mixed_colour', 'Pen', 'chart_line', 'chart_area', 'chart_bar', 'chart_barh', 'chart_scatter',
+           'chart_pie', 'chart_histogram', 'chart_heat_map', 'compose_chart', 'draw_chart', 'claims', 'make_charts',
+           'listed_names', 'check_drawn', 'drawn', 'vocabulary']
 
 # %% ../../../nbs/extras/figures/02_charts.ipynb #5ae24347
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _hatching(n: int) -> Image.Image:
     return Image.fromarray(np.uint8(255 * on))
 
 
-def _mixed(colour: str, other: str, share: float) -> str:
+def mixed_colour(colour: str, other: str, share: float) -> str:
     """Mix a colour with a share of another, both as #rrggbb."""
     pairs = ((int(c[k : k + 2], 16) for c in (colour, other)) for k in (1, 3, 5))
     return _hex(round((1 - share) * a + share * b) for a, b in pairs)
@@ -196,7 +196,7 @@ class Pen:
         q = self.at(points)
         corners = [tuple(v) for v in q.tolist()]
         if self.style.hatch:
-            self.draw.polygon(corners, _mixed(colour, self.paper, 0.5))
+            self.draw.polygon(corners, mixed_colour(colour, self.paper, 0.5))
             inside = Image.new("1", self.image.size)
             ImageDraw.Draw(inside).polygon(corners, 1)
             strokes = ImageChops.logical_and(inside, _hatching(self.n).convert("1"))
@@ -377,7 +377,7 @@ def chart_heat_map(rng: np.random.Generator, pen: Pen, count: int, c: list[tuple
     strength = rng.choice((0.15, 0.55, 1.0), (count, count))
     strength[tuple(rng.integers(count, size=2))] = 1
     for i, j in np.ndindex(count, count):
-        shade = _mixed(pen.paper, c[0][1], strength[i, j])
+        shade = mixed_colour(pen.paper, c[0][1], strength[i, j])
         a, b, g = j / count, i / count, 0.015
         pen.area(
             [
@@ -458,7 +458,7 @@ def compose_chart(
         bool(rng.random() < 0.5) and kind not in ("pie", "heat_map"),
     )
     pen, colours = pen(rng, s, paper, side), [s.colours[i] for i in rng.permutation(len(s.colours))]
-    faint = _mixed(paper, s.ink, 0.2)
+    faint = mixed_colour(paper, s.ink, 0.2)
     if grid:
         for v in (0.25, 0.5, 0.75, 1):
             pen.line([(0, v), (1, v)], faint, 0.8)
@@ -580,7 +580,8 @@ def make_charts(
     )
 
 
-def _names(text: str) -> tuple[str, ...]:
+def listed_names(text: str) -> tuple[str, ...]:
+    """Split names that commas separate."""
     return tuple(p.strip() for p in text.split(",") if p.strip())
 
 
@@ -596,8 +597,8 @@ def check_drawn(recipe: Recipe) -> tuple[tuple[str, ...], tuple[str, ...]]:
     Raises:
         RecipeError: a style or kind is unknown
     """
-    styles = _names(recipe.figures_style)
-    kinds = _names(recipe.figures_kinds)
+    styles = listed_names(recipe.figures_style)
+    kinds = listed_names(recipe.figures_kinds)
     known, all_kinds, what = (
         (CHART_STYLES, CHART_KINDS, "charts") if recipe.figures_side else (STYLES, KINDS, "figures")
     )

@@ -35,6 +35,8 @@ from sciftune.extras.figures.charts import (
     ChartStyle,
     Pen,
     compose_chart,
+    listed_names,
+    mixed_colour,
 )
 from .dialogues import LOOKS, NAMED
 from .figures import KINDS, SINGLE, Drawing, compose, draw_words
@@ -657,7 +659,7 @@ class EditPen(Pen):
         made = self.colour(colour)
         shown = bool(made) and (self.strokes.grid or not self.faint(colour))
         if self.strokes.paper and self.faint(colour):
-            made = _between(self.strokes.paper, self.style.ink, 0.2)
+            made = mixed_colour(self.strokes.paper, self.style.ink, 0.2)
         self._shown(lambda: super(EditPen, self).line(points, made or colour, width), shown)
 
     def area(self, points: object, colour: str, edge: str | None = None, width: float = 1.3):
@@ -672,13 +674,6 @@ class EditPen(Pen):
         """Draw a dot, see `Pen.dot`."""
         made = self.colour(colour)
         self._shown(lambda: super(EditPen, self).dot(x, y, made or colour, radius), bool(made))
-
-
-def _between(first: str, second: str, share: float) -> str:
-    """Mix two colours."""
-    values = [[int(c[k : k + 2], 16) for k in (1, 3, 5)] for c in (first, second)]
-    mixed = [round((1 - share) * a + share * b) for a, b in zip(*values, strict=True)]
-    return "#" + "".join(f"{v:02x}" for v in mixed)
 
 
 @dataclass(frozen=True)
@@ -970,10 +965,6 @@ def make_edits(
     return make_collection(Path(folder) / name, about, count, draw, args, workers)
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(p.strip() for p in text.split(",") if p.strip())
-
-
 FIGURE_SIDE = 512  # longer side of a figure by default, in pixels
 
 
@@ -986,11 +977,11 @@ def check_drawn_edits(recipe: Recipe) -> tuple:
     Raises:
         RecipeError: a field has an unsupported value
     """
-    styles = _names(recipe.figures_style)
+    styles = listed_names(recipe.figures_style)
     if len(styles) > 1 and not recipe.figures_side:
         raise RecipeError(f"figures_style: {recipe.figures_style!r}; edits of figures have one")
     numbers = (recipe.figures, recipe.figures_seed, recipe.figures_side)
-    named = (styles, _names(recipe.figures_kinds), _names(recipe.edits))
+    named = (styles, listed_names(recipe.figures_kinds), listed_names(recipe.edits))
     try:
         _asked_names(*numbers, *named)
     except ValueError as error:
