@@ -17,6 +17,7 @@ from typing import BinaryIO
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from ..core.compat import address_arguments
 from ..core.progress import progress
 from ..core.registry import ReaderRecord
 from ..core.secrets import bare, reveal
@@ -189,7 +190,7 @@ def _check_arguments(url: str):
     Making one of FTP without a host leaves an error behind when the half of it is collected.
     """
     kind = fsspec.get_filesystem_class(fsspec.core.split_protocol(url)[0])
-    inspect.signature(kind.__init__).bind(None, **kind._get_kwargs_from_urls(url))
+    inspect.signature(kind.__init__).bind(None, **address_arguments(kind, url))
 
 
 def _folder_files(folder: str, paths: list[str]) -> ListedFiles:

@@ -14,6 +14,8 @@ import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor
 
+from .compat import flash4_backward, flash4_forward
+
 # %% ../../nbs/4_models/19_attention.ipynb #at-5
 ARCHITECTURES = (9, 10)  # Hopper, Blackwell
 
@@ -57,10 +59,7 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         (B,S,heads,D), log of the sum of exponentials fp32 (B,heads,S)
     """
-    from flash_attn.cute.interface import _flash_attn_fwd
-
-    out, total, *_ = _flash_attn_fwd(q, k, v, return_lse=True)
-    return out, total
+    return flash4_forward(q, k, v)
 
 
 @flash_forward.register_fake
@@ -86,12 +85,7 @@ def flash_backward(
     Returns:
         Of queries, keys and values (B,S,heads,D)
     """
-    from flash_attn.cute.interface import _flash_attn_bwd
-
-    made = [x.new_empty(x.shape) for x in (q, k, v)]
-    names = zip(("dq", "dk", "dv"), made, strict=True)
-    _flash_attn_bwd(q, k, v, out, grad.contiguous(), total, **dict(names))
-    return tuple(made)
+    return flash4_backward(grad, q, k, v, out, total)
 
 
 @flash_backward.register_fake

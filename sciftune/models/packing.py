@@ -15,9 +15,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from .attention import fits_flash, flash_backward, flash_forward
+from sciftune.models.compat import (
+    CPU_ATTENTION,
+    CPU_ATTENTION_BACKWARD,
+    CUDNN_ATTENTION,
+    CUDNN_ATTENTION_BACKWARD,
+    mark_varying,
+    tree_leaves,
+)
 from .heads import joint_heads, part_tables
 
 # %% ../../nbs/4_models/16_packing.ipynb #c3286358
@@ -207,15 +214,15 @@ def attend_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         Result (1,heads,S,D), log of the sum of exponentials (1,heads,S) fp32
     """
-    aten, rows = torch.ops.aten, [x.transpose(1, 2) for x in (q, k, v)]
+    rows = [x.transpose(1, 2) for x in (q, k, v)]
     if fits_flash(*rows):
         out, total = flash_forward(*rows)
         return out.transpose(1, 2), total
     if _fits_cudnn(q, k, v):
-        out, total, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True)
+        out, total, *_ = CUDNN_ATTENTION(q, k, v, None, True)
         return out, total.reshape(q.shape[:3])
     if q.device.type == "cpu":
-        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
+        return CPU_ATTENTION(q, k, v)
     return written_forward(q, k, v)
 
 
@@ -235,7 +242,7 @@ def attend_backward(
     Returns:
         Of queries, keys and values
     """
-    aten, inputs = torch.ops.aten, (grad, q, k, v, out)
+    inputs = grad, q, k, v, out
     rows = [x.transpose(1, 2) for x in inputs]
     if fits_flash(*rows[1:4]):
         return tuple(x.transpose(1, 2) for x in flash_backward(*rows, total))
@@ -243,12 +250,9 @@ def attend_backward(
         seed, length = torch.zeros((), dtype=torch.int64, device=q.device), q.shape[2]
         dropout = seed, seed  # which there is none of
         whole = None, None, None, length, length, 0.0, False  # no bias, no sequences in the batch
-        return aten._scaled_dot_product_cudnn_attention_backward(
-            *inputs, total[..., None], *dropout, *whole
-        )
+        return CUDNN_ATTENTION_BACKWARD(*inputs, total[..., None], *dropout, *whole)
     if q.device.type == "cpu":
-        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return backward(*inputs, total, 0.0, False)
+        return CPU_ATTENTION_BACKWARD(*inputs, total, 0.0, False)
     return written_backward(*inputs, total)
 
 # %% ../../nbs/4_models/16_packing.ipynb #2b763e9c
@@ -409,7 +413,7 @@ def mark_lengths(inputs: object):
     """
     for x in tree_leaves(inputs):
         if isinstance(x, Tensor):
-            torch._dynamo.maybe_mark_dynamic(x, list(range(max(1, x.ndim - 1))))
+            mark_varying(x, list(range(max(1, x.ndim - 1))), strict=False)
 
 
 class PackedForward:

@@ -27,6 +27,7 @@ from torch.nn import functional
 
 from ..core.registry import FamilyRecord
 from . import tiny
+from .compat import checkpointing_function, qwen_prompt_embeds
 from .encoders import Encoders, chat_text, check_captions, load_image_processor
 from .family import Family
 from .published import QWEN3_VL_8B
@@ -389,7 +390,7 @@ class QwenImage21Transformer2DModel(diffusers.QwenImage21Transformer2DModel):
         for block in self.transformer_blocks:
             given = (x, modulation, angles, mask, target, None, None, None, layout.runs, valid)
             if torch.is_grad_enabled() and self.gradient_checkpointing:
-                x = self._gradient_checkpointing_func(block, *given)
+                x = checkpointing_function(self)(block, *given)
             else:
                 x = block(*given)
         target = None if target is None else target[before:]
@@ -444,7 +445,7 @@ def joint_states(
     """
     pictures = [Image.fromarray(image) for image in images] or None
     pipe, device = caption_pipeline(LastState(lm), processor), next(lm.parameters()).device
-    states, _, slots = pipe._get_qwen_prompt_embeds([caption], pictures, device)
+    states, _, slots = qwen_prompt_embeds(pipe, [caption], pictures, device)
     last = slots[0].nonzero().flatten().tolist()[-1:]
     longest = text_tokens + (last[0] + 2 if last else 0)  # `<|vision_end|>` follows the last place
     row = dict(text=states[0, :longest].clone())

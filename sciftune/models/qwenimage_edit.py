@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ..core.registry import FamilyRecord
 from . import tiny
+from .compat import qwen_prompt_embeds
 from .encoders import Encoders, check_captions, load_image_processor
 from .family import Family
 from sciftune.models.qwenimage import (
@@ -163,7 +164,7 @@ def states_with_images(
     pictures = [Image.fromarray(image) for image in images]
     device = next(lm.parameters()).device
     pipe = _pipeline(encoder, processor)
-    states, _ = pipe._get_qwen_prompt_embeds([caption], pictures, device)
+    states, _ = qwen_prompt_embeds(pipe, [caption], pictures, device)
     end = processor.tokenizer.convert_tokens_to_ids("<|vision_end|>")
     ends = (encoder.input_ids[0] == end).nonzero().flatten().tolist()
     seen = ends[len(images) - 1] + 1 - edit_template()[1]  # tokens of the images

@@ -517,11 +517,11 @@ def place(owner: nn.Module, leaf: str, value: Tensor):
     """
     if leaf == "weight" and hasattr(owner, "store"):
         owner.store(value)
-    elif leaf in owner._buffers:
-        owner._buffers[leaf] = value
-    else:
-        trained = owner._parameters[leaf].requires_grad
-        owner._parameters[leaf] = nn.Parameter(value, requires_grad=trained)
+        return
+    held = getattr(owner, leaf)
+    if isinstance(held, nn.Parameter):
+        value = nn.Parameter(value, requires_grad=held.requires_grad)
+    setattr(owner, leaf, value)
 
 # %% ../../nbs/4_models/01_weights.ipynb #ab4c2f6c
 def materialise(
@@ -562,9 +562,7 @@ def randomise(
     """
     gen = torch.Generator(device).manual_seed(seed)
     for owner in module.modules():
-        for leaf, p in list(owner._parameters.items()):
-            if p is None:
-                continue
+        for leaf, p in list(owner.named_parameters(recurse=False)):
             value = torch.empty(p.shape, dtype=dtype, device=device)
             if p.ndim > 1:
                 value.normal_(std=p[0].numel() ** -0.5, generator=gen)

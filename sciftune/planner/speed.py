@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from ..core.recipe import Recipe, RecipeError
+from ..models.compat import tree_map
 from .costs.base import costs_of
 from .ledger import Ledger
 from .records import BlockTimes, Profile

@@ -15,10 +15,18 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
+from sciftune.models.compat import (
+    FLASH_ATTENTION,
+    TorchDispatchMode,
+    TreeSpec,
+    storage_id,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 from ..models.heads import use_block_kernels
 from .records import BatchLine, Block
 from ..strategies.float8 import Float8Linear, float8_layers
@@ -41,8 +49,7 @@ class FlashAttention(TorchFunctionMode):
             return func(*args, **kwargs)
         by_name = [kwargs[n] for n in ("query", "key", "value")[len(args) :]]
         query, key, value = [*args, *by_name][:3]
-        flash = torch.ops.aten._scaled_dot_product_flash_attention
-        return flash(query, key, value, 0.0, False, False)[0]
+        return FLASH_ATTENTION(query, key, value, 0.0, False, False)[0]
 
 # %% ../../nbs/6_planner/02_trace.ipynb #7fdf69c7
 def tensors_in(tree: object) -> list[torch.Tensor]:
@@ -65,7 +72,7 @@ def storages(tree: object) -> dict[int, torch.UntypedStorage]:
     Returns:
         id -> storage
     """
-    return {s._cdata: s for s in (t.untyped_storage() for t in tensors_in(tree))}
+    return {storage_id(s): s for s in (t.untyped_storage() for t in tensors_in(tree))}
 
 # %% ../../nbs/6_planner/02_trace.ipynb #504e6aed
 class LiveBytes(TorchDispatchMode):
@@ -156,14 +163,14 @@ class OperationRecorder(TorchDispatchMode):
         if "float8" not in name:
             self.written |= set(inputs)
             return
-        cast = x.untyped_storage()._cdata, x.storage_offset(), x.shape
+        cast = storage_id(x.untyped_storage()), x.storage_offset(), x.shape
         if cast in self.casts:
             self.repeated |= set(outputs)
         self.casts.add(cast)
 
     def _count(self, func: Callable, args: tuple, kwargs: dict, out: object):
         tensors = tensors_in((args, kwargs, out))
-        moved = (t.nbytes for t in tensors if t.untyped_storage()._cdata not in self.weights)
+        moved = (t.nbytes for t in tensors if storage_id(t.untyped_storage()) not in self.weights)
         self.traffic += sum(moved)
         kind = "attention" if "attention" in func.overloadpacket.__name__ else "products"
         self.flops[kind] += flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
@@ -224,7 +231,7 @@ def _plain(value: object) -> object:
 def _tensor_kind(tensor: torch.Tensor, order: dict[int, int]) -> tuple:
     """Return layout and type; `order` numbers storages: two views of one differ from two."""
     storage = tensor.untyped_storage()
-    number = order.setdefault(storage._cdata, len(order))
+    number = order.setdefault(storage_id(storage), len(order))
     layout = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
     return layout, tensor.dtype, tensor.requires_grad, number, storage.nbytes()
 
@@ -570,7 +577,7 @@ def trace(denoiser: nn.Module, forward: Callable, classes: tuple[str, ...]) -> T
         hooks.append(block.register_forward_pre_hook(watch.enter(name), with_kwargs=True))
         hooks.append(block.register_forward_hook(watch.leave))
     for name, module in denoiser.named_modules():
-        if module._parameters and id(module) not in within:
+        if next(module.parameters(recurse=False), None) is not None and id(module) not in within:
             hooks.append(module.register_forward_pre_hook(watch.note(name)))
     saved = torch.autograd.graph.saved_tensors_hooks(watch.pack, lambda t: t)
     try:

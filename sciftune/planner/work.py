@@ -304,7 +304,7 @@ class MetaModel:
         inside = tuple(f"{c.name}." for c in seen.calls)
         frozen, outer = self.frozen, []
         for name, module in self.denoiser.named_modules():
-            numels = {k: p.numel() for k, p in module._parameters.items() if p is not None}
+            numels = {k: p.numel() for k, p in module.named_parameters(recurse=False)}
             if not numels or f"{name}.".startswith(inside):
                 continue
             prefix = f"{name}." if name else ""

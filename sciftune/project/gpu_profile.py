@@ -30,6 +30,7 @@ from torch.profiler import profile as record_trace
 
 from ..core.recipe import Recipe, resolve
 from ..core.registry import find_kernel
+from ..models.compat import checkpointing_function
 from ..models.family import Family, get_family
 from ..objectives.flow.loss import FlowMatching
 from .baseline import StepClock, one_batch
@@ -404,7 +405,7 @@ def time_passes(model: ProfiledModel) -> list[str]:
         return timing.line(label, f"MFU {3 * model.flops / timing.device / peak:.3f}")
 
     lines = [line("forward + backward, recompute all")]
-    recompute = model.denoiser._gradient_checkpointing_func
+    recompute = checkpointing_function(model.denoiser)
     model.denoiser.disable_gradient_checkpointing()
     lines.append(line("forward + backward, recompute none"))
     lines.append(timed(model.forward, model.cuda).line("forward"))

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['blocks_of', 'cos_and_sin', 'RealTable', 'RealAttention', 'joint_mask', 'real_rotary', 'checkpoint_blocks',
-           'compiled_graphs', 'tell_compilation', 'no_mixed_order_reductions', 'recompute_used_far_apart',
-           'compile_blocks', 'gather_whole_blocks', 'tell_launches', 'begin_graphs', 'ContiguousGradient',
-           'contiguous_gradients', 'blocks_to_checkpoint', 'prepare_denoiser']
+           'compiled_graphs', 'tell_compilation', 'no_mixed_order_reductions', 'compile_blocks', 'gather_whole_blocks',
+           'tell_launches', 'begin_graphs', 'ContiguousGradient', 'contiguous_gradients', 'blocks_to_checkpoint',
+           'prepare_denoiser']
 
 # %% ../../nbs/5_strategies/08_compilation.ipynb #f99f5401
 import functools
@@ -25,6 +25,15 @@ from ..core.recipe import Recipe, RecipeError
 from ..core.registry import find_record
 from ..core.rundir import cache_root
 from ..models.attention import attention
+from sciftune.models.compat import (
+    attention_setting,
+    compile_counters,
+    default_compile_cache,
+    on_compilation,
+    raise_recompile_limit,
+    recompute_used_far_apart,
+    stop_mixed_reductions,
+)
 from ..models.family import get_family
 from ..models.heads import joint_heads, use_block_kernels
 from .float8 import captions_in_float8, float8_linears
@@ -163,7 +172,7 @@ class RealAttention(qwen.QwenDoubleStreamAttnProcessor2_0):
             attention_mask = joint_mask(encoder_hidden_states_mask, image)
         table, text_table = (cos_and_sin(part) for part in image_rotary_emb)
         q, k, v = joint_heads(attn, image, table, text, text_table)
-        setting = self._attention_backend, self._parallel_config
+        setting = attention_setting(self)
         out = attention(q, k, v, attention_mask, *setting).flatten(2, 3)
         image_out = attn.to_out[1](attn.to_out[0](out[:, n:].contiguous()))
         return image_out, attn.to_add_out(out[:, :n].contiguous())
@@ -230,36 +239,22 @@ def checkpoint_blocks(denoiser: nn.Module, names: tuple, count: int | None = Non
 # %% ../../nbs/5_strategies/08_compilation.ipynb #c71d004c
 def compiled_graphs() -> int:
     """Graphs compiled in this process so far."""
-    from torch._dynamo.utils import counters
-
-    return counters["stats"]["unique_graphs"]
+    return compile_counters()["stats"]["unique_graphs"]
 
 # %% ../../nbs/5_strategies/08_compilation.ipynb #688f3a3a
 @functools.cache
 def tell_compilation():
     """Let each graph count as progress: the first step with all of its graphs takes minutes."""
-    from torch._dynamo.callback import on_compile_end, on_compile_start
-
-    on_compile_start(lambda graph: progress("compiling a graph"))
-    on_compile_end(lambda graph: progress("a graph is compiled"))
+    on_compilation(
+        lambda graph: progress("compiling a graph"),
+        lambda graph: progress("a graph is compiled"),
+    )
 
 
 def no_mixed_order_reductions():
     """Turn Inductor's mix-order reductions off, where it has them and the user has said nothing."""
-    import torch._inductor.config as config
-
-    if "TORCHINDUCTOR_MIX_ORDER_REDUCTION" in os.environ:
-        return
-    if getattr(config.triton, "mix_order_reduction", False):
-        config.triton.mix_order_reduction = False
-
-
-def recompute_used_far_apart():
-    """Let backward compute again what both sides of a matrix product use."""
-    import torch._functorch.config as config
-
-    if hasattr(config, "ban_recompute_used_far_apart"):
-        config.ban_recompute_used_far_apart = False
+    if "TORCHINDUCTOR_MIX_ORDER_REDUCTION" not in os.environ:
+        stop_mixed_reductions()
 
 # %% ../../nbs/5_strategies/08_compilation.ipynb #31fe62b2
 def compile_blocks(denoiser: nn.Module, names: tuple, cache: Path | None = None, **kwargs) -> int:
@@ -274,14 +269,10 @@ def compile_blocks(denoiser: nn.Module, names: tuple, cache: Path | None = None,
     Returns:
         number of blocks
     """
-    import torch._dynamo
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    if cache and os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):
+    if cache and os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_compile_cache()):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)  # torch writes its default there
     # text lengths, masks, training and validation, frozen parameters
-    limit = max(64, torch._dynamo.config.recompile_limit)
-    torch._dynamo.config.recompile_limit = limit
+    raise_recompile_limit(64)
     no_mixed_order_reductions()
     recompute_used_far_apart()
     tell_compilation()
@@ -319,9 +310,7 @@ def tell_launches():
 
 def begin_graphs(module: nn.Module, args: tuple):
     """Forward hook: the memory of the last step's graphs may be written again."""
-    from torch._dynamo.utils import counters
-
-    if counters["inductor"]["cudagraph_skips"]:
+    if compile_counters()["inductor"]["cudagraph_skips"]:
         tell_launches()
     torch.compiler.cudagraph_mark_step_begin()
 

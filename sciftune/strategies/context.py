@@ -11,13 +11,14 @@ import warnings
 from collections.abc import Mapping
 
 import torch
+from diffusers import ContextParallelConfig, ParallelConfig
 from diffusers.hooks.context_parallel import EquipartitionSharder
-from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
 from diffusers.models.attention_dispatch import AttentionBackendName
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..core.recipe import Recipe, RecipeError
+from ..models.compat import set_attention_kernel, set_context_parallel
 from ..models.family import Family
 from ..models.tokens import TokenArguments
 from .engine import Engine
@@ -115,11 +116,7 @@ def parallel_processors(denoiser: nn.Module, mesh: DeviceMesh, device: torch.dev
     config = ContextParallelConfig(ulysses_degree=ranks, mesh=mesh)
     parallel = ParallelConfig(context_parallel_config=config)
     parallel.setup(torch.distributed.get_rank(), mesh.size(), device, mesh=mesh)
-    modules = (getattr(module, "processor", None) for module in denoiser.modules())
-    found = [processor for processor in modules if hasattr(processor, "_parallel_config")]
-    for processor in found:
-        processor._parallel_config = parallel
-    return found
+    return set_context_parallel(denoiser, parallel)
 
 # %% ../../nbs/5_strategies/20_context.ipynb #a4f635d5
 class ContextParallel:
@@ -184,7 +181,7 @@ class ContextParallel:
         """
         fast = tokens.is_cuda and tokens.itemsize == 2 and mask is None
         for processor in self.processors:
-            processor._attention_backend = UNMASKED_BACKEND if fast else None
+            set_attention_kernel(processor, UNMASKED_BACKEND if fast else None)
 
     def gather(self, module: nn.Module, args: tuple, out: tuple) -> tuple:
         """Replace this rank's prediction by that of all tokens."""

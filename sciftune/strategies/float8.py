@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..core.recipe import Recipe, RecipeError
 from ..core.registry import find_kernel
+from ..models.compat import scaled_mm
 
 # %% ../../nbs/5_strategies/22_float8.ipynb #f8000006
 CAPTION_PARTS = frozenset(  # What diffusers calls layers of joint blocks that see captions alone
@@ -184,7 +185,7 @@ class Float8Product(torch.autograd.Function):
             narrow, turned = to_float8(x, scale, INPUTS), None
         back, back_w = scale.reciprocal(), scale_w.reciprocal()
         ctx.save_for_backward(turned, weight, scale_w, back, back_w)
-        return torch._scaled_mm(
+        return scaled_mm(
             narrow,
             to_float8(weight, scale_w, INPUTS).t(),
             scale_a=back,
@@ -211,12 +212,12 @@ class Float8Product(torch.autograd.Function):
         dx = dw = None
         if ctx.needs_input_grad[1]:
             narrow, turned_grad = float8_both(grad, scale, GRADIENTS)
-            dw = torch._scaled_mm(turned_grad, turned.t(), scale_b=back, **kind)
+            dw = scaled_mm(turned_grad, turned.t(), scale_b=back, **kind)
         else:
             narrow = to_float8(grad, scale, GRADIENTS)
         if ctx.needs_input_grad[0]:
             turned_w = float8_turned(weight, scale_w, INPUTS)
-            dx = torch._scaled_mm(narrow, turned_w.t(), scale_b=back_w, **kind)
+            dx = scaled_mm(narrow, turned_w.t(), scale_b=back_w, **kind)
         return dx, dw, grad.sum(0) if ctx.needs_input_grad[2] else None
 
 

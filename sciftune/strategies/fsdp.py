@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from ..core.plan import Plan
 from ..core.recipe import Recipe, RecipeError
 from ..core.registry import StrategyRecord, find_record
+from ..models.compat import use_gloo
 from .flat_weights import exchanged_sum
 from .precision import Policy
-from .strategy import Strategy, engines_on_cpu
+from .strategy import Strategy
 from .trained_module import FlatRange, TrainedModule
 
 # %% ../../nbs/5_strategies/14_fsdp.ipynb #67484b2a
@@ -459,7 +460,7 @@ class FSDP(Strategy):
         from accelerate.utils import FullyShardedDataParallelPlugin
 
         if not self.cuda:
-            engines_on_cpu()
+            use_gloo()
         arguments = dict(mixed_precision="no")
         offload = self.recipe.offload == "params"
         # accelerate's sign for gloo beside NCCL: gradient norms are summed in host memory

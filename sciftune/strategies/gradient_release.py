@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..models.compat import backward_pass
+
 # %% ../../nbs/5_strategies/03_gradient_release.ipynb #a5aeff95
 def block_list(module: nn.Module) -> list[nn.Module]:
     """Return the members of every `ModuleList` that is an attribute of the module.
@@ -180,7 +182,7 @@ class GradientRelease:
 
     def _keep(self, param: nn.Parameter):
         unit = self.pending[id(param)]
-        task = torch._C._current_graph_task_id()
+        task = backward_pass()
         if task != self.task:
             self._update_waiting()
             self.task = task

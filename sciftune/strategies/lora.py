@@ -33,6 +33,7 @@ from diffusers.utils import (
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ..core.digests import folder_damage, write_digests
@@ -41,6 +42,7 @@ from ..core.randomness import stream
 from ..core.recipe import Recipe, RecipeError
 from ..core.registry import nearest, records
 from ..core.rundir import replaced_folder
+from ..models.compat import ignore_in_ddp, lora_components
 from ..models.family import Family, get_family
 from ..models.weights import PICKLES, Weights, pipeline_index, resolve_folder, same_tensor
 
@@ -124,7 +126,8 @@ class ConvAdapter(nn.Conv2d):
         Returns:
             (B,c_out,h,w), in x's type
         """
-        return self._conv_forward(x, self.weight.to(x.dtype), None)
+        weight, options = self.weight.to(x.dtype), (self.dilation, self.groups)
+        return functional.conv2d(x, weight, None, self.stride, self.padding, *options)
 
 # %% ../../nbs/5_strategies/07_lora.ipynb #3da32c22
 def is_adapter(name: str) -> bool:
@@ -458,9 +461,7 @@ def not_for_ddp(denoiser: nn.Module):
         denoiser: With real weights and adapters
     """
     frozen = [n for n, p in denoiser.named_parameters() if not p.requires_grad]
-    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-        denoiser, frozen
-    )
+    ignore_in_ddp(denoiser, frozen)
 
 # %% ../../nbs/5_strategies/07_lora.ipynb #33b98684
 def save_lora(
@@ -637,7 +638,7 @@ def _component(key: str) -> str:
 
 def _check_components(path: str | Path, cls: type, part: str, state: dict, alphas: dict):
     """Raise RecipeError for a tensor or a scale that `load_lora_weights` would not look at."""
-    text = [name for name in cls._lora_loadable_modules if name.startswith("text_encoder")]
+    text = [name for name in lora_components(cls) if name.startswith("text_encoder")]
     known, there = (".lora_", ".lokr_", "_lora."), {_component(key) for key in state}
     other = [
         key
@@ -683,10 +684,9 @@ def adapter_layers_of(model: nn.Module) -> dict:
 def _without_memory(model: nn.Module) -> nn.Module:
     """Put zeros in the place of meta weights: peft sends adapters to the device of the weights."""
     for layer in model.modules():
-        for name, parameter in layer._parameters.items():
-            if parameter is not None:
-                zeros = torch.zeros((), device="cpu").expand(parameter.shape)
-                layer._parameters[name] = nn.Parameter(zeros, requires_grad=False)
+        for name, parameter in list(layer.named_parameters(recurse=False)):
+            zeros = torch.zeros((), device="cpu").expand(parameter.shape)
+            setattr(layer, name, nn.Parameter(zeros, requires_grad=False))
     return model
 
 

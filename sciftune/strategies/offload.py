@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..models.compat import codes_and_scales, put_codes
 from .locked_memory import host_memory
 
 # %% ../../nbs/5_strategies/05_offload.ipynb #4212509d
@@ -190,8 +191,8 @@ def tensors_of(state: dict) -> dict[str, Tensor]:
     out = {}
     for k in sorted(state.keys() - {"step"}):  # bytes first, so that fp16 scales are aligned
         t = state[k]
-        if getattr(t, "_quantized", None) is not None:
-            out |= {k: t._quantized, k + ".scales": t._scales}
+        if quantised := codes_and_scales(t):
+            out |= dict(zip((k, k + ".scales"), quantised, strict=True))
         elif isinstance(t, Tensor):
             out[k] = t
     return out
@@ -207,9 +208,9 @@ def put_tensors(state: dict, tensors: dict[str, Tensor]):
     for k, t in tensors.items():
         name, _, scales = k.partition(".")
         if scales:
-            state[name]._scales = t
-        elif getattr(state[name], "_quantized", None) is not None:
-            state[name]._quantized = t
+            put_codes(state[name], scales=t)
+        elif codes_and_scales(state[name]):
+            put_codes(state[name], codes=t)
         else:
             state[name] = t
 

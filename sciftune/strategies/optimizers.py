@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..core.recipe import Recipe, RecipeError
 from ..core.registry import find_record, load
+from ..models.compat import change_parts
 
 # %% ../../nbs/5_strategies/02_optimizers.ipynb #optmeth1
 class OptimizerMethods:
@@ -230,10 +231,11 @@ def _cut(stored: Tensor, begin: int, end: int, device: torch.device) -> Tensor:
         return local_part(stored.detach()).reshape(-1)[begin:end].to(device)
     part = copy.copy(stored)
     numbers, groups = slice(begin, end), slice(begin // GROUP, -(-end // GROUP))
-    for name, within in dict(_data=numbers, _quantized=numbers, _scales=groups).items():
-        tensor = getattr(stored, name)
-        if tensor is not None:
-            setattr(part, name, tensor.reshape(-1)[within].to(device))
+    change_parts(
+        part,
+        lambda codes: codes.reshape(-1)[numbers].to(device),
+        lambda scales: scales.reshape(-1)[groups].to(device),
+    )
     return part
 
 

@@ -21,17 +21,15 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from ..core.recipe import resolve
+from ..models.compat import forget_accelerator
 from .engine import Engine
 from .optim.adamw import AdamW
 
 # %% ../../nbs/5_strategies/18_ranks.ipynb #0aafbfcf
 def _rank(function: Callable, rank: int, world: int, port: int, folder: Path, args: tuple):
     """Run a function in a forked process and write its result or traceback to a file."""
-    from accelerate.state import AcceleratorState, GradientState
-
     torch.set_num_threads(1)  # replaces the parent's thread pool before two threads want it
-    AcceleratorState._reset_state(True)  # the parent may have been an engine
-    GradientState._reset_state()
+    forget_accelerator(processes=True)  # the parent may have been an engine
     if world > 1:
         os.environ |= {key: str(rank) for key in ("RANK", "LOCAL_RANK")}
         os.environ |= {key: str(world) for key in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from ..models.compat import backward_pass, tree_leaves
 from .locked_memory import host_memory
 from .offload import evenly_spread, worth_streaming
 
@@ -31,7 +31,8 @@ def large_parameters(module: nn.Module, blocks: list[nn.Module]) -> list[list[nn
     Returns:
         parameters of each block
     """
-    owners = Counter(id(p) for m in module.modules() for p in m._parameters.values())
+    parts = (m.parameters(recurse=False) for m in module.modules())
+    owners = Counter(id(p) for part in parts for p in part)
 
     def alone(parameter: nn.Parameter) -> bool:
         return worth_streaming(parameter.numel()) and owners[id(parameter)] == 1
@@ -304,4 +305,4 @@ class HostWeights:
 
 def in_backward() -> bool:
     """Return whether this code is called by autograd, in a backward pass."""
-    return torch._C._current_graph_task_id() != -1
+    return backward_pass() != -1

@@ -36,9 +36,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -58,12 +57,14 @@ from sciftune.core.checkpoint_folders import (
     first_usable,
     resume_candidates,
 )
+from ..core.compat import PythonUnpickler
 from ..core.digests import DigestingFile, digest_record, sealed
 from ..core.files import open_file
 from ..core.progress import ProgressFile, progress
 from ..core.recipe import RecipeError
 from ..core.rundir import RunDir, replaced_folder, sweep_unfinished
 from ..core.writing import write_atomic
+from ..models.compat import MemoryFormats, StorageInfo, layout_named
 from ..strategies.engine import Engine
 from ..strategies.locked_memory import host_memory, host_threads
 from ..strategies.trained_module import FlatRange, TrainedModule
@@ -582,8 +583,8 @@ METADATA_CLASSES = {
         StorageMeta,
         TensorProperties,
         TensorStorageMetadata,
-        _MEM_FORMAT_ENCODING,
-        _StorageInfo,
+        MemoryFormats,
+        StorageInfo,
     )
 }  # the classes that `.metadata` consists of
 
@@ -593,9 +594,9 @@ def _joined_path(*parts: str) -> str:
     return "/".join(map(str, parts))
 
 
-def _memory_format(kind: type, name: str) -> _MEM_FORMAT_ENCODING:
+def _memory_format(kind: type, name: str) -> MemoryFormats:
     """Return the member `name`; raise UnpicklingError for an attribute of anything else."""
-    if kind is not _MEM_FORMAT_ENCODING or name not in kind.__members__:
+    if kind is not MemoryFormats or name not in kind.__members__:
         raise pickle.UnpicklingError(f"it asks for {name!r:.40} of something else than its format")
     return kind[name]
 
@@ -603,13 +604,13 @@ def _memory_format(kind: type, name: str) -> _MEM_FORMAT_ENCODING:
 METADATA_NAMES = METADATA_CLASSES | {
     ("builtins", "getattr"): _memory_format,
     ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("torch.serialization", "_get_layout"): layout_named,
     ("pathlib", "PosixPath"): _joined_path,
     ("pathlib._local", "PosixPath"): _joined_path,  # Python 3.13
 }
 
 
-class MetadataUnpickler(pickle._Unpickler):
+class MetadataUnpickler(PythonUnpickler):
     """Read `.metadata` and nothing else: only the names of torch's format are known.
 
     It derives from the unpickler written in Python, whose BUILD can be overridden.
@@ -634,7 +635,7 @@ class MetadataUnpickler(pickle._Unpickler):
             raise pickle.UnpicklingError("it changes something that is not an entry")
         super().load_build()
 
-    dispatch = pickle._Unpickler.dispatch | {pickle.BUILD[0]: load_build}
+    dispatch = PythonUnpickler.dispatch | {pickle.BUILD[0]: load_build}
 
 # %% ../../nbs/7_training/05_checkpoints.ipynb #0ce211f3
 class CheckpointReader(dcp.FileSystemReader):
@@ -682,7 +683,7 @@ def _check_metadata(metadata: Metadata) -> None:
         if type(stored) is not TensorStorageMetadata or type(stored.size) is not torch.Size:
             raise ValueError(f"{key} is no tensor")
     for index, place in metadata.storage_data.items():
-        if type(index) is not MetadataIndex or type(place) is not _StorageInfo:
+        if type(index) is not MetadataIndex or type(place) is not StorageInfo:
             raise ValueError(f"{index!r:.80} is no place of a tensor")
         if Path(place.relative_path).name != place.relative_path:
             raise ValueError(f"{index.fqn} lies outside the folder, in {place.relative_path!r}")

@@ -15,9 +15,9 @@ from functools import partial
 
 import torch
 from torch.utils.data import DataLoader, Dataset
-from torch.utils.data._utils.pin_memory import pin_memory
 
 from ..core.ownership import REQUESTS, end_with_parent
+from ..models.compat import end_workers, pin_memory
 from .validation import to_device
 
 # %% ../../nbs/7_training/11_prefetch.ipynb #a1fc530a
@@ -108,7 +108,6 @@ class Prefetcher:
         self.next_step = None
         self.work = None
         if self.workers and stream is not None:
-            stream._shutdown_workers()  # explicitly: a traceback may keep the stream alive
-            for worker in stream._workers:
+            for worker in end_workers(stream):
                 if worker.is_alive():
                     worker.kill()

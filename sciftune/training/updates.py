@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..core.recipe import Recipe
+from ..models.compat import codes_and_scales
 from ..strategies.optimizers import optimizer_class
 from ..strategies.trained_module import FlatRange, TrainedModule
 
@@ -96,8 +97,8 @@ def _shares(sums: list) -> dict:
 
 # %% ../../nbs/7_training/03_updates.ipynb #eb75e225
 def _stored_type(tensor: Tensor) -> str:  # tensor (...) or a quantised state of flashoptim
-    stored = getattr(tensor, "_quantized", None)
-    values = tensor.quantized if stored is not None else tensor
+    quantised = codes_and_scales(tensor)
+    values = quantised[0] if quantised else tensor
     return str(values.dtype).removeprefix("torch.")
 
 

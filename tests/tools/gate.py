@@ -76,7 +76,15 @@ LONGEST_LINE = 100  # characters
 EXAMPLES = 0.85  # asserting cells per cell that exports a definition, over all notebooks
 EXAMPLES_OF_ONE = 0.6  # the same for a notebook with at least `MANY_EXPORTS` such cells
 MANY_EXPORTS = 4
-OPEN_CIRCLES = ()  # modules that import each other and are not taken apart yet
+PRIVATE_PARTS = (  # modules that may use names which other packages keep to themselves
+    "core.compat",
+    "models.compat",
+    "extras.kernels.adam",  # its class extends flashoptim's
+    "lab.launch",  # not yet in core.compat: accelerate's arguments and state, ipykernel's message
+    "lab.jobs",
+    "strategies.launch_files",
+)
+PUBLIC_UNDERSCORES = {"_", "_exit", "_replace"}  # os._exit, namedtuple: Python documents them
 SHARED_NAMES = {"RECORDS"}  # every plug-in has its own; the registry reads it
 
 
@@ -263,14 +271,14 @@ def named_extras() -> Iterator[str]:
 
 
 def imports_by_module(known: list[Module]) -> dict[str, set[str]]:
-    """Return module -> modules that it imports, for types alone, too; without `OPEN_CIRCLES`."""
+    """Return module -> modules that it imports, for types alone, too."""
     named = {m.name.removesuffix(".py").replace("/", "."): m for m in known}
     graph = {name: set() for name in named}
     for name, module in named.items():
         for other in module.imported_names():
             target = other.removeprefix("sciftune.")
             target = target if target in graph else target.rpartition(".")[0]
-            if target in graph and not any({name, target} <= circle for circle in OPEN_CIRCLES):
+            if target in graph:
                 graph[name].add(target)
     return {name: others - {name} for name, others in graph.items()}
 
@@ -282,6 +290,57 @@ def circular_imports() -> Iterator[str]:
     except CycleError as error:
         circle = " → ".join(reversed(error.args[1]))
         yield f"{circle} is a circle of imports: put what they share in a module of its own"
+
+
+def is_private(name: str) -> bool:
+    """Return whether a name, or a part of a dotted one, is meant for its own package alone."""
+    parts = (part for part in name.split(".") if not part.startswith("__"))
+    return any(part.startswith("_") and part not in PUBLIC_UNDERSCORES for part in parts)
+
+
+def names_that_modules_make(known: list[Module]) -> set[str]:
+    """Return the names of functions, classes, variables and attributes of own objects."""
+    names = set()
+    for node in (node for module in known for node in ast.walk(module.tree)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and getattr(node.value, "id", "") in ("self", "cls"):
+            names |= {node.attr} if isinstance(node.ctx, ast.Store) else set()
+    return names
+
+
+def names_in_use(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield line and name of attributes, of the texts of getattr, and of imports from outside."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "").endswith("attr"):
+            texts = (getattr(argument, "value", None) for argument in node.args[1:2])
+            yield from ((node.lineno, text) for text in texts if isinstance(text, str))
+        elif isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from ((node.lineno, name) for name in names if not name.startswith("sciftune."))
+
+
+def private_parts() -> Iterator[str]:
+    """Uses of names that other packages keep to themselves: each may break with any upgrade.
+
+    A private name that some module here makes counts as our own, whatever it is asked of.
+    """
+    known = modules()
+    own = names_that_modules_make(known)
+    for module in known:
+        name = module.name.removesuffix(".py").replace("/", ".")
+        if name in PRIVATE_PARTS:
+            continue
+        for line, used in names_in_use(module.tree):
+            if is_private(used) and used not in own:
+                where = f"sciftune/{module.name}:{line} uses {used}, private to another package"
+                yield f"{where}: do it in models.compat or core.compat, and say why"
 
 
 def orphans() -> Iterator[str]:
@@ -531,6 +590,7 @@ CHECKS = [
     wrong_layers,
     named_extras,
     circular_imports,
+    private_parts,
     bad_notebooks,
     long_readme,
     doubled_numbers,

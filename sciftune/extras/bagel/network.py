@@ -37,6 +37,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP, Qwen2RMSNorm, app
 from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer
 
 from .sequences import image_patches, sent, visibility
+from ...models.compat import mark_varying
 from sciftune.models.weights import (
     readable,
 )
@@ -820,7 +821,7 @@ def any_rows(compiled: Callable) -> Callable:
 
     def call(*tensors: Tensor) -> object:
         for x in tensors:
-            torch._dynamo.mark_dynamic(x, 0)
+            mark_varying(x, 0)
         return compiled(*tensors)
 
     return call

@@ -18,6 +18,7 @@ from torch.nn import functional
 from ...core.registry import KernelRecord
 from .blocks import SwiGLU, has_kernels
 from ...models.attention import attention
+from ...models.compat import attention_setting
 from ...models.heads import fused_heads, joint_heads, part_tables
 from ...strategies.float8 import is_modulation
 
@@ -149,7 +150,7 @@ class JointAttention(flux.FluxAttnProcessor):
         text = 0 if encoder_hidden_states is None else encoder_hidden_states.shape[1]
         text_table, table = part_tables(image_rotary_emb, text)
         q, k, v = joint_heads(attn, hidden_states, table, encoder_hidden_states, text_table)
-        setting = self._attention_backend, self._parallel_config
+        setting = attention_setting(self)
         out = attention(q, k, v, attention_mask, *setting).flatten(2, 3)
         if encoder_hidden_states is None:
             return out
@@ -179,7 +180,7 @@ class FusedAttention(flux2.Flux2ParallelSelfAttnProcessor):
             (B,S,C)
         """
         q, k, v, hidden = fused_heads(attn, hidden_states, part_tables(image_rotary_emb)[1])
-        setting = self._attention_backend, self._parallel_config
+        setting = attention_setting(self)
         out = attention(q, k, v, attention_mask, *setting).flatten(2, 3)
         return attn.to_out(SideBySide.apply(out, hidden))
 

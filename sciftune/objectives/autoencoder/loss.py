@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from ...core.recipe import Recipe
+from ...models.compat import causal_padding
 from ...training.intervals import latent_sums
 from ...training.task import OptimizerStep
 
@@ -79,9 +80,8 @@ def flat_convolution(conv: nn.Module, x: Tensor, cache_x: object = None) -> Tens
     Returns:
         (B,C',1,H',W')
     """
-    w, _, h, *_ = conv._padding  # left, right, top, bottom, ...
     kernel = conv.weight[:, :, -1]
-    made = F.conv2d(x[:, :, 0], kernel, conv.bias, conv.stride[1:], (h, w))
+    made = F.conv2d(x[:, :, 0], kernel, conv.bias, conv.stride[1:], causal_padding(conv))
     return made[:, :, None]
 
 # %% ../../../nbs/8_objectives/autoencoder/02_loss.ipynb #21b27cbb

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ...models.compat import adapted_layers, switch_adapters
 from ...training.task import EarlierRun, Task
 
 # %% ../../../nbs/8_objectives/common/06_start.ipynb #66970586
@@ -26,16 +27,14 @@ def without_adapters(network: nn.Module) -> Iterator[nn.Module]:
     Raises:
         ValueError: the network has no adapters.
     """
-    adapted = [m for m in network.modules() if hasattr(m, "_disable_adapters")]
+    adapted = adapted_layers(network)
     if not adapted:
         raise ValueError("the network has no adapters: its base cannot stand in for a frozen copy")
-    for module in adapted:
-        module._disable_adapters = True
+    switch_adapters(adapted, on=False)
     try:
         yield network
     finally:
-        for module in adapted:
-            module._disable_adapters = False
+        switch_adapters(adapted, on=True)
 
 # %% ../../../nbs/8_objectives/common/06_start.ipynb #54363ebb
 @torch.no_grad()

@@ -21,6 +21,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from ...core.randomness import stream, stream_seed
+from ...models.compat import begin_fsdp
 from ...models.ddpm import STEPS, NoiseSchedule
 from ..common.start import without_adapters
 from ...training.intervals import loss_by_sigma
@@ -544,7 +545,7 @@ class GradientSwitch:
     def _note(self, key: str, network: object):
         root = unwrap_to(network, "_get_fsdp_state")
         if root is not None:
-            root._get_fsdp_state()._lazy_init()
+            begin_fsdp(root)
         self.trainable[key] = [p for p in network.parameters() if p.requires_grad]
 
     def _set(self, key: str, network: object, on: bool):
