@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ..core.registry import FamilyRecord
 from . import tiny
+from .compat import flux2_reference
 from .encoders import Encoders, check_captions, user_turn
 from .family import Family
 from .heads import fused_heads, part_tables
@@ -557,7 +558,7 @@ class Klein(Family):
     def reference_pixels(self, image: Image.Image, side: int = 0) -> np.ndarray:
         """Scale and crop with the pipeline's own image processor."""
         height, width = self.reference_size(*image.size, side)
-        image = Flux2ImageProcessor._resize_if_exceeds_area(image, _reference_area(side))
+        image = flux2_reference(image, _reference_area(side))
         processor = Flux2ImageProcessor(vae_scale_factor=self.size_multiple)
         return np.array(processor.resize(image, height, width, resize_mode="crop"))
 
