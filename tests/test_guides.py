@@ -59,7 +59,7 @@ def test_a_shown_command_is_accepted(words, monkeypatch):
         rest = rest[:at] + rest[at + 2 :]
     if name == "plan":
         planned_recipe(rest)
-    elif name in ("run", "prove"):
+    elif name in ("run", "verify-resume"):
         recipe_from(settings_of(rest))
 
 

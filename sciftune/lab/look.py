@@ -719,7 +719,7 @@ def clean_list(collection: object, look: DataLook, path: Path) -> Path | None:
 
 # %% ../../nbs/9_lab/16_look.ipynb #006482b9
 def look_folder(recipe: Recipe) -> Path:
-    """Create and return the run folder of an inspection; `sciftune look` keeps its notebook there.
+    """Create and return the folder of an inspection; `sciftune inspect` keeps its notebook there.
 
     Args:
         recipe: with absolute paths

@@ -468,7 +468,7 @@ def data_looked_at(recipe: Recipe, recipe_path: Path, findings: Path) -> Iterato
             raise LaunchError(found.strip())
         print(found, end="")
     except subprocess.TimeoutExpired:
-        print("data: not looked at wholly before the launch; sciftune look does")
+        print("data: not looked at wholly before the launch; sciftune inspect does")
     finally:
         looking.kill()
         looking.communicate()

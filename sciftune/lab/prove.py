@@ -212,9 +212,9 @@ def _check(recipe: Recipe, at: int) -> None:
 
 # %% ../../nbs/9_lab/15_prove.ipynb #f7c5601e
 def prove_command(arguments: list[str]) -> None:
-    """Run `sciftune prove`: print the table, return 1 if the resume is not exact."""
+    """Run `sciftune verify-resume`: print the table, return 1 if the resume is not exact."""
     parser = argparse.ArgumentParser(
-        prog="sciftune prove",
+        prog="sciftune verify-resume",
         description="Run a recipe, run it again, kill it, resume it, and compare the two.",
     )
     pair = dict(nargs=2, action="append", default=[], metavar=("NAME", "VALUE"))
@@ -230,6 +230,6 @@ def prove_command(arguments: list[str]) -> None:
         changed = {name: parsed_yaml(value) for name, value in asked.resume_with}
         proof = prove(given, asked.at, changed)
     except (LaunchError, FileError, OSError, ValueError) as error:
-        sys.exit(f"sciftune prove: {error}")
+        sys.exit(f"sciftune verify-resume: {error}")
     print(f"\n{proof.table()}\n\n{proof.verdict(asked.tolerance)}")
     sys.exit(not proof.holds(asked.tolerance))

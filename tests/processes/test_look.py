@@ -1,4 +1,4 @@
-"""scripts/look in a process of its own, on a collection with planted faults."""
+"""scripts/inspect in a process of its own, on a collection with planted faults."""
 
 import io
 import json
@@ -25,7 +25,7 @@ def test_look_names_what_is_wrong(root, tmp_path, warm_python):
         (shelf / f"{name}.txt").write_text(name)
     words = [f"data={shelf}", "model=klein", "resolution=64", f"run_root={tmp_path / 'runs'}"]
     done = subprocess.run(
-        [root / "scripts/look", *words],
+        [root / "scripts/inspect", *words],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -40,4 +40,4 @@ def test_look_names_what_is_wrong(root, tmp_path, warm_python):
     assert (
         sum(line == f["line"] for f in found["findings"] for line in done.stdout.splitlines()) == 3
     )
-    assert {"look.ipynb", "without_duplicates.jsonl"} <= set(os.listdir(folder))
+    assert {"inspect.ipynb", "without_duplicates.jsonl"} <= set(os.listdir(folder))

@@ -1,4 +1,4 @@
-"""`scripts/prove` on the stand-in: killed with one engine, resumed with another."""
+"""`scripts/verify_resume` on the stand-in: killed with one engine, resumed with another."""
 
 import subprocess
 
