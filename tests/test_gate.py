@@ -29,6 +29,7 @@ def _half(row):
 )
 def test_private_names_of_other_packages_are_refused(tmp_path, monkeypatch, code, name):
     monkeypatch.setattr(gate, "PACKAGE", tmp_path)
+    monkeypatch.setattr(gate, "modules", lambda: [*map(gate.Module, tmp_path.glob("*.py"))])
     (tmp_path / "rows.py").write_text(OWN)
     assert list(gate.private_parts()) == []
     (tmp_path / "user.py").write_text(f"from sciftune.rows import _half\n{code}\nrow._width\n")

@@ -34,6 +34,7 @@ import psutil
 from pydantic import BaseModel, ConfigDict
 
 from ..core.checkpoint_folders import complete_checkpoints
+from ..core.compat import accelerator_was_made, shutdown_message
 from ..core.failures import Failure, first_failure, job_findings
 from ..core.files import of_kind, read_kind, read_object
 from sciftune.core.ownership import (
@@ -492,7 +493,7 @@ def kernel_restarts(patience: float = 1.0) -> bool:
         return False
     end = time.monotonic() + patience
     while time.monotonic() < end:
-        if message := getattr(kernel, "_shutdown_message", None):
+        if message := shutdown_message(kernel):
             return bool(message["content"].get("restart"))
         time.sleep(0.05)
     return False
@@ -573,14 +574,13 @@ def attach(run: RunDir | str | Path, offset: int | None = None) -> RunDir:
 def forkable():
     """Raise LaunchError when ranks forked from this kernel could hang or lose the GPU."""
     torch, why = sys.modules.get("torch"), None
-    accelerate = sys.modules.get("accelerate.state")
     if torch is None:
         return
     if torch.cuda.is_initialized():
         why = "CUDA is initialised in this kernel"
     elif os.environ.get("OMP_NUM_THREADS") != "1" and torch.get_num_threads() > 1:
         why = "torch has been imported in this kernel with several threads"
-    elif accelerate and accelerate.PartialState._shared_state:
+    elif accelerator_was_made():
         why = "an Accelerator has been made in this kernel"
     if why:
         raise LaunchError(

@@ -20,6 +20,7 @@ from unittest import mock
 
 import yaml
 
+from ..core.compat import checked_launch
 from ..core.plan import Plan
 from ..core.processes import on_cpu, world_size
 from ..core.recipe import Recipe
@@ -200,7 +201,7 @@ def engine_environment(run: RunDir, environment: Mapping[str, str]) -> tuple[dic
     with mock.patch.dict(os.environ, environment):
         words = ["--config_file", str(run.accelerate), "-m", TRAINER, str(run.recipe)]
         options = accelerate.launch_command_parser().parse_args(words)
-        options, defaults, own_precision = accelerate._validate_launch_command(options)
+        options, defaults, own_precision = checked_launch(options)
         simple = not (options.use_deepspeed or options.use_fsdp or options.multi_gpu)
         if options.use_deepspeed:
             # as `launch_command` does, before it calls what is called here

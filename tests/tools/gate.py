@@ -55,7 +55,6 @@ TORCH_FREE = [  # imported by the kernel that launches, whose forks torch could 
     "lab.report_page",
     "lab.live",
     "lab.logs",
-    "lab.jobs",
     "lab.prepare",
     "strategies.agent",
     "project.bench",
@@ -80,9 +79,6 @@ PRIVATE_PARTS = (  # modules that may use names which other packages keep to the
     "core.compat",
     "models.compat",
     "extras.kernels.adam",  # its class extends flashoptim's
-    "lab.launch",  # not yet in core.compat: accelerate's arguments and state, ipykernel's message
-    "lab.jobs",
-    "strategies.launch_files",
 )
 PUBLIC_UNDERSCORES = {"_", "_exit", "_replace"}  # os._exit, namedtuple: Python documents them
 SHARED_NAMES = {"RECORDS"}  # every plug-in has its own; the registry reads it
