@@ -295,18 +295,21 @@ def _accumulation(
     name = "gradient_accumulation_steps"
     if name not in given:
         return {}
-    strategy = records("strategies").get(values.get("strategy", "single"))
-    alone = strategy is None or strategy.processes == "one"
+    named = values.get("strategy", "single")
+    strategy = records("strategies").get(named)
+    alone = named != "auto" and (strategy is None or strategy.processes == "one")
     processes = values.get("num_processes") or (1 if alone else here(values) if here else 0)
     if not processes:
         raise RecipeError(
             f"{name}: needs num_processes beside it, or give "
             "global_batch = micro_batch x processes x accumulation"
         )
-    micro = _whole("micro_batch", values.get("micro_batch", 1))
+    size = values.get("micro_batch", 1)
+    fixed = dict(micro_batch=1) if size == "auto" else {}
+    micro = 1 if fixed else _whole("micro_batch", size)
     ranks = _whole("context_parallel", values.get("context_parallel", 1))
     groups = max(1, _whole("num_processes", processes) // max(1, ranks))
-    return dict(global_batch=micro * groups * _whole(name, given[name]))
+    return fixed | dict(global_batch=micro * groups * _whole(name, given[name]))
 
 # %% ../../nbs/1_core/04_aliases.ipynb #57dbbe01
 def _adapters(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -53,6 +53,8 @@ def world_size(recipe: Recipe) -> int:
     """
     alone = find_record("strategies", recipe.strategy).processes == "one"
     count = recipe.num_processes or (1 if alone else processes_here(dict(recipe)))
+    if recipe.open_fields:
+        return count  # the plan chooses what goes with it
     if alone and count > 1:
         raise RecipeError(f"num_processes: {count} with strategy '{recipe.strategy}'")
     if count % recipe.num_machines:

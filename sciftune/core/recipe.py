@@ -12,9 +12,10 @@ __all__ = ['FORMAT', 'CHECKS', 'REMOVED', 'objective_sections', 'collection_sect
 
 # %% ../../nbs/1_core/05_recipe.ipynb #34232c8d
 import functools
+import itertools
 import math
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,13 @@ from sciftune.core.aliases import (
     with_family,
 )
 from .files import FileError, read_mapping
-from .presets import PresetError, preset_files, preset_named, preset_values
+from sciftune.core.presets import (
+    PresetError,
+    preset_files,
+    preset_named,
+    preset_values,
+    presets,
+)
 from sciftune.core.registry import (
     CollectionRecord,
     ObjectiveRecord,
@@ -45,6 +52,7 @@ from sciftune.core.registry import (
 )
 from .secrets import masked
 from sciftune.core.sections import (
+    AUTOMATIC,
     SECTIONS,
     NumbersSection,
     RecipeError,
@@ -570,6 +578,12 @@ class Recipe(Fields):
         return self
 
     @property
+    def stem(self) -> str:
+        """Return the beginning of the name of an unnamed run."""
+        strategy = "auto" if "strategy" in self.open_fields else self.strategy
+        return f"{self.model}-{self.preset}-{strategy}"
+
+    @property
     def distils(self) -> bool:
         """Return True if a step trains several networks beside a frozen teacher."""
         return not find_record("objectives", self.objective).one_network
@@ -637,8 +651,29 @@ def _without_unread(values: dict, weak: Collection[str]) -> dict:
     return _without_unread({k: v for k, v in values.items() if k not in unread}, weak)
 
 
+def _plainness(strategy: str) -> tuple:
+    """Return the sort key of a strategy: first without packages, over processes, sharded."""
+    record = find_record("strategies", strategy)
+    return bool(record.packages), record.processes == "one", not record.sharded
+
+
+def _guesses(names: Collection[str], values: Mapping[str, Any]) -> Iterator[dict]:
+    """Yield values for fields that the plan will choose, until one set makes a valid recipe."""
+    default = {name: Fields.model_fields[name].default for name in names}
+    whole = values.get("global_batch", Fields.model_fields["global_batch"].default)
+    options = dict(
+        strategy=sorted(records("strategies"), key=_plainness),
+        micro_batch=(1, whole),
+        compile=(False, True),
+    )
+    for choice in itertools.product(*(options.get(n, (default[n],)) for n in names)):
+        yield dict(zip(names, choice, strict=True))
+
+
 def checked(values: dict, weak: Collection[str] = ()) -> Recipe:
     """Return a `Recipe` of `values`, or raise `RecipeError` naming every wrong field.
+
+    Fields of the value 'auto' get provisional values and are named in the field `auto`.
 
     Args:
         values: value, by field name
@@ -646,6 +681,21 @@ def checked(values: dict, weak: Collection[str] = ()) -> Recipe:
     """
     if lines := _unknown(values):
         raise RecipeError("\n".join(lines))
+    chosen = [name for name in AUTOMATIC if values.get(name) == "auto"]
+    if not chosen:
+        return _valid(values, weak)
+    values = values | dict(auto=",".join(filter(None, (values.get("auto", ""), *chosen))))
+    refusals = []
+    for guess in _guesses(chosen, values):
+        try:
+            return _valid(values | guess, weak)
+        except RecipeError as error:
+            refusals.append(error)
+    raise refusals[0]
+
+
+def _valid(values: dict, weak: Collection[str]) -> Recipe:
+    """Return a `Recipe` of plain values, or raise `RecipeError`."""
     try:
         return Recipe(**_without_unread(values, weak))
     except ValidationError as error:
@@ -792,6 +842,7 @@ def resolve(
     if "preset" in given:
         given["preset"] = preset_named(given["preset"])
     below = dict(earlier) if earlier else _preset_of(given)
+    below = below | dict(auto=_still_open(below, given))
     _refuse_others_names(given, given.get("objective") or below["objective"])
     given = _with_length(translated(given, below, foreign_names(), here))
     recipe = checked(below | given, weak=below.keys() - given.keys())
@@ -815,6 +866,12 @@ def warmup_fault(recipe: Recipe) -> str:
     )
 
 
+def _still_open(below: Mapping[str, Any], given: Collection[str]) -> str:
+    """Return the field `auto` of an earlier recipe, without what is given now."""
+    names = str(below.get("auto", "")).split(",")
+    return ",".join(name for name in names if name and name not in given)
+
+
 def _preset_of(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of the named preset. Raises RecipeError if there is none."""
     model = given.get("model", "qwenimage")
@@ -831,20 +888,26 @@ def _with_length(given: dict) -> dict:
     return dict(num_train_epochs=0) | given if given.get("steps") else given
 
 # %% ../../nbs/1_core/05_recipe.ipynb #0f540754
-def launch_preset(given: Mapping[str, Any]) -> str:
+def launch_preset(given: Mapping[str, Any], gpu: bool = False) -> str:
     """Return the preset of a launch that names none.
 
     Args:
         given: recipe fields and foreign names; None counts as not given
+        gpu: whether the run has a GPU
 
     Returns:
-        the preset that is the default of the model, else tiny
+        local for a named model with data of one's own on a GPU; else the preset that is the
+        default of the model, else tiny
     """
     given, names = with_family(given), foreign_names().fields
     named = {names.get(name, name) for name, value in given.items() if value is not None}
     model = given.get("model") or "qwenimage"
     if named & {"model_path", "objective"}:
         return "tiny"
+    drawn = str(given.get("data")) in records("collections")
+    own = {"model", "data"} <= named and not drawn
+    if gpu and own and model in records("models") and "local" in presets(model):
+        return "local"
     shown = (n for n, preset in preset_files().items() if preset.default and model in preset.models)
     return next(shown, "tiny")
 

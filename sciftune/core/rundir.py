@@ -417,7 +417,7 @@ def new_run(recipe: Recipe) -> RunDir:
     if recipe.name:
         (root / recipe.name).mkdir()
         return RunDir(root / recipe.name)
-    stem = f"{recipe.model}-{recipe.preset}-{recipe.strategy}"
+    stem = recipe.stem
     numbered = re.compile(re.escape(stem) + r"-(\d+)")
     matches = [numbered.fullmatch(path.name) for path in root.glob(f"{stem}-*")]
     number = max((int(match[1]) for match in matches if match), default=0) + 1

@@ -351,7 +351,7 @@ def plan_text(plan: Plan, width: int = 140) -> str:
         width: characters of a line
     """
     said = [f"note: {note}" for note in plan.notes]
-    said += [plan.advice] if plan.advice else []
+    said += filter(None, (plan.advice, plan.chosen_text()))
     if not plan.run.fits and plan.chosen:
         said.append(f"does not fit: {plan.refusal()}")
     return "\n".join([table_text(plan_rows(plan), width), *said])

@@ -30,7 +30,7 @@ from matplotlib.ticker import MaxNLocator
 from ..core.failures import job_findings
 from ..core.files import numbered_lines, read_json, read_object
 from ..core.markup import escaped
-from ..core.plan import Plan, PlanRow
+from ..core.plan import FIRST_STEPS, Plan, PlanRow
 from ..core.processes import ENDINGS
 from ..core.recipe import Recipe
 from ..core.rundir import MetricRows, RunDir
@@ -692,6 +692,7 @@ def plan_against_use(run: RunDir | str | Path) -> Table:
             readable_size(planned_peak_of(run)),
             readable_size(measured_peak(run)),
         ],
+        *_beside_the_allocator(rows, plan),
         ["host memory", readable_size(host), readable_size(max(hosts, default=math.nan))],
         ["time per step (median)", short_number(plan.step_time or math.nan, " s"), seconds],
         ["samples per second (median)", "–", short_number(median_of(rows, "samples_per_second"))],
@@ -699,6 +700,20 @@ def plan_against_use(run: RunDir | str | Path) -> Table:
         ["rows of data set aside", bad, quarantined(run)],
     ]
     return Table(["", "plan", "used"], lines)
+
+
+def _beside_the_allocator(rows: list[dict], plan: Plan) -> list[list]:
+    """Return lines of what GPUs hold outside of the allocator, and of its retries."""
+    rows = [row for row in rows if "memory_other_gib" in row]
+    if not rows:
+        return []
+    outside = readable_size(max(row["memory_other_gib"] for row in rows))
+    settled = rows[FIRST_STEPS - 1 :] or rows[-1:]
+    retries = settled[-1]["allocator_retries"] - settled[0]["allocator_retries"]
+    return [
+        ["context, NCCL and libraries", readable_size(plan.outside_gib or math.nan), outside],
+        [f"allocator retries after step {settled[0]['step']}", 0, retries],
+    ]
 
 
 def short_number(

@@ -44,7 +44,7 @@ from sciftune.core.recipe import (
     restored,
 )
 from ..core.registry import RegistryError, find_record, import_class, nearest, records
-from ..core.rundir import RunDir, new_run, project_root
+from ..core.rundir import RunDir, gpus, new_run, project_root
 from ..core.secrets import keep_secrets, load_secrets
 from ..core.writing import write_atomic
 from .jobs import LaunchError, free_folder, in_child, kept_recipe, reserved, state
@@ -176,7 +176,7 @@ def runs_of(recipe: Recipe) -> list[RunDir]:
     Returns:
         newest first
     """
-    stem = re.escape(f"{recipe.model}-{recipe.preset}-{recipe.strategy}-")
+    stem = re.escape(f"{recipe.stem}-")
     numbered = {}
     for folder in Path(recipe.run_root).glob("*"):
         match = re.fullmatch(stem + r"(\d+)", folder.name)
@@ -260,7 +260,8 @@ def _resolved(given: dict[str, Any]) -> Recipe:
     """Return the recipe of these parameters, on top of the recipe of the run that they continue."""
     if earlier := continued_recipe(given):
         return resolve(processes_here, earlier, **given)
-    preset = given.get("preset") or launch_preset(given)
+    gpu = bool(given.get("plan_device") or not given.get("cpu") and gpus())
+    preset = given.get("preset") or launch_preset(given, gpu)
     recipe = resolve(processes_here, **given | {"preset": preset})
     if recipe.resume != "latest" or recipe.name:
         return recipe
@@ -295,7 +296,7 @@ def same_run(
     b: Recipe,
 ) -> bool:
     """Return whether two recipes train the same."""
-    free = {"name", "launcher", "resume"}
+    free = {"name", "launcher", "resume", "auto", *a.open_fields, *b.open_fields}
     return a.model_dump(exclude=free) == b.model_dump(exclude=free)
 
 # %% ../../nbs/9_lab/06_prepare.ipynb #25374a0a
@@ -327,7 +328,7 @@ def choose_folder(recipe: Recipe) -> RunDir | None:
 def _nothing_to_continue(recipe: Recipe) -> str:
     """Return the note that resume='latest' finds no run, with the nearest name."""
     names = sorted(path.parent.name for path in Path(recipe.run_root).glob("*/recipe.yaml"))
-    kind = f"{recipe.model}-{recipe.preset}-{recipe.strategy} run"
+    kind = f"{recipe.stem} run"
     what = f"run '{recipe.name}'" if recipe.name else kind
     return (
         f"resume: 'latest' finds no {what} in {recipe.run_root}"
@@ -375,7 +376,8 @@ def differences(old: Recipe, new: Recipe) -> str:
     """
     before, after = old.model_dump(), new.model_dump()
     changed = [name for name in before if before[name] != after[name]]
-    changed = [name for name in changed if name not in ("name", "launcher", "resume")]
+    left = ("name", "launcher", "resume", "auto", *old.open_fields, *new.open_fields)
+    changed = [name for name in changed if name not in left]
     return ", ".join(f"{name} {before[name]} → {after[name]}" for name in changed)
 
 # %% ../../nbs/9_lab/06_prepare.ipynb #1275ed99
@@ -405,7 +407,12 @@ def with_steps(recipe: Recipe) -> Recipe:
     """
     if not recipe.num_train_epochs:
         return recipe
-    steps = in_child("sciftune.training.epochs:count_steps", recipe)
+    counted = recipe
+    if recipe.open_fields:  # buckets are cut into micro-batches
+        with tempfile.TemporaryDirectory() as folder:
+            plan = plan_run(recipe, Path(folder) / "plan.json", recipe.plan_check)
+        counted = recipe.model_copy(update=plan.decided | dict(auto=""))
+    steps = in_child("sciftune.training.epochs:count_steps", counted)
     return recipe.model_copy(update=dict(steps=steps))
 
 

@@ -333,6 +333,8 @@ def checkpointed_blocks(profile: Profile, strategy: Strategy, limit: float) -> i
         all blocks if even that does not fit
     """
     blocks, kind = len(profile.blocks), strategy.recipe.gradient_checkpointing
+    if strategy.recipe.compile and find_record("strategies", strategy.recipe.strategy).hooks_layers:
+        return blocks  # see `compilation.blocks_to_checkpoint`
     if kind != "auto":
         return 0 if kind == "none" else blocks
     low, high = 0, blocks

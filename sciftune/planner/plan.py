@@ -13,17 +13,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..core.plan import Plan, PlanRow
+from ..core.plan import Choice, Plan, PlanRow
 from ..core.processes import world_size
 from ..core.recipe import Recipe, epochs_line
 from ..core.registry import find_record
-from ..core.rundir import RunDir
+from ..core.rundir import RunDir, gpus
 from ..models.weights import ENCODING_ROOM
 from .profile import knows_published, planned_weights, profile
 from .records import BlockTimes, Profile
 from .rows import Machine, plan_row
 from sciftune.planner.search import (
+    Setting,
     adapters_instead,
+    best_settings,
+    check_cards,
     engine_variants,
     settled,
     shared_tokens,
@@ -38,7 +41,7 @@ from sciftune.planner.speed import (
     time_blocks,
 )
 from ..strategies.launch_files import write_configs
-from ..strategies.strategy import Strategy
+from ..strategies.strategy import Strategy, strategy_class
 
 if TYPE_CHECKING:
     from sciftune.models.family import Family
@@ -183,7 +186,11 @@ def plan(recipe: Recipe, world: int | None = None) -> Plan:
     from sciftune.models.family import get_family  # diffusers takes seconds to import
 
     machine = Machine.of(recipe)
-    asked = Strategy.of(recipe, world or world_size(recipe), machine.cuda)
+    if recipe.open_fields:
+        check_cards(recipe, gpus() if machine.here and machine.cuda else [])
+        asked = None
+    else:
+        asked = Strategy.of(recipe, world or world_size(recipe), machine.cuda)
     family = get_family(recipe.model)
     with planned_weights(recipe, family) as base:
         if base is not None and not knows_published(recipe, family):
@@ -193,13 +200,96 @@ def plan(recipe: Recipe, world: int | None = None) -> Plan:
         return _planned(recipe, family, base, asked, machine)
 
 
+def _choices(settings: list[Setting], recipe: Recipe) -> tuple[Choice, ...]:
+    """Return the chosen setting and the next best, with why they lose."""
+    best, choices = settings[0], []
+    for setting in settings:
+        row = setting.row
+        why = "" if setting is best else _why_slower(setting, best)
+        choices.append(
+            Choice(
+                settings=_words(setting.strategy, recipe),
+                strategy=row.strategy,
+                processes=setting.strategy.world,
+                micro_batch=row.micro_batch,
+                recompute_blocks=row.recompute_blocks,
+                gpu_gib=row.gpu_total_gib,
+                seconds=row.seconds_per_step,
+                why=why or ("" if row.fits else row.why),
+            )
+        )
+    return tuple(choices)
+
+
+def _words(strategy: Strategy, recipe: Recipe) -> str:
+    """Return the values of a recipe's open fields under a setting, as parameters of a command.
+
+    Of the switches only those that are on.
+    """
+    new, names = strategy.recipe, [*recipe.open_fields, "reshard"]
+    default = {name: Recipe.model_fields[name].default for name in names}
+    always = ("strategy", "micro_batch")
+    shown = [n for n in names if n in always or getattr(new, n) != default[n]]
+    return " ".join(f"-p {name} {getattr(new, name)}" for name in shown)
+
+
+def _why_slower(setting: Setting, best: Setting) -> str:
+    """Return by how much a setting loses, and in which part of the step."""
+    if setting.same != best.same:
+        return f"it trains in {setting.row.precision}"
+    if not setting.row.seconds_per_step:
+        return "slower by the rates of an H200; those of this device are not known"
+    more = setting.seconds - best.seconds
+    if more < 0.0005:
+        return f"as fast, needs {setting.row.gpu_total_gib - best.row.gpu_total_gib:.1f} GiB more"
+    parts, least = setting.row.seconds_parts, best.row.seconds_parts
+    grown = {name: seconds - least.get(name, 0.0) for name, seconds in parts.items()}
+    name = max(grown, key=lambda part: grown[part], default="")
+    return f"{more:.3f} s slower" + (f", {name} +{grown[name]:.3f} s" if name else "")
+
+
+def _decided(recipe: Recipe, strategy: Strategy, machine: Machine) -> dict[str, str | bool | int]:
+    """Return the values of open fields; `num_processes` where not every card is used."""
+    new = strategy.recipe
+    decided = {name: getattr(new, name) for name in recipe.open_fields}
+    decided |= dict(reshard=new.reshard) if recipe.reshard != new.reshard else {}
+    decided |= dict(gradient_checkpointing="none") if new.cuda_graphs else {}
+    alone = find_record("strategies", new.strategy).processes == "one"
+    fewer = not recipe.num_processes and not alone and strategy.world < machine.count
+    return decided | (dict(num_processes=strategy.world) if fewer else {})
+
+
 def _planned(
-    recipe: Recipe, family: Family, base: Path | str | None, asked: Strategy, machine: Machine
+    recipe: Recipe,
+    family: Family,
+    base: Path | str | None,
+    asked: Strategy | None,
+    machine: Machine,
 ) -> Plan:
     """Return the plan of a run whose machine and weights are known."""
-    dtype = asked.policy.compute
+    policy = strategy_class(recipe.strategy).policy_of(recipe, machine.cuda)
     pictures = recipe.validation_steps > 0 and recipe.validation_images > 0
-    model = profile(recipe, family, base, dtype, vae=pictures)
+    model = profile(recipe, family, base, policy.compute, vae=pictures)
+    if asked:
+        return _row_plan(recipe, family, base, asked, machine, model)
+    settings = best_settings(model, recipe, machine, family.captions == "fixed")
+    asked = settings[0].strategy
+    decided = _decided(recipe, asked, machine)
+    result = _row_plan(asked.recipe, family, base, asked, machine, model, best=True)
+    return result.model_copy(update=dict(decided=decided, choices=_choices(settings, recipe)))
+
+
+def _row_plan(
+    recipe: Recipe,
+    family: Family,
+    base: Path | str | None,
+    asked: Strategy,
+    machine: Machine,
+    model: Profile,
+    best: bool = False,
+) -> Plan:
+    """Return the plan of a run whose settings are all known; `best`: they were searched for."""
+    dtype = asked.policy.compute
     strategy, notes = settled(model, asked, machine), list(asked.policy.notes)
     if recipe.profile_block and machine.cuda and torch.cuda.is_available():
         model = replace(model, times=_measured_times(recipe, family, base, dtype, notes))
@@ -207,7 +297,8 @@ def _planned(
     mine = plan_row(model, strategy, machine)
     further = epochs_line(recipe), encoding, _saving(mine, strategy), _uncompared(mine, machine)
     notes += filter(None, further)
-    words = _better(model, recipe, strategy, machine, mine)
+    searched = best and mine.fits  # nothing in this precision is faster
+    words = [] if searched else _better(model, recipe, strategy, machine, mine)
     if machine.cuda and not mine.fits and all("-p offload" in w for w in words):
         words = _otherwise(recipe, family, base, machine, words)
     free, step = _free_disk(recipe, mine.disk_gib, machine, notes), mine.seconds_per_step
@@ -233,6 +324,7 @@ def _planned(
         device_memory_gib=round(memory, 2),
         host_memory_gib=round(machine.host, 2) if math.isfinite(machine.host) else 0.0,
         disk_free_gib=round(free, 1),
+        outside_gib=round(machine.outside(asked.world), 2),
     )
 
 # %% ../../nbs/6_planner/09_plan.ipynb #43020226

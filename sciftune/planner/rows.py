@@ -58,7 +58,15 @@ class Machine:
         """Return the GiB that a process may allocate, with `world` processes."""
         if not self.cuda:
             return self.memory / max(1, world)
-        return max(0.0, self.memory - CONTEXT - (COMMUNICATION if world > 1 else 0))
+        return max(0.0, self.memory - self.outside(world))
+
+    def outside(self, world: int) -> float:
+        """Return the GiB of a GPU outside of the allocator: the context and, if needed, NCCL.
+
+        Args:
+            world: processes
+        """
+        return (CONTEXT + COMMUNICATION * (world > 1)) * self.cuda
 
     @classmethod
     def of(cls, recipe: Recipe) -> Machine:

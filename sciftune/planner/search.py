@@ -5,20 +5,29 @@
 # %% ../../nbs/6_planner/08_search.ipynb #src00003
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import math
 import shlex
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..core.plan import PlanRow
-from ..core.recipe import Recipe, RecipeError, check_cuda_graphs
+from ..core.recipe import Recipe, RecipeError, check_cuda_graphs, why_unread
 from ..core.registry import StrategyRecord, find_record, records
 from .profile import profile
 from .records import Profile
 from .rows import Machine, plan_row
-from .speed import DEVICES, device_rates, step_seconds
+from sciftune.planner.speed import (
+    DEVICES,
+    DeviceRates,
+    device_rates,
+    step_parts,
+    step_seconds,
+    total_seconds,
+)
 from .work import step_cost_of
 from ..strategies.lora import NARROW_BYTES
 from ..strategies.strategy import Strategy, strategy_class
@@ -27,8 +36,9 @@ if TYPE_CHECKING:
     from sciftune.models.family import Family
 
 # %% auto #0
-__all__ = ['engine_variants', 'variant', 'command', 'candidates', 'ranked', 'suggestions', 'adapters_instead', 'shared_tokens',
-           'settled']
+__all__ = ['MOST_CARDS', 'engine_variants', 'variant', 'command', 'candidates', 'Setting', 'least_seconds', 'planned_setting',
+           'ranked', 'suggestions', 'adapters_instead', 'shared_tokens', 'settled', 'check_cards', 'open_settings',
+           'best_settings']
 
 # %% ../../nbs/6_planner/08_search.ipynb #c7fe2a59
 def engine_variants(world: int) -> list[dict]:
@@ -154,6 +164,66 @@ def candidates(recipe: Recipe, machine: Machine, worlds: Iterable[int]) -> Itera
                 if strategy:
                     yield strategy
 
+# %% ../../nbs/6_planner/08_search.ipynb #9e9a2854
+@dataclass(frozen=True)
+class Setting:
+    """A setting with its plan.
+
+    Attributes:
+        seconds: of a step, by the rates of an H200 where those of the device are unknown
+        same: whether it trains in the precision that the recipe names
+    """
+
+    strategy: Strategy
+    row: PlanRow
+    seconds: float
+    same: bool
+
+    @property
+    def rank(self) -> tuple:
+        """Return the sort key: settings in the named precision first, then the fastest."""
+        offloads = self.strategy.recipe.offload != "none"
+        return not self.same, self.seconds, offloads, self.row.gpu_total_gib
+
+    def need(self, machine: Machine) -> tuple:
+        """Return the sort key of settings that do not fit: by their share of what there is.
+
+        Args:
+            machine: where it runs
+        """
+        shares = self.row.gpu_total_gib / machine.memory, self.row.host_gib / machine.host
+        return not self.same, max(shares)
+
+
+def least_seconds(profile: Profile, strategy: Strategy, rates: DeviceRates) -> float:
+    """Return a lower bound of a step's seconds: nothing recomputed or offloaded.
+
+    Args:
+        profile: the model
+        strategy: a setting
+        rates: of the GPU
+    """
+    whole = strategy.recipe.gradient_checkpointing == "full"
+    parts = step_parts(profile, strategy, len(profile.blocks) if whole else 0, rates)
+    return total_seconds(parts | dict(offload=0.0))
+
+
+def planned_setting(
+    profile: Profile, strategy: Strategy, machine: Machine, rates: DeviceRates
+) -> Setting:
+    """Return a setting with its plan.
+
+    Args:
+        profile: the model
+        strategy: the setting
+        machine: where it runs
+        rates: of its GPU, or of another where they are unknown
+    """
+    row = plan_row(profile, strategy, machine)
+    seconds = step_seconds(profile, strategy, row.recompute_blocks, rates)
+    same = row.precision == strategy.recipe.precision
+    return Setting(strategy, row, row.seconds_per_step or seconds, same)
+
 # %% ../../nbs/6_planner/08_search.ipynb #9072979e
 def ranked(
     profile: Profile,
@@ -179,11 +249,13 @@ def ranked(
         unlike = strategy.context != profile.context  # blocks were measured with other tokens
         if unlike or strategy.recipe.offload not in offloads:
             continue
-        row = plan_row(profile, strategy, machine)
+        if least_seconds(profile, strategy, rates) >= below:
+            continue
+        setting = planned_setting(profile, strategy, machine, rates)
+        row, seconds = setting.row, setting.seconds
         if not row.fits:
             continue
         states_suffice |= strategy.streams_states and not strategy.streams_weights
-        seconds = step_seconds(profile, strategy, row.recompute_blocks, rates)
         if seconds < below and command(strategy, recipe):
             fitting.append((seconds, row.gpu_total_gib, row, strategy))
     if states_suffice:
@@ -322,9 +394,151 @@ def settled(profile: Profile, strategy: Strategy, machine: Machine) -> Strategy:
     *preferred, last = strategy.alternatives()
     if not preferred or step_cost_of(strategy.recipe).networks > 1:
         return last
-    least = plan_row(profile, last, machine).recompute_blocks
+    rates = device_rates(machine.device) or DEVICES["H200"]
+    best, seconds = last, planned_setting(profile, last, machine, rates).seconds
     for other in preferred:
-        row = plan_row(profile, other, machine)
-        if row.fits and row.recompute_blocks <= least:
-            return other
-    return last
+        setting = planned_setting(profile, other, machine, rates)
+        if setting.row.fits and setting.seconds < seconds:
+            best, seconds = other, setting.seconds
+    return best
+
+# %% ../../nbs/6_planner/08_search.ipynb #5b4ddce4
+MOST_CARDS = 8  # of one machine
+_OPTIONS = dict(shard_states=False, offload="none", hybrid_shard=0)  # of engine_variants
+
+
+def check_cards(recipe: Recipe, cards: list[dict]):
+    """Raise RecipeError for a machine whose settings cannot be chosen.
+
+    Args:
+        recipe: with open fields
+        cards: from `gpus`; empty where they are not here
+    """
+    name = recipe.open_fields[0]
+    if recipe.num_machines > 1:
+        raise RecipeError(
+            f"{name}: 'auto' chooses for one machine, not for num_machines={recipe.num_machines}; "
+            "give strategy and micro_batch"
+        )
+    if recipe.num_processes > MOST_CARDS or len(cards) > MOST_CARDS:
+        raise RecipeError(
+            f"{name}: 'auto' chooses for at most {MOST_CARDS} GPUs; set CUDA_VISIBLE_DEVICES, or "
+            "give strategy and micro_batch"
+        )
+    kinds = [(card["name"], round(card["memory_gib"])) for card in cards]
+    if len(set(kinds)) > 1:
+        listed = ", ".join(f"{i}: {kind} ({gib} GiB)" for i, (kind, gib) in enumerate(kinds))
+        raise RecipeError(
+            f"{name}: 'auto' needs equal GPUs, here are {listed}; name equal ones in "
+            "CUDA_VISIBLE_DEVICES, or give strategy and micro_batch"
+        )
+
+
+def _own_fields(recipe: Recipe) -> set[str]:
+    """Return the fields that some strategies read and that the recipe sets."""
+    read = {name for record in records("strategies").values() for name in record.reads}
+    free = {*recipe.open_fields, "reshard"}
+    return {n for n in read - free if getattr(recipe, n) != Recipe.model_fields[n].default}
+
+
+def _open_engines(recipe: Recipe, machine: Machine, world: int) -> Iterator[dict]:
+    """Yield the engines that the recipe allows and this machine can run."""
+    own, fixed = _own_fields(recipe), {"strategy", *_OPTIONS} - {*recipe.open_fields}
+    sharded = dict(hybrid_shard=recipe.hybrid_shard) if recipe.hybrid_shard else {}
+    for change in (engine | sharded for engine in _engines(recipe, world)):
+        record = find_record("strategies", change["strategy"])
+        if recipe.reshard == "auto" and "reshard" in record.reads:
+            change = dict(reshard=True) | change
+        wanted = all((_OPTIONS | change)[name] == getattr(recipe, name) for name in fixed)
+        reshards = recipe.reshard == "auto" or "reshard" not in change
+        there = all(map(importlib.util.find_spec, record.packages)) or not machine.here
+        moves = "offload" in recipe.open_fields and change.get("offload", "none") != "none"
+        possible = there and (machine.cuda or not moves)  # on a CPU all is in host memory
+        if wanted and reshards and own <= set(record.reads) and possible:
+            yield change
+
+
+def _open_speeds(recipe: Recipe, machine: Machine, graphs: bool) -> Iterator[dict]:
+    """Yield the values of `compile` and `cuda_graphs` that the recipe allows."""
+    names = recipe.open_fields
+    able = machine.cuda and not why_unread("compile", dict(recipe))
+    compiled = (True, False) if able else (False,)
+    for one in compiled if "compile" in names else (recipe.compile,):
+        fixed_size = one and not recipe.varied and recipe.gradient_checkpointing != "full"
+        either = (False, True) if fixed_size and graphs else (False,)
+        for graphed in either if "cuda_graphs" in names else (recipe.cuda_graphs,):
+            kept = dict(gradient_checkpointing="none") if graphed else {}
+            yield dict(compile=one, cuda_graphs=graphed) | kept
+
+
+def open_settings(recipe: Recipe, machine: Machine, graphs: bool = True) -> Iterator[Strategy]:
+    """Yield the settings among which the plan chooses.
+
+    Args:
+        recipe: with open fields
+        machine: where it runs
+        graphs: whether captions have one length, which CUDA graphs need
+    """
+    cards = machine.count if machine.cuda else 1
+    worlds = [recipe.num_processes] if recipe.num_processes else range(cards, 0, -1)
+    for world in worlds:
+        groups, rest = divmod(world, recipe.context_parallel)
+        if rest or recipe.global_batch % groups:
+            continue
+        each = recipe.global_batch // groups
+        batches = [b for b in range(1, each + 1) if each % b == 0]
+        if "micro_batch" not in recipe.open_fields:
+            batches = [recipe.micro_batch]
+        engines = _open_engines(recipe, machine, world)
+        speeds = list(_open_speeds(recipe, machine, graphs))
+        for engine, speed, batch in itertools.product(engines, speeds, batches):
+            change = dict(auto="", precision=recipe.precision, micro_batch=batch)
+            strategy = variant(recipe, world, machine.cuda, **engine, **speed | change)
+            if strategy and _runs(strategy, recipe, speed):
+                yield strategy
+
+
+def _runs(strategy: Strategy, recipe: Recipe, speed: dict) -> bool:
+    """Return whether a setting is what was asked for, and none that a rank would refuse."""
+    new, record = strategy.recipe, find_record("strategies", strategy.recipe.strategy)
+    layers = record.hooks_layers and new.compile and new.gradient_checkpointing == "none"
+    same = new.precision == recipe.precision and new.cuda_graphs == speed["cuda_graphs"]
+    return same and not layers
+
+
+def best_settings(
+    profile: Profile, recipe: Recipe, machine: Machine, graphs: bool = True, most: int = 6
+) -> list[Setting]:
+    """Return the settings of an open recipe that fit, fastest first.
+
+    Args:
+        profile: the model
+        recipe: with open fields
+        machine: where it runs
+        graphs: whether captions have one length, which CUDA graphs need
+        most: how many at most
+
+    Returns:
+        where none fits, only the one that needs the least memory
+    """
+    rates = device_rates(machine.device) or DEVICES["H200"]
+    waiting = [
+        (least_seconds(profile, s, rates), s)
+        for s in open_settings(recipe, machine, graphs)
+        if s.context == profile.context
+    ]
+    if not waiting:
+        raise RecipeError(
+            f"{recipe.open_fields[0]}: 'auto' finds no strategy that reads what this recipe sets; "
+            "give strategy and micro_batch"
+        )
+    fitting, smallest = [], None
+    for least, strategy in sorted(waiting, key=lambda pair: pair[0]):
+        if len(fitting) == most and fitting[-1].rank[:2] <= (False, least):
+            break
+        setting = planned_setting(profile, strategy, machine, rates)
+        if setting.row.fits:
+            fitting = sorted([*fitting, setting], key=lambda one: one.rank)[:most]
+        elif not smallest or setting.need(machine) < smallest.need(machine):
+            smallest = setting
+    return fitting or [smallest]

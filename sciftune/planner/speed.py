@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from sciftune.models.family import Family
 
 # %% auto #0
-__all__ = ['DEVICES', 'PRODUCTS', 'ATTENTION', 'FLOAT8', 'FLOAT32', 'COMPILED_TRAFFIC', 'EAGER_TRAFFIC', 'OPERATION',
+__all__ = ['DEVICES', 'PRODUCTS', 'ATTENTION', 'EXPOSED', 'FLOAT8', 'FLOAT32', 'COMPILED_TRAFFIC', 'EAGER_TRAFFIC', 'OPERATION',
            'CAST_OPERATION', 'COMPILED_OPERATION', 'COMPILED_BLOCK', 'FLOAT8_LAYER', 'GRAPHED_BLOCK', 'NETWORK', 'SEEN',
            'MEASURED_ON', 'DeviceRates', 'device_rates', 'named_device', 'forward_seconds', 'step_parts',
-           'step_seconds', 'step_interval', 'finished_at', 'time_block', 'time_blocks']
+           'step_seconds', 'total_seconds', 'step_interval', 'finished_at', 'time_block', 'time_blocks']
 
 # %% ../../nbs/6_planner/06_speed.ipynb #80b32333
 @dataclass(frozen=True)
@@ -97,6 +97,7 @@ def named_device(name: str) -> DeviceRates:
 
 # %% ../../nbs/6_planner/06_speed.ipynb #571bb909
 PRODUCTS, ATTENTION = 0.64, 0.49  # share of the peak that they reach
+EXPOSED = 0.4  # share of an exchange that is waited for, at least
 FLOAT8, FLOAT32 = 1.65, 0.5  # rates relative to bf16
 COMPILED_TRAFFIC, EAGER_TRAFFIC = 1.6, 7  # times the bytes that contractions read and write
 OPERATION, CAST_OPERATION = 20e-6, 32e-6  # host seconds per operation, and under autocast
@@ -199,19 +200,21 @@ def step_parts(
         every_turn: False leaves out optimizer steps that are taken only every k-th time
 
     Returns:
-        compute, host, context, exchange, update, offload
+        compute, host, context, exchange, copies, update, offload
     """
     share = checkpointed / max(1, len(profile.blocks))
     compute = _compute_seconds(profile, strategy, share, rates, every_turn)
     host = _launch_seconds(profile, strategy, share, every_turn)
     near, far = step_cost_of(strategy.recipe).sent_bytes(profile, strategy, share)
+    costs = costs_of(strategy, profile)
     return dict(
         compute=compute,
         host=host,
         context=_context_seconds(profile, strategy, share, rates),
         exchange=near / rates.link + far / NETWORK,
+        copies=costs.copied_bytes(profile.backward_blocks, share) / rates.memory,
         update=2 * _updated_bytes(profile, strategy, checkpointed) / (0.6 * rates.memory),
-        offload=costs_of(strategy, profile).offload_seconds(max(compute, host), share, rates.bus),
+        offload=costs.offload_seconds(max(compute, host), share, rates.bus),
     )
 
 
@@ -223,10 +226,19 @@ def step_seconds(
     every_turn: bool = True,
 ) -> float:
     """Return the estimated seconds of an optimizer step; arguments as in `step_parts`."""
-    parts = step_parts(profile, strategy, checkpointed, rates, every_turn)
+    return total_seconds(step_parts(profile, strategy, checkpointed, rates, every_turn))
+
+
+def total_seconds(parts: dict[str, float]) -> float:
+    """Return the seconds of a step, some of whose parts overlap.
+
+    Args:
+        parts: from `step_parts`
+    """
     busy = max(parts["compute"], parts["host"]) + parts["context"]
-    exchange = max(parts["exchange"] / 2, parts["exchange"] - busy)
-    return busy + exchange + parts["update"] + parts["offload"]
+    exchange = parts["exchange"]
+    waited = exchange * min(1.0, max(EXPOSED, exchange / busy)) if exchange else 0.0
+    return busy + waited + parts["copies"] + parts["update"] + parts["offload"]
 
 # %% ../../nbs/6_planner/06_speed.ipynb #1d7e23cd
 SEEN = (0.8, 1.55)  # least and most measured seconds over planned seconds on H200s

@@ -99,7 +99,8 @@ def bench_recipe(run_root: str | Path, **given) -> tuple[Recipe, dict]:
         fields["model_path"] = f"random:{os.path.abspath(own['files'])}"
     fields |= given
     groups = max(1, fields["num_processes"] // fields.get("context_parallel", 1))
-    fields.setdefault("global_batch", fields["micro_batch"] * groups)
+    if fields["micro_batch"] != "auto":
+        fields.setdefault("global_batch", fields["micro_batch"] * groups)
     recipe = resolve(**fields)
     reads = find_record("objectives", recipe.objective).reads
     if "caption_dropout" in reads and "caption_dropout" not in given:
@@ -451,8 +452,9 @@ def bench(
     recipe, own = bench_recipe(run_root, **given)
     run = new_run(recipe)
     recipe.save(run.recipe)
-    predicted = settled_plan(run, own, plan)
+    predicted = settled_plan(run, own, plan or bool(recipe.open_fields))
     launch = bench_command(run, recipe, own)
+    recipe = Recipe.load(run.recipe)  # with what the plan chose
     began = time.time()
     code = run_command(launch.command, launch.environment, run.log, own["timeout"])
     row = bench_row(run, recipe, own, predicted, began)

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['blocks_of', 'cos_and_sin', 'RealTable', 'RealAttention', 'joint_mask', 'real_rotary', 'checkpoint_blocks',
-           'compiled_graphs', 'tell_compilation', 'no_mixed_order_reductions', 'compile_blocks', 'gather_whole_blocks',
-           'tell_launches', 'begin_graphs', 'ContiguousGradient', 'contiguous_gradients', 'blocks_to_checkpoint',
-           'prepare_denoiser']
+           'recompute_one_more', 'compiled_graphs', 'tell_compilation', 'no_mixed_order_reductions', 'compile_blocks',
+           'gather_whole_blocks', 'tell_launches', 'begin_graphs', 'ContiguousGradient', 'contiguous_gradients',
+           'blocks_to_checkpoint', 'prepare_denoiser']
 
 # %% ../../nbs/5_strategies/08_compilation.ipynb #f99f5401
 import functools
@@ -223,18 +223,46 @@ def checkpoint_blocks(denoiser: nn.Module, names: tuple, count: int | None = Non
     blocks = blocks_of(denoiser, names)
     n = len(blocks)
     count = n if count is None else min(count, n)
-    chosen = {id(blocks[int((i + 0.5) * n / count)]) for i in range(count)}
+    chosen = {int((i + 0.5) * n / count) for i in range(count)}
+    for i, block in enumerate(blocks):
+        block.recomputed = i in chosen
     # dropout is in adapters only; keeping the generator's state costs a wait
     random = any(isinstance(m, nn.Dropout) and m.p > 0 for m in denoiser.modules())
 
     def run(block: nn.Module, *args):
-        if id(block) not in chosen:
+        if not block.recomputed:
             return block(*args)
         return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=random)
 
+    denoiser.run_block = run
     if chosen:
         denoiser.enable_gradient_checkpointing(run)
     return n
+
+
+def recompute_one_more(denoiser: nn.Module, names: tuple) -> int | None:
+    """Recompute one block more, from the next forward pass on.
+
+    Args:
+        denoiser: from `checkpoint_blocks`; the network of an objective may hold it
+        names: block classes
+
+    Returns:
+        how many are recomputed now; None = all were already
+    """
+    blocks = [block for block in blocks_of(denoiser, names) if hasattr(block, "recomputed")]
+    keeping = [i for i, block in enumerate(blocks) if not block.recomputed]
+    if not keeping:
+        return None
+    runs = [[]]  # of neighbours that keep their activations
+    for i in keeping:
+        runs = [*runs, [i]] if runs[-1] and i > runs[-1][-1] + 1 else [*runs[:-1], [*runs[-1], i]]
+    longest = max(runs, key=len)
+    blocks[longest[len(longest) // 2]].recomputed = True
+    for module in denoiser.modules():
+        if hasattr(module, "run_block"):
+            module.enable_gradient_checkpointing(module.run_block)
+    return len(blocks) - len(keeping) + 1
 
 # %% ../../nbs/5_strategies/08_compilation.ipynb #c71d004c
 def compiled_graphs() -> int:

@@ -26,7 +26,12 @@ from ..core.processes import on_cpu, world_size
 from ..core.recipe import Recipe
 from ..core.rundir import RunDir, cores
 from ..core.writing import write_atomic
-from .strategy import RENDEZVOUS_PORT, Strategy, apply_plan
+from sciftune.strategies.strategy import (
+    RENDEZVOUS_PORT,
+    Strategy,
+    apply_plan,
+    with_choices,
+)
 
 # %% ../../nbs/5_strategies/17_launch_files.ipynb #89a27f33
 TRAINER = "sciftune.training.trainer"  # module that every process runs
@@ -257,6 +262,7 @@ def write_configs(recipe: Recipe, run: RunDir, at: RunDir | None = None) -> list
     """
     at = at or run
     plan = Plan.load(run.plan)
+    recipe = with_choices(recipe, plan)
     decided, host = apply_plan(recipe, plan), plan.run.host_gib
     strategy = Strategy.of(decided, world_size(recipe), not on_cpu(recipe))
     if recipe.launcher != "print":  # for this machine

@@ -130,7 +130,11 @@ def memory_now(device: torch.device) -> dict:
             memory_reserved_gib=counted["reserved_bytes.all.peak"] / 2**30,
             memory_other_gib=other / 2**30,
             memory_mapped_gib=counted["reserved_bytes.all.allocated"] / 2**30,
+            memory_unmapped_gib=counted["reserved_bytes.all.freed"] / 2**30,
             allocator_retries=counted["num_alloc_retries"],
+            allocator_failures=counted["num_ooms"],
+            device_allocations=counted.get("num_device_alloc", 0),
+            device_frees=counted.get("num_device_free", 0),
         )
     resident = resident_bytes([os.getpid()]) / 2**30
     return dict(memory_allocated_gib=resident, memory_reserved_gib=resident)

@@ -154,19 +154,27 @@ class Reporter:
             event = dict(event="trouble", step=step, name=finding.name)
             self.write(event | dict(cause=finding.cause, cure=finding.cure))
 
-    def memory_against_plan(self, step: int, planned: float) -> None:
+    def memory_against_plan(self, step: int, plan: Plan) -> None:
         """Report how far the measured peak is from the planned one; on a GPU only.
+
+        Also what is used outside of the allocator: the context, NCCL, libraries.
 
         Args:
             step: of the measurement
-            planned: GiB that the plan expects to be allocated; 0 = unknown
+            plan: `Plan()` where there is none
         """
+        planned, outside = plan.run.allocated_gib, plan.outside_gib
         if not self.engine.main or not planned or self.engine.device.type != "cuda":
             return
-        used = memory_now(self.engine.device)["memory_allocated_gib"]
+        now = memory_now(self.engine.device)
+        used, other = now["memory_allocated_gib"], now["memory_other_gib"]
         error = planned / used - 1
-        self.write(dict(event="plan", step=step, planned_gib=planned, used_gib=used, error=error))
-        self.say(f"peak memory {used:.1f} GiB, planned {planned:.1f} ({error:+.1%})")
+        row = dict(event="plan", step=step, planned_gib=planned, used_gib=used, error=error)
+        self.write(row | dict(planned_outside_gib=outside, outside_gib=other))
+        self.say(
+            f"peak memory {used:.1f} GiB, planned {planned:.1f} ({error:+.1%}); outside of the "
+            f"allocator {other:.1f}, planned {outside:.1f}"
+        )
 
     def _track(self, row: dict) -> None:
         values = flattened(row)

@@ -76,6 +76,7 @@ from .intervals import Sums, line_due, with_numbers
 from .metrics import DeferredMetrics, Stopwatch, memory_now, mfu, peak_flops
 from .prefetch import Prefetcher
 from .reporting import Reporter, UpdateChecks, check_finite, samples_line
+from .retries import Retries
 from .task import get_task
 
 # %% ../../nbs/7_training/14_trainer.ipynb #13e3c41d
@@ -152,6 +153,7 @@ class Run:
         self.watch = Stopwatch(self.engine.device)
         self.stop_request = StopRequest()
         self.saves = SaveRequest(run_dir, self.engine.main)
+        self.retries = Retries(self.recipe, self.networks, self.engine.device, self.start)
         self.checks = UpdateChecks(
             self.networks,
             self.task.rate,
@@ -333,8 +335,11 @@ class Run:
         for row in rows:
             stop |= row.pop("stop") > 0
             self.saves.due |= row.pop("save") > 0
+            retries = row.pop("retries")
             check_finite(row, self.recipe)
             self.reporter.step(self._completed(row))
+            if crowded := self.retries.row(row["step"], retries):
+                self.reporter.findings(row["step"], [crowded])
             if diverged := self.divergence.row(row):
                 self.reporter.findings(row["step"], [diverged])
                 if self.recipe.stop_if_diverged:
@@ -381,6 +386,7 @@ def train_step(run: Run, step: int, batches: list[dict]) -> dict:
     Returns:
         scalars on the device: loss, grad_norm, stop, ...
     """
+    run.retries.begin()
     means = dict(loss=torch.zeros((), device=run.engine.device))
     norms = {}
     for update in run.task.objective.optimizer_steps(step):
@@ -410,6 +416,7 @@ def _add_means(means: dict, values: dict, count: int) -> None:
 def _over_ranks(run: Run, means: dict[str, Tensor], sums: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return means and sums over all ranks, and how many ranks were asked to stop or to save."""
     requests = dict(stop=run.stop_request.asked, save=run.saves.asked)
+    requests["retries"] = run.retries.in_step()
     device = run.engine.device
     parts = {
         name: torch.full((), float(requested), device=device)
@@ -496,7 +503,7 @@ def _timed_step(
     if measured:
         run.checks.after(step + 1)
     if step == run.start + 1:
-        run.reporter.memory_against_plan(step + 1, run.plan.run.allocated_gib)
+        run.reporter.memory_against_plan(step + 1, run.plan)
     row = dict(
         step=step + 1,
         lr=run.task.rate(next(iter(run.networks)), step),

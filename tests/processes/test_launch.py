@@ -86,7 +86,7 @@ print(sorted(heavy & sys.modules.keys()))
 
 
 def test_a_plan_that_does_not_fit_says_so_once(python):
-    words = ("model=klein", "preset=local", "strategy=single", "num_processes=1")
+    words = ("model=klein", "preset=local", "strategy=single", "num_processes=1", "offload=none")
     card = ("plan_device=H200", "device_memory_gib=24")
     r = python("-m", "sciftune.lab.command", "plan", *words, *card)
     assert r.returncode == 1, r.stderr

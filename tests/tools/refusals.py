@@ -513,6 +513,23 @@ CASES = [
     asked("Names of other scripts", "no such file or folder: v.jsonl", val_data_path="v.jsonl"),
     asked("Names of other scripts", "needs objective 'dmd2'", generator_lr=1e-5),
     asked("Recipe", "needs strategy 'ddp'; 'single' does not read it", shard_states=True),
+    asked("Recipe", "auto: 'precision' is not chosen by the plan; use strategy", auto="precision"),
+    asked("Recipe", "global_batch: 8 is not a multiple of", strategy="auto", num_processes=3),
+    asked(
+        "Engines",
+        "strategy: 'auto' chooses for one machine, not for num_machines=2",
+        strategy="auto",
+        num_machines=2,
+        main_process_ip="host",
+    ),
+    asked(
+        "Engines",
+        "strategy: 'auto' chooses for at most 8 GPUs; set CUDA_VISIBLE_DEVICES",
+        strategy="auto",
+        num_processes=16,
+        micro_batch=1,
+        global_batch=16,
+    ),
     asked(
         "Engines",
         "shard_states: needs updates during backward: GPUs, precision 'bf16-master24'",

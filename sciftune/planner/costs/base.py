@@ -334,6 +334,15 @@ class Costs:
         """
         return 0.0, 0.0
 
+    def copied_bytes(self, backward_share: float, checkpointed_share: float) -> float:
+        """Return the bytes of a GPU's memory that a step reads and writes around its exchanges.
+
+        Args:
+            backward_share: share of the blocks that backward passes
+            checkpointed_share: share of the blocks that run again in backward
+        """
+        return 0.0
+
     def link_bytes(self, total: float, group: int, between: float = 0.0) -> tuple[float, float]:
         """Return the bytes that a rank sends: the share (group-1)/group of a ring's total.
 

@@ -125,6 +125,28 @@ class FSDPCosts(Costs):
         """Return all parameters of the model."""
         return self.model.numel
 
+    def gathers(self, backward_share: float) -> float:
+        """Return how often a micro-batch gathers all parameters.
+
+        Args:
+            backward_share: share of the blocks that backward passes
+        """
+        return 1 + backward_share if self.strategy.reshards else 1
+
+    def copied_bytes(self, backward_share: float, checkpointed_share: float) -> float:
+        """Return the bytes that a step reads and writes to unpack parameters and pack gradients.
+
+        Args:
+            backward_share: share of the blocks that backward passes
+            checkpointed_share: not used: blocks that run again find their parameters gathered
+        """
+        strategy, model = self.strategy, self.model
+        if strategy.shards == 1:
+            return 0.0
+        unpacked = 2 * self.compute * self.gathers(backward_share) * model.numel
+        packed = (self.compute + strategy.reduce_type.itemsize) * model.trained
+        return strategy.accumulation * (unpacked + packed)
+
     def sent_bytes(
         self, backward_share: float, checkpointed_share: float, forward_only: int = 0
     ) -> tuple[float, float]:
@@ -143,7 +165,7 @@ class FSDPCosts(Costs):
         """
         strategy, model = self.strategy, self.model
         shards, times = strategy.shards, strategy.accumulation
-        gathers = 1 + backward_share if strategy.reshards else 1
+        gathers = self.gathers(backward_share)
         sent = strategy.reduce_type.itemsize
         total = times * (gathers * self.compute * model.numel + sent * model.trained)
         total += times * self.compute * forward_only

@@ -239,10 +239,30 @@ class Zero3Costs(Zero2Costs):
         Returns:
             inside a machine, between machines
         """
+        total = self.moved_numbers(backward_share, checkpointed_share) * self.compute
+        return self.link_bytes(total, self.strategy.shards)
+
+    def moved_numbers(self, backward_share: float, checkpointed_share: float) -> float:
+        """Return how many parameters are gathered and gradients reduced in a step.
+
+        Args:
+            backward_share: share of the blocks that backward passes
+            checkpointed_share: share of the blocks that run again in backward
+        """
         model, times = self.model, self.strategy.accumulation
         gathers = 1 + backward_share * (1 + (checkpointed_share > 0))
-        total = times * (gathers * self.compute * model.numel + self.compute * model.trained)
-        return self.link_bytes(total, self.strategy.shards)
+        return times * (gathers * model.numel + model.trained)
+
+    def copied_bytes(self, backward_share: float, checkpointed_share: float) -> float:
+        """Return the bytes that a step reads and writes to unpack parameters and pack gradients.
+
+        Args:
+            backward_share: share of the blocks that backward passes
+            checkpointed_share: share of the blocks that run again in backward
+        """
+        if self.strategy.shards == 1:
+            return 0.0
+        return 2 * self.compute * self.moved_numbers(backward_share, checkpointed_share)
 
     def host_seconds(self, passes: float) -> float:
         """Return the host's seconds per step: each parameter costs time once per micro-batch.
