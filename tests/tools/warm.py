@@ -7,7 +7,8 @@ environment, folder and streams, passes signals on to it and ends as it ends. Wh
 five processes in place of half a minute.
 
 Not for what tests imports, or processes by their relations: the forked ones are no children of
-their callers. Modules of `COLD` are run by Python itself, since who starts them knows their number.
+their callers. Modules of `COLD` are run by Python itself, since who starts them knows their number;
+what these start is forked again.
 """
 
 import atexit
@@ -33,7 +34,7 @@ import warnings
 import weakref
 from pathlib import Path
 
-COLD = ("sciftune.lab.job",)  # light, and its caller waits for the process that it started
+COLD = ("sciftune.strategies.agent",)  # its caller waits for the process that it started
 PASSED_ON = ("SIGHUP", "SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
 IMPORTED = (
     "forked",
@@ -45,11 +46,17 @@ IMPORTED = (
     "sciftune.planner.plan",
 )
 INLINE = "module://matplotlib_inline.backend_inline"
+BEGIN = """
+import runpy, sys
+sys.executable, sys.argv = {program!r}, sys.argv[1:]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
 CLIENT = """#!{python} -IS
 import os, signal, socket, sys
-cold = sys.argv[1:2] == ["-m"] and sys.argv[2] in {cold}
-if cold or not os.path.exists({address!r}):
+if not os.path.exists({address!r}):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+if sys.argv[1:2] == ["-m"] and sys.argv[2] in {cold}:
+    os.execv({python!r}, [{python!r}, "-c", {begin!r}, *sys.argv[2:]])
 import json
 made = dict(words=sys.argv[1:], folder=os.getcwd(), environment=dict(os.environ))
 server, asked, child = socket.socket(socket.AF_UNIX), [], 0
@@ -82,8 +89,13 @@ class Zygote:
         self.folder = Path(tempfile.mkdtemp(prefix="sciftune-warm-"))
         self.address, self.program = self.folder / "socket", self.folder / "python"
         self.pid = 0
-        cold, python, signals = repr(COLD), sys.executable, repr(PASSED_ON)
-        text = CLIENT.format(python=python, cold=cold, address=str(self.address), signals=signals)
+        text = CLIENT.format(
+            python=sys.executable,
+            cold=repr(COLD),
+            begin=BEGIN.format(program=str(self.program)),
+            address=str(self.address),
+            signals=repr(PASSED_ON),
+        )
         self.program.write_text(text)
         self.program.chmod(0o755)
 
