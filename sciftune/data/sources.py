@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
+from typing import Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -41,9 +42,9 @@ from .shards import Tars, remote_files
 
 # %% auto #0
 __all__ = ['Reader', 'KINDS_NAMED', 'file_reader', 'find_source', 'remote_source', 'files_line', 'Findings', 'verify_images',
-           'findings_file', 'known_findings', 'verify_once', 'Collection', 'counted_reasons', 'bad_rows',
-           'check_bad_rows', 'give_captions', 'set_aside', 'no_fault', 'open_collection', 'JoinedCollections',
-           'joined_quarantine', 'open_collections']
+           'findings_file', 'known_findings', 'verify_once', 'SampleCollection', 'Collection', 'counted_reasons',
+           'bad_rows', 'check_bad_rows', 'give_captions', 'set_aside', 'no_fault', 'open_collection',
+           'JoinedCollections', 'joined_quarantine', 'open_collections']
 
 # %% ../../nbs/2_data/04_sources.ipynb #088a0f76
 Reader = Files | Parquet | HuggingFace | Tars
@@ -353,6 +354,39 @@ def verify_once(
     verify_images(source, max_pixels, workers or min(cores(), 32), findings)
     if cache and (findings.changed or not all(findings.used)):
         _write_findings(findings_file(place, cache), findings)
+
+# %% ../../nbs/2_data/04_sources.ipynb #prot0001
+class SampleCollection(Protocol):
+    """Samples by number: a `Collection`, or another that takes its place.
+
+    Attributes:
+        ids: of the samples
+        captions: of each sample, one or more
+        sizes: (width, height) of each image, pixels
+        digests: SHA-256 of each image
+        references: rows of the reference images of each sample
+        shards: number of the shard of each sample
+        rejected: source and reason of the rows that were set aside
+        notes: sentences about the collection
+        fingerprint: of all samples
+    """
+
+    ids: Sequence[str]
+    captions: Sequence[tuple[str, ...]]
+    sizes: Sequence[tuple[int, int]]
+    digests: Sequence[str]
+    references: Sequence[Sequence[Row]]
+    shards: Sequence[int]
+    rejected: list[dict]
+    notes: list[str]
+    fingerprint: str
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int) -> Sample: ...
+
+    def reference(self, i: int, k: int) -> bytes:
+        """Read reference image `k` of sample `i`, encoded as it is stored."""
 
 # %% ../../nbs/2_data/04_sources.ipynb #7c98bf68
 _NEIGHBOURS = 1000  # samples that count as one shard where there are no shards

@@ -4,13 +4,12 @@
 
 # %% auto #0
 __all__ = ['pack', 'unpack', 'patchify', 'unpatchify', 'mmdit_flops', 'stack_rows', 'pad_rows', 'compute_dtype', 'stack_sizes',
-           'image_mask', 'own_mean', 'image_batch', 'TokenArguments']
+           'image_mask', 'own_mean', 'TokenArguments']
 
 # %% ../../nbs/4_models/01a_tokens.ipynb #tok-3
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -167,19 +166,6 @@ def own_mean(values: Tensor, sizes: list | None = None) -> Tensor:
     mask = image_mask(sizes, *values.shape[2:], values.device)[:, None]
     counts = mask.flatten(1).sum(1) * values.shape[1]
     return values.masked_fill(~mask, 0).flatten(1).sum(1) / counts
-
-# %% ../../nbs/4_models/01a_tokens.ipynb #tok-38
-def image_batch(pictures: Iterable[np.ndarray]) -> Tensor:
-    """Stack pictures as an autoencoder's input: x/127.5 - 1.
-
-    Args:
-        pictures: (H,W,3) uint8 each, all of one size
-
-    Returns:
-        (B,3,H,W) fp32 in [-1,1]
-    """
-    rows = [torch.from_numpy(picture).permute(2, 0, 1) for picture in pictures]
-    return torch.stack(rows).float() / 127.5 - 1
 
 # %% ../../nbs/4_models/01a_tokens.ipynb #tok-41
 @dataclass(frozen=True)

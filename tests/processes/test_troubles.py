@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from forked import PATIENCE, log, recipe_of, start, train, wait
 
-from sciftune.core.diagnosis import KNOWN_FAILURES, Case, recognise
+from sciftune.core.diagnosis import Case, known_failures, recognise
 from sciftune.core.rundir import RunDir
 from sciftune.training import trainer
 
@@ -136,7 +136,7 @@ def test_messages_of_installed_packages():
     text = Path(a.__file__).read_text()
     said = re.search(r'"(At least one of the dataloaders passed to[\s\S]*?)\n\s*\)', text)[1]
     assert names(said)[0] == "micro-batch unknown to DeepSpeed"
-    entry = next(e for e in KNOWN_FAILURES if e.name == "accelerate upcasts parameters")
+    entry = next(e for e in known_failures() if e.name == "accelerate upcasts parameters")
     assert (
         re.search(entry.pattern, text + Path(f.__file__).read_text())
         and names("Upcasted low precision parameters in Linear because mixed precision turned on")

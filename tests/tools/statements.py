@@ -13,7 +13,7 @@ import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sciftune.core.diagnosis import KNOWN_FAILURES
+from sciftune.core.diagnosis import known_failures
 from sciftune.core.recipe import Recipe, RecipeError, resolve
 from sciftune.training.monitor import MONITOR_RULES
 
@@ -79,7 +79,7 @@ class Statement:
             found = re.search(rf"^\s*(?:def|class) {name}\b|^{name}\b", text, re.M)
             return "" if found else f"no {name} in {module}"
         if self.known:
-            names = {failure.name for failure in KNOWN_FAILURES} | MONITOR_RULES.keys()
+            names = {failure.name for failure in known_failures()} | MONITOR_RULES.keys()
             return "" if self.known in names else "no such failure"
         file, text = self.page
         return "" if text and text in (ROOT / file).read_text() else f"{file} does not say {text!r}"

@@ -19,11 +19,12 @@ from ...core.randomness import GlobalOrder
 from ...core.recipe import Recipe
 from ...core.rundir import replaced_folder
 from ...core.writing import write_atomic
+from ...data.splits import open_recipe_data, open_with_held_out
 from ...models.tokens import patchify
 from ...models.weights import link_or_copy
 from .data import PictureBatches, PictureCache
 from .loss import Coder, Reconstruction, reconstruction_loss
-from ...training.encoding import open_recipe_data, open_with_held_out, weights_path
+from ...planner.profile import weights_path
 from ...training.export import trained_tensors, verify_base
 from ...training.task import Export, Task
 from ...training.validation import held_out_sums, save_image

@@ -15,12 +15,12 @@ from torch import Tensor
 from ...core.randomness import share, stream, uniform
 from ...core.recipe import Recipe
 from ...data.buckets import rank_share
+from ...data.encode import CachedData, CachedSample, reference_latents
 from ...data.streams import sample_order
 from ...models.family import Family
 from ...models.references import stack_references
 from ...models.tokens import stack_sizes
 from .noise_levels import density, shift, shift_factor, weight
-from ...training.encoding import CachedData, CachedSample, reference_latents
 
 # %% ../../../nbs/8_objectives/common/04_batches.ipynb #b99d1a08
 def draw_u(recipe: Recipe, step: int, position: int, sample: str, epoch: int) -> float:

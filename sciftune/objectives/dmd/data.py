@@ -22,20 +22,14 @@ from ...core.recipe import Recipe, RecipeError
 from ...core.rundir import RunDir, cache_root
 from ...data.cache import TensorCache
 from ...data.captions import read_captions
+from ...data.encode import CachedData, CachedSample, EncodingJobs, encode_missing
 from ...data.lmdb import import_lmdb, is_lmdb
 from ...data.sources import Collection, open_collection
+from ...data.splits import data_path
 from ...models.family import Family
 from .loss import KeyedRandomSource
 from ...strategies.engine import Engine
-from sciftune.training.encoding import (
-    CachedData,
-    CachedSample,
-    EncodingJobs,
-    data_path,
-    encode_missing,
-    random_data,
-    scheduled_weights,
-)
+from ...training.encoding import random_data, scheduled_weights
 
 # %% ../../../nbs/8_objectives/dmd/03_data.ipynb #988ab0ed
 @dataclass

@@ -18,9 +18,9 @@ from sciftune.core.recipe import resolve
 from sciftune.core.rundir import RunDir
 from sciftune.extras.bagel.family import Bagel
 from sciftune.extras.bagel.network import DenseAttention, FlexAttention, sample_masks
+from sciftune.planner.profile import weights_path
 from sciftune.strategies.compilation import compiled_graphs
 from sciftune.training.checkpoints import CheckpointTensors
-from sciftune.training.encoding import weights_path
 
 BASE = dict(
     model="bagel",

@@ -8,8 +8,8 @@ __all__ = ['CachedPair', 'PairJobs', 'PairBatches', 'HeldOutPairs']
 # %% ../../../../nbs/extras/rl/preference/03_data.ipynb #6e9875b3
 from dataclasses import dataclass, fields, replace
 
+from ....data.encode import CachedSample, EncodingJobs
 from ....objectives.common.batches import LatentBatches
-from ....training.encoding import CachedSample, EncodingJobs
 
 # %% ../../../../nbs/extras/rl/preference/03_data.ipynb #05421987
 @dataclass(frozen=True)

@@ -16,18 +16,17 @@ from ....core.randomness import GlobalOrder, share, uniform
 from ....core.recipe import Recipe, RecipeError
 from ....core.rundir import RunDir, cache_root
 from ....data.cache import TensorCache
-from ....models.family import Family
-from ....strategies.engine import Engine
-from sciftune.training.encoding import (
+from sciftune.data.encode import (
     CachedData,
     CachedSample,
     EncodingJobs,
     caption_texts,
     encode_missing,
-    open_with_held_out,
-    scheduled_weights,
-    write_truth,
 )
+from ....data.splits import open_with_held_out
+from ....models.family import Family
+from ....strategies.engine import Engine
+from ....training.encoding import scheduled_weights, write_truth
 from ....training.export import verify_base
 
 # %% ../../../../nbs/extras/rl/rollouts/03_data.ipynb #994ecce4
