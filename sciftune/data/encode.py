@@ -27,10 +27,11 @@ from torch import Tensor
 
 from ..core.progress import progress
 from ..core.recipe import Recipe
+from ..core.rundir import cache_root
 from .buckets import Sizing
 from .cache import TensorCache, cache_key
-from .images import PIXELS_VERSION, load_picture, pixels
-from .sources import SampleCollection
+from .images import PIXELS_VERSION, DataError, load_picture, pixels
+from .sources import SampleCollection, Undecodable
 
 # %% ../../nbs/2_data/10_encode.ipynb #a454d472
 class LoadedEncoders(Protocol):
@@ -241,6 +242,14 @@ class EncodingJobs:
         self.vae = encoder_fingerprint(folder, ("vae",))
         self.text = encoder_fingerprint(folder, family.text_components)
         self.switches = family.caption_switches(folder)
+        self.undecodable = Undecodable(cache_root(recipe.run_root) / "verified")
+
+    def digest(self, key: str) -> str:
+        """Return the digest of the image or reference image behind a key."""
+        if key in self.references:
+            i, k = self.references[key]
+            return self.collection.references[i][k].digest
+        return self.collection.digests[self.images[key]]
 
     def sample(self, i: int, held: bool = False) -> CachedSample:
         """List the image and the captions of a sample.
@@ -403,8 +412,12 @@ def reference_pixels(jobs: EncodingJobs, data: bytes) -> np.ndarray:
     return jobs.family.reference_pixels(load_picture(data), jobs.recipe.reference_side)
 
 
-def decoded_images(jobs: EncodingJobs, keys: list[str], threads: int = 1) -> Iterator[tuple]:
+def decoded_images(
+    jobs: EncodingJobs, keys: list[str], threads: int = 1
+) -> Iterator[tuple[str, np.ndarray]]:
     """Yield images in order; bytes are read in the order of `keys` and decoded ahead.
+
+    An image that cannot be decoded is left out, and noted in `jobs.undecodable`.
 
     Args:
         jobs: of the run
@@ -414,15 +427,23 @@ def decoded_images(jobs: EncodingJobs, keys: list[str], threads: int = 1) -> Ite
     Returns:
         (key, pixels (H,W,3) uint8)
     """
+
+    def finished(key: str, future: Future) -> Iterator[tuple[str, np.ndarray]]:
+        try:
+            yield key, future.result()
+        except DataError as error:
+            if isinstance(error.__cause__, MemoryError):  # the machine's fault, not the image's
+                raise
+            jobs.undecodable.note(jobs.digest(key), str(error))
+
     with ThreadPoolExecutor(threads) as pool:
         waiting = collections.deque()
         for key in keys:
             waiting.append((key, _submitted(jobs, key, pool)))
             if len(waiting) > 2 * threads:
-                first, future = waiting.popleft()
-                yield first, future.result()
-        for key, future in waiting:
-            yield key, future.result()
+                yield from finished(*waiting.popleft())
+        for first in waiting:
+            yield from finished(*first)
 
 # %% ../../nbs/2_data/10_encode.ipynb #b736ff27
 def image_batch(pictures: Iterable[np.ndarray]) -> Tensor:
@@ -531,6 +552,12 @@ def own_keys(known: list[str], missing: set, rank: int, world: int, run: int = 6
     return [k for i, k in enumerate(known) if i // run % world == rank and k in missing]
 
 # %% ../../nbs/2_data/10_encode.ipynb #e24bc7f5
+def _awaited(jobs: EncodingJobs, missing: list[str], images: bool) -> list[str]:
+    """Return the missing keys that a rank can still fill."""
+    bad = jobs.undecodable.reasons() if images and missing else {}
+    return [key for key in missing if jobs.digest(key) not in bad] if bad else missing
+
+
 def fill_cache(
     jobs: EncodingJobs,
     tensors: TensorCache,
@@ -541,6 +568,8 @@ def fill_cache(
     heartbeat: Callable,
 ):
     """Encode this rank's share of the images or the captions, and wait for the others.
+
+    Images that cannot be decoded stay missing; `jobs.undecodable` knows why.
 
     Args:
         jobs: of the run
@@ -575,7 +604,7 @@ def fill_cache(
             seconds = time.time() - began
             say(f"encoded {len(missing)} {kind} in {seconds:.0f} s")
     before = None
-    while left := len(tensors.refresh().missing(wanted)):
+    while left := len(_awaited(jobs, tensors.refresh().missing(wanted), images)):
         if left != before:  # beats of a waiting rank must not hide that another one hangs
             heartbeat(f"cache {part}", -1, f"waiting for {left} of other ranks")
         before = left
@@ -588,8 +617,10 @@ def encode_missing(
     ranks: Ranks,
     say: Callable = print,
     heartbeat: Callable = lambda *a: None,
-):
+) -> bool:
     """Fill the cache, and return when everything is there from all ranks. All ranks call it.
+
+    Captions are encoded only if all images could be.
 
     Args:
         jobs: of the run
@@ -597,10 +628,16 @@ def encode_missing(
         ranks: processes that share the work
         say: called with lines of progress
         heartbeat: (stage, step, note)
+
+    Returns:
+        False: some images cannot be decoded; open the collection again, which leaves them out
     """
     text_dtype = torch.float32 if ranks.device.type == "cpu" else torch.bfloat16
     fill_cache(jobs, tensors, ranks, "vae", torch.float32, say, heartbeat)
+    if tensors.missing([*jobs.images, *jobs.references]):
+        return False
     fill_cache(jobs, tensors, ranks, "text", text_dtype, say, heartbeat)
+    return True
 
 # %% ../../nbs/2_data/10_encode.ipynb #288756dc
 @dataclass

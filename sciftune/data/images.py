@@ -360,17 +360,21 @@ def pixels(data: bytes, height: int, width: int, whole: bool = False) -> np.ndar
     return np.array(resized)
 
 # %% ../../nbs/2_data/01_images.ipynb #ccdeade3
-def examine(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int, str]:
-    """Decode an image wholly. Raises DataError with the reason when that fails.
+def examine(data: bytes, max_pixels: int = MAX_PIXELS, decode: bool = True) -> tuple[int, int, str]:
+    """Return the size and the digest of an image. Raises DataError for one that cannot be used.
 
     Args:
-        data: Encoded image
-        max_pixels: Largest width*height
+        data: encoded image
+        max_pixels: largest width*height
+        decode: decode it wholly; False = read its header only, since it is decoded later
 
     Returns:
         Width and height as shown, SHA-256 of the bytes
     """
-    _, (width, height) = _decoded(data, max_pixels, 1)
+    if decode:
+        _, (width, height) = _decoded(data, max_pixels, 1)
+    else:
+        width, height = header_size(data)
     return width, height, hashlib.sha256(data).hexdigest()
 
 # %% ../../nbs/2_data/01_images.ipynb #70888701

@@ -255,6 +255,7 @@ class BothImages:
         self.pairs = pairs
         for name in ("ids", "captions", "sizes", "shards", "rejected", "fingerprint", "notes"):
             setattr(self, name, getattr(pairs, name))
+        self.parts = pairs.parts
         self.digests = Column(2 * len(pairs), self._digest)
         self.references = [()] * len(pairs)
 

@@ -24,6 +24,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Protocol
 
+import PIL
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -34,17 +35,17 @@ from ..core.rundir import cores
 from ..core.secrets import bare, masked
 from ..core.writing import write_atomic
 from .files import FolderFiles, check_place, unread_kind
-from .images import MAX_PIXELS, DataError, Sample, examine
+from .images import MAX_PIXELS, PIXELS_VERSION, DataError, Sample, examine
 from .parquet import BROKEN_PARQUET, HuggingFace, Parquet
 from .readers import NO_CAPTION, UNREAD, Files
 from .rows import Column, Row, Rows, Texts, repeated_hashes
 from .shards import Tars, remote_files
 
 # %% auto #0
-__all__ = ['Reader', 'KINDS_NAMED', 'file_reader', 'find_source', 'remote_source', 'files_line', 'Findings', 'verify_images',
-           'findings_file', 'known_findings', 'verify_once', 'SampleCollection', 'Collection', 'counted_reasons',
-           'bad_rows', 'check_bad_rows', 'give_captions', 'set_aside', 'no_fault', 'open_collection',
-           'JoinedCollections', 'joined_quarantine', 'open_collections']
+__all__ = ['Reader', 'KINDS_NAMED', 'file_reader', 'find_source', 'remote_source', 'files_line', 'Undecodable', 'Findings',
+           'verify_images', 'findings_file', 'known_findings', 'verify_once', 'SampleCollection', 'Collection',
+           'counted_reasons', 'bad_rows', 'check_bad_rows', 'give_captions', 'set_aside', 'no_fault', 'open_collection',
+           'JoinedCollections', 'joined_quarantine', 'open_collections', 'mark_decoded']
 
 # %% ../../nbs/2_data/04_sources.ipynb #088a0f76
 Reader = Files | Parquet | HuggingFace | Tars
@@ -169,6 +170,27 @@ def files_line(source: Reader, path: str | Path) -> str:
 
     return f"files of {path}: {files.account(source.used(), other).line()}"
 
+# %% ../../nbs/2_data/04_sources.ipynb #und00002
+class Undecodable:
+    """Notes about images whose header is sound and whose pixels are not.
+
+    Args:
+        cache: folder of findings
+    """
+
+    def __init__(self, cache: str | Path):
+        self.folder = Path(cache) / f"undecodable-{PIXELS_VERSION}-{PIL.__version__}"
+
+    def note(self, digest: str, reason: str):
+        """Note why the image with a digest cannot be decoded."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.folder / digest, reason.encode())
+
+    def reasons(self) -> dict[str, str]:
+        """Return digest -> reason of all images noted so far."""
+        files = self.folder.glob("[0-9a-f]*") if self.folder.is_dir() else ()
+        return {file.name: file.read_text() for file in files if len(file.name) == 64}
+
 # %% ../../nbs/2_data/04_sources.ipynb #d0533759
 _Finding = tuple[int, int, str]  # width, height, digest
 
@@ -180,34 +202,45 @@ class Findings:
         self.stamps = Texts()
         self.sizes = array("i")
         self.digests = bytearray()
+        self.decoded = bytearray()  # 1 where the image was decoded, not only its header
         self.used = bytearray()  # 1 where the finding is one of this run
+        self.undecodable = {}  # digest -> reason, of images that failed when they were encoded
         self.changed = False  # This run has found something new
         self._adding = threading.Lock()
 
-    def add(self, stamp: str, finding: _Finding, used: bool = True):
+    def add(self, stamp: str, finding: _Finding, decoded: bool = True, used: bool = True):
         """Add a finding; `get` does not return it before `sort`.
 
         Args:
             stamp: identity of the image and its version
             finding: width, height and digest
+            decoded: True if the image was decoded
             used: True if this run has used it
         """
         width, height, digest = finding
         with self._adding:
+            if used and (number := self.stamps.find(stamp)) >= 0:  # its header was read before
+                self.decoded[number] = self.used[number] = self.changed = True
+                return
             self.stamps.append(stamp)
+            self.decoded.append(decoded)
             self.sizes.extend((width, height))
             self.digests += bytes.fromhex(digest)
             self.used.append(used)
             self.changed |= used
 
-    def get(self, stamp: str) -> _Finding | None:
+    def get(self, stamp: str, decoded: bool = True) -> _Finding | None:
         """Return what earlier runs have found of an image, which is of this run, too, now.
+
+        Args:
+            stamp: identity of the image and its version
+            decoded: only if the image was decoded
 
         Returns:
             None = not known
         """
         number = self.stamps.find(stamp)
-        if number < 0:
+        if number < 0 or decoded and not self.decoded[number]:
             return None
         self.used[number] = True
         return self._at(number)
@@ -216,32 +249,33 @@ class Findings:
         digest = self.digests[32 * k : 32 * k + 32].hex()
         return self.sizes[2 * k], self.sizes[2 * k + 1], digest
 
-    def items(self) -> Iterator[tuple[str, _Finding]]:
-        """Stamps and findings of this run, each once."""
+    def items(self) -> Iterator[tuple]:
+        """Return stamp, width, height, digest and `decoded` of this run's findings, each once."""
         self.stamps.sort()
         for k, stamp in enumerate(self.stamps):
             if self.used[k] and self.stamps.find(stamp) == k:
-                yield stamp, self._at(k)
+                yield stamp, *self._at(k), bool(self.decoded[k])
 
 
-def _verify_row(source: Reader, row: Row, max_pixels: int, findings: Findings):
+def _verify_row(source: Reader, row: Row, findings: Findings, **how: int):
     if not row.fault:
-        _verify_image(source, row, max_pixels, findings)
+        _verify_image(source, row, findings, **how)
     for number, reference in enumerate(row.references, 1):
         if not row.fault:
-            _verify_image(source, reference, max_pixels, findings)
+            _verify_image(source, reference, findings, **how)
             name = reference.id or f"reference image {number}"
             row.fault = reference.fault and f"{name}: {reference.fault}"
 
 
-def _verify_image(source: Reader, row: Row, max_pixels: int, findings: Findings):
+def _verify_image(source: Reader, row: Row, findings: Findings, max_pixels: int, decode: bool):
     try:
         stamp = source.stamp(row)
-        if not (finding := findings.get(stamp)):
-            finding = examine(source.read(row), max_pixels)
+        if not (finding := findings.get(stamp, decode)):
+            finding = examine(source.read(row), max_pixels, decode)
             if row.key not in source.loose:
-                findings.add(stamp, finding)
-        width, height, _ = row.width, row.height, row.digest = finding
+                findings.add(stamp, finding, decode)
+        width, height, digest = row.width, row.height, row.digest = finding
+        row.fault = findings.undecodable.get(digest, "")
         if width * height > max_pixels:
             row.fault = f"too many pixels: {width}x{height} is more than max_pixels={max_pixels}"
     except DataError as e:
@@ -254,7 +288,9 @@ def _verify_image(source: Reader, row: Row, max_pixels: int, findings: Findings)
         row.fault = f"bad image path: {e}"
 
 
-def verify_images(source: Reader, max_pixels: int, workers: int, findings: Findings):
+def verify_images(
+    source: Reader, max_pixels: int, workers: int, findings: Findings, decode: bool = True
+):
     """Fill in size and digest of each row, or its fault. Raises DataError for a damaged shard.
 
     Args:
@@ -262,11 +298,12 @@ def verify_images(source: Reader, max_pixels: int, workers: int, findings: Findi
         max_pixels: Largest width*height
         workers: Threads
         findings: findings of earlier runs; those of this run are added
+        decode: decode the images; False = read their headers
     """
 
     def verify_chunk(rows: Iterable[Row]):
         for row in rows:
-            _verify_row(source, row, max_pixels, findings)
+            _verify_row(source, row, findings, max_pixels=max_pixels, decode=decode)
             progress(f"{row.source} verified")
 
     workers, waiting = max(workers, 1), deque()
@@ -287,9 +324,11 @@ def _read_findings(file: Path) -> Findings:
     findings = Findings()
     try:
         for batch in pq.ParquetFile(file).iter_batches(_ROWS):  # read_table imports pandas
-            columns = (batch[name].to_pylist() for name in ("stamp", "width", "height", "digest"))
-            for stamp, *finding in zip(*columns, strict=True):
-                findings.add(stamp, finding, used=False)
+            known = "decoded" in batch.schema.names  # not in files of earlier versions
+            names = ("stamp", "decoded" if known else "stamp", "width", "height", "digest")
+            columns = (batch[name].to_pylist() for name in names)
+            for stamp, decoded, *finding in zip(*columns, strict=True):
+                findings.add(stamp, finding, bool(decoded), used=False)
     except (pa.ArrowException, OSError, KeyError, ValueError, OverflowError):
         return Findings()
     findings.stamps.sort()
@@ -302,10 +341,11 @@ _ROWS = 4096  # Findings that are Python objects at once
 def _write_findings(file: Path, findings: Findings):
     file.parent.mkdir(parents=True, exist_ok=True)
     text, number = pa.string(), pa.int64()
-    schema = pa.schema(dict(stamp=text, width=number, height=number, digest=text))
+    schema = dict(stamp=text, width=number, height=number, digest=text, decoded=pa.bool_())
+    schema = pa.schema(schema)
     sink, items = pa.BufferOutputStream(), findings.items()
     with pq.ParquetWriter(sink, schema) as writer:
-        while some := [(stamp, *found) for stamp, found in itertools.islice(items, _ROWS)]:
+        while some := list(itertools.islice(items, _ROWS)):
             writer.write_batch(pa.record_batch(list(map(list, zip(*some, strict=True))), schema))
     write_atomic(file, sink.getvalue().to_pybytes())
 
@@ -331,7 +371,9 @@ def known_findings(place: str, cache: str | Path) -> Findings:
     Returns:
         empty if it was never verified
     """
-    return _read_findings(findings_file(place, cache))
+    findings = _read_findings(findings_file(place, cache))
+    findings.undecodable = Undecodable(cache).reasons()
+    return findings
 
 
 def verify_once(
@@ -340,6 +382,7 @@ def verify_once(
     cache: str | Path | None = None,
     max_pixels: int = MAX_PIXELS,
     workers: int | None = None,
+    decode: bool = True,
 ):
     """Verify the images that have changed since the findings in `cache` were written.
 
@@ -349,9 +392,10 @@ def verify_once(
         cache: folder of findings; None = verify everything
         max_pixels: Largest width*height of an image
         workers: Threads; None = one per available core
+        decode: decode the images; False = read their headers, since they are decoded later
     """
     findings = known_findings(place, cache) if cache else Findings()
-    verify_images(source, max_pixels, workers or min(cores(), 32), findings)
+    verify_images(source, max_pixels, workers or min(cores(), 32), findings, decode)
     if cache and (findings.changed or not all(findings.used)):
         _write_findings(findings_file(place, cache), findings)
 
@@ -369,6 +413,7 @@ class SampleCollection(Protocol):
         rejected: source and reason of the rows that were set aside
         notes: sentences about the collection
         fingerprint: of all samples
+        parts: collections that it consists of
     """
 
     ids: Sequence[str]
@@ -380,6 +425,10 @@ class SampleCollection(Protocol):
     rejected: list[dict]
     notes: list[str]
     fingerprint: str
+
+    @property
+    def parts(self) -> Sequence[Collection]:
+        """Return the collections that this one consists of."""
 
     def __len__(self) -> int: ...
 
@@ -438,9 +487,17 @@ class Collection:
     Args:
         rows: rows that are kept
         rejected: source and reason of the others
+        findings: file of what is known about its images; None = there is none
     """
 
-    def __init__(self, source: Reader, rows: Sequence[Row], rejected: list[dict]):
+    def __init__(
+        self,
+        source: Reader,
+        rows: Sequence[Row],
+        rejected: list[dict],
+        findings: Path | None = None,
+    ):
+        self.findings = findings
         self.source = source
         self.rows = rows
         self.rejected = rejected
@@ -448,6 +505,11 @@ class Collection:
         for name in ("ids", "captions", "sizes", "digests", "references", "shards"):
             setattr(self, name, Column(len(rows), functools.partial(_VALUES[name], rows)))
         self.fingerprint = _fingerprint(rows)
+
+    @property
+    def parts(self) -> list[Collection]:
+        """Return the collections that this one consists of: itself."""
+        return [self]
 
     def __len__(self):
         return len(self.rows)
@@ -652,6 +714,7 @@ def open_collection(
     reference_fault: Callable = no_fault,
     find: Callable = find_source,
     captions: tuple[str, ...] = (),
+    decode: bool = True,
 ) -> Collection:
     """Read, verify and fingerprint a collection.
 
@@ -668,16 +731,19 @@ def open_collection(
         reference_fault: (width, height) of a reference -> why not, or ''
         find: (path, metadata) -> its reader
         captions: captions of images that have none; () = these are set aside
+        decode: decode every image; False = read headers, for a caller that encodes all of them
     """
     if not str(path).strip():
         raise DataError("data: the path is empty")
     source = find(path, metadata)
     give_captions(source.rows, captions, path)
-    verify_once(source, f"{Path(path).absolute()}|{metadata}", cache, max_pixels, workers)
+    place = f"{Path(path).absolute()}|{metadata}"
+    verify_once(source, place, cache, max_pixels, workers, decode)
     _check_references(source.rows, reference_fault)
     files = files_line(source, path)
     kept, rejected = set_aside(source.rows, max_bad_fraction, quarantine, path)
-    collection = Collection(source, kept, rejected)
+    file = findings_file(place, cache) if cache else None
+    collection = Collection(source, kept, rejected, file)
     collection.notes += [files] if files else []
     return collection
 
@@ -781,3 +847,21 @@ def open_collections(
             for path, aside in zip(paths, asides, strict=True)
         ]
     return JoinedCollections(parts)
+
+# %% ../../nbs/2_data/04_sources.ipynb #und00005
+def mark_decoded(collection: Collection, digests: Iterable[str]):
+    """Note that images of a collection were decoded without a fault.
+
+    Args:
+        collection: opened with a cache of findings
+        digests: of the images
+    """
+    if collection.findings is None:
+        return
+    findings, sound = _read_findings(collection.findings), {int(d, 16) for d in digests}
+    for k, decoded in enumerate(findings.decoded):
+        findings.used[k] = True
+        if not decoded and int.from_bytes(findings.digests[32 * k : 32 * k + 32]) in sound:
+            findings.decoded[k] = findings.changed = True
+    if findings.changed:
+        _write_findings(collection.findings, findings)

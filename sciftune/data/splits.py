@@ -125,12 +125,15 @@ def check_references(recipe: Recipe, collection: SampleCollection):
     )
 
 
-def open_recipe_data(recipe: Recipe, quarantine: Path | None = None) -> SampleCollection:
+def open_recipe_data(
+    recipe: Recipe, quarantine: Path | None = None, decode: bool = True
+) -> SampleCollection:
     """Open the collections of `recipe.data`.
 
     Args:
         recipe: the run
         quarantine: file for the rows that are set aside; None = not written
+        decode: see `open_collection`
 
     Returns:
         Collection or JoinedCollections, see `data.sources`
@@ -144,6 +147,7 @@ def open_recipe_data(recipe: Recipe, quarantine: Path | None = None) -> SampleCo
         quarantine=quarantine,
         cache=cache_root(recipe.run_root) / "verified",
         metadata=recipe.metadata or None,
+        decode=decode,
         **_reading_rule(recipe),
     )
     check_references(recipe, collection)
@@ -170,6 +174,7 @@ class WithHeldOut:
         for name in ("captions", "sizes", "digests", "references", "shards", "rejected", "notes"):
             setattr(self, name, [*getattr(train, name), *getattr(held, name)])
         self.fingerprint = train.fingerprint
+        self.parts = [*train.parts, *held.parts]
 
     def __len__(self):
         return len(self.ids)
@@ -195,27 +200,29 @@ class WithHeldOut:
 
 
 def open_with_held_out(
-    recipe: Recipe, quarantine: Path | None = None
+    recipe: Recipe, quarantine: Path | None = None, decode: bool = True
 ) -> tuple[SampleCollection, list[int], list[int]]:
     """Open the data of a recipe, split by `held_out`, or followed by `validation_data`.
 
     Args:
         recipe: the run
         quarantine: file for the rows that are set aside; None = not written
+        decode: see `open_collection`
 
     Returns:
         collection, numbers of its training samples, numbers of its held-out samples
     """
     if not recipe.validation_data:
-        collection = open_recipe_data(recipe, quarantine)
+        collection = open_recipe_data(recipe, quarantine, decode)
         return collection, *hold_out_by_source(recipe, collection)
     with joined_quarantine(quarantine, 2) as (first, second):
-        train = open_recipe_data(recipe, first)
+        train = open_recipe_data(recipe, first, decode)
         held = open_collection(
             data_path(recipe, recipe.validation_data),
             max_bad_fraction=recipe.max_bad_fraction,
             quarantine=second,
             cache=cache_root(recipe.run_root) / "verified",
+            decode=decode,
             **_reading_rule(recipe),
         )
     check_references(recipe, held)

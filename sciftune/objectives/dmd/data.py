@@ -23,6 +23,7 @@ from ...core.rundir import RunDir, cache_root
 from ...data.cache import TensorCache
 from ...data.captions import read_captions
 from ...data.encode import CachedData, CachedSample, EncodingJobs, encode_missing
+from ...data.images import DataError
 from ...data.lmdb import import_lmdb, is_lmdb
 from ...data.sources import Collection, open_collection
 from ...data.splits import data_path
@@ -272,7 +273,8 @@ def cache_distillation_data(
     prompts = validation_texts(recipe, texts, real, jobs, held_texts)
     keys = [jobs.caption(text) for text in (family.negative_caption, *prompts)]
     for wanted in (jobs, apart):
-        encode_missing(wanted, tensors.refresh(), engine, say, heartbeat)
+        if not encode_missing(wanted, tensors.refresh(), engine, say, heartbeat):
+            raise DataError("data: an image was decoded when the run began and is damaged now")
     return DistillationData(
         train=train,
         held=held,
