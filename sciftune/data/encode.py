@@ -8,7 +8,7 @@ __all__ = ['LoadedEncoders', 'EncodingFamily', 'Ranks', 'CachedSample', 'encoder
            'encode_images', 'encode_captions', 'caption_references', 'own_keys', 'fill_cache', 'encode_missing',
            'CachedData', 'reference_latents']
 
-# %% ../../nbs/2_data/10_encode.ipynb #86e05edb
+# %% ../../nbs/2_data/10_encode.ipynb #c933acda
 import collections
 import hashlib
 import math
@@ -33,7 +33,7 @@ from .cache import TensorCache, cache_key
 from .images import PIXELS_VERSION, DataError, load_picture, pixels
 from .sources import SampleCollection, Undecodable
 
-# %% ../../nbs/2_data/10_encode.ipynb #a454d472
+# %% ../../nbs/2_data/10_encode.ipynb #b81a4743
 class LoadedEncoders(Protocol):
     """Encoders in memory."""
 
@@ -445,7 +445,7 @@ def decoded_images(
         for first in waiting:
             yield from finished(*first)
 
-# %% ../../nbs/2_data/10_encode.ipynb #b736ff27
+# %% ../../nbs/2_data/10_encode.ipynb #fbecae97
 def image_batch(pictures: Iterable[np.ndarray]) -> Tensor:
     """Stack pictures as an autoencoder's input: x/127.5 - 1.
 

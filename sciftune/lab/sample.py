@@ -30,11 +30,11 @@ from ..core.randomness import stream
 from ..core.recipe import Recipe, launch_preset, resolve, restored
 from ..core.registry import nearest, records
 from ..core.rundir import RunDir
+from ..data.encode import image_batch
 from ..data.images import DataError, load_picture
 from ..models.encoders import Encoders
 from ..models.family import Family, get_family
 from ..models.references import stack_references
-from ..models.tokens import image_batch
 from ..models.weights import HUB_ID, same_tensor
 from ..planner.profile import weights_path
 from ..strategies.compilation import real_rotary

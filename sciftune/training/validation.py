@@ -20,11 +20,11 @@ from torch import Tensor
 from ..core.randomness import stream
 from ..core.recipe import Recipe
 from ..core.writing import write_atomic, written_aside
+from ..data.encode import CachedData, reference_latents
 from ..models.family import Family
 from ..models.references import stack_references
 from ..strategies.engine import Engine
 from ..strategies.trained_module import TrainedModule
-from .encoding import CachedData, reference_latents
 
 # %% ../../nbs/7_training/08_validation.ipynb #a7e1c883
 def to_device(batch: object, device: torch.device) -> object:

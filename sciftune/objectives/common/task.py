@@ -17,7 +17,9 @@ from torch import Tensor
 from ...core.randomness import GlobalOrder
 from ...core.recipe import Recipe
 from ...data.buckets import BucketOrder
+from ...data.encode import CachedData, CachedSample
 from ...data.scoring import scorers
+from ...data.splits import open_recipe_data
 from ...data.streams import Mixture, sample_order
 from ...models.family import get_family
 from .batches import LatentBatches, held_out_batch
@@ -26,13 +28,7 @@ from ...planner.profile import trained_share
 from ...strategies.engine import Engine
 from ...strategies.lora import lora_flops
 from ...strategies.trained_module import TrainedModule
-from sciftune.training.encoding import (
-    CachedData,
-    CachedSample,
-    cache_data,
-    open_recipe_data,
-    training_samples,
-)
+from ...training.encoding import cache_data, training_samples
 from sciftune.training.task import (
     Export,
     Task,

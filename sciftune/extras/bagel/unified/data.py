@@ -19,6 +19,7 @@ from ....core.registry import import_class, records
 from ....core.rundir import cache_root
 from ....data.files import is_hidden
 from ....data.sources import joined_quarantine
+from ....data.splits import hold_out
 from sciftune.extras.bagel.released import (
     ReleasedGroup,
     is_released,
@@ -43,7 +44,6 @@ from sciftune.extras.bagel.sequences import (
     split_starts,
     step_totals,
 )
-from ....training.encoding import hold_out
 
 # %% ../../../../nbs/extras/bagel/unified/03_data.ipynb #3cc81b7b
 def read_mixture(path: Path) -> dict[str, dict]:

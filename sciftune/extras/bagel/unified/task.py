@@ -40,9 +40,9 @@ from ....models.encoders import Encoders
 from ....models.family import get_family
 from ....models.tiny import qwen_tokenizer
 from ....models.weights import freeze
+from ....planner.profile import weights_path
 from ....strategies.engine import Engine
 from ....strategies.trained_module import TrainedModule
-from ....training.encoding import weights_path
 from ....training.export import verify_base
 from sciftune.training.task import (
     Export,

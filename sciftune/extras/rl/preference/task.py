@@ -9,6 +9,7 @@ __all__ = ['PreferenceTask']
 import torch
 from torch import Tensor
 
+from ....data.encode import CachedData
 from ....data.pairs import BothImages
 from ..pairs import won
 from .data import HeldOutPairs, PairBatches, PairJobs
@@ -16,7 +17,7 @@ from .loss import PreferenceDPO
 from ....objectives.common.start import frozen_start
 from ....objectives.common.task import DenoisingTask
 from ....planner.work import step_cost_of
-from ....training.encoding import CachedData, cache_data
+from ....training.encoding import cache_data
 from ....training.validation import held_out_sums, to_device
 
 # %% ../../../../nbs/extras/rl/preference/04_task.ipynb #17164993

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from ....core.randomness import GlobalOrder, stream
 from ....core.recipe import Recipe
+from ....data.splits import open_recipe_data, open_with_held_out
 from .data import RolloutBatches, cache_prompts
 from .loss import Rollouts
 from .rewards import RewardSum
 from ....objectives.common.start import frozen_start
 from ....objectives.common.task import drawn_scores
 from ....planner.work import step_cost_of
-from ....training.encoding import open_recipe_data, open_with_held_out
 from sciftune.training.task import (
     Export,
     Task,
