@@ -1,4 +1,4 @@
-"""An image on its way from a folder to a batch: how often it is decoded, and which files it passes."""
+"""An image on its way from a folder to a batch: how often it is decoded, what it passes."""
 
 import json
 import sys
