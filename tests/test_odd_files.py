@@ -181,7 +181,7 @@ ALONE = {  # Functions that read for themselves, by why
         core/registry._record_calls core/registry._record_texts lab/command.check_settings""",
     "hashed in pieces, whatever it holds": """
         core/digests.file_digests core/digests.damage.differs data/cache.check_hashes
-        extras/bagel/parts.sampled_digest training/encoding.encoder_fingerprint
+        extras/bagel/parts.sampled_digest data/encode.encoder_fingerprint
         data/cache.header_digest""",
     "a picture: with bounds of its own": """
         data/images.file_bytes lab/evaluate.Target.told""",

@@ -28,7 +28,7 @@ import PIL
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..core.files import FileError, open_file
+from ..core.files import FileError, open_file, read_words
 from ..core.progress import progress
 from ..core.registry import ReaderRecord, find_record, load, records
 from ..core.rundir import cores
@@ -189,7 +189,7 @@ class Undecodable:
     def reasons(self) -> dict[str, str]:
         """Return digest -> reason of all images noted so far."""
         files = self.folder.glob("[0-9a-f]*") if self.folder.is_dir() else ()
-        return {file.name: file.read_text() for file in files if len(file.name) == 64}
+        return {file.name: read_words(file) for file in files if len(file.name) == 64}
 
 # %% ../../nbs/2_data/04_sources.ipynb #d0533759
 _Finding = tuple[int, int, str]  # width, height, digest

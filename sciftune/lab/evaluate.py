@@ -28,9 +28,11 @@ from ..core.files import opened_csv, parsed_json, read_json, read_json_lines
 from ..core.recipe import Recipe
 from ..core.rundir import RunDir, replaced_folder
 from ..data.buckets import Sizing
+from ..data.encode import caption_texts
 from ..data.images import load_picture, pixels
 from ..data.readers import CAPTION_KEYS
 from ..data.scoring import Scorer, change_mask, scorers
+from ..data.splits import data_path, hold_out_by_source, open_recipe_data
 from sciftune.data.words import (
     READER_MISSING,
     Label,
@@ -53,12 +55,6 @@ from sciftune.lab.scores import (
     read_pictures,
     scores_of,
     word_changes,
-)
-from sciftune.training.encoding import (
-    caption_texts,
-    data_path,
-    hold_out_by_source,
-    open_recipe_data,
 )
 from ..training.trackers import log_scores, reopened_trackers
 

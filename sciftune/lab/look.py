@@ -309,8 +309,8 @@ def count_tokens(recipe: Recipe, captions: Sequence[tuple[str, ...]]) -> list[To
         DataError: the tokenizers are not available
     """
     folder = local_folder(recipe)
+    from sciftune.data.encode import caption_texts
     from sciftune.models.family import get_family
-    from sciftune.training.encoding import caption_texts
 
     family = get_family(recipe.model)
     try:
@@ -548,7 +548,7 @@ def opened_data(recipe: Recipe, quarantine: Path | None = None) -> object:
     Raises:
         DataError: no row can be used
     """
-    from sciftune.training.encoding import data_path
+    from sciftune.data.splits import data_path
 
     if find_record("objectives", recipe.objective).sequences:
         raise DataError(f"data: what {recipe.objective} trains on is no collection of images")
@@ -611,7 +611,7 @@ def _leaks(
     recipe: Recipe, collection: object, signed: Signatures, groups: list[list[int]]
 ) -> list[DataFinding]:
     """Find held-out images, or those of `validation_data`, that are in the training set."""
-    from sciftune.training.encoding import hold_out_by_source
+    from sciftune.data.splits import hold_out_by_source
 
     if not recipe.validation_data:
         return leaked_images(collection.ids, groups, hold_out_by_source(recipe, collection)[1])

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..core.diagnosis import KNOWN_FAILURES, Case, KnownFailure
+from ..core.diagnosis import Case, KnownFailure, known_failures
 from ..core.recipe import foreign_meanings
 from ..lab.contents import Notebooks
 from ..lab.tables import fields_markdown, presets_markdown, table_markdown
@@ -38,22 +38,21 @@ def trouble_markdown(
     failure: KnownFailure,
 ) -> str:
     """Return the description of one failure in a run with default fields."""
-    cause, cure = (
-        part(Case()) if callable(part) else part for part in (failure.cause, failure.cure)
-    )
+    finding = failure.explained(Case())
     seen = ", ".join(f"`` {pattern} ``" for pattern in failure.patterns)
     codes = ", ".join(map(str, failure.codes))
     seen += f"; exit code {codes} without a traceback" if codes else ""
     harmless = "This message is no failure. " if failure.harmless else ""
     return (
-        f"## {failure.name}\n{harmless}Cause: {cause}.\n\nCure: {cure}.\n\nRecognised by: {seen}."
+        f"## {failure.name}\n{harmless}Cause: {finding.cause}.\n\nCure: {finding.cure}."
+        f"\n\nRecognised by: {seen}."
     )
 
 
 def troubles_markdown() -> str:
     """Return the descriptions of all known failures."""
     with _without_locks():
-        return "\n\n".join(trouble_markdown(failure) for failure in KNOWN_FAILURES)
+        return "\n\n".join(trouble_markdown(failure) for failure in known_failures())
 
 # %% ../../nbs/10_project/08_pages.ipynb #0976cb19
 def names_markdown() -> str:
@@ -134,9 +133,10 @@ plugged into it and calls down to the model family (`4_models`).
 
 **From a file to the loss.**
 
-1. @data.sources.open_collection, or @data.streams, gives pictures with captions.
+1. @data.sources.open_collection reads headers and captions; its @data.sources.Collection gives
+   pictures with captions.
 2. @data.buckets says at which size each of them is trained.
-3. @training.encoding.cache_data encodes what is not in the @data.cache.TensorCache yet, by the
+3. @data.encode.encode_missing encodes what is not in the @data.cache.TensorCache yet, by the
    family's @models.encoders.Encoding.encode_images and @models.encoders.Encoding.encode_captions.
 4. @objectives.common.batches.LatentBatches makes the micro-batches of a step: latents, noise, noise
    levels, conditioning, each a function of (seed, sample, epoch): @core.randomness.
