@@ -38,6 +38,7 @@ IMPORTED = (  # once, before processes are forked: what runs notebooks, and what
     "transformers.models.auto.tokenization_auto",
     "sciftune.training.trainer",
 )
+TESTED = ("launch.ipynb",)  # trains, and tests/processes/test_launch.py does it with papermill
 LONGEST = (  # they begin first, so that workers end together
     "planner/05_ledger",
     "planner/08_search",
@@ -143,11 +144,12 @@ def run_all(notebooks: list[Path], flags: str, workers: int) -> list[str]:
 
 
 def chosen(places: list[str]) -> list[Path]:
-    """The notebooks at `places`, which are notebooks or folders."""
+    """The notebooks at `places`, notebooks or folders; in folders, not those of `TESTED`."""
     found = []
     for place in places:
         path = (ROOT / place).resolve()
-        found += sorted(path.rglob("*.ipynb")) if path.is_dir() else [path]
+        inside = [one for one in sorted(path.rglob("*.ipynb")) if one.name not in TESTED]
+        found += inside if path.is_dir() else [path]
     return [path for path in found if ".ipynb_checkpoints" not in path.parts]
 
 
