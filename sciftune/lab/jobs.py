@@ -633,6 +633,10 @@ class Tee:
         """Return False: nobody should draw bars into a log."""
         return False
 
+    def fileno(self) -> int:
+        """Return the file of the last stream, for what writes without Python."""
+        return self.streams[-1].fileno()
+
 # %% ../../nbs/9_lab/03_jobs.ipynb #72b89639
 def train_rank(recipe_path: str, log_path: str, kernel: int):
     """Train one rank of a run that is launched from the kernel.

@@ -5,14 +5,17 @@
 # %% auto #0
 __all__ = ['INPUT_FIELDS', 'LOOK_SECONDS', 'absolute_path', 'absolute_data', 'absolute_input', 'with_absolute_paths',
            'parameters_of', 'runs_of', 'continued_recipe', 'recipe_from', 'plan_run', 'same_run', 'choose_folder',
-           'differences', 'keep_run_secrets', 'with_steps', 'check_data', 'check_port', 'data_looked_at', 'prepare_run']
+           'differences', 'keep_run_secrets', 'with_steps', 'check_data', 'check_port', 'data_looked_at', 'data_drawn',
+           'prepare_run']
 
 # %% ../../nbs/9_lab/06_prepare.ipynb #9c87cf06
 import contextlib
 import glob
+import multiprocessing
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -29,6 +32,7 @@ from sciftune.core.checkpoint_folders import (
     checkpoint_info,
     find_checkpoint,
 )
+from ..core.ownership import end_with_parent
 from ..core.packages import check_packages
 from ..core.plan import Plan
 from ..core.processes import processes_here, world_size
@@ -480,6 +484,46 @@ def data_looked_at(recipe: Recipe, recipe_path: Path, findings: Path) -> Iterato
         looking.kill()
         looking.communicate()
 
+# %% ../../nbs/9_lab/06_prepare.ipynb #71c3779a
+@contextlib.contextmanager
+def data_drawn(recipe: Recipe) -> Iterator[None]:
+    """Draw the collections of a recipe during the block, in a process of its own.
+
+    A recipe for another machine draws nothing here, and neither does a process with torch, whose
+    forks could hang: then the ranks draw.
+
+    Args:
+        recipe: with absolute paths
+    """
+    drawn = [records("collections").get(path) for path, _ in recipe.sources]
+    places = [record.draw for record in drawn if record]
+    sequences = find_record("objectives", recipe.objective).sequences
+    if not places or sequences or recipe.launcher == "print" or "torch" in sys.modules:
+        yield
+        return
+    words = (places, recipe, os.getpid())
+    drawing = multiprocessing.get_context("fork").Process(target=_draw, args=words)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # a lock's thread is no danger
+        drawing.start()
+    try:
+        yield
+        drawing.join()
+    finally:
+        if drawing.is_alive():
+            drawing.terminate()
+            drawing.join()
+
+
+def _draw(places: list[str], recipe: Recipe, parent: int):
+    """Draw quietly; end with the parent, and remove what is unfinished when terminated."""
+    end_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    for place in places:
+        import_class(place)(recipe)
+
 # %% ../../nbs/9_lab/06_prepare.ipynb #97ccec8a
 def prepare_run(recipe: Recipe) -> RunDir:
     """Plan the run and write its folder, completely or not at all. Raises LaunchError.
@@ -566,7 +610,7 @@ def _write_run(run: RunDir, recipe: Recipe):
         written = recipe.save(Path(aside) / "recipe.yaml")
         checkpoint = _checkpoint(run, recipe)
         looked = data_looked_at(recipe, written, Path(aside) / "findings.json")
-        with contextlib.nullcontext() if checkpoint else looked:
+        with contextlib.nullcontext() if checkpoint else looked, data_drawn(recipe):
             plan_run(recipe, Path(aside) / "plan.json", recipe.plan_check, run)
         if checkpoint:
             check_data(recipe, checkpoint)

@@ -84,14 +84,10 @@ def test_the_command_works_from_the_wheel_alone(python, root, tmp_path):
     given = ("run", "launcher=print", "-p", "name", "w")
     r = sciftune(*given)
     assert r.returncode == 0 and (work / "runs/w/command.txt").exists(), r.stderr
-    assert (work / "runs/w/launch.ipynb").exists()
     assert [path.name for path in (work / "runs").iterdir() if path.name != "w"] == []
     r = sciftune(*given, "stepz=3")
     assert r.returncode == 1 and r.stdout == "", r.stdout
-    assert r.stderr.splitlines() == [
-        "LaunchError: unknown parameter 'stepz' (did you mean 'steps'?)",
-        "sciftune run: failed, nothing was started",
-    ]
+    assert r.stderr == "sciftune run: unknown parameter 'stepz' (did you mean 'steps'?)\n"
 
 
 def test_help_lists_every_field_without_torch(python):
