@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from .fields import RecipeError
 from .files import FileError, read_mapping, read_object
 from .registry import records
-from .sections import RecipeError
 
 # %% ../../nbs/1_core/17_accelerate_settings.ipynb #d6849c87
 _WORDS = {"true": "1", "yes": "1", "on": "1", "false": "0", "no": "0", "off": "0", "none": "0"}

@@ -23,9 +23,10 @@ from sciftune.core.accelerate_settings import (
     plain,
     switched_on,
 )
+from .fields import RecipeError
 from .registry import RegistryError, family_named, records
 from .secrets import masked
-from .sections import SECTIONS, RecipeError
+from .sections import SECTIONS
 
 # %% ../../nbs/1_core/04_aliases.ipynb #e5cd41d8
 ALIASES = ACCELERATE_FIELDS | dict(

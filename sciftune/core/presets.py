@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from .fields import RecipeError
 from .files import FileError, read_mapping
 from sciftune.core.registry import (
     FamilyRecord,
@@ -20,7 +21,6 @@ from sciftune.core.registry import (
     package_folder,
     records,
 )
-from .sections import RecipeError
 
 # %% ../../nbs/1_core/03_presets.ipynb #9540f7dc
 class PresetError(RecipeError):

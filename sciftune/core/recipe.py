@@ -31,6 +31,7 @@ from sciftune.core.aliases import (
     translated,
     with_family,
 )
+from .fields import RecipeError, Section, facts, is_on
 from .files import FileError, read_mapping
 from sciftune.core.presets import (
     PresetError,
@@ -51,16 +52,7 @@ from sciftune.core.registry import (
     usual_optimizer,
 )
 from .secrets import masked
-from sciftune.core.sections import (
-    AUTOMATIC,
-    SECTIONS,
-    NumbersSection,
-    RecipeError,
-    ScheduleSection,
-    Section,
-    facts,
-    is_on,
-)
+from .sections import AUTOMATIC, SECTIONS, NumbersSection, ScheduleSection
 from .writing import write_atomic
 
 # %% ../../nbs/1_core/05_recipe.ipynb #8fd2a040

@@ -19,10 +19,11 @@ from typing import get_args
 
 from pydantic.fields import FieldInfo
 
+from ..core.fields import Section
 from ..core.presets import Preset, preset_files, preset_values, presets
 from ..core.recipe import Recipe, collection_sections, objective_sections
 from ..core.registry import nearest, records
-from ..core.sections import SECTIONS, Section
+from ..core.sections import SECTIONS
 
 # %% ../../nbs/9_lab/23_tables.ipynb #31989ac4
 def table_text(rows: Sequence[Sequence[str]], width: int = 100) -> str:

@@ -16,7 +16,7 @@ import diffusers
 import torch
 from torch import Tensor
 
-from ..core.sections import RecipeError
+from ..core.fields import RecipeError
 from .sampler import build_scheduler
 
 # %% ../../nbs/4_models/06_ddpm.ipynb #16123dd3

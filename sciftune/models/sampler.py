@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..core.fields import RecipeError
 from ..core.files import read_object
-from ..core.sections import RecipeError
 from .family_base import FamilyBase
 
 # %% ../../nbs/4_models/01f_sampler.ipynb #sam-7

@@ -15,8 +15,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from ..core.fields import RecipeError
 from ..core.registry import FamilyRecord
-from ..core.sections import RecipeError
 from . import tiny
 from .ddpm import STEPS, NoiseSchedule, timesteps_of
 from .encoders import Encoders, check_tokenizer_files

@@ -8,8 +8,8 @@ import pytest
 from forked import ENGINES, deviation, losses, recipe_of, train
 from PIL import Image, ImageOps
 
+from sciftune.core.fields import RecipeError
 from sciftune.core.rundir import RunDir
-from sciftune.core.sections import RecipeError
 from sciftune.models.family import get_family
 from sciftune.planner.plan import plan
 from sciftune.planner.profile import profile

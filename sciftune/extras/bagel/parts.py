@@ -22,11 +22,11 @@ from pydantic import BaseModel
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ...core.fields import RecipeError
 from ...core.files import of_kind, read_object
 from ...core.progress import progress
 from ...core.randomness import stream, stream_seed
 from ...core.rundir import replaced_folder
-from ...core.sections import RecipeError
 from sciftune.extras.bagel.network import (
     GEN,
     BagelConfig,

@@ -6,8 +6,8 @@
 __all__ = ['RECORDS', 'FiguresSection', 'EditsSection']
 
 # %% ../../../nbs/extras/figures/08_section.ipynb #figsec03
+from ...core.fields import Section, field
 from ...core.registry import CollectionRecord
-from ...core.sections import Section, field
 
 # %% ../../../nbs/extras/figures/08_section.ipynb #figsec06
 RECORDS = [

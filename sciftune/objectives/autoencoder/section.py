@@ -8,8 +8,8 @@ __all__ = ['RECORDS', 'AutoencoderSection']
 # %% ../../../nbs/8_objectives/autoencoder/01_section.ipynb #7e5bb5e7
 from typing import Literal
 
+from ...core.fields import Section, field
 from ...core.registry import ObjectiveRecord
-from ...core.sections import Section, field
 
 # %% ../../../nbs/8_objectives/autoencoder/01_section.ipynb #efa0a0e8
 RECORDS = [

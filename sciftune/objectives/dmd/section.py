@@ -8,8 +8,8 @@ __all__ = ['RECORDS', 'DistillationSection']
 # %% ../../../nbs/8_objectives/dmd/01_section.ipynb #cbc3bcc2
 from typing import ClassVar, Literal
 
+from ...core.fields import Section, field
 from ...core.registry import ObjectiveRecord, find_record
-from ...core.sections import Section, field
 
 # %% ../../../nbs/8_objectives/dmd/01_section.ipynb #e459488d
 RECORDS = [

@@ -6,8 +6,8 @@
 __all__ = ['RECORDS', 'EpsilonSection']
 
 # %% ../../../nbs/8_objectives/epsilon/01_section.ipynb #dcb3b7e4
+from ...core.fields import Section, field
 from ...core.registry import ObjectiveRecord
-from ...core.sections import Section, field
 
 # %% ../../../nbs/8_objectives/epsilon/01_section.ipynb #69750222
 RECORDS = [

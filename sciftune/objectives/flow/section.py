@@ -11,8 +11,8 @@ from typing import Any
 
 from pydantic import ValidationInfo, field_validator
 
+from ...core.fields import Section, field
 from ...core.registry import ObjectiveRecord, find_record, records
-from ...core.sections import Section, field
 
 # %% ../../../nbs/8_objectives/flow/01_section.ipynb #cd5b550f
 RECORDS = [

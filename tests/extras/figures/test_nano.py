@@ -129,7 +129,7 @@ def test_packaged_weights_draw_with_diffusers(model, extra):
 
 def test_missing_nano_is_named(monkeypatch):
     from sciftune.core import presets
-    from sciftune.core.sections import RecipeError
+    from sciftune.core.fields import RecipeError
 
     with pytest.raises(RecipeError, match="there are such models of .*klein.* only"):
         presets.nano_folder("sdxl")

@@ -1,7 +1,7 @@
 """What the launching kernel must know about the objective: its record and its field. No torch."""
 
+from sciftune.core.fields import Section, field
 from sciftune.core.registry import ObjectiveRecord
-from sciftune.core.sections import Section, field
 
 RECORDS = [
     ObjectiveRecord(

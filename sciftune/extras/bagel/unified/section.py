@@ -8,8 +8,8 @@ __all__ = ['RECORDS', 'UnifiedSection']
 # %% ../../../../nbs/extras/bagel/unified/01_section.ipynb #deff18b1
 from typing import ClassVar, Literal
 
+from ....core.fields import Section, field
 from ....core.registry import ObjectiveRecord
-from ....core.sections import Section, field
 
 # %% ../../../../nbs/extras/bagel/unified/01_section.ipynb #3253e816
 RECORDS = [

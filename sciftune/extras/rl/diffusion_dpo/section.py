@@ -6,8 +6,8 @@
 __all__ = ['RECORDS', 'DPOSection']
 
 # %% ../../../../nbs/extras/rl/diffusion_dpo/01_fields.ipynb #589e9b15
+from ....core.fields import Section, field
 from ....core.registry import ObjectiveRecord
-from ....core.sections import Section, field
 from ..rollouts.section import check_rollouts
 
 # %% ../../../../nbs/extras/rl/diffusion_dpo/01_fields.ipynb #fa8447c9

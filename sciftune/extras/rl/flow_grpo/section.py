@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import field_validator
 
+from ....core.fields import Section, field
 from ....core.registry import ObjectiveRecord, records
-from ....core.sections import Section, field
 from ..rollouts.section import check_rollouts, reward_parts
 
 # %% ../../../../nbs/extras/rl/flow_grpo/01_section.ipynb #a493f61a

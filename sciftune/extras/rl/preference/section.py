@@ -6,8 +6,8 @@
 __all__ = ['RECORDS', 'PreferenceSection']
 
 # %% ../../../../nbs/extras/rl/preference/01_section.ipynb #03b26285
+from ....core.fields import Section
 from ....core.registry import ObjectiveRecord, records
-from ....core.sections import Section
 
 # %% ../../../../nbs/extras/rl/preference/01_section.ipynb #9178e670
 RECORDS = [

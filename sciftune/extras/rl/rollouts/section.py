@@ -8,8 +8,8 @@ __all__ = ['reward_parts', 'check_rollouts']
 # %% ../../../../nbs/extras/rl/rollouts/01_section.ipynb #5e608a2f
 import re
 
+from ....core.fields import Section
 from ....core.registry import nearest, records
-from ....core.sections import Section
 
 # %% ../../../../nbs/extras/rl/rollouts/01_section.ipynb #de0d13bb
 _OWN = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
