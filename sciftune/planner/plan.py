@@ -185,11 +185,10 @@ def plan(recipe: Recipe, world: int | None = None) -> Plan:
     """
     from sciftune.models.family import get_family  # diffusers takes seconds to import
 
-    machine = Machine.of(recipe)
     if recipe.open_fields:
-        check_cards(recipe, gpus() if machine.here and machine.cuda else [])
-        asked = None
-    else:
+        check_cards(recipe, [] if recipe.cpu or recipe.plan_device else gpus())
+    machine, asked = Machine.of(recipe), None
+    if not recipe.open_fields:
         asked = Strategy.of(recipe, world or world_size(recipe), machine.cuda)
     family = get_family(recipe.model)
     with planned_weights(recipe, family) as base:
