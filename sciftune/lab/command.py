@@ -421,7 +421,7 @@ def plan_command(words: Sequence[str]) -> int:
         written = Path(folder) / "recipe.yaml"
         recipe.save(written)
         with data_looked_at(recipe, written, Path(folder) / "findings.json"):
-            plan = plan_run(written, Path(folder) / "plan.json", check=False)
+            plan = plan_run(recipe, Path(folder) / "plan.json", check=False)
     print(plan_text(plan))
     return int(not plan.run.fits)
 
