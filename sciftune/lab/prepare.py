@@ -11,7 +11,6 @@ __all__ = ['INPUT_FIELDS', 'LOOK_SECONDS', 'absolute_path', 'absolute_data', 'ab
 # %% ../../nbs/9_lab/06_prepare.ipynb #9c87cf06
 import contextlib
 import glob
-import multiprocessing
 import os
 import re
 import shutil
@@ -32,7 +31,6 @@ from sciftune.core.checkpoint_folders import (
     checkpoint_info,
     find_checkpoint,
 )
-from ..core.ownership import end_with_parent
 from ..core.packages import check_packages
 from ..core.plan import Plan
 from ..core.processes import processes_here, world_size
@@ -51,7 +49,15 @@ from ..core.registry import RegistryError, find_record, import_class, nearest, r
 from ..core.rundir import RunDir, gpus, new_run, project_root
 from ..core.secrets import keep_secrets, load_secrets
 from ..core.writing import write_atomic
-from .jobs import LaunchError, free_folder, in_child, kept_recipe, reserved, state
+from sciftune.lab.jobs import (
+    LaunchError,
+    forked,
+    free_folder,
+    in_child,
+    kept_recipe,
+    reserved,
+    state,
+)
 
 # %% ../../nbs/9_lab/06_prepare.ipynb #e33ff13e
 def absolute_path(path: str, root: Path) -> str:
@@ -501,11 +507,7 @@ def data_drawn(recipe: Recipe) -> Iterator[None]:
     if not places or sequences or recipe.launcher == "print" or "torch" in sys.modules:
         yield
         return
-    words = (places, recipe, os.getpid())
-    drawing = multiprocessing.get_context("fork").Process(target=_draw, args=words)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # a lock's thread is no danger
-        drawing.start()
+    drawing = forked(_draw, places, recipe)
     try:
         yield
         drawing.join()
@@ -515,12 +517,10 @@ def data_drawn(recipe: Recipe) -> Iterator[None]:
             drawing.join()
 
 
-def _draw(places: list[str], recipe: Recipe, parent: int):
-    """Draw quietly; end with the parent, and remove what is unfinished when terminated."""
-    end_with_parent(parent)
+def _draw(places: list[str], recipe: Recipe):
+    """Draw; remove what is unfinished when terminated."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     for place in places:
         import_class(place)(recipe)
 
