@@ -211,7 +211,7 @@ class ForeignNames(NamedTuple):
 COMMON_NAMES = ForeignNames(ALIASES, FIXED)
 
 # %% ../../nbs/1_core/04_aliases.ipynb #0e1de10c
-def strategy_settings() -> dict[str, dict[str, dict]]:
+def strategy_settings() -> dict[str, dict[str, dict[str, Any]]]:
     """Return the settings that choose a strategy.
 
     Raises RegistryError if two records name the same.

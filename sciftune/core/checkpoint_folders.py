@@ -8,8 +8,9 @@ __all__ = ['CheckpointError', 'checkpoint_name', 'CheckpointInfo', 'checkpoint_i
            'check_same_run', 'check_start_from']
 
 # %% ../../nbs/1_core/13_checkpoint_folders.ipynb #5abcc846
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -56,7 +57,7 @@ class CheckpointInfo(BaseModel):
     not_finite: list[str] = []
 
 
-def checkpoint_info(folder: Path) -> dict:
+def checkpoint_info(folder: Path) -> dict[str, Any]:
     """Read `info.json` of a checkpoint. Raises ValueError if it is damaged or missing.
 
     Args:
@@ -195,7 +196,7 @@ def find_checkpoint(run: RunDir, resume: str) -> Path | None:
     return first_usable(resume_candidates(run, resume), resume)
 
 # %% ../../nbs/1_core/13_checkpoint_folders.ipynb #8ea162b7
-def check_same_run(info: dict, recipe: Recipe, fingerprint: str | None = None) -> None:
+def check_same_run(info: Mapping[str, Any], recipe: Recipe, fingerprint: str | None = None) -> None:
     """Raise RecipeError when continuing would not equal an uninterrupted run.
 
     Args:

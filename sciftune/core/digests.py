@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from pydantic import BaseModel, PositiveInt
 
@@ -135,7 +135,7 @@ class Digests(BaseModel):
     digests: DigestRecord
 
 
-def digest_record(files: Mapping[str, list[str]], block: int = DIGEST_BLOCK) -> dict:
+def digest_record(files: Mapping[str, list[str]], block: int = DIGEST_BLOCK) -> dict[str, Any]:
     """Return the record of a folder's digests, to be stored as JSON.
 
     Args:
@@ -205,7 +205,7 @@ def _wrong_length(folder: Path, name: str, digests: list[str], block: int) -> st
 SEAL = ', "seal": "'  # Stands before the checksum, at the end of the text
 
 
-def sealed(values: dict) -> str:
+def sealed(values: dict[str, Any]) -> str:
     """Return the text of a record with its own checksum.
 
     Args:
@@ -218,7 +218,7 @@ def sealed(values: dict) -> str:
     return f'{text}{SEAL}{zlib.crc32(text.encode()):08x}"}}'
 
 
-def unsealed(text: bytes) -> dict:
+def unsealed(text: bytes) -> dict[str, Any]:
     """Return a sealed record without its seal. Raises ValueError if the checksum differs."""
     head, mark, tail = text.rpartition(SEAL.encode())
     values = parsed_json(text)
@@ -252,7 +252,7 @@ def write_digests(folder: Path, known: Mapping[str, list[str]] | None = None) ->
     return write_atomic(folder / DIGESTS_FILE, sealed(dict(digests=digest_record(found))))
 
 
-def read_digests(folder: Path) -> dict:
+def read_digests(folder: Path) -> dict[str, Any]:
     """Read the file of `write_digests`. Raises ValueError if it is damaged.
 
     Returns:

@@ -125,7 +125,7 @@ def _kind(value: Any) -> str:
     return known.get(type(value), "a number")
 
 
-def read_object(file: str | Path, absent: dict | None = None) -> dict:
+def read_object(file: str | Path, absent: dict[str, Any] | None = None) -> dict[str, Any]:
     """Read the object in a JSON file. Raises FileError.
 
     Args:
@@ -212,7 +212,7 @@ def opened_csv(file: str | Path) -> Iterator[csv.DictReader]:
 Kind = TypeVar("Kind", bound=BaseModel)
 
 
-def of_kind(kind: type[BaseModel], values: Any, file: str | Path) -> dict:
+def of_kind(kind: type[BaseModel], values: Any, file: str | Path) -> dict[str, Any]:
     """Return `values` if they have the types of `kind`. Raises FileError for the first other one.
 
     Args:

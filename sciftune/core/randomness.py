@@ -9,7 +9,7 @@ __all__ = ['stream_seed', 'stream', 'uniform', 'GlobalOrder', 'first_positions',
 import hashlib
 import math
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -127,9 +127,12 @@ def first_positions(epochs: float, n: int) -> int:
     return math.ceil(Fraction(str(epochs)) * n)
 
 # %% ../../nbs/1_core/08_randomness.ipynb #59478718
+_Item = TypeVar("_Item")
+
+
 def share(
-    batch: list, rank: int, world_size: int, micro_batch: int
-) -> list[list[tuple[int, object]]]:
+    batch: list[_Item], rank: int, world_size: int, micro_batch: int
+) -> list[list[tuple[int, _Item]]]:
     """Return the micro-batches of `rank`, in order.
 
     Args:

@@ -662,7 +662,7 @@ def _guesses(names: Collection[str], values: Mapping[str, Any]) -> Iterator[dict
         yield dict(zip(names, choice, strict=True))
 
 
-def checked(values: dict, weak: Collection[str] = ()) -> Recipe:
+def checked(values: dict[str, Any], weak: Collection[str] = ()) -> Recipe:
     """Return a `Recipe` of `values`, or raise `RecipeError` naming every wrong field.
 
     Fields of the value 'auto' get provisional values and are named in the field `auto`.
@@ -713,7 +713,7 @@ def _without_removed(values: dict) -> dict:
     return {name: value for name, value in values.items() if name not in REMOVED}
 
 
-def restored(values: dict) -> Recipe:
+def restored(values: dict[str, Any]) -> Recipe:
     """Return a stored recipe. Raises RecipeError.
 
     Values of format 1 that the run does not read are reset with a warning.

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -118,7 +118,7 @@ def replaced_folder(
 class MetricRows(list):
     """Training lines in the order of their steps, with columns that are kept."""
 
-    def __init__(self, rows: Iterable[dict] = ()):
+    def __init__(self, rows: Iterable[dict[str, Any]] = ()):
         super().__init__(rows)
         self.columns = {}  # key -> its values so far
 
@@ -335,7 +335,7 @@ class RunDir:
         """Code, versions, hardware."""
         return self.path / "record.json"
 
-    def read_record(self) -> dict:
+    def read_record(self) -> dict[str, Any]:
         """Code, versions, hardware and data; empty where training has not begun."""
         return read_object(self.record, absent={})
 
@@ -362,7 +362,7 @@ class RunDir:
     def __repr__(self) -> str:
         return f"RunDir({str(self.path)!r})"
 
-    def append_metrics(self, row: dict) -> None:
+    def append_metrics(self, row: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl with a single write, so that lines never mix.
 
         A line that a kill has cut is ended first, so that only that one is lost.
@@ -381,7 +381,7 @@ class RunDir:
         """Read the rows of metrics.jsonl; what this object has read before is not read again."""
         return self._metrics_log.read()
 
-    def read_metrics(self) -> list[dict]:
+    def read_metrics(self) -> list[dict[str, Any]]:
         """Read every complete line of metrics.jsonl.
 
         Where a resumed run repeated a step, its later line stands; events all stand.
@@ -442,7 +442,7 @@ def _nvidia_smi() -> list[list[str]]:
     return [[cell.strip() for cell in line.split(",")] for line in lines]
 
 
-def gpus() -> list[dict]:
+def gpus() -> list[dict[str, Any]]:
     """GPUs that processes started from here would see, without importing torch.
 
     Returns:
@@ -498,7 +498,7 @@ def _commit() -> str | None:
     return answer.stdout.strip() if answer.returncode == 0 else None
 
 
-def run_record(packages: Iterable[str] = PACKAGES) -> dict:
+def run_record(packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
     """Record versions, hardware and code of this run.
 
     Args:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -122,6 +123,9 @@ def share_kept(
     return 1 - crop_loss(width, height, nearest_size(width, height, sizes))
 
 # %% ../../nbs/2_data/06_buckets.ipynb #4137e16f
+_Choice = TypeVar("_Choice")
+
+
 class Sizing:
     """The training size of an image, as a recipe says."""
 
@@ -134,7 +138,7 @@ class Sizing:
         if r.random_hw_adapt and not r.bucket_sides:
             self.sides = list(range(self.low, r.resolution + 1, self.step))
 
-    def pick(self, choices: Sequence, sample: str, draw: int, what: str) -> object:
+    def pick(self, choices: Sequence[_Choice], sample: str, draw: int, what: str) -> _Choice:
         """Choose by (seed, purpose, sample, draw).
 
         Args:
@@ -324,7 +328,9 @@ def rank_share(micros: list, rank: int, world_size: int) -> list[tuple[int, list
     return list(enumerate(micros))[rank::world_size]
 
 # %% ../../nbs/2_data/06_buckets.ipynb #08f80550
-def size_report(shapes: Sequence, sizing: Sizing, ids: Sequence = None) -> dict:
+def size_report(
+    shapes: Sequence, sizing: Sizing, ids: Sequence[str] | None = None
+) -> dict[str, Any]:
     """Report the effect of a choice of sizes on a collection.
 
     `partial` counts the samples in micro-batches that are not full.

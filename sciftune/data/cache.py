@@ -17,6 +17,7 @@ import warnings
 import zlib
 from collections.abc import Iterable, KeysView
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,13 +29,14 @@ from ..core.files import read_bytes, read_object
 from ..core.ownership import sweep_temporary, temporary_folder
 from ..core.writing import write_atomic
 from .images import DataError
+from .rows import CellValue
 
 # %% auto #0
 __all__ = ['ASIDE', 'cache_key', 'entry_digest', 'header_digest', 'save_shard', 'open_shard', 'Writer', 'sweep', 'TensorCache',
            'check_hashes']
 
 # %% ../../nbs/2_data/08_cache.ipynb #2a33e01d
-def _canonical(name: str, value: object) -> object:
+def _canonical(name: str, value: CellValue) -> CellValue:
     """JSON for a value, the same on every machine. Raises ValueError for other types."""
     if isinstance(value, (bytes, bytearray, memoryview)):
         return {"\0bytes": hashlib.sha256(value).hexdigest()}
@@ -52,7 +54,7 @@ def _canonical(name: str, value: object) -> object:
     )
 
 
-def cache_key(**parts: object) -> str:
+def cache_key(**parts: CellValue) -> str:
     """Hash the parts. Raises ValueError for none, and for types without a canonical form.
 
     Args:
@@ -137,7 +139,7 @@ def save_shard(folder: Path, name: str, entries: dict[str, dict[str, Tensor]]):
     write_atomic(folder / f"{name}.json", sealed(index))
 
 
-def open_shard(folder: Path, name: str) -> tuple[dict, safe_open]:
+def open_shard(folder: Path, name: str) -> tuple[dict[str, Any], safe_open]:
     """Open a complete shard by memory map.
 
     Raises ValueError, OSError or SafetensorError for a damaged one.
@@ -381,7 +383,7 @@ class TensorCache:
         self.__init__(folder)
 
 # %% ../../nbs/2_data/08_cache.ipynb #e6b691a0
-def check_hashes(cache: TensorCache) -> list[dict]:
+def check_hashes(cache: TensorCache) -> list[dict[str, str]]:
     """Compare each shard with the hash of its index; shards that differ are dropped.
 
     Returns:

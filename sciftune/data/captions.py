@@ -16,9 +16,10 @@ from ..core.files import LIST_BYTES, FileError, read_json_lines, read_words
 from .images import DataError
 from .parquet import BROKEN_PARQUET, cell_values, check_row_group
 from .readers import CAPTION_KEYS, caption_value, captions_of
+from .rows import CellValue
 
 # %% ../../nbs/2_data/05_captions.ipynb #9e0cc182
-def record_captions(source: str, record: object) -> list[str]:
+def record_captions(source: str, record: CellValue) -> list[str]:
     """Return the captions of one record. Raises DataError for a record without a usable caption.
 
     Args:

@@ -13,12 +13,13 @@ from ..core.registry import ReaderRecord
 from .files import FolderFiles
 from .images import DataError
 from .readers import Files, list_source, listed_rows
+from .rows import CellValue
 
 # %% auto #0
 __all__ = ['RECORDS', 'caption_records', 'image_folder', 'CocoReader']
 
 # %% ../../nbs/2_data/19_coco.ipynb #3fe38b4f
-def caption_records(path: Path) -> Iterator[tuple[str, object]]:
+def caption_records(path: Path) -> Iterator[tuple[str, CellValue]]:
     """Yield a record for each image of a COCO list. Raises DataError if the file is none.
 
     Args:

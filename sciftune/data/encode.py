@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -87,7 +87,7 @@ class EncodingFamily(Protocol):
         captions: list[str],
         references: list[list[np.ndarray]],
         text_tokens: int | None,
-    ) -> list[dict]:
+    ) -> list[dict[str, Tensor]]:
         """Encode captions and the reference images that they see: tensors of each caption."""
 
 
@@ -277,7 +277,7 @@ class EncodingJobs:
         first, *more = [self.image(i, *size) for size in sizes]
         return CachedSample(name, first, captions, tuple(more), sizes, place, buckets, **beside)
 
-    def captions_of(self, i: int, held: bool) -> tuple[tuple, dict]:
+    def captions_of(self, i: int, held: bool) -> tuple[tuple[str, ...], dict[str, Any]]:
         """List the captions of a sample, and what dropout makes of those that see references.
 
         Args:

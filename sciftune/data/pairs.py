@@ -36,7 +36,8 @@ from sciftune.data.readers import (
     json_records,
     made_rows,
 )
-from .rows import Column, Row, Rows
+from .rows import CellValue, Column, Row, Rows
+from .sources import SampleCollection
 
 # %% ../../nbs/2_data/16_pairs.ipynb #bd7221e4
 CHOSEN_KEYS = ("chosen", "chosen_image")
@@ -66,7 +67,9 @@ def pair_columns(names: Iterable[str]) -> tuple[str, ...]:
     )
 
 
-def chosen_and_rejected(record: Mapping[str, object], columns: tuple[str, ...]) -> tuple[str, str]:
+def chosen_and_rejected(
+    record: Mapping[str, CellValue], columns: tuple[str, ...]
+) -> tuple[str, str]:
     """Return which column holds the better image. Raises DataError for a tie and for no number.
 
     Args:
@@ -93,7 +96,7 @@ def _label(name: str, value: object) -> float:
     return float(value)
 
 # %% ../../nbs/2_data/16_pairs.ipynb #56f059bb
-def pair_row(root: Path, source: str, record: object, find: Callable | None = None) -> Row:
+def pair_row(root: Path, source: str, record: CellValue, find: Callable | None = None) -> Row:
     """Make a row of one record of a list of pairs.
 
     Args:
@@ -121,7 +124,7 @@ def pair_row(root: Path, source: str, record: object, find: Callable | None = No
         return Row(source, fault=str(e))
 
 
-def _value(record: Mapping[str, object], keys: tuple[str, ...]) -> object:
+def _value(record: Mapping[str, CellValue], keys: tuple[str, ...]) -> object:
     """Return the value of the first of some keys that a record has."""
     return next((record[k] for k in keys if record.get(k) is not None), None)
 
@@ -251,7 +254,7 @@ class BothImages:
         pairs: result of `open_collections` with `find_pairs`; n pairs
     """
 
-    def __init__(self, pairs: object):
+    def __init__(self, pairs: SampleCollection):
         self.pairs = pairs
         for name in ("ids", "captions", "sizes", "shards", "rejected", "fingerprint", "notes"):
             setattr(self, name, getattr(pairs, name))

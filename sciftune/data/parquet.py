@@ -46,7 +46,7 @@ from sciftune.data.references import (
     names_image,
     reference_columns,
 )
-from .rows import Row, Rows
+from .rows import CellValue, Row, Rows
 
 # %% auto #0
 __all__ = ['RECORDS', 'BROKEN_PARQUET', 'MAX_ROW_GROUP', 'MAX_TEXT', 'MAX_UNPACKED', 'IMAGE_COLUMNS', 'BATCH', 'check_row_group',
@@ -137,7 +137,7 @@ def cell_values(
 ) -> list:
     """Return the values of a column; text that is not UTF-8 becomes bytes, which no caption is."""
 
-    def value(cell: pa.Scalar) -> object:
+    def value(cell: pa.Scalar) -> CellValue:
         try:
             return cell.as_py()
         except UnicodeDecodeError:

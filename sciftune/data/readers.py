@@ -39,7 +39,7 @@ from sciftune.data.references import (
     reference_values,
     unnumbered,
 )
-from .rows import Records, Row, Rows, Texts
+from .rows import CellValue, Records, Row, Rows, Texts
 
 # %% auto #0
 __all__ = ['RECORDS', 'NO_CAPTION', 'MAX_CAPTION', 'IMAGE_KEYS', 'CAPTION_KEYS', 'ID_KEYS', 'BESIDE', 'MAX_BESIDE', 'UNREAD',
@@ -62,7 +62,7 @@ NO_CAPTION = "empty caption"  # How the fault of a row begins that lacks nothing
 MAX_CAPTION = 100_000  # Characters of all captions of an image
 
 
-def captions_of(value: object) -> tuple[str, ...]:
+def captions_of(value: CellValue) -> tuple[str, ...]:
     """Check the captions in `value`.
 
     Raises DataError for none, for other types, for more than `MAX_CAPTION` characters, and for text
@@ -235,7 +235,7 @@ def _target(record: dict) -> object:
     return edited if plain is None else plain
 
 
-def reference_row(root: Path, source: str, name: object, find: Callable | None = None) -> Row:
+def reference_row(root: Path, source: str, name: CellValue, find: Callable | None = None) -> Row:
     """Make the row of a reference image that is a file.
 
     Args:
@@ -268,7 +268,7 @@ def give_references(row: Row, references: Iterable[Row]):
             row.fault = f"reference image {number}: {reference.fault}"
 
 
-def listed_row(root: Path, source: str, record: object, find: Callable | None = None) -> Row:
+def listed_row(root: Path, source: str, record: CellValue, find: Callable | None = None) -> Row:
     """Make a row of one record of a list, without its references.
 
     Args:
@@ -300,7 +300,7 @@ def listed_row(root: Path, source: str, record: object, find: Callable | None = 
 
 
 def record_texts(
-    record: dict,
+    record: Mapping[str, CellValue],
 ) -> tuple[str, ...]:
     """Return the captions of a record. Raises DataError naming the keys where there are none."""
     value = caption_value(record)
@@ -309,7 +309,7 @@ def record_texts(
     return captions_of(value)
 
 
-def caption_value(record: Mapping[str, object]) -> object:
+def caption_value(record: Mapping[str, CellValue]) -> CellValue:
     """Return the first caption of a record that is not empty; a record may have several keys.
 
     Returns:
@@ -332,8 +332,8 @@ def _empty(value: object) -> bool:
 
 
 def made_rows(
-    records: Iterable[tuple[str, object]], make: Callable[[str, object], Row]
-) -> Iterator[tuple[Row, object]]:
+    records: Iterable[tuple[str, CellValue | DataError]], make: Callable[[str, CellValue], Row]
+) -> Iterator[tuple[Row, CellValue | DataError]]:
     """Make the rows of the records of a list; one that could not be read becomes a bad row.
 
     Args:
@@ -349,7 +349,7 @@ def made_rows(
 
 
 def listed_rows(
-    root: Path, records: Iterable[tuple[str, object]], notes: list[str] | None = None
+    root: Path, records: Iterable[tuple[str, CellValue | DataError]], notes: list[str] | None = None
 ) -> Rows:
     """Make the rows of a list; which columns hold references is told by all records together.
 
@@ -571,7 +571,7 @@ def folder_rows(root: Path, files: FolderFiles | None = None) -> tuple[Rows, Tex
     return rows, folder.captions
 
 # %% ../../nbs/2_data/02_readers.ipynb #a5b72486
-def json_records(path: Path) -> Iterator[tuple[str, object]]:
+def json_records(path: Path) -> Iterator[tuple[str, CellValue | DataError]]:
     """Read a JSON or JSON-lines list. Raises DataError when a .json file as a whole is wrong.
 
     Args:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .images import SUFFIXES, DataError
+from .rows import CellValue
 
 # %% auto #0
 __all__ = ['EDITED_KEYS', 'REFERENCE_KEYS', 'reference_columns', 'reference_values', 'names_image', 'ColumnContent', 'unnumbered',
@@ -65,7 +66,7 @@ def _numbered(name: str) -> bool:
     return bool(_NUMBERED.fullmatch(name))
 
 
-def reference_values(record: Mapping[str, object]) -> dict[str, list]:
+def reference_values(record: Mapping[str, CellValue]) -> dict[str, list]:
     """Return the values of a record that may be reference images.
 
     Args:
@@ -84,7 +85,7 @@ def reference_values(record: Mapping[str, object]) -> dict[str, list]:
     return found
 
 
-def names_image(value: object) -> bool:
+def names_image(value: CellValue) -> bool:
     """Return whether a value is text that ends as the name of an image does."""
     return isinstance(value, str) and Path(value).suffix.lower() in SUFFIXES
 
@@ -104,7 +105,7 @@ class ColumnContent:
     images: int = 0
     other: object = None
 
-    def count(self, value: object, here: bool):
+    def count(self, value: CellValue, here: bool):
         """Count a value.
 
         Args:

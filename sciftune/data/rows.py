@@ -14,13 +14,24 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import TypedDict, TypeVar
 
 import numpy as np
 
 # %% auto #0
-__all__ = ['Row', 'Column', 'Records', 'Rows', 'Texts', 'repeated_hashes']
+__all__ = ['CellValue', 'RejectedRow', 'Row', 'Column', 'Records', 'Rows', 'Texts', 'repeated_hashes']
 
 # %% ../../nbs/2_data/18_rows.ipynb #c0180005
+CellValue = None | bool | int | float | str | bytes | list | tuple | dict  # in a list or a table
+
+
+class RejectedRow(TypedDict):
+    """A row that was set aside."""
+
+    source: str
+    reason: str
+
+
 @dataclass(slots=True)
 class Row:
     """One line of a listing.
@@ -34,7 +45,7 @@ class Row:
     """
 
     source: str
-    key: object = None
+    key: str | int | tuple | None = None
     id: str = ""
     captions: tuple[str, ...] = ()
     fault: str = ""
@@ -44,14 +55,17 @@ class Row:
     references: tuple[Row, ...] = ()
 
 # %% ../../nbs/2_data/18_rows.ipynb #c0180008
-class Column(Sequence):
+_Item = TypeVar("_Item")
+
+
+class Column(Sequence[_Item]):
     """A sequence whose values are computed when they are read.
 
     Args:
         value: Number, from 0 -> value
     """
 
-    def __init__(self, count: int, value: Callable[[int], object]):
+    def __init__(self, count: int, value: Callable[[int], _Item]):
         self.count = count
         self.value = value
 
@@ -85,7 +99,7 @@ _DIGEST = 32  # Bytes
 _writing = threading.Lock()  # of the process: a table with one of its own could not be pickled
 
 
-class Records(Sequence):
+class Records(Sequence[CellValue]):
     """Values of plain types, each as bytes; what is written anew is put behind all others."""
 
     def __init__(self):
@@ -93,7 +107,7 @@ class Records(Sequence):
         self.starts = array("q")
         self.lengths = array("I")
 
-    def append(self, value: object):
+    def append(self, value: CellValue):
         """Add a value.
 
         Args:

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import PIL
 import pyarrow as pa
@@ -38,7 +38,7 @@ from .files import FolderFiles, check_place, unread_kind
 from .images import MAX_PIXELS, PIXELS_VERSION, DataError, Sample, examine
 from .parquet import BROKEN_PARQUET, HuggingFace, Parquet
 from .readers import NO_CAPTION, UNREAD, Files
-from .rows import Column, Row, Rows, Texts, repeated_hashes
+from .rows import Column, RejectedRow, Row, Rows, Texts, repeated_hashes
 from .shards import Tars, remote_files
 
 # %% auto #0
@@ -422,7 +422,7 @@ class SampleCollection(Protocol):
     digests: Sequence[str]
     references: Sequence[Sequence[Row]]
     shards: Sequence[int]
-    rejected: list[dict]
+    rejected: list[RejectedRow]
     notes: list[str]
     fingerprint: str
 
@@ -494,7 +494,7 @@ class Collection:
         self,
         source: Reader,
         rows: Sequence[Row],
-        rejected: list[dict],
+        rejected: list[RejectedRow],
         findings: Path | None = None,
     ):
         self.findings = findings
@@ -542,7 +542,7 @@ class Collection:
         )
 
 # %% ../../nbs/2_data/04_sources.ipynb #6cf5b448
-def _separate(rows: Sequence[Row]) -> tuple[Sequence[Row], list[dict]]:
+def _separate(rows: Sequence[Row]) -> tuple[Sequence[Row], list[RejectedRow]]:
     """Rows to keep, and source and reason of the others; an id that stands twice counts once."""
     repeated = repeated_hashes(row.id for row in rows if not row.fault)
     kept, rejected, seen = array("I"), [], {}
@@ -562,7 +562,7 @@ def _separate(rows: Sequence[Row]) -> tuple[Sequence[Row], list[dict]]:
     return rows.part(kept) if isinstance(rows, Rows) else [rows[k] for k in kept], rejected
 
 
-def _write_quarantine(quarantine: str | Path, rejected: list[dict]):
+def _write_quarantine(quarantine: str | Path, rejected: list[RejectedRow]):
     if rejected:
         Path(quarantine).parent.mkdir(parents=True, exist_ok=True)
         lines = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rejected)
@@ -575,7 +575,7 @@ _NUMBERED_REFERENCE = re.compile(r"reference image \d+: ")
 KINDS_NAMED = 6  # Kinds of faults that a sentence names
 
 
-def counted_reasons(rejected: Sequence[dict]) -> str:
+def counted_reasons(rejected: Sequence[RejectedRow]) -> str:
     """Count reasons by their kind, the most frequent first, each with its first row in full.
 
     Args:
@@ -593,7 +593,7 @@ def counted_reasons(rejected: Sequence[dict]) -> str:
     return "; ".join(said[:KINDS_NAMED] + more)
 
 
-def bad_rows(rejected: Sequence[dict], count: int) -> tuple[list[dict], int]:
+def bad_rows(rejected: Sequence[RejectedRow], count: int) -> tuple[list[RejectedRow], int]:
     """Leave out pictures in formats that are not read, unless there is nothing else.
 
     Args:
@@ -609,7 +609,7 @@ def bad_rows(rejected: Sequence[dict], count: int) -> tuple[list[dict], int]:
 
 
 def check_bad_rows(
-    rejected: Sequence[dict],
+    rejected: Sequence[RejectedRow],
     count: int,
     max_bad_fraction: float,
     where: str | Path,
@@ -668,7 +668,7 @@ def give_captions(rows: Sequence[Row], captions: tuple[str, ...], where: str | P
 
 def set_aside(
     rows: Sequence[Row], max_bad_fraction: float, quarantine: str | Path | None, where: str | Path
-) -> tuple[Sequence[Row], list[dict]]:
+) -> tuple[Sequence[Row], list[RejectedRow]]:
     """Set bad rows aside. Raises DataError when too many are bad or none is left.
 
     Args:
@@ -830,7 +830,7 @@ def joined_quarantine(quarantine: str | Path | None, count: int) -> Iterator[lis
 
 
 def open_collections(
-    paths: list[str | Path], quarantine: str | Path | None = None, **options: object
+    paths: list[str | Path], quarantine: str | Path | None = None, **options: Any
 ) -> Collection | JoinedCollections:
     """Open one or several collections. Raises DataError as `open_collection` does.
 

@@ -146,7 +146,7 @@ class Mixture:
             nth[who == k] = start[k] + np.arange(share[k])
         return who, nth
 
-    def at(self, position: int) -> object:
+    def at(self, position: int) -> tuple[int, int] | list[tuple[int, int]]:
         """Return the collection and the sample at a position.
 
         Args:

@@ -15,6 +15,7 @@ import threading
 import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -356,7 +357,9 @@ def _line(
     return Reading(text, tuple(box.tolist()), round(float(min(sides)), 1))
 
 # %% ../../nbs/2_data/15_words.ipynb #adb25abf
-def figure_labels(words: list[dict], smallest: float = 0, scale: float = 1) -> list[Label]:
+def figure_labels(
+    words: list[dict[str, Any]], smallest: float = 0, scale: float = 1
+) -> list[Label]:
     """Return the texts of a drawn figure, as labels.
 
     Args:
