@@ -19,6 +19,7 @@ from sciftune.data.encode import EncodingJobs, encode_missing
 from sciftune.data.splits import open_recipe_data
 from sciftune.models.family import get_family
 from sciftune.objectives.common.batches import LatentBatches
+from sciftune.objectives.dmd.data import cache_distillation_data
 from sciftune.strategies.engine import Engine
 from sciftune.training.encoding import cache_data
 
@@ -164,3 +165,15 @@ def test_all_ranks_learn_of_a_damaged_image(tmp_path):
             thread.join(60)
         assert done == {0: expected, 1: expected}
         done.clear()
+
+
+def test_distillation_decodes_once(tmp_path, decoded):
+    "Real latents of a discriminator; a damaged image is left out."
+    data = pictures(tmp_path / "own", damaged=(2,))
+    fields = dict(objective="dmd2", gan=True, max_bad_fraction=0.2, resolution=64)
+    recipe = resolve(cpu=True, run_root=str(tmp_path / "runs"), data=data, model="sd15", **fields)
+    family, engine = get_family("sd15"), Engine(recipe)
+    run = RunDir(tmp_path / "run")
+    found = cache_distillation_data(recipe, family, engine, run, say=lambda line: 0)
+    assert sorted(sample.id for sample in found.real) == [f"{i}.png" for i in (0, 1, 3, 4, 5)]
+    assert found.rejected == 1 and len(decoded) == 6

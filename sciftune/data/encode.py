@@ -6,7 +6,7 @@
 __all__ = ['LoadedEncoders', 'EncodingFamily', 'Ranks', 'CachedSample', 'encoder_fingerprint', 'caption_texts', 'shard_of',
            'drawn_sizes', 'EncodingJobs', 'size_draws', 'reference_pixels', 'decoded_images', 'image_batch',
            'encode_images', 'encode_captions', 'caption_references', 'own_keys', 'fill_cache', 'encode_missing',
-           'CachedData', 'reference_latents']
+           'mark_encoded', 'CachedData', 'reference_latents']
 
 # %% ../../nbs/2_data/10_encode.ipynb #c933acda
 import collections
@@ -31,7 +31,7 @@ from ..core.rundir import cache_root
 from .buckets import Sizing
 from .cache import TensorCache, cache_key
 from .images import PIXELS_VERSION, DataError, load_picture, pixels
-from .sources import SampleCollection, Undecodable
+from .sources import SampleCollection, Undecodable, mark_decoded
 
 # %% ../../nbs/2_data/10_encode.ipynb #b81a4743
 class LoadedEncoders(Protocol):
@@ -638,6 +638,13 @@ def encode_missing(
         return False
     fill_cache(jobs, tensors, ranks, "text", text_dtype, say, heartbeat)
     return True
+
+
+def mark_encoded(jobs: EncodingJobs):
+    """Note for later runs that the images of `jobs` could be decoded; rank 0 calls it."""
+    digests = [jobs.digest(key) for key in (*jobs.images, *jobs.references)]
+    for part in jobs.collection.parts if digests else ():
+        mark_decoded(part, digests)
 
 # %% ../../nbs/2_data/10_encode.ipynb #288756dc
 @dataclass

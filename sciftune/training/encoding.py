@@ -27,11 +27,12 @@ from sciftune.data.encode import (
     caption_texts,
     drawn_sizes,
     encode_missing,
+    mark_encoded,
     shard_of,
     size_draws,
 )
 from ..data.images import load_picture
-from ..data.sources import SampleCollection, mark_decoded
+from ..data.sources import SampleCollection
 from ..data.splits import hold_out, in_both, open_with_held_out
 from ..models.family import Family
 from ..planner.profile import weights_path
@@ -321,13 +322,6 @@ def _listed(
     )
 
 
-def _mark_decoded(collection: SampleCollection, jobs: EncodingJobs):
-    """Note in the findings of each collection that its images could be decoded."""
-    digests = [jobs.digest(key) for key in (*jobs.images, *jobs.references)]
-    for part in collection.parts:
-        mark_decoded(part, digests)
-
-
 def _say_found(
     collection: SampleCollection, train: list, held: list, run_dir: RunDir, say: Callable
 ):
@@ -385,7 +379,7 @@ def cache_data(
         with engine.main_first():  # without the images that could not be decoded
             split = _opened(recipe, engine, run_dir)
     if engine.main:
-        _mark_decoded(collection, jobs)
+        mark_encoded(jobs)
         if not recipe.validation_prompts:
             drawn = (held or train)[: recipe.validation_images]
             write_truth(jobs.collection, drawn, run_dir)

@@ -22,8 +22,13 @@ from ...core.recipe import Recipe, RecipeError
 from ...core.rundir import RunDir, cache_root
 from ...data.cache import TensorCache
 from ...data.captions import read_captions
-from ...data.encode import CachedData, CachedSample, EncodingJobs, encode_missing
-from ...data.images import DataError
+from sciftune.data.encode import (
+    CachedData,
+    CachedSample,
+    EncodingJobs,
+    encode_missing,
+    mark_encoded,
+)
 from ...data.lmdb import import_lmdb, is_lmdb
 from ...data.sources import Collection, open_collection
 from ...data.splits import data_path
@@ -101,8 +106,12 @@ def validation_texts(
     return chosen[:count]
 
 # %% ../../../nbs/8_objectives/dmd/03_data.ipynb #5e1f0c02
-def open_held_out_pictures(recipe: Recipe) -> Collection | None:
+def open_held_out_pictures(recipe: Recipe, decode: bool = True) -> Collection | None:
     """Open `validation_data` as a collection.
+
+    Args:
+        recipe: its validation_data
+        decode: see `open_collection`
 
     Returns:
         None if it holds only captions
@@ -118,6 +127,7 @@ def open_held_out_pictures(recipe: Recipe) -> Collection | None:
             data_path(recipe, path),
             max_bad_fraction=recipe.max_bad_fraction,
             cache=cache_root(recipe.run_root) / "verified",
+            decode=decode,
         )
     if needs_latents(recipe):
         raise RecipeError(
@@ -156,13 +166,14 @@ def held_out_samples(
 
 # %% ../../../nbs/8_objectives/dmd/03_data.ipynb #13fd6fdf
 def open_sources(
-    recipe: Recipe, quarantine: Path | None = None
+    recipe: Recipe, quarantine: Path | None = None, decode: bool = True
 ) -> tuple[list[str], str, Collection | None]:
     """Read `prompts`, and open the collection if its images or captions are needed.
 
     Args:
         recipe: its prompts and data
         quarantine: file for rejected rows; None = not written
+        decode: see `open_collection`
 
     Returns:
         captions, their fingerprint, collection or None
@@ -176,6 +187,7 @@ def open_sources(
         quarantine=quarantine,
         cache=cache_root(recipe.run_root) / "verified",
         captions=tuple(texts[:1]),  # not read if there are prompts
+        decode=decode,
     )
     return texts, fingerprint, collection
 
@@ -250,12 +262,28 @@ def cache_distillation_data(
     heartbeat("data")
     if recipe.model_path == "random":
         return _random_data(recipe, family)
+    data = None
+    while data is None:  # opened again without images that could not be decoded
+        data = _encoded(recipe, family, engine, run_dir, say, heartbeat)
+    return data
+
+
+def _encoded(
+    recipe: Recipe,
+    family: Family,
+    engine: Engine,
+    run_dir: RunDir,
+    say: Callable,
+    heartbeat: Callable,
+) -> DistillationData | None:
+    """Open the data and encode what is not cached; None = some images cannot be decoded."""
     cache, real, source = cache_root(recipe.run_root), [], ""
+    decode = not needs_latents(recipe)  # else images are decoded when they are encoded
     with engine.main_first():
         base = scheduled_weights(recipe, family)
         quarantine = run_dir.quarantine if engine.main else None
-        texts, fingerprint, collection = open_sources(recipe, quarantine)
-        pictures = open_held_out_pictures(recipe)
+        texts, fingerprint, collection = open_sources(recipe, quarantine, decode)
+        pictures = open_held_out_pictures(recipe, decode)
         folder = family.resolve(base, ("vae", *family.text_components), recipe.revision or None)
         jobs = EncodingJobs(recipe, family, collection, folder)
         tensors = TensorCache(cache / "tensors" / recipe.model)
@@ -274,7 +302,9 @@ def cache_distillation_data(
     keys = [jobs.caption(text) for text in (family.negative_caption, *prompts)]
     for wanted in (jobs, apart):
         if not encode_missing(wanted, tensors.refresh(), engine, say, heartbeat):
-            raise DataError("data: an image was decoded when the run began and is damaged now")
+            return None
+        if engine.main:
+            mark_encoded(wanted)
     return DistillationData(
         train=train,
         held=held,
