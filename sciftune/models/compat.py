@@ -28,8 +28,8 @@ __all__ = ['TreeSpec', 'tree_flatten', 'tree_unflatten', 'tree_leaves', 'tree_ma
            'ignore_in_ddp', 'begin_fsdp', 'use_gloo', 'forget_accelerator', 'attention_setting', 'set_attention_kernel',
            'set_context_parallel', 'checkpointing_function', 'qwen_prompt_embeds', 'flux2_reference', 'lora_components',
            'causal_padding', 'partition_of', 'host_partition', 'partition_all', 'lacks_host_gradients',
-           'replace_host_gradients', 'buffered_norm', 'codes_and_scales', 'put_codes', 'change_parts',
-           'parameter_group', 'adapted_layers', 'switch_adapters', 'flash4_forward', 'flash4_backward']
+           'replace_host_gradients', 'buffered_norm', 'codes_and_scales', 'put_codes', 'change_parts', 'make_state',
+           'adapted_layers', 'switch_adapters', 'flash4_forward', 'flash4_backward']
 
 # %% ../../nbs/4_models/00_compat.ipynb #1f234147
 # torch 2.13: containers, dispatch modes and pinning have no public module
@@ -419,16 +419,16 @@ def change_parts(state: Any, numbers: Callable, scales: Callable):
             setattr(state, name, change(getattr(state, name)))
 
 
-def parameter_group(optimizer: Any, parameter: nn.Parameter) -> dict:
-    """Return the group of a parameter.
+def make_state(optimizer: Any, parameter: nn.Parameter):
+    """Create the state of a parameter, where it does not exist, as the first step would.
 
-    flashoptim 0.1.4: torch's optimizers have no such method.
+    flashoptim 0.1.4: states are created in a step only.
 
     Args:
         optimizer: flashoptim.FlashAdamW
         parameter: one of its parameters
     """
-    return optimizer._find_group(parameter)
+    optimizer._ensure_state_initialized(parameter, hparams=optimizer._find_group(parameter))
 
 # %% ../../nbs/4_models/00_compat.ipynb #e92fea43
 def adapted_layers(model: nn.Module) -> list[nn.Module]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from ...core.recipe import Recipe
 from ...core.registry import OptimizerRecord, find_kernel
-from ...models.compat import parameter_group
+from ...models.compat import make_state
 from .adamw import AdamW, adam_arguments
 from ..optimizers import OptimizerMethods
 
@@ -77,7 +77,7 @@ class MasterAdamW(OptimizerMethods, _AdamW):
         Returns:
             step (), error_bits, and exp_avg and exp_avg_sq, quantised
         """
-        self._ensure_state_initialized(parameter, hparams=parameter_group(self, parameter))
+        make_state(self, parameter)
         return self.state[parameter]
 
     def step_param(self, parameter: nn.Parameter, group: dict):
