@@ -463,7 +463,11 @@ def train_command(words: Sequence[str], began: float = 0.0) -> int:
     """
     settings = settings_of(words)
     os.environ[STARTED] = str(began or time.time())
-    run = prepare_run(recipe_from(settings))
+    try:
+        run = prepare_run(recipe_from(settings))
+    except KeyboardInterrupt as end:
+        say("sciftune run: interrupted, nothing was started")
+        return 128 + getattr(end, "number", signal.SIGINT)
     print(plan_text(Plan.load(run.plan)), flush=True)
     recipe = Recipe.load(run.recipe)
     forks = recipe.launcher == "notebook"  # which asks its own children

@@ -75,7 +75,6 @@ def test_a_closed_terminal_leaves_the_job_and_a_scheduler_ends_it(command, tmp_p
     first = command()
     wait(lambda: run.metrics.exists() or first.poll() is not None)
     assert above(run)[:2] == [read_status(run)["pid"], first.pid]  # agent and command, no more
-    assert len(psutil.Process(first.pid).children(recursive=True)) == 2
     first.send_signal(signal.SIGHUP)
     code, said, _ = ended(first)
     assert code == 129 and "interrupted, the run goes on" in said, said
@@ -101,7 +100,8 @@ def test_before_there_is_a_job_no_folder_is_left(command, tmp_path, number):
     process.send_signal(number)  # to the command alone, not to its children
     code, said, alive = ended(process)
     assert code == 128 + number and "sciftune run: interrupted" in said, said
-    assert not alive and not [path for path in (tmp_path / "runs").iterdir() if path.is_dir()]
+    left = {path.name for path in (tmp_path / "runs").iterdir()}
+    assert not alive and left <= {"cache"}  # of drawn figures
 
 
 @pytest.mark.parametrize("settings", [{}, dict(strategy="ddp", num_processes=2)])
