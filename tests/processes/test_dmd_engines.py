@@ -176,9 +176,9 @@ def together(engine, world, recompute, steps, gan):
     "engine,world,recompute,steps,gan",
     [
         ("ddp", 2, False, 1, True),
-        ("fsdp", 2, False, 1, False),
+        pytest.param("fsdp", 2, False, 1, False, marks=pytest.mark.slow),
         ("fsdp", 2, True, 4, True),
-        ("fsdp", 4, False, 1, True),
+        pytest.param("fsdp", 4, False, 1, True, marks=pytest.mark.slow),
     ],
 )
 def test_same_as_single(engine, world, recompute, steps, gan):

@@ -65,7 +65,7 @@ TWO = {"strategy": "ddp", "num_processes": 2, "data_workers": 1}
     [
         ("agent", TWO),
         ("rank", TWO),
-        ("worker", TWO),
+        pytest.param("worker", TWO, marks=pytest.mark.slow),
         ("agent", ALONE),
     ],
 )
@@ -82,7 +82,7 @@ def test_nothing_survives_a_kill(folder, who, fields):
             process.kill()
 
 
-def test_a_second_launch_is_refused_and_says_by_whom(folder):
+def test_a_second_launch_is_refused_and_says_by_whom(folder, warm_python):
     """By name, with resume=latest, and by a second start of the same folder.
 
     Also when the agent is stopped and only rank 0 holds the folder.
@@ -103,7 +103,7 @@ def test_a_second_launch_is_refused_and_says_by_whom(folder):
         whose = f"is in use by process {rank.pid} on {os.uname().nodename}, started 20"
         with pytest.raises(LaunchError, match=whose):
             start(run, ["true"])
-        by_hand = [sys.executable, "-m", "sciftune.training.trainer", str(run.recipe)]
+        by_hand = [warm_python, "-m", "sciftune.training.trainer", str(run.recipe)]
         done = subprocess.run(by_hand, capture_output=True, text=True, cwd=folder)
         assert done.returncode == 2, done.stderr
         assert f"FolderInUseError: {run.path} {whose}" in done.stderr, done.stderr
@@ -132,8 +132,9 @@ def test_a_request_to_stop_is_no_crash(folder, capsys):
             process.kill()
 
 
-def test_a_rate_of_five_ends_as_diverged(folder):
+def test_a_rate_of_five_ends_as_diverged(folder, warm_python, monkeypatch):
     """On two processes, by the exit code of the ranks, with the rate as the first cause."""
+    monkeypatch.setattr(sys, "executable", warm_python)
     wild = dict(TWO, learning_rate=5.0, lr_schedule="constant", warmup_steps=0)
     run = jobs.begin(recipe_in(folder, "wild", **ENDLESS | wild))
     wait(lambda: state(run) != "running" or len(run.read_metrics()) > 300)

@@ -13,7 +13,7 @@ import warnings
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
-from forked import USED_LATER, losses, train
+from forked import PATIENCE, USED_LATER, losses, train
 
 from sciftune.core.registry import records
 from sciftune.core.rundir import RunDir
@@ -114,7 +114,7 @@ def test_engines_compute_as_one_process(folders, alone, strategy):
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
     fields = dict(strategy=strategy, num_processes=2, **BF16)
-    found = on_ranks(predictions, 2, folders, fields, seconds=500)[0]
+    found = on_ranks(predictions, 2, folders, fields, seconds=PATIENCE)[0]
     low = "torch.float32" if strategy == "ddp" else "torch.bfloat16"
     for name, (made, types) in found.items():
         error = (made - exact[name][0]).norm()

@@ -6,6 +6,7 @@ import warnings
 import numpy as np
 import pytest
 from forked import ENGINES, deviation, losses, recipe_of, train
+from pairwise import TWO, usual
 from PIL import Image, ImageOps
 
 from sciftune.core.fields import RecipeError
@@ -105,7 +106,7 @@ def assert_same(data, rows, one, names):
         assert a.shape == b.shape and abs(a - b).max() <= 2
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("engine", usual([("zero2",)], [(name,) for name in (*TWO, "zero1")]))
 def test_two_processes_train_and_validate_with_references(data, one, engine):
     "Losses, held-out loss and pictures are those of one process."
     rows = go(data, engine, num_processes=2, **ENGINES[engine])
@@ -117,7 +118,7 @@ def lora(data):
     return go(data, "lora", **LORA)
 
 
-@pytest.mark.parametrize("engine", ["fsdp", "zero2"])
+@pytest.mark.parametrize("engine", usual([("fsdp",)], [("fsdp",), ("zero2",)]))
 def test_adapters_train_with_references(data, one, lora, engine):
     "On two processes as on one; and they are not the full run."
     rows = go(data, f"lora-{engine}", num_processes=2, **LORA | ENGINES[engine])
@@ -125,7 +126,7 @@ def test_adapters_train_with_references(data, one, lora, engine):
     assert lora[-1]["step"] == 6 and deviation(lora, one) > 1e-6
 
 
-@pytest.mark.parametrize("engine,n", [("single", 1), ("zero3", 2)])
+@pytest.mark.parametrize("engine,n", usual([("single", 1)], [("single", 1), ("zero3", 2)]))
 def test_a_resume_is_bit_for_bit(data, one, engine, n):
     whole = one if n == 1 else go(data, "whole", num_processes=n, **ENGINES[engine])
     name = "one" if n == 1 else "whole"

@@ -7,7 +7,7 @@ import sys
 
 import psutil
 import pytest
-from jobs import wait
+from jobs import PATIENCE, wait
 
 from sciftune.core.checkpoint_folders import complete_checkpoints
 from sciftune.core.rundir import RunDir
@@ -55,7 +55,7 @@ def ended(process):
     "(exit code, what it said), when nothing of the command is left."
     children = psutil.Process(process.pid).children(recursive=True)
     said = process.communicate()[0]
-    _, alive = psutil.wait_procs(children, timeout=60)
+    _, alive = psutil.wait_procs(children, timeout=PATIENCE)
     return process.returncode, said, alive
 
 
@@ -104,7 +104,10 @@ def test_before_there_is_a_job_no_folder_is_left(command, tmp_path, number):
     assert not alive and left <= {"cache"}  # of drawn figures
 
 
-@pytest.mark.parametrize("settings", [{}, dict(strategy="ddp", num_processes=2)])
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param({}, marks=pytest.mark.slow), dict(strategy="ddp", num_processes=2)],
+)
 def test_a_kernel_that_forks_its_ranks_lets_them_save(command, tmp_path, settings):
     run = RunDir(tmp_path / "runs/asked")
     process = command(launcher="notebook", **settings)

@@ -10,6 +10,7 @@ import shutil
 import pytest
 import torch
 from forked import ENGINES, deviation, log, losses, recipe_of, start, train, wait
+from pairwise import usual
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch.nn.attention.flex_attention import flex_attention
@@ -78,29 +79,21 @@ def same_weights(a, b, tolerance):
     return a.keys() == b.keys() and max(float((a[n] - b[n]).abs().max()) for n in a) <= tolerance
 
 
-FAST = [("fsdp", 2), ("ddp", 2), ("zero3", 2)]
+TWO = [("fsdp", 2), ("ddp", 2), ("zero3", 2)]
+FOUR = [
+    ("fsdp", 4),
+    ("fsdp-hybrid", 4),
+    ("fsdp-offload", 2),
+    ("zero2", 2),
+    ("zero3-params", 2),
+    ("ddp", 4),
+    ("zero3", 4),
+]
 
 
-@pytest.mark.parametrize(
-    "engine,n",
-    [
-        *FAST,
-        *(
-            pytest.param(e, n, marks=pytest.mark.slow)
-            for e, n in (
-                ("fsdp", 4),
-                ("fsdp-hybrid", 4),
-                ("fsdp-offload", 2),
-                ("zero2", 2),
-                ("zero3-params", 2),
-                ("ddp", 4),
-                ("zero3", 4),
-            )
-        ),
-    ],
-)
+@pytest.mark.parametrize("engine,n", usual([("zero3", 2)], TWO + FOUR))
 def test_20_steps_equal_single(root, references, engine, n):
-    batch = 2 if (engine, n) in FAST else 4
+    batch = 2 if (engine, n) in TWO else 4
     reference, one = references(batch), RunDir(root / f"reference-{batch}")
     run = RunDir(root / f"{engine}-{n}")
     m = train(
@@ -123,16 +116,12 @@ def without_kernels(rank, run):
     torch.compile = functools.partial(torch.compile, backend="aot_eager")
 
 
+COMPILED = (("single", 1), ("ddp", 2), ("zero2", 2), ("zero3", 2), ("fsdp-offload", 2), ("fsdp", 2))
+RECOMPUTED = [(*engine, "full") for engine in COMPILED]
+
+
 @pytest.mark.parametrize(
-    "engine,n,recomputed",
-    [
-        ("fsdp", 2, "full"),
-        ("single", 1, "none"),
-        *(
-            pytest.param(e, n, "full", marks=pytest.mark.slow)
-            for e, n in (("single", 1), ("ddp", 2), ("zero2", 2), ("zero3", 2), ("fsdp-offload", 2))
-        ),
-    ],
+    "engine,n,recomputed", usual([("fsdp", 2, "full")], [*RECOMPUTED, ("single", 1, "none")])
 )
 def test_compiled_layers_equal_single(root, reference, engine, n, recomputed):
     run = RunDir(root / f"compiled-{engine}-{n}-{recomputed}")

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 from forked import ENGINES, deviation, losses, train
+from pairwise import engines_and_ranks
 from rewarded import SMALL
 
 from sciftune.core.rundir import RunDir
@@ -30,14 +31,7 @@ def single(root):
     return {rank: train(RunDir(root / f"single-{rank}"), lora_rank=rank, **BASE) for rank in (0, 4)}
 
 
-@pytest.mark.parametrize(
-    "engine,rank",
-    [
-        *((engine, 0) for engine in ("ddp", "fsdp", "zero2", "zero3")),
-        ("fsdp", 4),
-        *(pytest.param(engine, 4, marks=pytest.mark.slow) for engine in ("ddp", "zero2", "zero3")),
-    ],
-)
+@pytest.mark.parametrize("engine,rank", engines_and_ranks(("zero2", 0), ("fsdp", 4)))
 def test_two_processes_equal_one(root, single, engine, rank):
     run = RunDir(root / f"{engine}-{rank}")
     made = train(run, num_processes=2, lora_rank=rank, **BASE, **ENGINES[engine])

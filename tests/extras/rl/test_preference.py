@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 from forked import ENGINES, deviation, losses, train
+from pairwise import engines_and_ranks
 from PIL import Image
 
 from sciftune.core.recipe import RecipeError
@@ -73,8 +74,7 @@ def single(root, pairs):
     }
 
 
-@pytest.mark.parametrize("rank", [0, 4])
-@pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero2", "zero3"])
+@pytest.mark.parametrize("engine,rank", engines_and_ranks(("zero3", 0), ("fsdp", 4)))
 def test_two_processes_equal_one(root, pairs, single, engine, rank):
     run = RunDir(root / f"{engine}-{rank}")
     made = train(run, num_processes=2, data=pairs, lora_rank=rank, **BASE, **ENGINES[engine])
