@@ -104,29 +104,29 @@ class Zygote:
         listening = socket.socket(socket.AF_UNIX)
         listening.bind(str(self.address))
         listening.listen(64)
-        alive, ours = os.pipe()  # its end says that this process has ended
+        alive, self.ours = socket.socketpair()  # its end says that this process has ended
         self.pid = os.fork()
         if not self.pid:
             with contextlib.suppress(KeyboardInterrupt):
-                os.close(ours)
+                self.ours.close()
                 os.setsid()
                 serve(listening, alive, str(self.program))
             os._exit(0)
         listening.close()
-        os.close(alive)
-        self.ours = ours
+        alive.close()
 
     def stop(self) -> None:
         """End it, and remove its folder."""
         if self.pid:
-            os.close(self.ours)
+            self.ours.shutdown(socket.SHUT_RDWR)  # also where another child has it open
+            self.ours.close()
             os.waitpid(self.pid, 0)
         for path in (self.address, self.program):
             path.unlink(missing_ok=True)
         self.folder.rmdir()
 
 
-def serve(listening: socket.socket, alive: int, program: str) -> None:
+def serve(listening: socket.socket, alive: socket.socket, program: str) -> None:
     """Fork for each client until the other end of `alive` is closed."""
     for number in map(signal.Signals.__getitem__, PASSED_ON):
         signal.signal(number, signal.SIG_DFL)
@@ -150,7 +150,7 @@ def path_of_python() -> list[str]:
 class Children:
     """The processes that run, each with its client; one ends with the other."""
 
-    def __init__(self, listening: socket.socket, alive: int):
+    def __init__(self, listening: socket.socket, alive: socket.socket):
         self.listening, self.alive = listening, alive
         self.ends: dict[int, tuple[int, socket.socket]] = {}  # by what tells the end of a process
         self.poll = selectors.DefaultSelector()
