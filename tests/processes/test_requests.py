@@ -76,7 +76,7 @@ def test_a_closed_terminal_leaves_the_job_and_a_scheduler_ends_it(command, tmp_p
     wait(lambda: run.metrics.exists() or first.poll() is not None)
     assert above(run)[:2] == [read_status(run)["pid"], first.pid]  # agent and command, no more
     first.send_signal(signal.SIGHUP)
-    code, said, _ = ended(first)
+    said, code = first.communicate()[0], first.wait()
     assert code == 129 and "interrupted, the run goes on" in said, said
     assert state(run) == "running"
 
