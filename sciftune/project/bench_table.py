@@ -21,6 +21,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ..core.presets import preset_named
 from ..core.recipe import Recipe, resolve
 from ..models.family import get_family
 from sciftune.planner.ledger import (
@@ -268,7 +269,7 @@ def other_way(
     host = ", optimizer on the host" if row["offload"] == "optimizer" else ""
     strategy = row["strategy"].upper()
     rest = "not compiled, everything recomputed"
-    return f"preset `{row['preset']}`: {strategy}, fp32 masters{host}, {rest}"
+    return f"preset `{preset_named(row['preset'])}`: {strategy}, fp32 masters{host}, {rest}"
 
 
 def comparisons(rows: list[dict]) -> Iterator[list[str]]:
