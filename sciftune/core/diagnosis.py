@@ -74,7 +74,9 @@ def _memory_changes(recipe: Recipe) -> Iterator[dict]:
     yield dict(gradient_checkpointing="full")
     if recipe.micro_batch > 1:
         yield dict(micro_batch=recipe.micro_batch // 2)
-    yield dict(expected_tokens=recipe.expected_tokens // 2, max_tokens=recipe.max_tokens // 2)
+    halved = find_record("objectives", recipe.objective).halved
+    if halved:
+        yield {name: getattr(recipe, name) // 2 for name in halved}
     yield dict(reshard=True)
     yield dict(teacher_placement="offload")
     if not strategy.own_master_weights and recipe.precision in ("fp32", "bf16-mixed"):

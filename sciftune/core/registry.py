@@ -220,6 +220,7 @@ class ObjectiveRecord(Record):
         trains_whole: True if a network is trained whole although lora_rank is set
         trains_part: Field -> values with which a part of the network stays as it was
         presets: Recipe fields that it changes in a preset
+        halved: fields that set the size of a sample; half of each needs less memory
         starting_loss: A first loss above it says that something is wrong; 0 = unknown
         falling_loss: True if the training loss falls while a run learns
     """
@@ -240,6 +241,7 @@ class ObjectiveRecord(Record):
     trains_whole: bool = False
     trains_part: dict[str, tuple] = {}
     presets: dict[str, dict] = {}
+    halved: tuple[str, ...] = ()
     starting_loss: float = 0.0
     falling_loss: bool = True
 

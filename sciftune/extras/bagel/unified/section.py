@@ -20,6 +20,7 @@ RECORDS = [
         task="sciftune.extras.bagel.unified.task:UnifiedTask",
         work="sciftune.extras.bagel.unified.work:UnifiedStepCost",
         sequences=True,
+        halved=("expected_tokens", "max_tokens"),
         trains_part={"freeze_llm": (True,), "freeze_vit": (True,), "freeze_und": (True,)},
         reads=(
             "held_out",
