@@ -10,6 +10,7 @@ import shutil
 import diffusers
 import pytest
 import torch
+from additions import added
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
@@ -24,7 +25,7 @@ from sciftune.models.weights import Weights, same_tensor
 from sciftune.strategies.lora import Merged, add_lora
 from sciftune.training.export import export_damage, merge_lora
 
-NO_LOADER = dict(bagel="a layout of its own: no pipeline of diffusers, adapters in peft's files")
+NO_LOADER = {name: why for more in added("NO_LOADER") for name, why in more.items()}
 FAMILIES = [name for name in records("models") if name not in NO_LOADER]
 RANK = 4
 

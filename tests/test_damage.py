@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from additions import added
 
 from sciftune.core.checkpoint_folders import checkpoint_damage, checkpoint_fault
 from sciftune.core.digests import DIGESTS_FILE
@@ -65,7 +66,7 @@ def make(kind, root):
     """A folder as this package writes it."""
     if kind == "cache":
         return make_cache(root / "cache")
-    family = get_family("bagel" if "bagel" in kind else "flux1")
+    family = get_family(kind.removeprefix("export of ") if " of " in kind else "flux1")
     base = family.tiny(root / "base")
     if kind == "adapters":
         return make_adapters(family, base, root / "lora")
@@ -102,7 +103,7 @@ FOUND = dict(
     adapters=export_damage,
     export=export_damage,
 )
-FOUND["export of bagel"] = export_damage
+FOUND |= {f"export of {name}": export_damage for more in added("EXPORTS") for name in more}
 
 
 # What happens to files

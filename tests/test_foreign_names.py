@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from additions import added
 
 from sciftune.core.accelerate_settings import _CHOSEN_IN_ZERO
 from sciftune.core.recipe import Fields, RecipeError, foreign_meanings, foreign_names, resolve
@@ -18,7 +19,6 @@ from sciftune.core.registry import records
 
 FLUX = dict(model="flux1", objective="flow", num_processes=2)
 DMD = dict(model="sd15", objective="dmd2")
-BAGEL = dict(model="bagel", objective="unified")
 UNDERSTOOD = [  # (given, what a recipe must hold)
     (dict(model_type="QwenImage"), dict(model="qwenimage")),
     (dict(model_type="Flux2Klein"), dict(model="klein")),
@@ -71,8 +71,7 @@ UNDERSTOOD = [  # (given, what a recipe must hold)
         dict(trackers="tensorboard", tracker_project="figures"),
     ),
     (dict(master_addr="localhost", num_nodes=1, node_rank=0), dict(main_process_ip="")),
-    (BAGEL | dict(num_workers=1), dict(data_workers=0)),
-    (BAGEL | dict(model_path="a", llm_path="b", vit_path="c", vae_path="d"), dict(model_path="a")),
+    *sum(added("UNDERSTOOD"), []),
 ]
 REFUSED = [  # (given, what the sentence must hold: the name, and what to write instead)
     (dict(model_type="QwenImag"), ("model: unknown", "did you mean 'qwenimage'")),
@@ -95,7 +94,7 @@ REFUSED = [  # (given, what the sentence must hold: the name, and what to write 
     (DMD | dict(initialize_generator=False), ("initialize_generator", "start_from")),
     (dict(use_fp16=True), ("use_fp16", "precision='bf16-mixed'")),
     (dict(accelerate_config="no.yaml"), ("accelerate_config: no.yaml is missing",)),
-    (BAGEL | dict(num_workers=4), ("data_workers: needs objective", "a thread makes the batches")),
+    *sum(added("NAMES_REFUSED"), []),
     (dict(master_addr="10.0.0.1"), ("main_process_ip: needs num_machines > 1",)),
 ]
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from additions import added
 from PIL import Image, ImageCms, PngImagePlugin
 
 from sciftune.core.recipe import resolve
@@ -26,10 +27,9 @@ from sciftune.data.duplicates import small_copy
 from sciftune.data.images import DataError, examine, header_size, load_picture, pixels
 from sciftune.data.pairs import find_pairs
 from sciftune.data.sources import open_collection
-from sciftune.extras.bagel.released import open_parquet
-from sciftune.extras.bagel.sequences import decoded_image, open_examples
 from sciftune.lab.look import quick_look
 
+CHECKED = added("CHECKED")  # for the containers of extras
 IMAGES = 60  # damaged copies of each picture
 CONTAINERS = 25  # of each list, table and archive
 
@@ -122,33 +122,13 @@ def lines(records):
     return "\n".join(json.dumps(record) for record in records).encode()
 
 
-def bagel_records():
-    """Lines of all forms that unified training reads."""
-    name = "rgb.png"
-    turns = [{"from": "human", "value": "<image>what?"}, {"from": "gpt", "value": "noise"}]
-    target = dict(type="image", path=name, role="target", encoders=["vae"])
-    return [
-        dict(text_prompt="x", image_path=name),
-        dict(image=[name], conversations=turns),
-        dict(segments=[dict(type="text", text=["x"]), target]),
-        dict(
-            messages=[dict(role="user", content="<image>"), dict(role="assistant", content="x")],
-            images=[name],
-        ),
-        dict(
-            input_sequence=[dict(type="text", content="x")],
-            target_sequence=[dict(type="image", image_path=name)],
-        ),
-    ]
-
-
 @functools.cache
 def containers():
     """File name -> content."""
     data = list(pictures().values())
     count = len(data)
     structs = [dict(bytes=b, path=None) for b in data]
-    return {
+    found = {
         "metadata.json": json.dumps(list_records()).encode(),
         "metadata.jsonl": lines(list_records()),
         "metadata.csv": csv_bytes(),
@@ -165,14 +145,12 @@ def containers():
             label_1=[0] * count,
             caption=["x"] * count,
         ),
-        "bagel.jsonl": lines(bagel_records()),
-        "t2i.parquet": parquet_bytes(image=data, captions=[json.dumps(dict(a="x"))] * count),
-        "edits.parquet": parquet_bytes(
-            image_list=[data[:2]] * 6, instruction_list=[[["x", "y"]]] * 6
-        ),
         "prompts.txt": b"a\nb\xe2\x80\xa8c\n",
         "prompts.jsonl": lines(["a", dict(text="b")]),
     }
+    for more in added("CONTAINERS"):
+        found |= more(data, lines, parquet_bytes)
+    return found
 
 
 # What happens to it
@@ -242,23 +220,12 @@ def check_collection(path, find=None):
     return True
 
 
-def check_examples(path, read):
-    """Likewise of unified training."""
-    found = outcome(functools.partial(read, max_bad_fraction=1), path)
-    for example in found or ():
-        assert example.where
-        for file in () if example.fault else example.files:
-            decoded_image(file)
-    return bool(found)
-
-
 def check_container(path):
     if "pairs" in path.name:
         return check_collection(path, find_pairs)
-    if path.name == "bagel.jsonl":
-        return check_examples(path, open_examples)
-    if path.name in ("t2i.parquet", "edits.parquet"):
-        return check_examples(path, open_parquet)
+    for check in CHECKED:
+        if (good := check(path, outcome)) is not None:
+            return good
     if "prompts" in path.name:
         return bool(outcome(read_captions, path))
     return check_collection(path)

@@ -29,7 +29,6 @@ from sciftune.data.captions import jsonl_captions, text_captions
 from sciftune.data.images import DataError
 from sciftune.data.readers import csv_rows, json_rows
 from sciftune.data.sources import remote_source
-from sciftune.extras.bagel.sequences import read_lines
 from sciftune.lab.evaluate import _records
 from sciftune.lab.jobs import LaunchFile, read_status, state
 from sciftune.lab.scores import read_evaluation, read_pictures
@@ -58,7 +57,7 @@ def is_sentence(said, *names):
     return any(str(name) in said for name in names) and "\n" not in said and len(said) < 900
 
 
-@pytest.mark.parametrize("name", ["klein", "sdxl", "bagel", "qwenimage"])
+@pytest.mark.parametrize("name", ["klein", "sdxl", "qwenimage", *sum(added("MODEL_FOLDERS"), [])])
 def test_a_model_folder(name, tmp_path):
     family, draws = get_family(name), random.Random(name)
     folder = family.tiny(tmp_path / "model")
@@ -236,7 +235,6 @@ def test_small_files_of_all_kinds(odd, tmp_path):
         "list.json": lambda file: json_rows(tmp_path, file),
         "list.jsonl": lambda file: json_rows(tmp_path, file),
         "list.csv": lambda file: csv_rows(tmp_path, file),
-        "bagel.jsonl": read_lines,
         "table.jsonl": lambda file: list(_records(file)),
         "table.json": lambda file: list(_records(file)),
         "table.csv": lambda file: list(_records(file)),

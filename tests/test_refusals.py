@@ -1,6 +1,7 @@
 """Every bad input of the table is refused with its one sentence, which the page repeats."""
 
 import pytest
+from additions import added
 from refusals import CASES, PAGE, scene, sentence
 
 from sciftune.core.recipe import Fields, RecipeError, resolve
@@ -13,9 +14,10 @@ BASES = {
     "flow": dict(),
     "adapters": dict(lora_rank=4),
     "distillation": dict(model="sd15", objective="dmd2"),
-    "text and images": dict(model="bagel"),
     "sharded": dict(strategy="zero3", num_processes=2),
 }
+for more in added("BASES"):
+    BASES |= more
 
 
 @pytest.fixture(scope="module")

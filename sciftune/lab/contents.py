@@ -81,7 +81,7 @@ LAYERS = {
     "6_planner": "Memory, time and disk of a run before anything is loaded.",
     "7_training": "One loop for all objectives: step, validation, checkpoint, export.",
     "8_objectives": "One folder for each objective: fields of the recipe, loss, data, task.",
-    "extras": "Drawn figures, BAGEL, reinforcement learning, kernels: each folder can be removed.",
+    "extras": "Drawn figures, BAGEL, reinforcement learning, kernels; each folder can be removed.",
     "9_lab": "What a person holds: launching, plots, reports.",
     "10_project": "What measures and publishes this project; no part of the wheel.",
 }

@@ -460,13 +460,13 @@ LOOK_SECONDS = 15  # longest wait for the look at the data, after the plan
 
 @contextlib.contextmanager
 def data_looked_at(recipe: Recipe, recipe_path: Path, findings: Path) -> Iterator[None]:
-    """Look at the data of a run during the block, and print the three worst findings.
+    """Inspect a run's data in another process during the block; print the three worst findings.
 
     Raises LaunchError with the reason where the run would refuse its data.
 
     Args:
         recipe: with absolute paths
-        recipe_path: the same, written
+        recipe_path: file that holds this recipe
         findings: where findings.json is written
     """
     drawn = records("collections")

@@ -109,7 +109,7 @@ class Packing:
 
     Attributes:
         spans: (n,4) int64 on the CPU: begin and end of caption and image, see `of`
-        text: (T,) int64, the sample of each token of captions; 0 = also of dead ones
+        text: (T,) int64, the sample of each token of captions; 0 also for padding
         image: (N,) int64, of each token of images
         positions: (T+N,axes), where the family does not give them to the model
     """

@@ -65,7 +65,7 @@ MAP = """## Where is
 
 - **the target of klein**, and of every flow-matching model:
   @objectives.common.velocity.flow_loss, noise − latent; klein's latents are made by
-  @models.encoders.Encoding.encode_images, from @models.flux2.Klein.latent_statistics
+  @models.encoders.Encoding.encode_images, normalised by @models.flux2.Klein.latent_statistics
 - **the configuration of ZeRO-3**: @strategies.zero.Zero3.zero_config, the section
   `zero_optimization` of @strategies.zero.Zero.deepspeed_config, which is written as
   `deepspeed.json`
@@ -79,6 +79,10 @@ MAP = """## Where is
 - **what a preset sets**: one YAML file each in `sciftune/presets`, read by @core.presets
 - **which noise level a sample gets**: @objectives.common.batches.draw_u,
   @objectives.common.noise_levels.shift
+- **how a killed run goes on**: @lab.prepare.continued_recipe takes the run's own recipe; in
+  each rank @training.checkpoints.checkpoint_to_resume finds the newest undamaged checkpoint,
+  @core.checkpoint_folders.check_same_run compares it with the run, and
+  @training.checkpoints.load_checkpoint reads it
 - **whether a resume is exact**: @lab.prove
 - **a smaller base for adapters**: @strategies.lora.NarrowLinear
 - **what a failure means**: @core.diagnosis
@@ -135,13 +139,15 @@ plugged into it and calls down to the model family (`4_models`).
 
 1. @data.sources.open_collection reads headers and captions; its @data.sources.Collection gives
    pictures with captions.
-2. @data.buckets says at which size each of them is trained.
+2. @data.buckets says at which size each of them is trained; @data.images.pixels decodes it, scales
+   it and cuts it to that size (field `fit`; by default the square in its middle).
 3. @data.encode.encode_missing encodes what is not in the @data.cache.TensorCache yet, by the
    family's @models.encoders.Encoding.encode_images and @models.encoders.Encoding.encode_captions.
 4. @objectives.common.batches.LatentBatches makes the micro-batches of a step: latents, noise, noise
    levels, conditioning, each a function of (seed, sample, epoch): @core.randomness.
 5. @training.prefetch makes the next step's batches while this one computes.
-6. @objectives.common.velocity.noised mixes latent and noise; then the loss, as above.
+6. @objectives.common.velocity.noised mixes latent and noise; then the loss, as above,
+   weighted by @objectives.common.denoising.DenoisingObjective.loss.
 
 **From `-p learning_rate 1e-4` to the optimizer.**
 

@@ -29,13 +29,13 @@ RECORDS = [
 
 # %% ../../../nbs/5_strategies/optim/03_lion.ipynb #596d45bc
 class Lion(OptimizerMethods, torch.optim.Optimizer):
-    """Lion, parameter by parameter.
+    """The Lion optimizer, which updates one parameter after another.
 
     Args:
         params: parameters or groups
         lr: learning rate
-        betas: weight of the momentum in the update, and its decay
-        weight_decay: decoupled
+        betas: weight of the momentum in the update, and decay of the momentum
+        weight_decay: decoupled from the gradient, as in AdamW
     """
 
     def __init__(
