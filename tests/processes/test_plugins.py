@@ -90,7 +90,8 @@ recipe = resolve(
     run_root=sys.argv[1],
 )
 run = new_run(recipe)
-print(plan_run(recipe.save(run.recipe), run.plan).chosen)
+recipe.save(run.recipe)
+print(plan_run(recipe, run.plan).chosen)
 assert "torch" not in sys.modules
 """
     done = python("-c", code, tmp_path, env=environment)
