@@ -28,16 +28,15 @@ from sciftune.extras.bagel.network import (
     block_mask,
     sample_masks,
 )
-from ..extras.bagel.release import forward_flops
-from sciftune.extras.bagel.sequences import (
+from sciftune.extras.bagel.packing import (
     PackedBatch,
     Packer,
     PackingRules,
-    SpecialTokens,
     add_sample,
     packed_batch,
-    plan_item,
 )
+from ..extras.bagel.release import forward_flops
+from ..extras.bagel.sequences import SpecialTokens, plan_item
 
 # %% ../../nbs/10_project/06_attention.ipynb #5310905b
 @dataclass

@@ -23,7 +23,8 @@ from sciftune.extras.bagel.network import (
     pack_latents,
     sincos_table,
 )
-from .sequences import PackedBatch, SpecialTokens
+from .packing import PackedBatch
+from .sequences import SpecialTokens
 from sciftune.models.weights import (
     Weights,
     freeze,

@@ -19,10 +19,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from .network import config_of, pack_latents, sdpa, shift_time, unpack_latents
+from .packing import PackedBatch, PackingRules
 from .release import decode_latents, latent_moments
 from sciftune.extras.bagel.sequences import (
-    PackedBatch,
-    PackingRules,
     Resize,
     SpecialTokens,
     decoded_image,

@@ -20,6 +20,17 @@ from ....core.rundir import cache_root
 from ....data.files import is_hidden
 from ....data.sources import joined_quarantine
 from ....data.splits import hold_out
+from sciftune.extras.bagel.packing import (
+    Group,
+    PackedBatch,
+    PackingRules,
+    PackStream,
+    PlannedSample,
+    load_pack,
+    plan_sample,
+    split_starts,
+    step_totals,
+)
 from sciftune.extras.bagel.released import (
     ReleasedGroup,
     is_released,
@@ -30,19 +41,10 @@ from sciftune.extras.bagel.released import (
 from sciftune.extras.bagel.sequences import (
     DataError,
     Example,
-    Group,
-    PackedBatch,
-    PackingRules,
-    PackStream,
-    PlannedSample,
     Resize,
     examples_line,
-    load_pack,
     open_examples,
-    plan_sample,
     read_jsonl,
-    split_starts,
-    step_totals,
 )
 
 # %% ../../../../nbs/extras/bagel/unified/03_data.ipynb #3cc81b7b

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..network import config_of, shift_time
+from ..packing import PackedBatch
 from ..release import encode_batch
-from ..sequences import PackedBatch
 from ....training.intervals import latent_sums, loss_by_sigma
 from ....training.task import OptimizerStep
 

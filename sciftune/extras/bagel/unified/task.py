@@ -23,17 +23,11 @@ from ....core.recipe import Recipe, RecipeError, learning_rate_at
 from ....core.writing import write_atomic
 from ..family import Bagel
 from ..network import freeze_parts
+from ..packing import Group, PackingRules, PackStream
 from ..parts import check_same_parts, parts_digests
 from ..release import forward_flops, new_autoencoder, special_tokens
 from ..sampling import EDIT, Guidance, respond
-from sciftune.extras.bagel.sequences import (
-    Example,
-    Group,
-    PackingRules,
-    PackStream,
-    Segment,
-    displayed_size,
-)
+from ..sequences import Example, Segment, displayed_size
 from .data import HeldOutPacks, UnifiedBatches, open_groups
 from .loss import UnifiedObjective
 from ....models.encoders import Encoders
