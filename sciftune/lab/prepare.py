@@ -120,9 +120,6 @@ INPUT_FIELDS = (
     "validation_data",
     "metadata",
     "lora_path",
-    "llm_path",
-    "vit_path",
-    "vae_path",
 )
 
 
@@ -130,7 +127,7 @@ def absolute_input(field: str, path: str, root: Path) -> str:
     """Return the absolute path of a file or folder that a run reads. LaunchError without one.
 
     Args:
-        field: one of `INPUT_FIELDS`
+        field: one of `INPUT_FIELDS`, or a part of a family
         path: its value
         root: the repository
     """
@@ -150,7 +147,8 @@ def with_absolute_paths(
         data = absolute_data(recipe.data, root)
     else:
         data = ",".join(f"{absolute_data(path, root)}:{weight}" for path, weight in parts)
-    paths = {name: absolute_input(name, getattr(recipe, name), root) for name in INPUT_FIELDS}
+    names = (*INPUT_FIELDS, *find_record("models", recipe.model).parts)
+    paths = {name: absolute_input(name, getattr(recipe, name), root) for name in names}
     paths["nvme_path"] = absolute_path(recipe.nvme_path, root)
     if recipe.model_path not in ("tiny", "nano", "random", "parts"):
         paths["model_path"] = absolute_path(recipe.model_path, root)
