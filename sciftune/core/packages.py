@@ -66,7 +66,7 @@ def needs(
 
 def _of_reward(recipe: Recipe) -> Iterator[Need]:
     """Return the packages that the rewards of a run import."""
-    if not why_unread("reward", dict(recipe)):
+    if "reward" in type(recipe).model_fields and not why_unread("reward", dict(recipe)):
         for term in re.findall(r"[A-Za-z_][\w.]*(?::\w+)?", recipe.reward):
             if term == "words":
                 yield Need("reward", term, ("rapidocr", "onnxruntime"), "'sciftune[evaluate]'")

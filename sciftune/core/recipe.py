@@ -134,7 +134,7 @@ def _naming(known: Mapping[str, ObjectiveRecord | StrategyRecord], field: str) -
 # %% ../../nbs/1_core/05_recipe.ipynb #19368f7d
 def _listed(names: Collection[str]) -> str:
     """Join names as "'a', 'b' or 'c'"."""
-    quoted = [f"'{name}'" for name in names]
+    quoted = [f"'{name}'" for name in names] or ["one that is not installed"]
     return " or ".join(filter(None, (", ".join(quoted[:-1]), quoted[-1])))
 
 
