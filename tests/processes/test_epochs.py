@@ -11,13 +11,6 @@ from sciftune.core.recipe import Recipe
 from sciftune.lab.jobs import launch, state
 from sciftune.lab.prepare import prepare_run, recipe_from
 
-
-@pytest.fixture(scope="session")
-def warm_python():
-    "A fresh Python: ranks of several processes need one of their own."
-    return sys.executable
-
-
 SMALL = dict(
     figures=24,
     held_out=4,

@@ -22,13 +22,6 @@ from sciftune.lab.command import settings_of
 from sciftune.lab.jobs import LaunchError, processes, state
 from sciftune.lab.prepare import prepare_run, recipe_from
 
-
-@pytest.fixture(scope="session")
-def warm_python():
-    "A fresh Python: ranks of several processes need one of their own."
-    return sys.executable
-
-
 SMALL = dict(
     preset="tiny",
     steps=3,

@@ -6,7 +6,6 @@ One adapter whatever the engine, which a diffusers pipeline draws with as traini
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import diffusers
@@ -18,13 +17,6 @@ from safetensors.torch import load_file
 
 from sciftune.core.recipe import resolve
 from sciftune.core.rundir import RunDir
-
-
-@pytest.fixture(scope="session")
-def warm_python():
-    "A fresh Python: ranks of several processes need one of their own."
-    return sys.executable
-
 
 BASE = dict(
     model="flux1",

@@ -6,7 +6,6 @@ names, and nothing but what was asked for is left.
 
 import os
 import subprocess
-import sys
 
 import pytest
 from PIL import Image
@@ -14,13 +13,6 @@ from PIL import Image
 from sciftune.core.checkpoint_folders import complete_checkpoints
 from sciftune.core.rundir import RunDir
 from sciftune.lab.jobs import state
-
-
-@pytest.fixture(scope="session")
-def warm_python():
-    "A fresh Python: ranks of several processes need one of their own."
-    return sys.executable
-
 
 ODD = "a[b]{c} 'd' \"e\" ü 50% $HOME #1 {0} *"
 SMALL = dict(

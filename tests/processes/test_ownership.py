@@ -31,13 +31,6 @@ from sciftune.lab.jobs import (
 )
 from sciftune.lab.prepare import prepare_run
 
-
-@pytest.fixture(scope="session")
-def warm_python():
-    "A fresh Python: ranks of several processes need one of their own."
-    return sys.executable
-
-
 ENDLESS = {
     "steps": 10**6,
     "figures": 16,

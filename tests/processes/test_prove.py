@@ -1,16 +1,8 @@
 """`scripts/verify_resume` on the stand-in: killed with one engine, resumed with another."""
 
 import subprocess
-import sys
 
 import pytest
-
-
-@pytest.fixture(scope="session")
-def warm_python():
-    "A fresh Python: ranks of several processes need one of their own."
-    return sys.executable
-
 
 COMMAND = "import sys; from sciftune.lab.prove import prove_command; prove_command(sys.argv[1:])"
 FIELDS = dict(

@@ -14,13 +14,6 @@ from sciftune.core.recipe import resolve
 from sciftune.core.rundir import RunDir
 from sciftune.strategies.launch_files import write_configs
 
-
-@pytest.fixture(scope="session")
-def warm_python():
-    "A fresh Python: ranks of several processes need one of their own."
-    return sys.executable
-
-
 SMALL = {
     "cpu": True,
     "figures": 16,
