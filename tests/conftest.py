@@ -8,8 +8,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from warm import Zygote
 
 ROOT = Path(__file__).resolve().parent.parent
+ZYGOTE = pytest.StashKey[Zygote]()
 PATIENCE = 1800  # seconds for a process: so long that only one that hangs needs them
 LONGEST = (
     "families",
@@ -57,17 +59,10 @@ def python():
 
 
 @pytest.fixture(scope="session")
-def warm_python():
+def warm_python(pytestconfig):
     "A program in the place of Python, which starts commands quickly; see tests/tools/warm.py."
-    from warm import Zygote
-
-    if not hasattr(os, "pidfd_open"):  # not Linux
-        yield sys.executable
-        return
-    zygote = Zygote()
-    zygote.start()
-    yield str(zygote.program)
-    zygote.stop()
+    zygote = pytestconfig.stash.get(ZYGOTE, None)
+    return str(zygote.program) if zygote else sys.executable
 
 
 def pytest_collection_modifyitems(config, items):
@@ -85,11 +80,20 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish(session):
-    """Collections leave alone what was imported: each took most of a second to search it."""
+    """Collections leave alone what was imported: each took most of a second to search it.
+
+    The process of `warm_python` is forked before any test has run: it has nothing of them.
+    """
+    wanted = any("warm_python" in getattr(item, "fixturenames", ()) for item in session.items)
+    if wanted and not session.config.option.collectonly and hasattr(os, "pidfd_open"):  # Linux
+        session.config.stash[ZYGOTE] = zygote = Zygote()
+        zygote.start()
     gc.freeze()
     gc.enable()
 
 
 def pytest_unconfigure(config):
     """What was frozen is freed at the end, or libraries complain of leaks."""
+    if zygote := config.stash.get(ZYGOTE, None):
+        zygote.stop()
     gc.unfreeze()

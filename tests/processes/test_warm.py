@@ -37,11 +37,26 @@ def run(program, words, folder):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_it_does_what_python_does(warm_python, tmp_path, root, name):
-    if name == "interrupt" and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        pytest.skip("started in the background of a shell, which ignores interrupts")
     (tmp_path / "sciftune").symlink_to(root / "sciftune")
     made = run(warm_python, PROGRAMS[name], tmp_path)
     assert made == run(sys.executable, PROGRAMS[name], tmp_path)
+
+
+@pytest.fixture(scope="session")
+def used():
+    "This process as other tests leave it, before the fixture of the program is made."
+    from accelerate.state import PartialState
+
+    state = PartialState._shared_state
+    state["left by a test"] = True
+    yield
+    del state["left by a test"]
+
+
+def test_nothing_of_other_tests_is_in_it(used, warm_python):
+    code = "from accelerate.state import PartialState; print(PartialState._shared_state)"
+    done = subprocess.run([warm_python, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "{}\n", done
 
 
 def test_what_it_starts_is_warm_too(warm_python):

@@ -58,12 +58,13 @@ if not os.path.exists({address!r}):
 if sys.argv[1:2] == ["-m"] and sys.argv[2] in {cold}:
     os.execv({python!r}, [{python!r}, "-c", {begin!r}, *sys.argv[2:]])
 import json
-made = dict(words=sys.argv[1:], folder=os.getcwd(), environment=dict(os.environ))
+ignored = [n for n in {signals} if signal.getsignal(getattr(signal, n)) is signal.SIG_IGN]
+made = dict(words=sys.argv[1:], folder=os.getcwd(), environment=dict(os.environ), ignored=ignored)
 server, asked, child = socket.socket(socket.AF_UNIX), [], 0
 def pass_on(number, frame):
     os.kill(child, number) if child else asked.append(number)
 for name in {signals}:
-    if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN:
+    if name not in ignored:
         signal.signal(getattr(signal, name), pass_on)
 server.connect({address!r})
 text = json.dumps(made).encode("utf-8", "surrogateescape")
@@ -83,7 +84,10 @@ os._exit(code)
 
 
 class Zygote:
-    """The process that forks; it ends with the process that started it."""
+    """The process that forks; it ends with the process that started it.
+
+    What that process has done to its modules is in every child: start it before the tests.
+    """
 
     def __init__(self):
         self.folder = Path(tempfile.mkdtemp(prefix="sciftune-warm-"))
@@ -131,11 +135,11 @@ def serve(listening: socket.socket, alive: socket.socket, program: str) -> None:
     for number in map(signal.Signals.__getitem__, PASSED_ON):
         signal.signal(number, signal.SIG_DFL)
     base = path_of_python()
-    for name in IMPORTED:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
     children = Children(listening, alive)
     while children.wait():
+        for name in IMPORTED:  # for the first client; none may come
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
         client, _ = listening.accept()
         children.add(begin(client, program, base), client)
 
@@ -220,6 +224,9 @@ def run(asked: dict, streams: list[int], program: str, base: list[str]) -> None:
         os.dup2(stream, number)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     forget()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for name in asked["ignored"]:
+        signal.signal(signal.Signals[name], signal.SIG_IGN)
     os.environ.clear()
     os.environ.update(asked["environment"])
     os.chdir(asked["folder"])
@@ -261,7 +268,6 @@ def forget() -> None:
     from sciftune.core import ownership
 
     faulthandler.disable()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     atexit._clear()
     weakref.finalize._registry.clear()
     for at_exit in (weakref.finalize._exitfunc, logging.shutdown):
