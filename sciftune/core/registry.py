@@ -277,10 +277,14 @@ class RewardRecord(Record):
     Attributes:
         summary: one line for people
         default: True for the reward of a recipe that names none
+        packages: modules that it imports and that need not be installed
+        install: argument of pip install for them
     """
 
     summary: str
     default: bool = False
+    packages: tuple[str, ...] = ()
+    install: str = ""
 
 
 class ScoreRecord(Record):

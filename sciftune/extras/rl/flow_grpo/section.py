@@ -6,11 +6,12 @@
 __all__ = ['RECORDS', 'GRPOSection']
 
 # %% ../../../../nbs/extras/rl/flow_grpo/01_section.ipynb #4df5a4e6
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import field_validator
 
-from ....core.fields import Section, field
+from ....core.fields import Need, Section, field
 from ....core.registry import ObjectiveRecord, records
 from ..rollouts.section import check_rollouts, reward_parts
 
@@ -110,3 +111,12 @@ class GRPOSection(Section):
                 f"trained_sampling_steps: {recipe.trained_sampling_steps} of the {noisy} steps "
                 f"with noise; the last of rollout_steps={recipe.rollout_steps} has none"
             )
+
+    @staticmethod
+    def needs(recipe: Section) -> Iterator[Need]:  # the whole recipe
+        """Return the packages that the rewards import."""
+        for _, name in reward_parts(recipe.reward):
+            if not (record := _REWARDS.get(name)):
+                yield Need("reward", name, (name.partition(":")[0],), "")
+            elif record.packages:
+                yield Need("reward", name, record.packages, record.install)

@@ -58,6 +58,8 @@ RECORDS = [
         name="words",
         implementation="WordsReward",
         summary="share of a caption's quoted texts that OCR finds in the image",
+        packages=("rapidocr", "onnxruntime"),
+        install="'sciftune[evaluate]'",
     )
 ]
 
