@@ -78,3 +78,26 @@ NAMES_REFUSED = [
         ("data_workers: needs objective", "a thread makes the batches"),
     ),
 ]
+PARTS_MISSING = [  # title, sentence, family, file
+    (
+        "BAGEL without vit_config.json",
+        "FOLDER/given/vit_config.json is missing, and the weights hold a vision tower",
+        "bagel",
+        "vit_config.json",
+    ),
+    (
+        "BAGEL without its tokenizer",
+        "FOLDER/given has no vocabulary (tokenizer.json, or",
+        "bagel",
+        "tokenizer.json",
+    ),
+]
+PARTS = dict(model="bagel", model_path="parts", llm_path="qwen")
+FROZEN = dict(model="bagel", lora_rank=4, freeze_llm=True)
+REFUSED = [  # topic, sentence, parameters
+    ("Recipe", "model_path: 'parts' needs model 'bagel'", dict(model_path="parts")),
+    ("Recipe", "model_path: 'parts' needs vit_path and vae_path", PARTS),
+    ("Recipe", "vae_path: needs model_path='parts'", dict(model="bagel", vae_path="ae.bin")),
+    ("Recipe", "lora_path: needs objective", dict(model="bagel", lora_rank=4, lora_path="a")),
+    ("Recipe", "freeze_llm: with lora_rank 4 the whole base is frozen already", FROZEN),
+]
