@@ -262,7 +262,7 @@ def named_extras() -> Iterator[str]:
         parts = (other.split(".") for other in module.imported_names())
         extras = {part[2] for part in parts if part[:2] == ["sciftune", "extras"]}
         for extra in sorted(extras):
-            if not name.startswith((f"extras.{extra}.", "project.")):
+            if not name.startswith(f"extras.{extra}."):
                 yield f"sciftune/{module.name} imports extras/{extra}: ask for a record"
 
 
