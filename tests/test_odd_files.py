@@ -158,7 +158,7 @@ READS = {  # Calls that read a file or parse what others may have written
     *("tomllib.load", "tomllib.loads", "torch.load", "np.load", "pickle.load", "pickle.loads"),
 }
 PROJECT = (  # Modules that read the files of this repository
-    *("attention", "baseline", "bench", "bench_table", "contents", "gpu_profile", "gpu_suite"),
+    *("baseline", "bench", "bench_table", "contents", "gpu_profile", "gpu_suite"),
     *("pages", "site", "tables", "wheelhouse"),
 )
 ALONE = {  # Functions that read for themselves, by why
@@ -180,7 +180,7 @@ ALONE = {  # Functions that read for themselves, by why
         core/registry._record_calls core/registry._record_texts lab/command.check_settings""",
     "hashed in pieces, whatever it holds": """
         core/digests.file_digests core/digests.damage.differs data/cache.check_hashes
-        extras/bagel/parts.sampled_digest data/encode.encoder_fingerprint
+        data/encode.encoder_fingerprint
         data/cache.header_digest""",
     "a picture: with bounds of its own": """
         data/images.file_bytes lab/evaluate.Target.told""",

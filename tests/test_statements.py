@@ -3,11 +3,15 @@
 from collections import Counter
 
 import pytest
-from statements import PAGE, STATEMENTS, SYSTEMS, page
+from statements import BASES, PAGE, STATEMENTS, SYSTEMS, page
+
+from sciftune.core.registry import records
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_every_statement_holds(system):
+    if BASES[system]["model"] not in records("models"):
+        pytest.skip("the model is an extra that is not here")
     rows = [row for row in STATEMENTS if row.system == system]
     faults = [f"{row.says}: {fault}" for row in rows if (fault := row.fault())]
     assert not faults, "\n".join(faults)

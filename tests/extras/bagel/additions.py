@@ -57,6 +57,7 @@ def list_reader(file):
     return read_lines(file)
 
 
+ALONE = "extras/bagel/parts.sampled_digest"  # hashed in pieces, whatever it holds
 CONTAINERS = containers
 CHECKED = check_container
 TEXT_FILES = {"bagel.jsonl": list_reader}
