@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from encoded import cached, recipe_of
 from PIL import Image, ImageFile
 
 from sciftune.core.recipe import resolve
@@ -21,7 +22,6 @@ from sciftune.models.family import get_family
 from sciftune.objectives.common.batches import LatentBatches
 from sciftune.objectives.dmd.data import cache_distillation_data
 from sciftune.strategies.engine import Engine
-from sciftune.training.encoding import cache_data
 
 PACKAGE = str(Path(sources.__file__).parents[1])
 PATH = {
@@ -43,16 +43,6 @@ def pictures(folder, count=6, damaged=()):
             file.write_bytes(file.read_bytes()[:9000])
         (folder / f"{i}.txt").write_text(f"noise {i}")
     return str(folder)
-
-
-def recipe_of(tmp_path, data, **fields):
-    small = dict(resolution=64, held_out=0, validation_images=0, micro_batch=1, global_batch=1)
-    return resolve(cpu=True, run_root=str(tmp_path / "runs"), data=data, **small | fields)
-
-
-def cached(recipe, tmp_path):
-    family = get_family(recipe.model)
-    return cache_data(recipe, family, Engine(recipe), RunDir(tmp_path / "run"), say=lambda line: 0)
 
 
 @pytest.fixture

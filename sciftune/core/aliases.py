@@ -31,6 +31,7 @@ from .sections import SECTIONS
 # %% ../../nbs/1_core/04_aliases.ipynb #e5cd41d8
 ALIASES = ACCELERATE_FIELDS | dict(
     lr="learning_rate",
+    unmasked_weight="mask_outside",
     total_steps="steps",
     save_every="checkpoint_steps",
     log_every="log_steps",

@@ -147,6 +147,22 @@ class DataSection(Section):
     caption_dropout: float = field(
         0.1, "chance that a sample is trained with the empty caption", optional=True, ge=0, le=1
     )
+    mask_outside: float = field(
+        1.0,
+        "weight in the loss of what the mask of a picture leaves black, white counts 1 (columns "
+        "mask, mask_image, or a.mask.png beside a.png); 1 = masks are not read",
+        optional=True,
+        ge=0,
+        le=1,
+    )
+    text_weight: float = field(
+        1.0,
+        "how many times as much as others latent cells under words count in the loss, whose mean "
+        "weight stays 1; boxes stand in labels or words, else the words are read (OCR)",
+        optional=True,
+        ge=0,
+        le=1000,
+    )
     text_tokens: int = field(512, "most text tokens per caption", optional=True, ge=8, le=1024)
     metadata: str = field(
         "", "list of the images in data (json, jsonl, csv), where it lies elsewhere", optional=True
@@ -293,6 +309,11 @@ class DataSection(Section):
     def sources(self) -> tuple[tuple[str, float], ...]:
         """Return (path, weight) of each collection in `data`."""
         return data_sources(self.data)
+
+    @property
+    def weighs_cells(self) -> bool:
+        """Return True if latent cells of an image may differ in their weight in the loss."""
+        return self.mask_outside < 1 or self.text_weight != 1
 
     @property
     def varied(self) -> bool:

@@ -30,8 +30,11 @@ from ..core.recipe import Recipe
 from ..core.rundir import cache_root
 from .buckets import Sizing
 from .cache import TensorCache, cache_key
+from .cells import box_cells, mask_cells
 from .images import PIXELS_VERSION, DataError, load_picture, pixels
+from .rows import CellValue
 from .sources import SampleCollection, Undecodable, mark_decoded
+from .words import read_text
 
 # %% ../../nbs/2_data/10_encode.ipynb #b81a4743
 class LoadedEncoders(Protocol):
@@ -50,6 +53,7 @@ class EncodingFamily(Protocol):
         captions_see_references: whether the text encoder sees the reference images
         negative_caption: unconditional caption
         text_components: sub-folders of the weights that captions are read with
+        latent_factor: pixels of a latent cell's side
     """
 
     name: str
@@ -57,6 +61,7 @@ class EncodingFamily(Protocol):
     captions_see_references: bool
     negative_caption: str
     text_components: tuple
+    latent_factor: int
 
     def caption_switches(self, folder: Path) -> dict[str, bool]:
         """Return settings of the folder on which encoded captions depend."""
@@ -236,6 +241,7 @@ class EncodingJobs:
         self.shapes = {}  # key -> (height, width) of the image
         self.references = {}  # key -> numbers of the sample and of its reference image
         self.captions = {}  # key -> text
+        self.cells = {}  # key of an image -> shares of its cells, until they are cached
         self.shown = {}  # key of a caption -> number of the sample whose references it sees
         self.sizing = Sizing(recipe)
         self.whole = recipe.fit == "pad"  # scale whole images instead of cropping them
@@ -244,12 +250,27 @@ class EncodingJobs:
         self.switches = family.caption_switches(folder)
         self.undecodable = Undecodable(cache_root(recipe.run_root) / "verified")
 
-    def digest(self, key: str) -> str:
-        """Return the digest of the image or reference image behind a key."""
+    def digests(self, key: str) -> list[str]:
+        """Return the digests of what is decoded for a key: an image and its mask, a reference."""
         if key in self.references:
             i, k = self.references[key]
-            return self.collection.references[i][k].digest
-        return self.collection.digests[self.images[key]]
+            return [self.collection.references[i][k].digest]
+        i = self.images[key]
+        masks = self.collection.masks[i] if self.recipe.mask_outside < 1 else ()
+        return [self.collection.digests[i], *(mask.digest for mask in masks)]
+
+    def counted(self, i: int) -> dict[str, CellValue]:
+        """Return what says how much the parts of image `i` count; {} = all count the same.
+
+        Returns:
+            mask: its digest; words: their boxes, or 'read' if they are found by reading
+        """
+        found = {}
+        if self.recipe.mask_outside < 1 and self.collection.masks[i]:
+            found["mask"] = self.collection.masks[i][0].digest
+        if self.recipe.text_weight != 1:
+            found["words"] = self.collection.boxes[i] or "read"
+        return found
 
     def sample(self, i: int, held: bool = False) -> CachedSample:
         """List the image and the captions of a sample.
@@ -345,6 +366,7 @@ class EncodingJobs:
             encoder=self.vae,
             family=self.family.name,
             version=PIXELS_VERSION,
+            **self.counted(i),
         )
         self.images.setdefault(key, i)
         self.shapes[key] = height, width
@@ -398,8 +420,30 @@ def _submitted(jobs: EncodingJobs, key: str, pool: ThreadPoolExecutor) -> Future
     if key in jobs.references:
         data = jobs.collection.reference(*jobs.references[key])
         return pool.submit(reference_pixels, jobs, data)
-    image = jobs.collection[jobs.images[key]].image
-    return pool.submit(pixels, image, *jobs.shapes[key], jobs.whole)
+    i = jobs.images[key]
+    image, counted = jobs.collection[i].image, jobs.counted(i)
+    mask = jobs.collection.mask(i) if "mask" in counted else b""
+    return pool.submit(_prepared, jobs, key, image, mask, counted)
+
+
+def _prepared(
+    jobs: EncodingJobs, key: str, image: bytes, mask: bytes, counted: Mapping[str, CellValue]
+) -> np.ndarray:
+    """Return the pixels of an image, and note the shares of its cells in `jobs.cells`."""
+    shape = jobs.shapes[key]
+    picture = pixels(image, *shape, jobs.whole)
+    if not counted:
+        return picture
+    size = jobs.collection.sizes[jobs.images[key]]
+    place = (size, *shape, jobs.family.latent_factor, jobs.whole)
+    jobs.cells[key] = cells = {}  # from now on it is the mask that cannot be decoded
+    if mask:
+        cells["inside"] = mask_cells(mask, *place)
+    if boxes := counted.get("words"):
+        if boxes == "read":
+            boxes = [reading.box for reading in read_text(load_picture(image))]
+        cells["words"] = box_cells(boxes, *place)
+    return picture
 
 
 def reference_pixels(jobs: EncodingJobs, data: bytes) -> np.ndarray:
@@ -434,7 +478,9 @@ def decoded_images(
         except DataError as error:
             if isinstance(error.__cause__, MemoryError):  # the machine's fault, not the image's
                 raise
-            jobs.undecodable.note(jobs.digest(key), str(error))
+            own, *masks = jobs.digests(key)
+            faulty = masks[0] if jobs.cells.pop(key, None) is not None else own
+            jobs.undecodable.note(faulty, str(error))
 
     with ThreadPoolExecutor(threads) as pool:
         waiting = collections.deque()
@@ -477,6 +523,9 @@ def encode_images(
     def encode(same: list) -> tuple:
         latents = jobs.family.encode_images(encoders, image_batch(image for _, image in same))
         tensors = [{n: t[j].cpu() for n, t in latents.items()} for j in range(len(same))]
+        for row, (key, _) in zip(tensors, same, strict=True):
+            cells = jobs.cells.pop(key, {})
+            row.update((name, torch.from_numpy(shares)) for name, shares in cells.items())
         return [key for key, _ in same], tensors
 
     groups = {}
@@ -555,7 +604,7 @@ def own_keys(known: list[str], missing: set, rank: int, world: int, run: int = 6
 def _awaited(jobs: EncodingJobs, missing: list[str], images: bool) -> list[str]:
     """Return the missing keys that a rank can still fill."""
     bad = jobs.undecodable.reasons() if images and missing else {}
-    return [key for key in missing if jobs.digest(key) not in bad] if bad else missing
+    return [key for key in missing if bad.keys().isdisjoint(jobs.digests(key))] if bad else missing
 
 
 def fill_cache(
@@ -642,7 +691,8 @@ def encode_missing(
 
 def mark_encoded(jobs: EncodingJobs):
     """Note for later runs that the images of `jobs` could be decoded; rank 0 calls it."""
-    digests = [jobs.digest(key) for key in (*jobs.images, *jobs.references)]
+    keys = (*jobs.images, *jobs.references)
+    digests = [digest for key in keys for digest in jobs.digests(key)]
     for part in jobs.collection.parts if digests else ():
         mark_decoded(part, digests)
 

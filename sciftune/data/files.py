@@ -20,7 +20,7 @@ from .rows import Texts
 
 # %% auto #0
 __all__ = ['SYSTEM_FOLDERS', 'HIDDEN_NAMES', 'USED', 'is_hidden', 'check_place', 'valid_text', 'Account', 'Kinds', 'unread_name',
-           'ListedFiles', 'FolderFiles', 'unread_kind', 'composed', 'stored_name']
+           'ListedFiles', 'FolderFiles', 'masked_image', 'unread_kind', 'composed', 'stored_name']
 
 # %% ../../nbs/2_data/17_files.ipynb #1e590fe5
 SYSTEM_FOLDERS = ("/proc", "/sys", "/dev")
@@ -65,7 +65,7 @@ def valid_text(what: str, text: str) -> str:
     return text
 
 # %% ../../nbs/2_data/17_files.ipynb #528d5581
-USED = ("image", "reference", "caption", "list", "shard", "row", "set aside")
+USED = ("image", "reference", "caption", "list", "shard", "row", "set aside", "mask")
 
 
 @dataclass
@@ -271,11 +271,26 @@ class FolderFiles(ListedFiles):
         return [Path(self.root, n) for n in names if "/" not in n and n != "quarantine.jsonl"]
 
 
+_MASK = re.compile(r"(.+)(?:\.mask|-masklabel)\.(\w+)", re.IGNORECASE | re.DOTALL)
+
+
+def masked_image(name: str) -> str:
+    """Return the image that a file is the mask of, without its ending; '' = it is no mask.
+
+    Args:
+        name: a.mask.png, or a-masklabel.png as OneTrainer has it
+    """
+    found = _MASK.fullmatch(name)
+    return found[1] if found and f".{found[2].lower()}" in SUFFIXES else ""
+
+
 def unread_kind(
     name: str,
 ) -> str:
     """Why a file beside pictures is not read."""
     suffix = PurePosixPath(name).suffix.lower()
+    if masked_image(name):
+        return "mask (mask_outside reads it)"
     if suffix in SUFFIXES:
         return "image that no row names"
     if suffix in OTHER_SUFFIXES:

@@ -26,7 +26,7 @@ from ..core.secrets import masked
 # %% auto #0
 __all__ = ['MAX_PIXELS', 'FORMATS', 'SUFFIXES', 'OTHER_SUFFIXES', 'MAX_BYTES', 'TURNS', 'SAME_COLOURS', 'PIXELS_VERSION',
            'DataError', 'Sample', 'check_regular', 'file_bytes', 'open_image', 'orientation', 'grey8', 'to_rgb',
-           'load_picture', 'pixels', 'examine', 'says_more_after_pixels', 'header_size']
+           'load_picture', 'kept_box', 'pixels', 'examine', 'says_more_after_pixels', 'header_size']
 
 # %% ../../nbs/2_data/01_images.ipynb #7a3a5115
 class DataError(ValueError):
@@ -336,6 +336,27 @@ def load_picture(
     return _decoded(source, max_pixels, least)[0]
 
 # %% ../../nbs/2_data/01_images.ipynb #c65b4ffd
+def kept_box(
+    size: tuple[int, int], height: int, width: int, whole: bool = False
+) -> tuple[float, float, float, float]:
+    """Return the part of an image that `pixels` keeps.
+
+    Args:
+        size: (width, height) of the image
+        height: height of the result in pixels
+        width: width of the result in pixels
+        whole: as of `pixels`
+
+    Returns:
+        left, top, right, bottom in pixels of the image
+    """
+    w, h = size
+    s = max(width / w, height / h)
+    dx = 0 if whole else max(w - width / s, 0) / 2
+    dy = 0 if whole else max(h - height / s, 0) / 2
+    return dx, dy, w - dx, h - dy
+
+
 def pixels(data: bytes, height: int, width: int, whole: bool = False) -> np.ndarray:
     """Decode, scale to cover and crop at the centre, or scale the whole image.
 
@@ -351,11 +372,7 @@ def pixels(data: bytes, height: int, width: int, whole: bool = False) -> np.ndar
         (height, width, 3) uint8
     """
     image = load_picture(data, None, 2 * max(width, height))
-    w, h = image.size
-    s = max(width / w, height / h)
-    dx = 0 if whole else max(w - width / s, 0) / 2
-    dy = 0 if whole else max(h - height / s, 0) / 2
-    kept = (dx, dy, w - dx, h - dy)
+    kept = kept_box(image.size, height, width, whole)
     resized = image.resize((width, height), Image.Resampling.LANCZOS, box=kept, reducing_gap=3)
     return np.array(resized)
 

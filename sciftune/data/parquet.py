@@ -24,6 +24,7 @@ from sciftune.core.files import (
 from ..core.progress import progress
 from ..core.registry import ReaderRecord
 from ..core.secrets import bare
+from .cells import MASK_KEYS, WORD_KEYS, word_boxes
 from .files import FolderFiles
 from sciftune.data.images import (
     DataError,
@@ -50,8 +51,9 @@ from .rows import CellValue, Row, Rows
 
 # %% auto #0
 __all__ = ['RECORDS', 'BROKEN_PARQUET', 'MAX_ROW_GROUP', 'MAX_TEXT', 'MAX_UNPACKED', 'IMAGE_COLUMNS', 'BATCH', 'check_row_group',
-           'cell_values', 'Parquet', 'parquet_shards', 'RemoteParquet', 'ParquetReader', 'Cell', 'cell_path',
-           'parse_cell', 'cell_bytes', 'image_bytes', 'check_listed_files', 'HuggingFace', 'HuggingFaceReader']
+           'cell_values', 'area_columns', 'row_areas', 'Parquet', 'parquet_shards', 'RemoteParquet', 'ParquetReader',
+           'Cell', 'cell_path', 'parse_cell', 'cell_bytes', 'image_bytes', 'check_listed_files', 'HuggingFace',
+           'HuggingFaceReader']
 
 # %% ../../nbs/2_data/20_parquet.ipynb #c70d62ba
 RECORDS = [
@@ -256,6 +258,31 @@ def _counts(cells: pa.ChunkedArray) -> list[int]:
     return [sum(v is not None for v in c) if isinstance(c, list) else c is not None for c in values]
 
 
+def area_columns(schema: pa.Schema) -> tuple[str, list[str]]:
+    """Return the column of masks, '' if there is none, and the columns that `row_areas` reads.
+
+    Args:
+        schema: columns of a table
+    """
+    masks = (n for n in MASK_KEYS if n in schema.names and _holds_bytes(schema.field(n).type))
+    mask = next(masks, "")
+    return mask, [*filter(None, [mask]), *(n for n in WORD_KEYS if n in schema.names)]
+
+
+def row_areas(table: pa.Table, mask: str) -> Iterator[tuple[bool, tuple]]:
+    """Yield of each row whether it has a mask, and the boxes of its words.
+
+    Args:
+        table: columns of `area_columns`
+        mask: column of masks; '' = none
+    """
+    there = _counts(table[mask]) if mask else [0] * len(table)
+    words = table.select([name for name in table.column_names if name != mask])
+    records = words.to_pylist() if words.num_columns else [{}] * len(table)
+    for has_mask, record in zip(there, records, strict=True):
+        yield bool(has_mask), word_boxes(record)
+
+
 def _cell_image(cell: object, number: int) -> object:
     """Return the image with this number in a cell: bytes, or a struct of them."""
     if not isinstance(cell, list):
@@ -381,6 +408,26 @@ class Parquet:
             cells = file.read_row_group(group, columns=paths or [column]).column(0)
             counts[column] = _counts(cells)
         return counts
+
+    def list_areas(self):
+        """List the masks and the boxes of words of all rows, which only some runs read.
+
+        Raises DataError for a shard that cannot be read.
+        """
+        at = 0
+        for n, path in enumerate(self.paths):
+            try:
+                file = self.open_file(path)
+                mask, columns = area_columns(file.schema_arrow)
+                for group in range(file.num_row_groups):
+                    table = file.read_row_group(group, columns=columns)
+                    for r, (there, boxes) in enumerate(row_areas(table, mask)):
+                        row = self.rows[at]
+                        own = Row(row.source, (n, group, r, mask, 0))
+                        row.masks, row.boxes = (own,) * there, boxes
+                        at += 1
+            except BROKEN_PARQUET as e:
+                raise DataError(f"{path}: masks or words cannot be read: {e}") from e
 
     def read(self, row: Row) -> bytes:
         """Read the image of a row; its row group stays with this thread."""
@@ -670,6 +717,17 @@ class HuggingFace:
                 for number in range(counted[i])
             )
             self.rows.append(_checked(row, text, missing))
+
+    def list_areas(self):
+        """List the masks and the boxes of words of all rows, which only some runs read."""
+        mask, columns = area_columns(self.data.features.arrow_schema)
+        if mask:
+            self.data = self.data.cast_column(mask, _undecoded(self.data.features[mask]))
+        if columns:
+            table = self.data.select_columns(columns).with_format("arrow")[:]
+            for i, (there, boxes) in enumerate(row_areas(table, mask)):
+                row = self.rows[i]
+                row.masks, row.boxes = (Row(row.source, (i, mask, 0)),) * there, boxes
 
     def used(self) -> dict[str, str]:
         """Name of each file that is read -> its kind, see `data.files.Account`."""

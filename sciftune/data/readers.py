@@ -21,7 +21,8 @@ from sciftune.core.files import (
 )
 from ..core.progress import progress
 from ..core.registry import ReaderRecord
-from .files import FolderFiles, Kinds, composed, stored_name, valid_text
+from .cells import MASK_KEYS, word_boxes
+from .files import FolderFiles, Kinds, composed, masked_image, stored_name, valid_text
 from sciftune.data.images import (
     OTHER_SUFFIXES,
     SUFFIXES,
@@ -365,6 +366,8 @@ def listed_rows(
             named.append((len(rows), columns))
             _count_images(columns, contents, find)
             edited = edited or any(record.get(key) for key in EDITED_KEYS)
+        if isinstance(record, dict):
+            _give_areas(root, row, record, find)
         rows.append(row)
     used = {name for name in contents if holds_references(name, contents[name], edited)}
     if notes is not None:
@@ -372,6 +375,14 @@ def listed_rows(
     for number, columns in named if used else ():
         _give_named(rows[number], columns, used, functools.partial(reference_row, root, find=find))
     return rows
+
+
+def _give_areas(root: Path, row: Row, record: dict, find: Callable):
+    """Set the mask and the boxes of words of a row."""
+    mask = _first(record, MASK_KEYS, (None, ""))
+    if mask is not None:
+        row.masks = (reference_row(root, row.source, mask, find),)
+    row.boxes = word_boxes(record)
 
 
 def _count_images(columns: dict[str, list], contents: dict[str, ColumnContent], find: Callable):
@@ -416,6 +427,17 @@ def _references_beside(files: Iterable[str]) -> dict[str, list[str]]:
         if stem in named and f".{suffix.lower()}" in SUFFIXES:
             targets[stem] = name
     return {name: [beside for _, beside in sorted(named[stem])] for stem, name in targets.items()}
+
+
+def _masks_beside(files: Iterable[str]) -> dict[str, str]:
+    """Return the mask of each image whose mask lies beside it."""
+    named = {composed(stem): name for name in files if (stem := masked_image(name))}
+    images = ((_split(name), name) for name in files if named)
+    return {
+        name: named[stem]
+        for (stem, suffix), name in images
+        if stem in named and suffix in SUFFIXES and name != named[stem]
+    }
 
 
 BESIDE = (".txt", ".caption", ".json")  # Files with the captions of an image
@@ -553,9 +575,10 @@ def folder_rows(root: Path, files: FolderFiles | None = None) -> tuple[Rows, Tex
         And the names of the caption files that are used
     """
     folder = _Folder(root, files or FolderFiles(root))
-    references = _references_beside(folder.files.names)
+    references, masks = _references_beside(folder.files.names), _masks_beside(folder.files.names)
     rows = Rows()
-    for name in folder.names({name for beside in references.values() for name in beside}):
+    left_out = {name for beside in references.values() for name in beside} | set(masks.values())
+    for name in folder.names(left_out):
         progress(f"{name} listed")
         row = Row(name, name, name)
         try:
@@ -566,6 +589,8 @@ def folder_rows(root: Path, files: FolderFiles | None = None) -> tuple[Rows, Tex
             row.fault = f"unreadable file: {e.strerror or e}"
         beside = references.get(name, ())
         give_references(row, (reference_row(root, name, r, folder.find) for r in beside))
+        if name in masks:
+            row.masks = (reference_row(root, name, masks[name], folder.find),)
         rows.append(row)
     folder.captions.sort()
     return rows, folder.captions
@@ -665,9 +690,10 @@ class Files:
                 if (kind == "image") == (not row.fault) and row.key is not None:
                     kinds.add(row.key, kind)
         for row in self.rows:
-            for reference in row.references:
-                if reference.key is not None:
-                    kinds.add(reference.key, "reference")
+            for kind, others in (("reference", row.references), ("mask", row.masks)):
+                for other in others:
+                    if other.key is not None:
+                        kinds.add(other.key, kind)
         for name in self.captions:
             kinds.add(name, "caption")
         for name, kind in self.claimed.items():

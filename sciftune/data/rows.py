@@ -42,6 +42,8 @@ class Row:
         fault: Why it cannot be used; empty = nothing known against it
         digest: SHA-256 of the image bytes, hex
         references: rows of its reference images, in order; without captions
+        masks: the row of its mask, white where it is to be learned; () = it has none
+        boxes: (left, top, right, bottom) of its words, pixels of the image as it is shown
     """
 
     source: str
@@ -53,6 +55,8 @@ class Row:
     height: int = 0
     digest: str = ""
     references: tuple[Row, ...] = ()
+    masks: tuple[Row, ...] = ()
+    boxes: tuple[tuple[float, ...], ...] = ()
 
 # %% ../../nbs/2_data/18_rows.ipynb #c0180008
 _Item = TypeVar("_Item")
@@ -135,6 +139,33 @@ class Records(Sequence[CellValue]):
             self.lengths[i] = len(data)
 
 # %% ../../nbs/2_data/18_rows.ipynb #c0180011
+class _Beside:
+    """Rows of other images by the number of the row that they belong to."""
+
+    def __init__(self):
+        self.rows = Rows()
+        self.first = array("q")
+        self.counts = array("I")
+
+    def of(self, i: int) -> tuple[Row, ...]:
+        """Return what belongs to row `i`."""
+        if i >= len(self.counts):
+            return ()
+        return tuple(self.rows[self.first[i] : self.first[i] + self.counts[i]])
+
+    def put(self, i: int, rows: tuple[Row, ...]):
+        """Set what belongs to row `i`."""
+        if (missing := i + 1 - len(self.counts)) > 0:
+            self.first.frombytes(bytes(missing * self.first.itemsize))
+            self.counts.frombytes(bytes(missing * self.counts.itemsize))
+        self.first[i], self.counts[i] = len(self.rows), len(rows)
+        for row in rows:
+            self.rows.append(row)
+
+
+_NO_BOXES = marshal.dumps(())
+
+
 class Rows(Sequence):
     """A table of rows; what is read from it writes to it."""
 
@@ -145,9 +176,8 @@ class Rows(Sequence):
         self.records = Records()  # source, key, id, captions and fault of each
         self.sizes = array("i")  # width and height of each, as far as some are known
         self.digests = bytearray()
-        self.beside = None  # Rows: the references of all
-        self.first = array("q")  # of the references of a row, as far as there are some
-        self.counts = array("I")
+        self.beside = {}  # 'references' and 'masks': rows of other images, where there are some
+        self.boxes = {}  # number of a row -> bytes of its boxes
         for row in rows:
             self.append(row)
 
@@ -158,10 +188,11 @@ class Rows(Sequence):
         """Add a copy of a row."""
         self.records.append((row.source, row.key, row.id, row.captions, row.fault))
         number = len(self) - 1
-        if row.references:
-            self.set_references(number, row.references)
+        view = self[number]
+        for name in ("references", "masks", "boxes"):
+            if value := getattr(row, name):
+                setattr(view, name, value)
         if row.width or row.height or row.digest:
-            view = self[number]
             view.width, view.height, view.digest = row.width, row.height, row.digest
 
     def size(self, k: int) -> int:
@@ -215,33 +246,6 @@ class Rows(Sequence):
                 self.digests += bytes(_DIGEST * len(self) - len(self.digests))
         self.digests[_DIGEST * i : _DIGEST * (i + 1)] = data
 
-    def references(self, i: int) -> tuple[Row, ...]:
-        """Return the references of a row.
-
-        Args:
-            i: Number of a row
-        """
-        if i >= len(self.counts) or not self.counts[i]:
-            return ()
-        return tuple(self.beside[self.first[i] : self.first[i] + self.counts[i]])
-
-    def set_references(self, i: int, rows: Sequence[Row]):
-        """Set the references of a row.
-
-        Args:
-            i: number of the row
-            rows: rows of its reference images
-        """
-        if self.beside is None:
-            self.beside = Rows()
-        if missing := max(0, len(self) - len(self.counts)):
-            self.first.frombytes(bytes(missing * self.first.itemsize))
-            self.counts.frombytes(bytes(missing * self.counts.itemsize))
-        rows = tuple(rows)
-        self.first[i], self.counts[i] = len(self.beside), len(rows)
-        for row in rows:
-            self.beside.append(row)
-
     def part(self, numbers: Sequence[int]) -> Column:
         """Return some rows, each made when it is read.
 
@@ -294,6 +298,26 @@ def _listed_field(place: int) -> property:
     return property(get, put)
 
 
+def _beside_field(name: str) -> property:
+    """Return a property for the rows of other images of a row."""
+
+    def get(row: _Stored) -> tuple[Row, ...]:
+        return row.rows.beside[name].of(row.number) if name in row.rows.beside else ()
+
+    def put(row: _Stored, value: Iterable[Row]):
+        row.rows.beside.setdefault(name, _Beside()).put(row.number, tuple(value))
+
+    return property(get, put)
+
+
+def _boxes(row: _Stored) -> tuple[tuple[float, ...], ...]:
+    return marshal.loads(row.rows.boxes.get(row.number, _NO_BOXES))
+
+
+def _put_boxes(row: _Stored, value: tuple[tuple[float, ...], ...]):
+    row.rows.boxes[row.number] = marshal.dumps(value)
+
+
 def _size_field(place: int) -> property:
     """Return a property for the width or the height of a row."""
 
@@ -316,10 +340,8 @@ class _Stored(Row):  # pyrefly: ignore[bad-class-definition]
         lambda row: row.rows.digest(row.number),
         lambda row, value: row.rows.set_digest(row.number, value),
     )
-    references = property(
-        lambda row: row.rows.references(row.number),
-        lambda row, value: row.rows.set_references(row.number, value),
-    )
+    references, masks = map(_beside_field, ("references", "masks"))
+    boxes = property(_boxes, _put_boxes)
 
     def __init__(self, rows: Rows, number: int):
         self.rows = rows

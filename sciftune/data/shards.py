@@ -21,7 +21,14 @@ from ..core.compat import address_arguments
 from ..core.progress import progress
 from ..core.registry import ReaderRecord
 from ..core.secrets import bare, reveal
-from .files import Account, FolderFiles, ListedFiles, is_hidden, unread_name
+from sciftune.data.files import (
+    Account,
+    FolderFiles,
+    ListedFiles,
+    is_hidden,
+    masked_image,
+    unread_name,
+)
 from .images import SUFFIXES, DataError, check_regular
 from .readers import BESIDE, captions_beside
 from .references import is_target, reference_number
@@ -130,13 +137,15 @@ class Tars:
             progress(f"{row.source} listed")
             numbers = sorted((reference_number(s) or 0, p) for s, p in parts.items() if _beside(s))
             row.references = tuple(Row(row.source, (n, *place)) for _, place in numbers)
+            masks = [place for s, place in parts.items() if masked_image(f"a.{s}")]
+            row.masks = tuple(Row(row.source, (n, *place)) for place in masks[:1])
             try:
                 row.captions = self._captions(file, parts, image)
             except DataError as e:
                 row.fault = str(e)
             self.rows.append(row)
             for suffix, place in parts.items():
-                read = place == image or _beside(suffix) or f".{suffix}" in BESIDE
+                read = place in (image, *masks) or _beside(suffix) or f".{suffix}" in BESIDE
                 if not read:
                     self.members.add("member that is no part of a sample", f"{key}.{suffix}")
 

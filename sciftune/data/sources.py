@@ -34,6 +34,7 @@ from ..core.registry import ReaderRecord, find_record, load, records
 from ..core.rundir import cores
 from ..core.secrets import bare, masked
 from ..core.writing import write_atomic
+from .cells import mask_fault
 from .files import FolderFiles, check_place, unread_kind
 from .images import MAX_PIXELS, PIXELS_VERSION, DataError, Sample, examine
 from .parquet import BROKEN_PARQUET, HuggingFace, Parquet
@@ -42,10 +43,10 @@ from .rows import Column, RejectedRow, Row, Rows, Texts, repeated_hashes
 from .shards import Tars, remote_files
 
 # %% auto #0
-__all__ = ['Reader', 'KINDS_NAMED', 'file_reader', 'find_source', 'remote_source', 'files_line', 'Undecodable', 'Findings',
-           'verify_images', 'findings_file', 'known_findings', 'verify_once', 'SampleCollection', 'Collection',
-           'counted_reasons', 'bad_rows', 'check_bad_rows', 'give_captions', 'set_aside', 'no_fault', 'open_collection',
-           'JoinedCollections', 'joined_quarantine', 'open_collections', 'mark_decoded']
+__all__ = ['Reader', 'SAMPLE_COLUMNS', 'KINDS_NAMED', 'file_reader', 'find_source', 'remote_source', 'files_line', 'Undecodable',
+           'Findings', 'verify_images', 'findings_file', 'known_findings', 'verify_once', 'SampleCollection',
+           'Collection', 'counted_reasons', 'bad_rows', 'check_bad_rows', 'give_captions', 'set_aside', 'no_fault',
+           'open_collection', 'JoinedCollections', 'joined_quarantine', 'open_collections', 'mark_decoded']
 
 # %% ../../nbs/2_data/04_sources.ipynb #088a0f76
 Reader = Files | Parquet | HuggingFace | Tars
@@ -260,11 +261,16 @@ class Findings:
 def _verify_row(source: Reader, row: Row, findings: Findings, **how: int):
     if not row.fault:
         _verify_image(source, row, findings, **how)
-    for number, reference in enumerate(row.references, 1):
-        if not row.fault:
-            _verify_image(source, reference, findings, **how)
-            name = reference.id or f"reference image {number}"
-            row.fault = reference.fault and f"{name}: {reference.fault}"
+    beside = [(f"reference image {n}", other) for n, other in enumerate(row.references, 1)]
+    for name, other in (*beside, *(("mask", mask) for mask in row.masks)):
+        if row.fault:
+            return
+        if not other.fault:
+            _verify_image(source, other, findings, **how)
+        row.fault = other.fault and f"{other.id or name}: {other.fault}"
+    if row.masks and not row.fault:
+        (mask,) = row.masks
+        row.fault = mask_fault((mask.width, mask.height), (row.width, row.height))
 
 
 def _verify_image(source: Reader, row: Row, findings: Findings, max_pixels: int, decode: bool):
@@ -409,6 +415,8 @@ class SampleCollection(Protocol):
         sizes: (width, height) of each image, pixels
         digests: SHA-256 of each image
         references: rows of the reference images of each sample
+        masks: the row of the mask of each sample, or none
+        boxes: boxes of the words of each sample, see `Row`
         shards: number of the shard of each sample
         rejected: source and reason of the rows that were set aside
         notes: sentences about the collection
@@ -421,6 +429,8 @@ class SampleCollection(Protocol):
     sizes: Sequence[tuple[int, int]]
     digests: Sequence[str]
     references: Sequence[Sequence[Row]]
+    masks: Sequence[Sequence[Row]]
+    boxes: Sequence[tuple[tuple[float, ...], ...]]
     shards: Sequence[int]
     rejected: list[RejectedRow]
     notes: list[str]
@@ -436,6 +446,9 @@ class SampleCollection(Protocol):
 
     def reference(self, i: int, k: int) -> bytes:
         """Read reference image `k` of sample `i`, encoded as it is stored."""
+
+    def mask(self, i: int) -> bytes:
+        """Read the mask of sample `i`, encoded as it is stored; b"" if it has none."""
 
 # %% ../../nbs/2_data/04_sources.ipynb #7c98bf68
 _NEIGHBOURS = 1000  # samples that count as one shard where there are no shards
@@ -463,20 +476,31 @@ def _references(rows: Sequence[Row], i: int) -> tuple[Row, ...]:
     return rows[i].references
 
 
+def _masks(rows: Sequence[Row], i: int) -> tuple[Row, ...]:
+    return rows[i].masks
+
+
+def _boxes(rows: Sequence[Row], i: int) -> tuple[tuple[float, ...], ...]:
+    return rows[i].boxes
+
+
 def _shard(rows: Sequence[Row], i: int) -> int:
     key = rows[i].key
     return key[0] if isinstance(key, tuple) else i // _NEIGHBOURS
 
 
 _VALUES = dict(ids=_id, captions=_captions, sizes=_size, digests=_digest)
-_VALUES |= dict(references=_references, shards=_shard)
+_VALUES |= dict(references=_references, masks=_masks, boxes=_boxes, shards=_shard)
+SAMPLE_COLUMNS = ("captions", "sizes", "digests", "references", "masks", "boxes", "shards")
 
 
 def _fingerprint(rows: Iterable[Row]) -> str:
-    """SHA-256 of ids, digests, captions and digests of references, in order."""
+    """SHA-256 of ids, digests, captions, digests of references, masks and boxes, in order."""
     digest, encode = hashlib.sha256(), json.JSONEncoder().encode
     for r in rows:
         own = [r.id, r.digest, r.captions, *(reference.digest for reference in r.references)]
+        if r.masks or r.boxes:
+            own.append(dict(masks=[mask.digest for mask in r.masks], boxes=r.boxes))
         digest.update(encode(own).encode() + b"\n")
     return digest.hexdigest()
 
@@ -502,7 +526,7 @@ class Collection:
         self.rows = rows
         self.rejected = rejected
         self.notes = list(source.notes)  # How columns were understood, for people
-        for name in ("ids", "captions", "sizes", "digests", "references", "shards"):
+        for name in ("ids", *SAMPLE_COLUMNS):
             setattr(self, name, Column(len(rows), functools.partial(_VALUES[name], rows)))
         self.fingerprint = _fingerprint(rows)
 
@@ -526,6 +550,10 @@ class Collection:
             k: Number of its reference image, from 0
         """
         return self._read(self.references[i][k])
+
+    def mask(self, i: int) -> bytes:
+        """Read the mask of a sample, encoded as it is stored; b"" if it has none."""
+        return b"".join(map(self._read, self.masks[i]))
 
     def _read(self, r: Row) -> bytes:
         try:
@@ -702,6 +730,17 @@ def _check_references(rows: Iterable[Row], reference_fault: Callable):
             row.fault = f"reference image {number}: {why}" if why else row.fault
 
 
+def _list_areas(source: Reader, areas: tuple[str, ...]):
+    """List the masks and the boxes of words that a run reads, and forget the others."""
+    rows = source.rows
+    if areas and isinstance(source, (Parquet, HuggingFace)):
+        source.list_areas()
+    if isinstance(rows, Rows) and "mask" not in areas:
+        rows.beside.pop("masks", None)
+    if isinstance(rows, Rows) and "words" not in areas:
+        rows.boxes.clear()
+
+
 def open_collection(
     path: str | Path,
     *,
@@ -715,6 +754,7 @@ def open_collection(
     find: Callable = find_source,
     captions: tuple[str, ...] = (),
     decode: bool = True,
+    areas: tuple[str, ...] = (),
 ) -> Collection:
     """Read, verify and fingerprint a collection.
 
@@ -732,10 +772,12 @@ def open_collection(
         find: (path, metadata) -> its reader
         captions: captions of images that have none; () = these are set aside
         decode: decode every image; False = read headers, for a caller that encodes all of them
+        areas: what else of a row is read: 'mask', 'words'
     """
     if not str(path).strip():
         raise DataError("data: the path is empty")
     source = find(path, metadata)
+    _list_areas(source, areas)
     give_captions(source.rows, captions, path)
     place = f"{Path(path).absolute()}|{metadata}"
     verify_once(source, place, cache, max_pixels, workers, decode)
@@ -758,7 +800,7 @@ class JoinedCollections:
         self.parts = parts
         self.first = [0, *itertools.accumulate(map(len, parts))]
         self.ids = Column(len(self), self._id)
-        for name in ("captions", "sizes", "digests", "references", "shards"):
+        for name in SAMPLE_COLUMNS:
             setattr(self, name, Column(len(self), functools.partial(self._value, name)))
         for name in ("rejected", "notes"):
             setattr(self, name, [x for part in parts for x in getattr(part, name)])
@@ -799,6 +841,11 @@ class JoinedCollections:
         """
         part = self.part(i)
         return self.parts[part].reference(i - self.first[part], k)
+
+    def mask(self, i: int) -> bytes:
+        """Read the mask of a sample, encoded as it is stored; b"" if it has none."""
+        part = self.part(i)
+        return self.parts[part].mask(i - self.first[part])
 
 
 @contextlib.contextmanager

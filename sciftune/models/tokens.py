@@ -154,13 +154,16 @@ def image_mask(sizes: list, height: int, width: int, device: torch.device = "cpu
     return (row < h) & (column < w)
 
 # %% ../../nbs/4_models/01a_tokens.ipynb #tok-35
-def own_mean(values: Tensor, sizes: list | None = None) -> Tensor:
+def own_mean(values: Tensor, sizes: list | None = None, cells: Tensor | None = None) -> Tensor:
     """Return the mean of each sample (B,) over its own image, without padding.
 
     Args:
         values: (B,C,h,w), or (B,...) when all samples have one size
         sizes: (h,w) of each sample; None = no padding
+        cells: factors of the values (B,1,h,w); None = 1
     """
+    if cells is not None:
+        values = values * cells
     if sizes is None:
         return values.flatten(1).mean(1)
     mask = image_mask(sizes, *values.shape[2:], values.device)[:, None]

@@ -111,12 +111,17 @@ def random_data(recipe: Recipe, family: Family) -> CachedData:
     There are no prompts, since there is no VAE.
 
     Raises:
-        RecipeError: the recipe has validation_data, or draws sizes
+        RecipeError: the recipe has validation_data, masks or weighted words, or draws sizes
     """
     if recipe.validation_data:
         raise RecipeError(
             "validation_data: random weights are trained on random latents; leave validation_data "
             "out with model_path='random'"
+        )
+    if recipe.weighs_cells:
+        raise RecipeError(
+            "mask_outside, text_weight: random latents have no masks and no words; leave both out "
+            "with model_path='random'"
         )
     if recipe.random_hw_adapt:
         raise RecipeError(

@@ -32,6 +32,7 @@ def flow_loss(
     noise: Tensor,
     weights: Tensor | None = None,
     sizes: list | None = None,
+    cells: Tensor | None = None,
 ) -> Tensor:
     """Return the mean squared error per sample between `prediction` and `noise - x0`.
 
@@ -41,10 +42,11 @@ def flow_loss(
         noise: noise of x_sigma (B,...)
         weights: weight of each sample (B,); None = 1
         sizes: (h,w) of each sample, see `own_mean`
+        cells: weight of each latent cell (B,1,h,w); None = 1
 
     Returns:
         (B,) fp32
     """
     target = noise.float() - x0.float()
-    per_sample = own_mean((prediction.float() - target).square(), sizes)
+    per_sample = own_mean((prediction.float() - target).square(), sizes, cells)
     return per_sample if weights is None else per_sample * weights

@@ -28,7 +28,8 @@ class NoisePrediction(DenoisingObjective):
 
         Args:
             denoiser: as the engine wraps it
-            batch: x0, noise (B,C,h,w), sigma (B,) = t/1000, conditioning
+            batch: x0, noise (B,C,h,w), sigma (B,) = t/1000, conditioning, cells (B,1,h,w) if they
+                differ
 
         Returns:
             (B,) fp32
@@ -39,4 +40,5 @@ class NoisePrediction(DenoisingObjective):
         x_t = self.schedule.add_noise(x0, noise, t)
         made = self.family.predict(denoiser, x_t, batch["sigma"], batch["conditioning"])
         error = made.float() - self.schedule.target(x0, noise, t)
-        return own_mean(error.square(), batch["conditioning"].get("sizes"))
+        sizes = batch["conditioning"].get("sizes")
+        return own_mean(error.square(), sizes, batch.get("cells"))

@@ -29,6 +29,8 @@ RECORDS = [
             "loss_sigmas",
             "shuffle_window",
             "caption_dropout",
+            "mask_outside",
+            "text_weight",
             "prompts",
             "caption_prefix",
             "caption_template",

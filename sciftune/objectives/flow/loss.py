@@ -20,7 +20,7 @@ class FlowMatching(DenoisingObjective):
 
         Args:
             denoiser: as the engine wraps it
-            batch: x0, noise (B,C,h,w), sigma (B,), conditioning
+            batch: x0, noise (B,C,h,w), sigma (B,), conditioning, cells (B,1,h,w) if they differ
 
         Returns:
             (B,) fp32
@@ -28,4 +28,5 @@ class FlowMatching(DenoisingObjective):
         x_sigma = noised(batch["x0"], batch["noise"], batch["sigma"])
         velocity = self.family.predict(denoiser, x_sigma, batch["sigma"], batch["conditioning"])
         sizes = batch["conditioning"].get("sizes")
-        return flow_loss(velocity, batch["x0"], batch["noise"], sizes=sizes)
+        cells = batch.get("cells")
+        return flow_loss(velocity, batch["x0"], batch["noise"], sizes=sizes, cells=cells)

@@ -33,6 +33,8 @@ RECORDS = [
             "loss_sigmas",
             "shuffle_window",
             "caption_dropout",
+            "mask_outside",
+            "text_weight",
             "reference_images",
             "prompts",
             "caption_prefix",
