@@ -23,7 +23,7 @@ from PIL import Image, ImageCms, PngImagePlugin
 
 from sciftune.core.recipe import resolve
 from sciftune.data.captions import read_captions
-from sciftune.data.duplicates import small_copy
+from sciftune.data.duplicates import small_copies
 from sciftune.data.images import DataError, examine, header_size, load_picture, pixels
 from sciftune.data.pairs import find_pairs
 from sciftune.data.sources import open_collection
@@ -197,7 +197,7 @@ def check_picture(data):
     assert shown == size
     assert load_picture(data).size == size
     assert pixels(data, 8, 16).shape == (8, 16, 3)
-    assert small_copy(data).shape == (32, 32, 3)
+    assert small_copies(data).shape == (2, 32, 32, 3)
     return True
 
 

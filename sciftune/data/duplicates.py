@@ -5,36 +5,61 @@
 # %% ../../nbs/2_data/11_duplicates.ipynb #be6be98d
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageFilter
 
 from ..core.rundir import cores
 from .images import load_picture
 
 # %% auto #0
-__all__ = ['SMALL', 'WAVES', 'BITS', 'COARSE', 'BLANK', 'BANDS', 'MOST_BITS', 'LEAST_LIKENESS', 'small_copy', 'perceptual_bits',
-           'Signatures', 'signatures', 'joined_signatures', 'collection_signatures', 'candidate_pairs', 'likeness',
-           'near_duplicates', 'duplicate_groups', 'equal_digests']
+__all__ = ['SMALL', 'INK', 'WAVES', 'BITS', 'COARSE', 'BLANK', 'BANDS', 'MOST_BITS', 'LEAST_LIKENESS', 'EVERY_PAIR', 'FAR_BITS',
+           'LOOKED_AT', 'TOLERANCE', 'TILE_SIDE', 'DISAGREE', 'LEAST_DRAWN', 'LETTERS', 'LIKE_LETTERS', 'WELL_LAID',
+           'COLOUR', 'ink_box', 'small_copies', 'perceptual_bits', 'Signatures', 'signatures', 'joined_signatures',
+           'collection_signatures', 'candidate_pairs', 'likeness', 'all_pairs', 'likely_pairs', 'registered_box',
+           'disagreement', 'least_likeness', 'same_picture', 'near_duplicates', 'picture_pairs', 'duplicate_groups',
+           'equal_digests']
 
 # %% ../../nbs/2_data/11_duplicates.ipynb #46280f4b
 SMALL = 32  # Pixels
+INK = 40  # Grey levels by which ink differs from the border
 
 
-def small_copy(data: bytes) -> np.ndarray:
-    """Decode an image onto 32 x 32 pixels. Raises DataError for what is no image.
+def ink_box(grey: np.ndarray) -> tuple[int, int, int, int]:
+    """Return the box of what is drawn, without the margin; the whole image if it is all margin.
+
+    Args:
+        grey: (H, W) grey levels
+
+    Returns:
+        left, top, right, bottom
+    """
+    border = np.concatenate([grey[0], grey[-1], grey[:, 0], grey[:, -1]])
+    ink = np.abs(grey.astype(np.int16) - int(np.median(border))) > INK
+    rows, columns = np.flatnonzero(ink.any(1)), np.flatnonzero(ink.any(0))
+    if len(rows) < 8 or len(columns) < 8:
+        return 0, 0, grey.shape[1], grey.shape[0]
+    return int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1
+
+
+def small_copies(data: bytes) -> np.ndarray:
+    """Decode an image onto 32 x 32 pixels, whole and without margin. Raises DataError for none.
 
     Args:
         data: Encoded image
 
     Returns:
-        (32, 32, 3) uint8
+        (2, 32, 32, 3) uint8
     """
-    image = load_picture(data, least=4 * SMALL)
-    return np.array(image.resize((SMALL, SMALL), Image.Resampling.BILINEAR))
+    image = load_picture(data, least=8 * SMALL)
+    boxes = ((0, 0, *image.size), ink_box(np.asarray(image.convert("L"))))
+    bilinear = Image.Resampling.BILINEAR
+    return np.stack([np.array(image.resize((SMALL, SMALL), bilinear, box)) for box in boxes])
 
 # %% ../../nbs/2_data/11_duplicates.ipynb #87df21d4
 WAVES = 16  # Per direction
@@ -67,8 +92,8 @@ class Signatures:
     """Thumbnails and hashes of images, to compare them.
 
     Attributes:
-        bits: (n, 255) bool
-        colours: (n, 16, 16, 3) uint8
+        bits: (n, 2, 255) bool: whole, without margin
+        colours: (n, 2, 16, 16, 3) uint8
         blank: (n,) bool: one colour
     """
 
@@ -81,11 +106,11 @@ def signatures(copies: Iterable[np.ndarray]) -> Signatures:
     """Hash small copies, 256 at a time.
 
     Args:
-        copies: results of `small_copy`
+        copies: results of `small_copies`
     """
     parts = [_signed(np.stack(some)) for some in _batches(copies, 256)]
     if not parts:
-        parts = [_signed(np.zeros((0, SMALL, SMALL, 3), np.uint8))]
+        parts = [_signed(np.zeros((0, 2, SMALL, SMALL, 3), np.uint8))]
     return Signatures(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
@@ -102,9 +127,9 @@ def joined_signatures(*parts: Signatures) -> Signatures:
 def _signed(copies: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Hash, coarse copy and blankness of a batch."""
     n, side = len(copies), SMALL // COARSE
-    coarse = copies.reshape(n, COARSE, side, COARSE, side, 3).mean((2, 4))
-    spread = copies.std((1, 2, 3))
-    return perceptual_bits(copies), np.round(coarse).astype(np.uint8), spread < BLANK
+    coarse = copies.reshape(n, 2, COARSE, side, COARSE, side, 3).mean((3, 5))
+    bits = np.stack([perceptual_bits(copies[:, view]) for view in (0, 1)], 1)
+    return bits, np.round(coarse).astype(np.uint8), copies[:, 0].std((1, 2, 3)) < BLANK
 
 
 def _batches(items: Iterable, count: int) -> Iterator[list]:
@@ -132,12 +157,14 @@ def collection_signatures(collection: Sequence, workers: int | None = None) -> S
 def _decoded_ahead(collection: Sequence, pool: ThreadPoolExecutor) -> Iterator[np.ndarray]:
     """Small copies in the order of the collection; a few are decoded ahead."""
     for some in _batches(range(len(collection)), 64):
-        yield from list(pool.map(small_copy, [collection[i].image for i in some]))
+        yield from list(pool.map(small_copies, [collection[i].image for i in some]))
 
 # %% ../../nbs/2_data/11_duplicates.ipynb #326f89bb
 BANDS = 17
 MOST_BITS = BANDS - 1  # Differences up to which a pair is found for certain
-LEAST_LIKENESS = 0.98
+LEAST_LIKENESS = 0.9
+EVERY_PAIR = 4096  # Images up to which all pairs are compared
+FAR_BITS = 40  # Differences up to which such a pair is looked at
 
 
 def candidate_pairs(bits: np.ndarray, reach: int = 64) -> np.ndarray:
@@ -185,17 +212,205 @@ def likeness(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     return (a * b).sum(1) / np.maximum(norms, 1e-6)
 
 
-def near_duplicates(found: Signatures) -> list[tuple[int, int, float]]:
-    """List the pairs of images that are the same picture but for size and encoding.
+def all_pairs(bits: np.ndarray) -> np.ndarray:
+    """List the pairs of few hashes that differ in at most `FAR_BITS` bits, as `candidate_pairs`.
+
+    Args:
+        bits: (n, 255) bool
+    """
+    packed = np.packbits(bits, axis=1)
+    found = [np.zeros((0, 2), np.int64)]
+    for i in range(len(bits) - 1):
+        apart = np.bitwise_count(packed[i + 1 :] ^ packed[i]).sum(1)
+        others = i + 1 + np.flatnonzero(apart <= FAR_BITS)
+        found.append(np.stack([np.full(len(others), i), others], 1))
+    return np.concatenate(found)
+
+
+def likely_pairs(found: Signatures) -> list[tuple[int, int, float]]:
+    """List the pairs of images whose thumbnails are alike, whole or without their margins.
 
     Returns:
         (i, j, likeness), i < j
     """
     shown = np.flatnonzero(~found.blank)
-    pairs = shown[candidate_pairs(found.bits[shown])]
-    alike = likeness(found.colours[pairs[:, 0]], found.colours[pairs[:, 1]])
-    kept = np.flatnonzero(alike >= LEAST_LIKENESS)
-    return [(int(pairs[k, 0]), int(pairs[k, 1]), float(alike[k])) for k in kept]
+    pairs = {}
+    for view in (0, 1):
+        bits = found.bits[shown, view]
+        near = shown[(all_pairs if len(shown) <= EVERY_PAIR else candidate_pairs)(bits)]
+        alike = likeness(found.colours[near[:, 0], view], found.colours[near[:, 1], view])
+        for k in np.flatnonzero(alike >= LEAST_LIKENESS):
+            i, j = map(int, near[k])
+            pairs[i, j] = max(float(alike[k]), pairs.get((i, j), 0.0))
+    return [(i, j, value) for (i, j), value in sorted(pairs.items())]
+
+# %% ../../nbs/2_data/11_duplicates.ipynb #afa8cfaf
+LOOKED_AT = 1024  # Pixels of the longer side
+TOLERANCE = 56  # Grey levels
+TILE_SIDE = 16  # Pixels
+DISAGREE = 3  # Pixels of a tile from which pictures are different
+LEAST_DRAWN = 64  # Pixels of what is drawn, to be compared without its margin
+LETTERS = 32  # Pixels of a tile whose letters are compared as a whole
+LIKE_LETTERS = 0.97  # Copies of one picture have 0.979 or more, letters of another font 0.96
+WELL_LAID = 0.005  # Share of tiles below which pictures lie well and differ in what they show
+COLOUR = 96  # Levels of a block of 4 x 4 pixels
+
+
+def _fit(a: np.ndarray, b: np.ndarray, lows: np.ndarray, highs: np.ndarray) -> tuple[float, float]:
+    """Return the ends by which one profile, moved and stretched, is most like another."""
+    n = len(a)
+    low, high = (v.ravel()[:, None] for v in np.meshgrid(lows, highs, indexing="ij"))
+    at = low + (np.arange(n) + 0.5) * (n + high - low) / n - 0.5
+    moved = np.interp(at.ravel(), np.arange(n), b).reshape(at.shape)
+    moved -= moved.mean(1, keepdims=True)
+    own = a - a.mean()
+    norms = np.linalg.norm(moved, axis=1) * np.linalg.norm(own)
+    best = int(((moved @ own) / np.maximum(norms, 1e-9)).argmax())
+    return float(low[best, 0]), float(high[best, 0])
+
+
+def registered_box(a: np.ndarray, b: np.ndarray) -> tuple[float, float, float, float]:
+    """Return the box of a picture onto which another one of its size fits best.
+
+    Args:
+        a: (H, W) grey levels
+        b: (H, W) grey levels, of which the box is
+
+    Returns:
+        left, top, right, bottom in pixels; up to 6 % outside or inside
+    """
+    ends = []
+    for axis in (0, 1):
+        one, other = a.mean(axis), b.mean(axis)
+        reach, low, high = max(4.0, 0.06 * len(one)), 0.0, 0.0
+        for steps, part in ((25, 1.0), (9, 1 / 12), (5, 1 / 48)):
+            around = np.linspace(-reach * part, reach * part, steps)
+            low, high = _fit(one, other, low + around, high + around)
+        ends.append((low, len(one) + high))
+    (left, right), (top, bottom) = ends
+    return left, top, right, bottom
+
+
+def disagreement(one: Image.Image, other: Image.Image) -> tuple[int, float]:
+    """Return where two pictures of one size disagree.
+
+    Args:
+        one: in colour
+        other: in colour
+
+    Returns:
+        most disagreeing pixels of a tile, share of the tiles that disagree
+    """
+    grey = [image.convert("L") for image in (one, other)]
+    wrong = np.zeros(grey[0].size[::-1], bool)
+    for a, b in (grey, grey[::-1]):
+        value = np.asarray(a, np.int16)
+        low, high = (
+            np.asarray(b.filter(kind(3)), np.int16)
+            for kind in (ImageFilter.MinFilter, ImageFilter.MaxFilter)
+        )
+        wrong |= (value > high + TOLERANCE) | (value < low - TOLERANCE)
+    height, width = wrong.shape
+    wrong = np.pad(wrong, ((0, -height % TILE_SIDE), (0, -width % TILE_SIDE)))
+    tiles = wrong.reshape(wrong.shape[0] // TILE_SIDE, TILE_SIDE, -1, TILE_SIDE).sum((1, 3))
+    blocks = [np.asarray(image.reduce(4), np.int16) for image in (one, other)]
+    coloured = np.abs(blocks[0] - blocks[1]).max() > COLOUR
+    worst = TILE_SIDE**2 if coloured else int(tiles.max())
+    return worst, float((tiles >= DISAGREE).mean())
+
+
+def least_likeness(one: Image.Image, other: Image.Image) -> float:
+    """Return the likeness of the two least alike tiles, slightly blurred, where ink is.
+
+    Args:
+        one: of one size with the other
+        other: in colour
+    """
+    tiles = []
+    for image in (one, other):
+        grey = np.asarray(image.convert("L").filter(ImageFilter.GaussianBlur(1)), float)
+        height, width = grey.shape
+        grey = np.pad(grey, ((0, -height % LETTERS), (0, -width % LETTERS)), mode="edge")
+        parts = grey.reshape(grey.shape[0] // LETTERS, LETTERS, -1, LETTERS).swapaxes(1, 2)
+        parts = parts.reshape(-1, LETTERS**2)
+        tiles.append(parts - parts.mean(1, keepdims=True))
+    norms = [np.linalg.norm(part, axis=1) for part in tiles]
+    inked = np.maximum(*norms) > 12 * LETTERS
+    alike = (tiles[0] * tiles[1]).sum(1) / np.maximum(norms[0] * norms[1], 1e-9)
+    return float(alike[inked].min()) if inked.any() else 1.0
+
+
+def _verdict(one: Image.Image, other: Image.Image) -> bool | None:
+    """Return whether two pictures that lie one over the other agree; None = they do not lie so."""
+    worst, share = disagreement(one, other)
+    if worst < DISAGREE and least_likeness(one, other) > LIKE_LETTERS:
+        return True
+    return False if share < WELL_LAID else None
+
+
+def same_picture(one: Image.Image, other: Image.Image) -> bool:
+    """Return True if two pictures are the same but for size, encoding and a little margin.
+
+    Args:
+        one: in colour
+        other: in colour
+    """
+    pair = (one, other)
+    whole = [(0, 0, *image.size) for image in pair]
+    drawn = [ink_box(np.asarray(image.convert("L"))) for image in pair]
+    for boxes in (whole, drawn):
+        sides = [max(box[2] - box[0], box[3] - box[1]) for box in boxes]
+        scale = min(LOOKED_AT, *sides) / sides[0]
+        size = [max(8, round(scale * (boxes[0][k + 2] - boxes[0][k]))) for k in (0, 1)]
+        a, b = (
+            image.resize(size, Image.Resampling.BICUBIC, box)
+            for image, box in zip(pair, boxes, strict=True)
+        )
+        if boxes is drawn and min(size) < LEAST_DRAWN:
+            return False
+        if (verdict := _verdict(a, b)) is not None:
+            return verdict
+        left, top, right, bottom = registered_box(
+            *(np.asarray(image.convert("L"), float) for image in (a, b))
+        )
+        moved = b.transform(
+            b.size, Image.Transform.EXTENT, (left, top, right, bottom), Image.Resampling.BICUBIC
+        )
+        inner = (
+            max(1, math.ceil(-left)), max(1, math.ceil(-top)),
+            size[0] - max(1, math.ceil(right - size[0])),
+            size[1] - max(1, math.ceil(bottom - size[1])),
+        )  # fmt: skip
+        verdict = _verdict(a.crop(inner), moved.crop(inner)) if min(inner[2:]) > 32 else None
+        if verdict is not None:
+            return verdict
+    return False
+
+
+def near_duplicates(found: Signatures, read: Callable[[int], bytes]) -> list[tuple]:
+    """List the pairs of images that are the same picture but for size, encoding and margin.
+
+    Args:
+        found: signatures of all images
+        read: number of an image -> its bytes
+
+    Returns:
+        (i, j, likeness of the thumbnails), i < j
+    """
+    opened = functools.lru_cache(32)(lambda k: load_picture(read(k), least=LOOKED_AT))
+    return [pair for pair in likely_pairs(found) if same_picture(opened(pair[0]), opened(pair[1]))]
+
+
+def picture_pairs(count: int, read: Callable[[int], bytes]) -> list[tuple]:
+    """Find equal pictures among some, as `near_duplicates`.
+
+    Args:
+        count: number of images
+        read: number of an image -> its bytes
+    """
+    with ThreadPoolExecutor(min(cores(), 32)) as pool:
+        found = signatures(list(pool.map(lambda k: small_copies(read(k)), range(count))))
+    return near_duplicates(found, read)
 
 # %% ../../nbs/2_data/11_duplicates.ipynb #37904aa0
 def duplicate_groups(pairs: Iterable[tuple[int, int]]) -> list[list[int]]:

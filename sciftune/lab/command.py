@@ -86,7 +86,8 @@ def packaged_notebooks(folder: Path | None = None) -> dict[str, Path]:
         Name of the command -> notebook
     """
     lab = launch_notebook_path().parent
-    folders = [folder] if folder else [lab, lab.with_name("project")]  # a checkout has both
+    extras = sorted(lab.with_name("extras").glob("*/"))
+    folders = [folder] if folder else [lab, lab.with_name("project"), *extras]
     notebooks = sorted(path for folder in folders for path in folder.glob("*.ipynb"))
     return {"run" if path.stem == "launch" else path.stem: path for path in notebooks}
 

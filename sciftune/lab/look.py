@@ -595,7 +595,9 @@ def look_at(recipe: Recipe, collection: object, workers: int | None = None) -> D
     """
     ids, shapes = collection.ids, collection.sizes
     signed = collection_signatures(collection, workers)
-    found, groups = duplicate_images(ids, collection.digests, near_duplicates(signed))
+    found, groups = duplicate_images(
+        ids, collection.digests, near_duplicates(signed, lambda i: collection[i].image)
+    )
     found += _leaks(recipe, collection, signed, groups)
     found += blank_images(ids, signed)
     look = _measured(recipe, ids, shapes, collection.captions, collection.rejected, len(ids))
@@ -618,7 +620,11 @@ def _leaks(
     others = opened_data(recipe.model_copy(update=dict(data=recipe.validation_data, metadata="")))
     ids = [*collection.ids, *(f"validation_data:{name}" for name in others.ids)]
     digests = [*collection.digests, *others.digests]
-    pairs = near_duplicates(joined_signatures(signed, collection_signatures(others)))
+    first = len(collection)
+    pairs = near_duplicates(
+        joined_signatures(signed, collection_signatures(others)),
+        lambda i: (collection[i] if i < first else others[i - first]).image,
+    )
     groups = duplicate_images(ids, digests, pairs)[1]
     return leaked_images(ids, groups, range(len(collection.ids), len(ids)))
 

@@ -144,6 +144,8 @@ def package_notebooks(root: Path) -> None:
     for path in filter(is_command, (root / "nbs").glob("*.ipynb")):
         package = "project" if "sciftune.project" in path.read_text() else "lab"
         wanted[root / "sciftune" / package / path.name] = path
+    for path in filter(is_command, (root / "nbs/extras").glob("*/*.ipynb")):
+        wanted[root / "sciftune/extras" / path.parent.name / path.name] = path
     for copy in (root / "sciftune").rglob("*.ipynb"):
         if copy not in wanted:
             copy.unlink()
