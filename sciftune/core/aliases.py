@@ -31,6 +31,9 @@ from .sections import SECTIONS
 # %% ../../nbs/1_core/04_aliases.ipynb #e5cd41d8
 ALIASES = ACCELERATE_FIELDS | dict(
     lr="learning_rate",
+    instance_prompt="prompt",
+    trigger_word="trigger",
+    keep_tokens="tags_kept",
     unmasked_weight="mask_outside",
     total_steps="steps",
     save_every="checkpoint_steps",
@@ -128,6 +131,7 @@ FIXED = ACCELERATE_FIXED | dict(  # Name -> (the values that are taken, why); No
         "every model is sampled by its own pipeline: write validation_steps and validation_prompts",
     ),
     transformer_cfg=((), "the model says it"),
+    shuffle_caption=(False, "write tag_orders=8: so many orders of the tags are encoded"),
     dataset_cfg=((), f"{_NO_CONFIG}: data, metadata, caption_template"),
     sampler_cfg=((), f"{_NO_CONFIG}: fit, micro_batch, seed"),
     resolution_list=((), "validation images have the size of resolution"),

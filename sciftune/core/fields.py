@@ -134,7 +134,10 @@ def _without_secrets(data: str) -> str:
 WHOLE_LIMIT = 2**31  # What a whole number of a recipe stays below
 NUMBER_LIMIT = 1e9  # What any other number stays below
 ADDRESSED = ("data", "validation_data")  # Fields that may be an address
-PROSE = ("caption_prefix", "caption_template", "validation_prompts")  # Fields that are no place
+PROSE = (  # Fields that are no place
+    *("caption_prefix", "caption_template", "validation_prompts"),
+    *("prompt", "trigger"),
+)
 _ADDRESS_OR_DRIVE = re.compile(r"(?!random:)[A-Za-z][A-Za-z0-9+.-]*:/")  # random:/folder is here
 
 

@@ -173,6 +173,31 @@ class DataSection(Section):
         "the captions of data; elsewhere those of all images that have none",
         optional=True,
     )
+    prompt: str = field(
+        "",
+        "the caption of all images that have none; {folder} = the name of the folder of an image, "
+        "without the number of 10_name",
+        optional=True,
+    )
+    trigger: str = field(
+        "", "words put before each caption that does not hold them, with a comma", optional=True
+    )
+    tag_orders: int = field(
+        0,
+        "orders in which the tags of a caption, separated by commas, are shuffled: each is "
+        "encoded, and an epoch draws one; 0 = as they are written",
+        optional=True,
+        ge=0,
+        le=64,
+    )
+    tags_kept: int = field(
+        1, "first tags of a caption that keep their place", needs="tag_orders", ge=0, le=100
+    )
+    folder_repeats: bool = field(
+        False,
+        "an image in a folder called 10_name is trained on 10 times in each pass over the data",
+        optional=True,
+    )
     caption_prefix: str = field("", "put before every caption", optional=True)
     caption_template: str = field(
         "",

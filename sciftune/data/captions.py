@@ -133,10 +133,16 @@ def read_captions(path: str | Path) -> tuple[list[str], str]:
     return captions, hashlib.sha256("\n".join(captions).encode()).hexdigest()
 
 
-def common_captions(path: str) -> tuple[str, ...]:
+def common_captions(path: str, prompt: str = "") -> tuple[str, ...]:
     """Return captions that all images share which have none.
 
     Args:
         path: A file of `read_captions`; '' = none
+        prompt: the only one; '' = those of the file
+
+    Raises:
+        DataError: both are given.
     """
-    return tuple(read_captions(path)[0]) if path else ()
+    if prompt and path:
+        raise DataError("prompt and prompts both give captions to images without one: keep one")
+    return (prompt,) if prompt else tuple(read_captions(path)[0]) if path else ()

@@ -96,7 +96,8 @@ def _holds_text(kind: pa.DataType) -> bool:
 def _holds_texts(kind: pa.DataType) -> bool:
     types = pa.types
     listed = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-    return _holds_text(kind.value_type) if listed else _holds_text(kind)
+    kind = kind.value_type if listed else kind
+    return _holds_text(kind) or types.is_struct(kind) and kind.get_field_index("text") >= 0
 
 
 def check_row_group(

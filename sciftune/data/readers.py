@@ -43,11 +43,11 @@ from sciftune.data.references import (
 from .rows import CellValue, Records, Row, Rows, Texts
 
 # %% auto #0
-__all__ = ['RECORDS', 'NO_CAPTION', 'MAX_CAPTION', 'IMAGE_KEYS', 'CAPTION_KEYS', 'ID_KEYS', 'BESIDE', 'MAX_BESIDE', 'UNREAD',
-           'captions_of', 'inside', 'NamesInside', 'reference_row', 'give_references', 'listed_row', 'record_texts',
-           'caption_value', 'made_rows', 'listed_rows', 'file_captions', 'captions_beside', 'folder_rows',
-           'json_records', 'json_rows', 'csv_rows', 'Files', 'folder_reader', 'ListReader', 'list_source',
-           'FolderReader']
+__all__ = ['RECORDS', 'NO_CAPTION', 'MAX_CAPTION', 'MAX_CAPTION_WEIGHT', 'IMAGE_KEYS', 'CAPTION_KEYS', 'ID_KEYS', 'BESIDE',
+           'MAX_BESIDE', 'UNREAD', 'captions_of', 'inside', 'NamesInside', 'reference_row', 'give_references',
+           'listed_row', 'record_texts', 'caption_value', 'made_rows', 'listed_rows', 'file_captions',
+           'captions_beside', 'folder_rows', 'json_records', 'json_rows', 'csv_rows', 'Files', 'folder_reader',
+           'ListReader', 'list_source', 'FolderReader']
 
 # %% ../../nbs/2_data/02_readers.ipynb #9338706e
 RECORDS = [
@@ -63,6 +63,20 @@ NO_CAPTION = "empty caption"  # How the fault of a row begins that lacks nothing
 MAX_CAPTION = 100_000  # Characters of all captions of an image
 
 
+MAX_CAPTION_WEIGHT = 100
+
+
+def _weighted(caption: dict) -> list:
+    """Return the text of a caption as often as its weight says."""
+    weight = caption.get("weight", 1)
+    if type(weight) is not int or not 0 < weight <= MAX_CAPTION_WEIGHT:
+        raise DataError(
+            f"caption of weight {str(weight)[:20]}: expected a whole number from 1 to "
+            f"{MAX_CAPTION_WEIGHT}"
+        )
+    return [caption.get("text")] * weight
+
+
 def captions_of(value: CellValue) -> tuple[str, ...]:
     """Check the captions in `value`.
 
@@ -70,13 +84,15 @@ def captions_of(value: CellValue) -> tuple[str, ...]:
     that UTF-8 cannot hold.
 
     Args:
-        value: Text, a list of texts, or anything else found in a file
+        value: Text, a list of texts, or anything else found in a file; in the place of a text may
+            stand an object with text and weight, which counts as often as the weight says
     """
     if value is None:
         value = []
-    texts = [value] if isinstance(value, str) else value
+    texts = [value] if isinstance(value, (str, dict)) else value
     if not isinstance(texts, (list, tuple)):
         raise DataError(f"caption is {type(value).__name__}: expected text or a list of texts")
+    texts = [text for t in texts for text in (_weighted(t) if isinstance(t, dict) else [t])]
     for t in texts:
         if not isinstance(t, str):
             raise DataError(f"caption is {type(t).__name__}: expected text or a list of texts")
@@ -728,7 +744,7 @@ def folder_reader(root: Path, files: FolderFiles | None = None) -> Files:
     if files.repeats:
         source.notes.append(
             f"{len(files.repeats)} folders with names such as {files.repeats[0]}: the number in "
-            "front repeats nothing; weigh folders by data=FOLDER:3,OTHER:1"
+            "front is read with folder_repeats=True; or weigh folders by data=FOLDER:3,OTHER:1"
         )
     return source
 

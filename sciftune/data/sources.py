@@ -45,8 +45,8 @@ from .shards import Tars, remote_files
 # %% auto #0
 __all__ = ['Reader', 'SAMPLE_COLUMNS', 'KINDS_NAMED', 'file_reader', 'find_source', 'remote_source', 'files_line', 'Undecodable',
            'Findings', 'verify_images', 'findings_file', 'known_findings', 'verify_once', 'SampleCollection',
-           'Collection', 'counted_reasons', 'bad_rows', 'check_bad_rows', 'give_captions', 'set_aside', 'no_fault',
-           'open_collection', 'JoinedCollections', 'joined_quarantine', 'open_collections', 'mark_decoded']
+           'Collection', 'counted_reasons', 'bad_rows', 'check_bad_rows', 'repeats_of', 'give_captions', 'set_aside',
+           'no_fault', 'open_collection', 'JoinedCollections', 'joined_quarantine', 'open_collections', 'mark_decoded']
 
 # %% ../../nbs/2_data/04_sources.ipynb #088a0f76
 Reader = Files | Parquet | HuggingFace | Tars
@@ -666,6 +666,20 @@ def check_bad_rows(
     raise DataError(f"{where}: {bad}: {counted_reasons(rejected)}{rest}")
 
 
+_REPEATED = re.compile(r"(\d+)_(.*)")
+
+
+def repeats_of(name: str) -> tuple[int, str]:
+    """Return how often an image is trained on in a pass, by its folder, and the folder's name.
+
+    Args:
+        name: id of an image: 10_name/a.png = (10, 'name'), name/a.png = (1, 'name')
+    """
+    folder = name.rpartition("/")[0].rpartition("/")[2].rpartition(":")[2]
+    found = _REPEATED.fullmatch(folder)
+    return (int(found[1]), found[2]) if found else (1, folder)
+
+
 def give_captions(rows: Sequence[Row], captions: tuple[str, ...], where: str | Path):
     """Set the captions of rows that lack nothing else.
 
@@ -673,12 +687,14 @@ def give_captions(rows: Sequence[Row], captions: tuple[str, ...], where: str | P
 
     Args:
         rows: rows as listed
-        captions: captions to set; () = none
+        captions: captions to set, {folder} in them is the name of an image's folder; () = none
         where: name of the collection, for the message
     """
     for row in rows if captions else ():
         if row.fault.startswith(NO_CAPTION):
-            row.fault, row.captions = "", captions
+            folder = repeats_of(row.id)[1]
+            row.fault = ""
+            row.captions = tuple(caption.replace("{folder}", folder) for caption in captions)
     first, count = None, 0
     for row in rows:
         if not row.fault:
@@ -690,7 +706,7 @@ def give_captions(rows: Sequence[Row], captions: tuple[str, ...], where: str | P
         raise DataError(
             f"{where}: {count} images and not one caption ({first.source}: {missing}); give each "
             "image a .txt of its name, or the folder a metadata.jsonl with file_name and text, "
-            "or one caption for all of them: prompts=, a .txt that holds it"
+            "or one caption for all of them: prompt="
         )
 
 

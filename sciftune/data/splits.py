@@ -91,7 +91,7 @@ def _reading_rule(recipe: Recipe) -> dict:
     if find_record("objectives", recipe.objective).pairs:
         return dict(find=find_pairs)
     areas = dict(mask=recipe.mask_outside < 1, words=recipe.text_weight != 1)
-    rule = dict(captions=common_captions(recipe.prompts))
+    rule = dict(captions=common_captions(recipe.prompts, recipe.prompt))
     rule["areas"] = tuple(name for name, read in areas.items() if read)
     if recipe.reference_images:
         rule["reference_fault"] = load(find_record("models", recipe.model))().reference_fault

@@ -558,7 +558,7 @@ def opened_data(recipe: Recipe, quarantine: Path | None = None) -> object:
         quarantine=quarantine,
         cache=cache_root(recipe.run_root) / "verified",
         metadata=recipe.metadata or None,
-        captions=common_captions(recipe.prompts),
+        captions=common_captions(recipe.prompts, recipe.prompt),
         find=_reader(recipe),
     )
 
@@ -784,7 +784,8 @@ def quick_look(recipe: Recipe) -> DataLook:
             notes.append(f"{path}: not looked at before it is opened")
             continue
         source = _reader(recipe)(path, recipe.metadata or None)
-        give_captions(source.rows, common_captions(recipe.prompts), path)
+        common = common_captions(recipe.prompts, recipe.prompt)
+        give_captions(source.rows, common, path)
         place = f"{Path(path).absolute()}|{recipe.metadata or None}"
         known = known_findings(place, cache_root(recipe.run_root) / "verified")
         good = [number for number, row in enumerate(source.rows) if not row.fault]

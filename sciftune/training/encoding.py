@@ -28,6 +28,7 @@ from sciftune.data.encode import (
     drawn_sizes,
     encode_missing,
     mark_encoded,
+    repeated,
     shard_of,
     size_draws,
 )
@@ -171,7 +172,7 @@ def training_samples(recipe: Recipe, family: Family) -> list[CachedSample]:
             buckets, sizes = drawn_sizes(sizing, name, collection.sizes[i])
         buckets = buckets if family.mixes_sizes else sizes
         samples.append(CachedSample(name, "", (), sizes=sizes, place=place, buckets=buckets))
-    return samples
+    return repeated(recipe, samples)
 
 # %% ../../nbs/7_training/07_encoding.ipynb #e28c7efa
 def scheduled_weights(recipe: Recipe, family: Family) -> Path | str:
@@ -316,7 +317,7 @@ def _listed(
     held_out = set(held)
     samples = [jobs.sample(i, held=i in held_out) for i in range(len(train) + len(held))]
     return CachedData(
-        train=[samples[i] for i in train],
+        train=repeated(recipe, [samples[i] for i in train]),
         held=[samples[i] for i in held],
         tensors=tensors,
         negative_key=negative,
