@@ -33,9 +33,9 @@ from ..strategies.float8 import Float8Linear, float8_layers
 from ..strategies.offload import worth_streaming
 
 # %% auto #0
-__all__ = ['CONTRACTIONS', 'PLAIN', 'FlashAttention', 'tensors_in', 'storages', 'LiveBytes', 'OperationRecorder', 'block_kind',
-           'kept_bytes', 'compiled_bytes', 'peak_bytes', 'block_bytes', 'shape_kind', 'OutputShapes', 'each_kind_once',
-           'Call', 'Trace', 'blocks_in', 'trace', 'measured_blocks']
+__all__ = ['CONTRACTIONS', 'PLAIN', 'FlashAttention', 'tensors_in', 'storages', 'on_meta', 'LiveBytes', 'OperationRecorder',
+           'block_kind', 'kept_bytes', 'compiled_bytes', 'peak_bytes', 'block_bytes', 'shape_kind', 'OutputShapes',
+           'each_kind_once', 'Call', 'Trace', 'blocks_in', 'trace', 'measured_blocks']
 
 # %% ../../nbs/6_planner/02_trace.ipynb #eb25264d
 class FlashAttention(TorchFunctionMode):
@@ -74,6 +74,61 @@ def storages(tree: object) -> dict[int, torch.UntypedStorage]:
     """
     return {storage_id(s): s for s in (t.untyped_storage() for t in tensors_in(tree))}
 
+# %% ../../nbs/6_planner/02_trace.ipynb #12b4ae4d
+_OUTPUTS = {}  # operation and its inputs -> tuple or list of its outputs, and their kinds
+
+
+def _input_kind(value: object) -> object:
+    """Return what an output's shape and type depend on; TypeError if it cannot be compared."""
+    if isinstance(value, torch.Tensor):
+        if value.device.type != "meta":
+            raise TypeError
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, list | tuple):
+        return tuple(map(_input_kind, value))
+    return type(value), value  # 1 == 1.0, and types follow
+
+
+def _output_kinds(out: object, inputs: object) -> tuple | None:
+    """Return the outputs' collection and kinds; None if a storage is not an output's own."""
+    one = isinstance(out, torch.Tensor)
+    leaves = [out] if one else out
+    if not leaves or not all(isinstance(x, torch.Tensor) and x.is_meta for x in leaves):
+        return None
+    kinds = tuple((x.shape, x.stride(), x.dtype) for x in leaves)
+    own, sizes = storages(leaves), [_empty(kind).untyped_storage().nbytes() for kind in kinds]
+    if len(own) != len(kinds) or own.keys() & storages(inputs).keys():
+        return None
+    alone = sizes == [s.nbytes() for s in own.values()]
+    return (None if one else type(out), kinds) if alone else None
+
+
+def _empty(kind: tuple) -> torch.Tensor:
+    shape, stride, dtype = kind
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+
+
+def on_meta(func: Callable, args: tuple, kwargs: dict) -> object:
+    """Return what an operation returns for tensors on meta, derived once for inputs of a kind.
+
+    Args:
+        func: operation of torch
+        args: its inputs
+        kwargs: its named inputs
+    """
+    try:
+        key = func, _input_kind(args), *((name, _input_kind(x)) for name, x in kwargs.items())
+        kinds = _OUTPUTS.get(key)
+    except TypeError:  # on another device, or unhashable
+        return func(*args, **kwargs)
+    if kinds:
+        many, kinds = kinds
+        return many(map(_empty, kinds)) if many else _empty(kinds[0])
+    out = func(*args, **kwargs)
+    if kinds is None:
+        _OUTPUTS[key] = _output_kinds(out, (args, kwargs)) or ()
+    return out
+
 # %% ../../nbs/6_planner/02_trace.ipynb #504e6aed
 class LiveBytes(TorchDispatchMode):
     """Count the bytes of the storages created inside the context: `now` and `peak`."""
@@ -88,7 +143,7 @@ class LiveBytes(TorchDispatchMode):
         self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None
     ) -> object:
         before = storages((args, kwargs))
-        out = func(*args, **(kwargs or {}))
+        out = on_meta(func, args, kwargs or {})
         for key, storage in storages(out).items():
             if key not in before and storage not in self.known:
                 self._add(storage)
@@ -139,7 +194,7 @@ class OperationRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None
     ) -> object:
-        out = func(*args, **(kwargs or {}))
+        out = on_meta(func, args, kwargs or {})
         inputs, outputs = storages((args, kwargs)), storages(out)
         self.operations += 1
         name = func.overloadpacket.__name__
