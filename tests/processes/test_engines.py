@@ -229,7 +229,7 @@ def test_killed_at_random_moments(root, engine, n):
     """
     kills, rng = int(os.environ.get("SCIFTUNE_KILLS", 2)), random.Random(engine)
     patience = PATIENCE + 20 * kills
-    total = 20 * min(kills, 5) + 10 * max(0, kills - 5)
+    total = 10 * kills
     conf = dict(BASE, steps=total, checkpoint_steps=2, num_processes=n, **ENGINES[engine])
     reference = train(RunDir(root / f"unkilled-{engine}"), patience=patience, **conf)
     run = RunDir(root / f"killed-{engine}")

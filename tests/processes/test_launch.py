@@ -51,10 +51,10 @@ def runs(tmp_path_factory):
 def papermill(root, tmp_path_factory, runs, warm_python):
     "Run nbs/launch.ipynb with parameters, from an empty folder: the process, and what it wrote."
 
-    def call(*options, program=warm_python, **values):
+    def call(*options, **values):
         here = tmp_path_factory.mktemp("here")
         words = [
-            program,
+            warm_python,
             "-m",
             "papermill",
             root / "nbs/launch.ipynb",
@@ -147,8 +147,9 @@ def test_print_writes_the_files_only(paper):
     assert state(run) == "prepared"
 
 
-def test_run_from_inside_nbs(papermill, root, runs):
-    r, written = papermill("--cwd", root / "nbs", program=sys.executable, **SMALL, name="inside")
+def test_run_from_inside_nbs(papermill, root, runs, warm_python, monkeypatch):
+    monkeypatch.setattr(sys, "executable", warm_python)
+    r, written = papermill("--cwd", root / "nbs", **SMALL, name="inside")
     assert r.returncode == 0, r.stderr
     run = RunDir(runs / "inside")
     rows = [r for r in run.read_metrics() if "loss" in r]

@@ -5,10 +5,9 @@ One machine is killed; the other ends, says why and leaves nothing; both go on.
 
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
-import sys
-from pathlib import Path
 
 import psutil
 import pytest
@@ -94,9 +93,22 @@ def command(run, launcher, rank, resumed=False):
     return line.replace(str(run.recipe), str(run.resumed_recipe)) if resumed else line
 
 
-def begin(machines, run, launcher, resumed=False):
+@pytest.fixture
+def scripts(warm_python, tmp_path):
+    """A folder with the launchers of command.txt, for PATH."""
+    modules = dict(
+        torchrun="torch.distributed.run", accelerate="accelerate.commands.accelerate_cli"
+    )
+    for name, module in modules.items():
+        script = tmp_path / "bin" / name
+        script.parent.mkdir(exist_ok=True)
+        script.write_text(f'#!/bin/sh\nexec {shlex.quote(warm_python)} -m {module} "$@"\n')
+        script.chmod(0o755)
+    return script.parent
+
+
+def begin(machines, scripts, run, launcher, resumed=False):
     """Type the line on each machine; the started shells and their logs."""
-    scripts = str(Path(sys.executable).parent)
     environment = os.environ | dict(GLOO_SOCKET_IFNAME="eth0")
     environment["PATH"] = f"{scripts}{os.pathsep}{os.environ['PATH']}"
     started = []
@@ -121,7 +133,7 @@ def said(run, launcher, rank):
     return (run.path / f"{launcher}_{rank}.txt").read_text()
 
 
-def test_one_machine_is_killed_and_both_go_on(machines, tmp_path):
+def test_one_machine_is_killed_and_both_go_on(machines, scripts, tmp_path):
     recipe = recipe_in(
         tmp_path,
         "run",
@@ -135,7 +147,7 @@ def test_one_machine_is_killed_and_both_go_on(machines, tmp_path):
     run.path.mkdir()
     write_configs(recipe, run)
 
-    shells = begin(machines, run, "torchrun")
+    shells = begin(machines, scripts, run, "torchrun")
     saved = run.checkpoints / f"step_{KILLED_AFTER:06d}"
     wait(lambda: ended(shells) or saved.exists(), PATIENCE)
     assert not ended(shells), said(run, "torchrun", 0) + said(run, "torchrun", 1)
@@ -146,7 +158,7 @@ def test_one_machine_is_killed_and_both_go_on(machines, tmp_path):
     assert "another machine" in text, text[-4000:]
     assert len(losses(run.read_metrics())) < STEPS
 
-    shells = begin(machines, run, "accelerate", resumed=True)
+    shells = begin(machines, scripts, run, "accelerate", resumed=True)
     codes = [shell.wait(PATIENCE) for shell in shells]
     assert codes == [0, 0], said(run, "accelerate", 0) + said(run, "accelerate", 1)
     assert "resumed from step_" in said(run, "accelerate", 0)

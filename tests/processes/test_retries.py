@@ -1,34 +1,31 @@
 """A run on a card that is full: it recomputes more blocks, and its numbers stay the same."""
 
-from sciftune.core.recipe import resolve
+import itertools
+
+from forked import log, recipe_of, start, wait
+
 from sciftune.core.rundir import RunDir
-
-TRAIN = """
-import itertools, sys
-from sciftune.training import retries, trainer
-
-if sys.argv[2] == "full":  # every step has one retry
-    retries.retries_so_far = lambda device, count=itertools.count(): next(count)
-trainer.run_rank([sys.argv[1]])
-"""
+from sciftune.training import retries
 
 
-def trained(python, root, kind):
-    """The rows of a run of nine steps on a CPU."""
+def every_step(rank, run):
+    """Let every step have one retry."""
+    numbers = itertools.count()
+    retries.retries_so_far = lambda device: next(numbers)
+
+
+def trained(root, kind, sabotage=None):
+    """The rows of a run of nine steps on a CPU, and its log."""
     run = RunDir(root / kind)
-    run.path.mkdir()
     small = dict(model="klein", resolution=64, text_tokens=32, figures=16, held_out=4, steps=9)
     small |= dict(micro_batch=2, global_batch=4, validation_steps=0, checkpoint_steps=0)
-    resolve(
-        cpu=True, run_root=str(root), export=False, gradient_checkpointing="none", **small
-    ).save(run.recipe)
-    done = python("-c", TRAIN, run.recipe, kind)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return run.read_metrics(), done.stdout
+    recipe = recipe_of(run, export=False, gradient_checkpointing="none", **small)
+    assert wait(start(run, recipe, sabotage)) == [0], log(run)
+    return run.read_metrics(), log(run)
 
 
-def test_retries_recompute_more_blocks_and_change_no_number(python, tmp_path):
-    (plain, _), (full, said) = (trained(python, tmp_path, kind) for kind in ("plain", "full"))
+def test_retries_recompute_more_blocks_and_change_no_number(tmp_path):
+    (plain, _), (full, said) = trained(tmp_path, "plain"), trained(tmp_path, "full", every_step)
     numbers = [
         [(row["step"], row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
         for rows in (plain, full)
