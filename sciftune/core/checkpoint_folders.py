@@ -41,6 +41,7 @@ class CheckpointInfo(BaseModel):
         files: size in bytes, by name
         steps: steps of each network
         clip: gradient clipping of each network
+        numbers: the optimizer's numbers by network and parameter group
     """
 
     step: int = 0
@@ -52,6 +53,7 @@ class CheckpointInfo(BaseModel):
     digests: DigestRecord | None = None
     steps: dict[str, int] = {}
     clip: dict[str, float] = {}
+    numbers: dict[str, list] = {}
     ema: list[str] = []
     finite: bool = True
     not_finite: list[str] = []

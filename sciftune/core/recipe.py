@@ -6,9 +6,9 @@
 __all__ = ['FORMAT', 'CHECKS', 'REMOVED', 'objective_sections', 'collection_sections', 'all_sections', 'Fields', 'readers',
            'why_unread', 'unread_fields', 'check_model', 'check_parts', 'micro_batches', 'check_batches',
            'check_context', 'check_packing', 'check_length', 'check_strategy', 'check_offload', 'check_optimizer',
-           'check_cuda_graphs', 'check_multiples', 'check_sizes', 'check_collection', 'check_numbers', 'Recipe',
-           'checked', 'restored', 'foreign_names', 'foreign_meanings', 'check_names', 'resolve', 'warmup_fault',
-           'launch_preset', 'epochs_line', 'learning_rate_at', 'identity', 'changed']
+           'check_groups', 'check_cuda_graphs', 'check_multiples', 'check_sizes', 'check_collection', 'check_numbers',
+           'Recipe', 'checked', 'restored', 'foreign_names', 'foreign_meanings', 'check_names', 'resolve',
+           'warmup_fault', 'launch_preset', 'epochs_line', 'learning_rate_at', 'identity', 'changed']
 
 # %% ../../nbs/1_core/05_recipe.ipynb #34232c8d
 import functools
@@ -43,6 +43,7 @@ from sciftune.core.presets import (
 from sciftune.core.registry import (
     CollectionRecord,
     ObjectiveRecord,
+    OptimizerRecord,
     RegistryError,
     StrategyRecord,
     find_record,
@@ -163,6 +164,9 @@ def why_unread(name: str, values: Mapping[str, Any]) -> str:
         (kind, names), *_ = claims.items()
         why = f"{name}: needs {kind} {_listed(names)}; '{values[kind]}' does not read it"
         return "; ".join(filter(None, (why, facts(Fields, name)["instead"])))
+    optimizer = records("optimizers").get(values["optimizer"])
+    if optimizer and name in optimizer.ignores:
+        return f"{name}: optimizer '{optimizer.name}' does not read this field"
     needs = facts(Fields, name)["needs"]
     if not is_on(needs, values):
         return f"{name}: needs {_spoken(needs)}; without it nothing reads this field"
@@ -202,6 +206,11 @@ def check_model(recipe: Fields):
         raise ValueError(
             f"reference_images: {recipe.reference_images} with model '{recipe.model}', which takes "
             f"{takes}; reference images are for {_listed(able)}"
+        )
+    if recipe.timestep_shift == "pipeline" and family.prediction != "velocity":
+        raise ValueError(
+            f"timestep_shift: 'pipeline' needs a sampler of flow matching, not {recipe.model}'s; "
+            "use a number"
         )
     named = ("none", "linear", "empirical")
     if recipe.timestep_shift in named and recipe.timestep_shift not in family.timestep_shifts:
@@ -409,13 +418,56 @@ def check_optimizer(recipe: Fields):
             f"adapters of precision '{recipe.precision}' are fp32 and trained by {default.title}; "
             "use 'auto'"
         )
-    elif recipe.precision == "bf16" and asked != usual and not adapters:
+    elif recipe.precision == "bf16" and asked != usual and not (adapters or asked.rounds):
         better = next(iter(asked.automatic), "bf16-mixed")
         why = f"precision 'bf16' is plain {usual.title}; use 'auto', or precision '{better}'"
     elif asked.gpu_only and recipe.cpu:
         why = "it needs a GPU, and cpu=True is a run without; use 'auto'"
-    if why:
+    if why := why or _cut_weights(recipe, asked):
         raise ValueError(f"optimizer: '{asked.name}': {why}")
+
+
+def _cut_weights(recipe: Fields, asked: OptimizerRecord) -> str:
+    """Return why an optimizer cannot train weights that the engine cuts or updates one by one."""
+    strategy = find_record("strategies", recipe.strategy)
+    flat = strategy.own_master_weights
+    unflat = [s.name for s in records("strategies").values() if not s.own_master_weights]
+    whole = [name for name in unflat if not find_record("strategies", name).sharded]
+    if asked.whole and (strategy.sharded or flat or recipe.shard_states):
+        reads = "all weights" if asked.scope == "model" else "whole matrices"
+        return (
+            f"its update looks at {reads}, and strategy '{recipe.strategy}' cuts them; use "
+            f"strategy {_listed(whole)}{' without shard_states' * recipe.shard_states}, or "
+            "optimizer 'adamw'"
+        )
+    if asked.scope == "step" and flat:
+        return (
+            "it counts its steps, and DeepSpeed steps every flat group by itself; use strategy "
+            f"{_listed(unflat)}"
+        )
+    if asked.scope != "weight" and recipe.offload != "none" and strategy.processes == "one":
+        return f"offload '{recipe.offload}' moves states of single weights; use offload 'none'"
+    if asked.scope == "model" and recipe.lr_groups:
+        return "it finds one rate for all weights; use lr_groups='', or another optimizer"
+    return ""
+
+
+def check_groups(recipe: Fields):
+    """Check that rates by part belong to one network, and that an average has a weight.
+
+    Args:
+        recipe: each field is valid by itself
+    """
+    objective = find_record("objectives", recipe.objective)
+    if recipe.lr_groups and not objective.one_network:
+        raise ValueError(
+            f"lr_groups: objective '{recipe.objective}' trains several networks; leave it out"
+        )
+    named = records("optimizers").get(recipe.optimizer)
+    if named and named.averages and not recipe.adam_beta1:
+        raise ValueError(
+            f"adam_beta1: optimizer '{named.name}' averages weights by it; use 0.9 or more"
+        )
 
 # %% ../../nbs/1_core/05_recipe.ipynb #cg000002
 def check_cuda_graphs(recipe: Fields):
@@ -547,6 +599,7 @@ CHECKS = (
     check_length,
     check_offload,
     check_optimizer,
+    check_groups,
     check_cuda_graphs,
     check_sizes,
     check_numbers,
@@ -579,6 +632,12 @@ class Recipe(Fields):
     def distils(self) -> bool:
         """Return True if a step trains several networks beside a frozen teacher."""
         return not find_record("objectives", self.objective).one_network
+
+    @property
+    def averages(self) -> bool:
+        """Return True if checkpoints hold an average of the weights, which is exported."""
+        named = records("optimizers").get(self.optimizer)
+        return bool(self.ema_decay or (named and named.averages))
 
     @classmethod
     def load(cls, path: str | Path) -> "Recipe":

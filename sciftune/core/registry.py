@@ -176,6 +176,13 @@ class OptimizerRecord(Record):
         adapters: trains fp32 adapters on a base of any precision
         gpu_only: updates the model's own weights, on GPUs only
         releases: can apply and free each gradient during backward (`gradient_release`)
+        scope: what the update of a weight depends on: that 'weight' alone; also counters of the
+            'step'; its whole 'tensor'; the whole 'model'
+        packed: fp32 numbers per weight of a checkpoint that keeps all states of a parameter as one
+            vector, since they have shapes of their own; 0 = each state has the parameter's shape
+        rounds: rounds bf16 weights stochastically, so that they need no master
+        ignores: recipe fields that other optimizers read, and this one does not
+        averages: validates and exports an average of the weights that it computes from its states
         packages: modules that it imports and that need not be installed
     """
 
@@ -188,7 +195,22 @@ class OptimizerRecord(Record):
     adapters: bool = False
     gpu_only: bool = False
     releases: bool = False
+    scope: Literal["weight", "step", "tensor", "model"] = "weight"
+    packed: float = 0.0
+    rounds: bool = False
+    averages: bool = False
+    ignores: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
+
+    @property
+    def whole(self) -> bool:
+        """Return whether an update needs whole parameters, so that no engine may cut them."""
+        return self.scope in ("tensor", "model")
+
+    @property
+    def checkpointed(self) -> tuple[str, ...]:
+        """Return the keys of a parameter's states in a checkpoint."""
+        return ("packed",) if self.packed else self.states
 
     def bytes_per_weight(self, itemsize: int) -> float:
         """Return the bytes of states and correction bits per trained weight.
