@@ -582,7 +582,7 @@ def run_jobs(
     if not checkpoints or recipe.distils:
         places = [str(run.path)]
     kept = run.checkpoints.is_dir() and any(folders) and not recipe.distils
-    states = ["weight", "ema"] if recipe.ema_decay and kept else ["weight"]
+    states = ["weight", "ema"] if recipe.averages and kept else ["weight"]
     shared = dict(out=str(run.path), targets=tuple(targets), **settings)
     first = [Job(str(run.path), state="base", **shared)] if kept else []
     return first + [Job(place, state=state, **shared) for place in places for state in states]

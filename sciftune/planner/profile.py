@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..core.presets import nano_folder
+from ..core.rate_groups import group_numbers, rate_groups
 from ..core.recipe import Recipe
 from ..core.rundir import cache_root
 from .records import BatchLine, Profile
@@ -137,6 +138,7 @@ def profile(
     frozen, side = model.frozen, recipe.resolution
     numels = {n: p.numel() for n, p in model.denoiser.named_parameters()}
     trained_numels = tuple(v for n, v in numels.items() if n not in frozen)
+    group_numbers(rate_groups(recipe.lr_groups), numels.keys() - frozen)
     repeated = blocks_of(model.denoiser, model.block_classes)
     large, others = (
         len(float8_layers(model.denoiser, repeated, captions=seen)) for seen in (True, False)

@@ -163,8 +163,10 @@ class StepCost:
 
     def checkpoint_bytes(self, profile: Profile, strategy: Strategy) -> float:
         """Return the bytes of a checkpoint: weights, optimizer states and EMA in fp32."""
-        states = len(strategy.policy.optimizer_record.states)
-        return 4 * (1 + states + bool(self.recipe.ema_decay)) * profile.trained
+        record = strategy.policy.optimizer_record
+        states = record.packed or len(record.states)
+        averages = bool(self.recipe.ema_decay) or record.averages
+        return 4 * (1 + states + averages) * profile.trained
 
     # time
     def forward_passes(

@@ -145,7 +145,8 @@ class GradientRelease:
         self.task = None  # autograd's number of the backward pass
         self.sums = sums
         # asked of the type: HostStates passes on every attribute of the optimizer that it wraps
-        if getattr(type(optimizer), "joins", None) and optimizer.joins(device):
+        joins = getattr(type(optimizer), "joins", None) and optimizer.joins(device)
+        if joins or sums:
             self._make_units(block_list(module) if blocks is None else blocks)
         self.summing = None  # waits for the sums of the block before
         self.summed = []  # (number of the unit, which of its parameters) of this pass, in order

@@ -90,7 +90,7 @@ def chosen_optimizer(policy: Policy, recipe: Recipe, cuda: bool) -> Policy:
         return policy
     asked = find_record("optimizers", recipe.optimizer)
     adapters = bool(recipe.lora_rank) and asked.adapters
-    trains = policy.weights == torch.float32 or adapters
+    trains = policy.weights == torch.float32 or adapters or (asked.rounds and not policy.master)
     fits = trains and (cuda or not asked.gpu_only)
     return replace(policy, optimizer=asked.name) if fits else policy
 
@@ -119,9 +119,10 @@ def policy_for(recipe: Recipe, cuda: bool) -> Policy:
             f"{needs_gpu.name}: {needs_gpu.optimizer_record.title} needs CUDA; on the CPU running "
             f"as bf16-mixed with {policy.optimizer_record.title} on fp32 weights"
         )
-    if not policy.master:
+    policy = chosen_optimizer(policy, recipe, cuda)
+    if not policy.master and not policy.optimizer_record.rounds:
         notes.append(
             "bf16: weights and optimizer hold no master copy; at small learning rates most "
             "updates are rounded away. Meant for comparisons only"
         )
-    return replace(chosen_optimizer(policy, recipe, cuda), notes=tuple(notes))
+    return replace(policy, notes=tuple(notes))

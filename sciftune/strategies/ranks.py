@@ -197,16 +197,3 @@ class JointAdamW(AdamW):
             device: device of the parameters
         """
         return True
-
-    def step_params(self, params: list, gradients: list, group: dict):
-        """Update several parameters.
-
-        Args:
-            params: parameters of one group
-            gradients: their gradients
-            group: parameter group of the optimizer
-        """
-        for parameter, gradient in zip(params, gradients, strict=True):
-            parameter.grad = gradient
-            self.step_param(parameter, group)
-            parameter.grad = None

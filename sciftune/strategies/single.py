@@ -48,7 +48,7 @@ class StreamedModule(TrainedModule):
         params = list(self.params.values())
         cuda = self.engine.device.type == "cuda"
         kind = self.policy.optimizer
-        self.optimizer = build_optimizer(params, self.recipe, kind, cuda)
+        self.optimizer = build_optimizer(self.parameter_groups(), self.recipe, kind, cuda)
         blocks = [list(b.parameters()) for b in blocks_of(self.raw, self.strategy.block_classes)]
         self.away = HostStates(
             self.optimizer, params, self.optimizer.new_state, self.resident_states(), blocks

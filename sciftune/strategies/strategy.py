@@ -170,6 +170,7 @@ class Strategy:
         """Return whether gradients are applied and freed during backward."""
         return (
             self.policy.optimizer_record.releases
+            and self.trained_itemsize == 2
             and self.recipe.gradient_release
             and self.accumulation == 1
         )

@@ -15,12 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from ..core.progress import progress
+from ..core.rate_groups import RateGroup, group_numbers, rate_groups
 from .compilation import blocks_of
 from .gradient_release import GradientRelease
 from sciftune.strategies.optimizers import (
     build_optimizer,
     clip,
+    optimizer_class,
+    packed_state,
     set_master,
+    set_packed_state,
     set_state,
     set_step,
     stored_values,
@@ -113,6 +117,7 @@ class TrainedModule:
         self.recipe = self.strategy.recipe
         self.policy = self.strategy.policy
         self.steps = 0  # optimizer steps taken
+        self.group_numbers = {}  # parameter -> its group of `lr_groups`
         self.release = None  # GradientRelease, where gradients are applied during backward
         self.params = self.trained_parameters()
         self.sums = None  # for `GradientRelease`, where it sums gradients over ranks
@@ -135,12 +140,33 @@ class TrainedModule:
             module: module whose parameters are trained, sharded or not
         """
         cuda = self.engine.device.type == "cuda"
-        params = list(self.params.values())
-        self.optimizer = build_optimizer(params, self.recipe, self.policy.optimizer, cuda)
+        kind = self.policy.optimizer
+        self.optimizer = build_optimizer(self.parameter_groups(), self.recipe, kind, cuda)
         if self.strategy.releases_gradients:
             blocks = blocks_of(module, self.strategy.block_classes)
             norm = self.recipe.max_grad_norm
             self.release = GradientRelease(module, self.optimizer, norm, blocks, self.sums)
+
+    def parameter_groups(self) -> list:
+        """Return the trained parameters for an optimizer, in the groups of `lr_groups`."""
+        groups = rate_groups(self.recipe.lr_groups)
+        if not groups:
+            return list(self.params.values())
+        self.group_numbers = group_numbers(groups, self.params)
+        made = []
+        for number, group in enumerate((*groups, RateGroup())):
+            members = [p for n, p in self.params.items() if self.group_numbers[n] == number]
+            decay = self.recipe.weight_decay * group.weight_decay
+            made += [dict(params=members, weight_decay=decay)] if members else []
+        return made
+
+    def group_of(self, name: str) -> dict:
+        """Return the optimizer's group of a parameter.
+
+        Args:
+            name: name of a trained parameter
+        """
+        return self.optimizer.param_groups[self.group_numbers.get(name, 0)]
 
     def __call__(self, *args, **kwargs):
         """Run a forward pass."""
@@ -166,8 +192,9 @@ class TrainedModule:
         Args:
             rate: learning rate of the next step
         """
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        groups = (*rate_groups(self.recipe.lr_groups), RateGroup())
+        for group, rates in zip(self.optimizer.param_groups, groups, strict=False):
+            group["lr"] = rate * rates.factor(self.steps)
 
     def backward(self, loss: Tensor, last: bool):
         """Add the gradients of one micro-batch.
@@ -229,7 +256,7 @@ class TrainedModule:
     @property
     def states(self) -> tuple[str, ...]:
         """Return what a checkpoint keeps of a parameter, in fp32: the weight and its states."""
-        return "weight", *self.policy.optimizer_record.states
+        return "weight", *self.policy.optimizer_record.checkpointed
 
     # what this rank holds
     def held(self) -> list[FlatRange]:
@@ -239,6 +266,31 @@ class TrainedModule:
     def owned(self) -> list[FlatRange]:
         """Return the ranges that this rank writes: over all ranks, each element once."""
         return [r.part(self.engine.rank, self.engine.world) for r in self.held()]
+
+    def stored(self, part: FlatRange, key: str, owned: bool) -> FlatRange:
+        """Return the range of a state that belongs to a range of the weight.
+
+        Args:
+            part: one of `held` or `owned`
+            key: one of `states`
+            owned: part is one of `owned`
+        """
+        if key != "packed":
+            return part
+        count = packed_state(self.optimizer.new_state(self.params[part.name])).numel()
+        whole = FlatRange(part.name, (count,), 0, count)
+        return whole.part(self.engine.rank, self.engine.world) if owned else whole
+
+    @property
+    def numbers(self) -> list[dict]:
+        """The optimizer's numbers of each parameter group, for a checkpoint."""
+        keys = optimizer_class(self.policy.optimizer).numbers
+        return [{key: group[key] for key in keys} for group in self.optimizer.param_groups]
+
+    @numbers.setter
+    def numbers(self, numbers: list[dict]):
+        for group, values in zip(self.optimizer.param_groups, numbers, strict=True):
+            group.update(values)
 
     @cached_property
     def starts(self) -> dict[str, int]:
@@ -277,6 +329,9 @@ class TrainedModule:
         Returns:
             (count,) fp32, on the device
         """
+        if key == "packed":
+            packed = packed_state(self.optimizer.new_state(self.params[r.name]))
+            return packed[r.start : r.start + r.count]
         state = self.optimizer.state.get(self.params[r.name], {})
         first = r.start - self.starts[r.name]
         device = self.local(r.name).device
@@ -294,6 +349,8 @@ class TrainedModule:
         if key == "weight":
             masters = self.policy.optimizer_record.master_bytes
             set_master(local, values, self.optimizer.new_state(parameter) if masters else {})
+        elif key == "packed":
+            set_packed_state(self.optimizer.new_state(parameter), values)
         else:
             set_state(self.optimizer.new_state(parameter), key, values, local)
 

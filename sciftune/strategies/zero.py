@@ -88,16 +88,7 @@ class ZeroModule(TrainedModule):
         """Return the optimizer of DeepSpeed's partitions that is fastest on this device."""
         kind, cuda = optimizer_class(self.policy.optimizer), self.engine.device.type == "cuda"
         on_host = self.recipe.offload != "none"
-        return kind.for_partitions(list(self.params.values()), self.recipe, cuda, on_host)
-
-    def set_rate(self, rate: float):
-        """Set the learning rate.
-
-        Args:
-            rate: learning rate of the next step
-        """
-        for group in self.zero.param_groups:
-            group["lr"] = rate
+        return kind.for_partitions(self.parameter_groups(), self.recipe, cuda, on_host)
 
     def backward(self, loss: Tensor, last: bool):
         """Run DeepSpeed's backward pass, which divides by the accumulation itself.

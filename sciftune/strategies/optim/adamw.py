@@ -107,7 +107,7 @@ class AdamW(OptimizerMethods, torch.optim.AdamW):
 
     @staticmethod
     def ideal_update(
-        weight: Tensor, states: Mapping[str, Tensor], steps: int, rate: float, recipe: Recipe
+        weight: Tensor, states: Mapping[str, Tensor], steps: int, group: Mapping, recipe: Recipe
     ) -> Tensor:
         """Return what a step adds to the weights in exact arithmetic.
 
@@ -115,8 +115,8 @@ class AdamW(OptimizerMethods, torch.optim.AdamW):
             weight: (n,) fp32, before the step
             states: exp_avg and exp_avg_sq, (n,) fp32, after the step
             steps: t: optimizer steps taken, this one included
-            rate: learning rate of this step
-            recipe: betas, epsilon and weight decay are read
+            group: lr and weight_decay are read
+            recipe: betas and epsilon are read
 
         Returns:
             (n,) fp32
@@ -124,4 +124,4 @@ class AdamW(OptimizerMethods, torch.optim.AdamW):
         mean = states["exp_avg"] / (1 - recipe.adam_beta1**steps)
         variance = states["exp_avg_sq"] / (1 - recipe.adam_beta2**steps)
         adapted = mean / (variance.sqrt() + recipe.adam_epsilon)
-        return -rate * (adapted + recipe.weight_decay * weight)
+        return -group["lr"] * (adapted + group["weight_decay"] * weight)

@@ -23,6 +23,7 @@ RECORDS = [
         implementation="Lion",
         summary="sign of the momentum: one number per weight; lower learning rates than AdamW",
         states=("exp_avg",),
+        ignores=("adam_epsilon",),
         adapters=True,
     )
 ]
@@ -92,7 +93,7 @@ class Lion(OptimizerMethods, torch.optim.Optimizer):
 
     @staticmethod
     def ideal_update(
-        weight: Tensor, states: Mapping[str, Tensor], steps: int, rate: float, recipe: Recipe
+        weight: Tensor, states: Mapping[str, Tensor], steps: int, group: Mapping, recipe: Recipe
     ) -> Tensor:
         """Return what a step adds to the weights in exact arithmetic, but for some signs.
 
@@ -103,10 +104,11 @@ class Lion(OptimizerMethods, torch.optim.Optimizer):
             weight: (n,) fp32, before the step
             states: exp_avg (n,) fp32, after the step
             steps: not used
-            rate: learning rate of this step
-            recipe: weight decay is read
+            group: lr and weight_decay are read
+            recipe: not used
 
         Returns:
             (n,) fp32
         """
-        return -rate * (states["exp_avg"].sign() + recipe.weight_decay * weight)
+        decay = group["weight_decay"] * weight
+        return -group["lr"] * (states["exp_avg"].sign() + decay)
