@@ -35,6 +35,7 @@ ALIASES = ACCELERATE_FIELDS | dict(
     trigger_word="trigger",
     keep_tokens="tags_kept",
     unmasked_weight="mask_outside",
+    optimizer_type="optimizer",
     total_steps="steps",
     save_every="checkpoint_steps",
     log_every="log_steps",
@@ -104,7 +105,7 @@ VALUES = {  # Field -> value as `plain` writes it -> value of the field
     "lr_schedule": dict(constant_with_warmup="constant"),
     "fit": {"1": "bucket", "0": "crop"},
     "gradient_checkpointing": {"1": "full", "0": "none"},
-    "optimizer": dict(adamw="adamw"),
+    "optimizer": {n: n for n in records("optimizers")} | dict(adamwschedulefree="schedulefree"),
     "trackers": {"0": "", "all": "wandb,tensorboard"},
     "attention": {"1": "flex", "0": "dense"},
 }
@@ -119,7 +120,8 @@ FIXED = ACCELERATE_FIXED | dict(  # Name -> (the values that are taken, why); No
     ),
     use_8bit_adam=(
         False,
-        "bitsandbytes is not used: write precision='bf16-master24', whose optimizer keeps its "
+        "bitsandbytes is not used: write optimizer='adamw8bit', torchao's, or on a GPU "
+        "precision='bf16-master24', whose optimizer keeps its "
         "states in 8 bits",
     ),
     train_iteration_func=(

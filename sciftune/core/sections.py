@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import ValidationInfo, field_validator
 
 from .fields import Section, data_sources, field
-from .registry import find_record, records
+from .rate_groups import canonical_groups
+from .registry import find_record, nearest, records
 
 # %% ../../nbs/1_core/02_sections.ipynb #d14c86d1
 def _known(kind: str) -> Callable[[str], str]:
@@ -603,17 +604,35 @@ class NumbersSection(Section):
         "auto", "auto: flashadamw with bf16-master24 and fp8 on a GPU where it can be, else adamw"
     )
     gradient_release: bool = field(
-        True, "flashadamw: apply and free each gradient during backward (needs no accumulation)"
+        True,
+        "bf16 weights of flashadamw, adafactor, muon and adamw8bit: apply and free each gradient "
+        "during backward (needs no accumulation)",
     )
     learning_rate: float = field(0.001, "peak learning rate", gt=0)
     lr_schedule: Literal["constant", "cosine", "linear"] = field("constant", "after the warm-up")
     warmup_steps: int = field(0, "linear warm-up", ge=0)
+    lr_groups: str = field(
+        "",
+        "parts of the model with rates of their own, {'attn': 0.1, 'norm': {'weight_decay': 0}}: "
+        "pattern -> factor of the learning rate, or a mapping with rate, weight_decay (factors), "
+        "warmup_steps, from_step and until_step",
+    )
     weight_decay: float = field(0.01, "decoupled", ge=0)
     adam_beta1: float = field(0.9, "decay of the mean of the gradients per step", ge=0, lt=1)
     adam_beta2: float = field(0.999, "decay of the mean of their squares per step", ge=0, lt=1)
     adam_epsilon: float = field(1e-08, "added to the root of that mean", gt=0)
     max_grad_norm: float = field(1.0, "global gradient clipping; 0 = none", ge=0)
     ema_decay: float = field(0.0, "exponential moving average of the weights; 0 = none", ge=0, lt=1)
+    ema_warmup: bool = field(
+        False,
+        "decay of the average at step t is at most (1+t)/(10+t), so that it soon leaves the start",
+        needs="ema_decay",
+    )
+
+    @field_validator("lr_groups", mode="before")
+    @classmethod
+    def _groups(cls, value: Any) -> str:
+        return canonical_groups(value)
 
 # %% ../../nbs/1_core/02_sections.ipynb #9ee99877
 class ValidationSection(Section):
@@ -645,9 +664,31 @@ class ValidationSection(Section):
         identity=False,
         needs="ema_decay",
     )
+    keep_best: str = field(
+        "",
+        "number of a validation by which the best checkpoint is kept and exported: 'held_out', or "
+        "a score of the images; empty = the last one is exported",
+        identity=False,
+        needs="validation_steps",
+    )
+    patience: int = field(
+        0,
+        "end the run after so many validations without a better one; 0 = never",
+        identity=False,
+        needs="keep_best",
+        ge=0,
+    )
     held_out_sigmas: int = field(
         5, "sigma bins of the held-out loss", identity=False, optional=True, ge=1
     )
+
+    @field_validator("keep_best")
+    @classmethod
+    def _best(cls, name: str) -> str:
+        known = ["held_out", *(n for r in records("scores").values() for n in r.validation)]
+        if name and name not in known:
+            raise ValueError(f"'{name}' is no number of a validation{nearest(name, known)}")
+        return name
 
     @field_validator("validation_prompts", mode="before")
     @classmethod

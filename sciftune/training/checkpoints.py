@@ -211,7 +211,8 @@ def contributions(
     for name, network in networks.items():
         for part in network.owned():
             for state in network.states:
-                yield f"{name}/{state}/{part.name}", part, partial(network.read, part, state)
+                piece = network.stored(part, state, owned=True)
+                yield f"{name}/{state}/{part.name}", piece, partial(network.read, piece, state)
             if name in averages:
                 yield f"{name}/ema/{part.name}", part, partial(averages[name].read, part)
 
@@ -367,6 +368,7 @@ class Checkpointer:
         self.folder = None  # that the thread is writing
         self.name = ""  # of the folder once it is complete
         self.error = None
+        self.best = ""  # folder that is kept whatever its age
         self.memory = None  # for copies
         self.group = None
         if engine.world > 1:  # a slow disk is no error; the caller decides when it has stalled
@@ -433,6 +435,7 @@ class Checkpointer:
             world_size=self.engine.world,
             steps={name: network.steps for name, network in networks.items()},
             clip={name: network.clip for name, network in networks.items()},
+            numbers={name: network.numbers for name, network in networks.items()},
             ema=sorted(averages),
         )
         replacing = ExitStack()
@@ -477,7 +480,8 @@ class Checkpointer:
         self.error = self._agreed(error)
         if self.engine.main and not self.error:
             for old in complete_checkpoints(self.run)[: -self.keep]:
-                shutil.rmtree(old, ignore_errors=True)
+                if old.name != self.best:
+                    shutil.rmtree(old, ignore_errors=True)
 
     def _own_device(self) -> AbstractContextManager:
         """Use the run's GPU in this thread; by default Triton would run on the first GPU."""
@@ -764,9 +768,10 @@ class _Wanted:
 
 def _wanted(name: str, network: TrainedModule, average: EMA | None) -> list[_Wanted]:
     wanted = [
-        _Wanted(f"{name}/{state}/{part.name}", part, partial(network.write, part, state))
+        _Wanted(f"{name}/{state}/{part.name}", piece, partial(network.write, piece, state))
         for part in network.held()
         for state in network.states
+        for piece in [network.stored(part, state, owned=False)]
     ]
     if average:
         for part in network.owned():
@@ -838,6 +843,7 @@ def load_checkpoint(
                 progress(f"{item.key} read")
         network.finish_write(info["steps"][name])
         network.clip = info.get("clip", {}).get(name, 1.0)
+        network.numbers = info.get("numbers", {}).get(name, network.numbers)
     return info
 
 # %% ../../nbs/7_training/05_checkpoints.ipynb #f1205d8c

@@ -232,7 +232,7 @@ class UpdateChecks:
         """
         for name, meter in self.meters.items():
             if self.networks[name].steps == self.steps_before[name] + 1:  # exactly one update
-                numbers = meter.after(self.rate(name, step - 1))
+                numbers = meter.after()
                 self.moved(numbers["moved"])
                 if self.reporter.engine.main:
                     self._report(name, step, numbers)

@@ -61,6 +61,7 @@ from ..core.secrets import load_secrets, mask_output
 from ..core.writing import write_atomic
 from ..strategies.compilation import compiled_graphs
 from ..strategies.engine import Engine
+from .best import Best, score_names
 from sciftune.training.checkpoints import (
     Checkpointer,
     checkpoint_to_resume,
@@ -68,7 +69,7 @@ from sciftune.training.checkpoints import (
     usable_fault,
 )
 from .divergence import DivergedError, Divergence
-from .ema import EMA
+from .ema import EMA, OptimizerAverage
 from .epochs import epochs_fault
 from .heartbeat import Heartbeat
 from .host_memory import HostMemory, return_freed
@@ -147,6 +148,7 @@ class Run:
         self.heartbeat.before_end = self.settle
         self.newest = None  # checkpoint folder, being written or complete
         self.divergence = Divergence(self.recipe)
+        self.best = Best(self.recipe)
         self.start = self.task.done = self.resume()
         self.deferred = DeferredMetrics()
         self.sums = Sums()
@@ -190,10 +192,13 @@ class Run:
             self.reporter.say(epochs_line(recipe))
 
     def _averages(self) -> dict[str, EMA]:
-        if not self.recipe.ema_decay:
+        recipe, networks = self.recipe, self.networks
+        names = self.task.averaged or networks
+        if self.engine.policy.optimizer_record.averages:
+            return {name: OptimizerAverage(networks[name]) for name in names}
+        if not recipe.ema_decay:
             return {}
-        names = self.task.averaged or self.networks
-        return {name: EMA(self.networks[name], self.recipe.ema_decay) for name in names}
+        return {name: EMA(networks[name], recipe.ema_decay, recipe.ema_warmup) for name in names}
 
     def _record(self) -> None:
         """Write record.json (what ran on what) and start the trackers."""
@@ -246,6 +251,7 @@ class Run:
         load_checkpoint(path, self.networks, self.averages)
         self.task.load_state_dict(info["task"])
         self.divergence.load_state_dict(info.get("divergence", {}))
+        self.best.load_state_dict(info.get("best", {}))
         written_by = f"{info['recipe']['strategy']} on {info['world_size']} processes"
         unknown = "" if "digests" in info else "; it has no digests, so damage would not show"
         say(f"resumed from {path.name} (written by {written_by}){unknown}")
@@ -253,14 +259,18 @@ class Run:
         return info["step"]
 
     def checkpoint_to_export(self) -> Path:
-        """Return the newest checkpoint, comparing every byte. All ranks call it.
+        """Return the best or newest checkpoint, comparing every byte. All ranks call it.
 
         Raises:
             CheckpointError: it cannot be used; an older one would not be what was trained
         """
-        if fault := usable_fault(self.engine, self.newest, self.stage):
+        source, best = self.newest, self.dir.checkpoints / checkpoint_name(self.best.step)
+        if self.best.step and self.engine.gather_objects(best.is_dir())[0]:
+            source = best
+            self.reporter.say(f"export: step {self.best.step}, the best {self.best.name}")
+        if fault := usable_fault(self.engine, source, self.stage):
             raise CheckpointError(f"export: {fault}")
-        return self.newest
+        return source
 
     def validate(self, step: int) -> None:
         """Run the task's validation, with the EMA if the recipe says so. All ranks call it.
@@ -272,16 +282,42 @@ class Run:
         began = time.perf_counter()
         with contextlib.ExitStack() as averaged:
             averaged.enter_context(progress_by_bytes("reading"))
-            if self.recipe.validation_ema:
+            if self.recipe.validation_ema or self.engine.policy.optimizer_record.averages:
                 for average in self.averages.values():
                     averaged.enter_context(average.applied())
             numbers = self.task.validate(step)
+        self._judge(step, numbers)
         if numbers:
             seconds = time.perf_counter() - began
             self.reporter.validation(dict(step=step) | numbers | dict(validation_time=seconds))
         if self.recipe.trackers:
             self.engine.barrier()  # all ranks have written their images
             self.reporter.pictures(step)
+
+    def _judge(self, step: int, numbers: dict) -> None:
+        """Compare a validation with the best one. Raises RecipeError if it lacks the number."""
+        name = self.recipe.keep_best
+        if not name:
+            return
+        value, known = self.engine.gather_objects((numbers.get(name), sorted(numbers)))[0]
+        if value is None:
+            there = ", ".join(n for n in known if n == "held_out" or n in score_names()) or "none"
+            raise RecipeError(
+                f"keep_best: a validation of this run has no '{name}'; numbers that it has: {there}"
+            )
+        if self.best.update(step, value):
+            self.reporter.say(f"best {name} so far: {value:.4g} at step {step}")
+        elif self.best.over:
+            self.reporter.say(
+                f"stopped early: no better {name} than {self.best.value:.4g} of step "
+                f"{self.best.step} in {self.best.since} validations"
+            )
+
+    @property
+    def unseen(self) -> bool:
+        """Return whether the step that a run resumes at has still to be validated and judged."""
+        due = _due(self.start, self.recipe.validation_steps)
+        return bool(self.recipe.keep_best and self.start and due and self.best.seen < self.start)
 
     def checkpoint(self, step: int) -> None:
         """Begin a checkpoint. All ranks call it.
@@ -301,7 +337,9 @@ class Run:
             data=self.task.fingerprint,
             task=self.task.state_dict(),
             divergence=self.divergence.state_dict(),
+            best=self.best.state_dict(),
         )
+        self.checkpointer.best = checkpoint_name(self.best.step)
         self.checkpointer.save(step, self.networks, info, self.averages)
         self.newest = self.dir.checkpoints / checkpoint_name(step)
         self.reporter.checkpoint(step, time.perf_counter() - began)
@@ -455,7 +493,7 @@ def train_steps(run: Run, batches: Callable[[int], list[dict]]) -> tuple[int, bo
     step = run.start
     stopped = False
     began = time.perf_counter()
-    while step < recipe.steps and not stopped:
+    while step < recipe.steps and not stopped and not run.best.over:
         row, numbers = _timed_step(run, step, batches, began)
         step += 1
         now = time.perf_counter()
@@ -478,6 +516,8 @@ def _between_steps(run: Run, step: int) -> bool:
     saves = run.saves.due or _due(step, run.recipe.checkpoint_steps)
     if validates:
         run.validate(step)
+        kept = run.task.keep or run.recipe.checkpoint_steps
+        saves = saves or (kept and run.best.step == step)
     if saves:
         run.checkpoint(step)
     return validates or saves
@@ -525,17 +565,22 @@ def finish_run(run: Run, step: int, stopped: bool) -> None:
     """
     recipe = run.recipe
     task = run.task
-    if step > run.start and (task.keep or recipe.checkpoint_steps):
+    trained = step > run.start
+    complete = step >= recipe.steps or run.best.over
+    judged = recipe.keep_best and trained and step >= recipe.steps and run.best.seen < step
+    if judged:
+        run.validate(step)  # before the last checkpoint, which may be the best
+    written = run.newest == run.dir.checkpoints / checkpoint_name(step) and not judged
+    if trained and (task.keep or recipe.checkpoint_steps) and not written:
         run.checkpoint(step)  # `keep` is False for random weights: not worth a terabyte
     run.checkpointer.release()
-    if stopped and step < recipe.steps:
+    if stopped and not complete:
         run.reporter.say(f"stopped on request after step {step}; go on with resume=latest")
         run.reporter.write(dict(event="stopped", step=step))
-    elif recipe.validation_steps and step > run.start:
+    elif recipe.validation_steps and trained and not recipe.keep_best:
         run.validate(step)
     for tracker in run.engine.accelerator.trackers:
         tracker.finish()
-    complete = step >= recipe.steps
     source = run.checkpoint_to_export() if complete and recipe.export and task.keep else None
     run.heartbeat.beat("done", step)
     host = sum(run.engine.gather_objects(run.host_gib()))
@@ -573,6 +618,8 @@ def _train(recipe: Recipe, run_dir: RunDir) -> None:
         run.timeline.enter("validation")
         if run.start == 0 and recipe.validation_steps:
             run.validate(0)
+        if run.unseen:
+            _between_steps(run, run.start)
         run.timeline.enter("first step")
         prefetcher = Prefetcher(run.task.batches, run.engine.device, recipe.data_workers)
         with contextlib.closing(prefetcher) as batches:

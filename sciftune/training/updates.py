@@ -13,7 +13,6 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from ..core.recipe import Recipe
 from ..models.compat import codes_and_scales
 from ..strategies.optimizers import optimizer_class
 from ..strategies.trained_module import FlatRange, TrainedModule
@@ -45,45 +44,65 @@ class UpdateMeter:
         ]
         self.blocks = sorted({block_of(name) for name in network.params}, key=_by_number)
         self.kept = None
+        self.kind = optimizer_class(network.policy.optimizer)
+        self.record = network.policy.optimizer_record
+        self.rounds = self.record.rounds and network.strategy.trained_itemsize == 2
 
     def before(self) -> None:
         """Copy the sample of the weights before the step."""
-        self.kept = [self.network.read(part, "weight").clone() for part in self.ranges]
+        network = self.network
+        keys = ("weight", *self.kind.earlier)
+        self.kept = [{key: network.read(part, key).clone() for key in keys} for part in self.ranges]
+        if self.record.packed:
+            network.optimizer.watched = {
+                network.params[part.name]: slice(part.start, part.start + part.count)
+                for part in self.ranges
+            }
 
-    def after(self, rate: float) -> dict:
+    def after(self) -> dict:
         """Compare what happened in the step with the optimizer's ideal update.
 
-        Args:
-            rate: learning rate of the step
-
         Returns:
-            changed (0..1), ratio, moved, blocks: {block: {changed, ratio, moved}}
+            changed (0..1), ratio, moved, blocks: {block: {changed, ratio, moved}}, and
+            stochastic=True where weights are rounded stochastically
         """
         device = self.network.engine.device
         sums = torch.zeros(len(self.blocks), 5, device=device, dtype=torch.float64)
-        for part, old in zip(self.ranges, self.kept, strict=True):
+        for part, kept in zip(self.ranges, self.kept, strict=True):
             if part.count:
-                sums[self.blocks.index(block_of(part.name))] += self._sums(part, old, rate).to(sums)
+                sums[self.blocks.index(block_of(part.name))] += self._sums(part, kept).to(sums)
         self.kept = None
+        if self.record.packed:
+            self.network.optimizer.watched = {}
         rows = self.network.engine.total(sums).tolist()
         whole = [sum(column) for column in zip(*rows, strict=True)]
         blocks = {block: _shares(row) for block, row in zip(self.blocks, rows, strict=True)}
-        return _shares(whole) | dict(blocks=blocks)
+        stochastic = dict(stochastic=True) if self.rounds else {}
+        return _shares(whole) | stochastic | dict(blocks=blocks)
 
-    def _sums(self, part: FlatRange, old: Tensor, rate: float) -> Tensor:
+    def _ideal(self, part: FlatRange, kept: dict) -> Tensor:
+        """Return (count,): the exact update."""
+        network = self.network
+        if self.record.packed:
+            update = network.optimizer.watched[network.params[part.name]]
+            return torch.zeros(part.count) if isinstance(update, slice) else update
+        old = kept["weight"]
+        states = {key: network.read(part, key).to(old.device) for key in self.record.states}
+        states |= {f"earlier {key}": kept[key].to(old.device) for key in self.kind.earlier}
+        group = network.group_of(part.name)
+        return self.kind.ideal_update(old, states, network.steps, group, network.recipe)
+
+    def _sums(self, part: FlatRange, kept: dict) -> Tensor:
         """Return (5,): elements that should move, that did, squares of updates and weights."""
-        recipe: Recipe = self.network.recipe
-        policy = self.network.policy
-        states = {
-            key: self.network.read(part, key).to(old.device)
-            for key in policy.optimizer_record.states
-        }
-        kind = optimizer_class(policy.optimizer)
-        ideal = kind.ideal_update(old, states, self.network.steps, rate, recipe)
+        old = kept["weight"]
+        ideal = self._ideal(part, kept).to(old.device)
         realised = self.network.read(part, "weight") - old
         should = ideal != 0
         did = should & (realised != 0)
-        squares = (ideal.square().sum(), realised[should].square().sum(), old.square().sum())
+        size = realised[should].square().sum()
+        if self.rounds:  # the expected update: what points along the exact one
+            size = (realised * ideal).sum().square() / ideal.square().sum().clamp(min=1e-38)
+        squares = (ideal.square().sum(), size, old.square().sum())
         return torch.stack([should.sum(), did.sum(), *squares])
 
 
@@ -98,7 +117,7 @@ def _shares(sums: list) -> dict:
 # %% ../../nbs/7_training/03_updates.ipynb #eb75e225
 def _stored_type(tensor: Tensor) -> str:  # tensor (...) or a quantised state of flashoptim
     quantised = codes_and_scales(tensor)
-    values = quantised[0] if quantised else tensor
+    values = quantised[0] if quantised else getattr(tensor, "codes", tensor)
     return str(values.dtype).removeprefix("torch.")
 
 
@@ -112,7 +131,7 @@ def types_in_use(network: TrainedModule) -> dict:
         tensor
         for of_parameter in network.optimizer.state.values()
         for key, tensor in of_parameter.items()
-        if key != "step"
+        if key not in ("step", "RMS")
     ]
     return dict(
         weights=Counter(_stored_type(tensor) for tensor in network.params.values()),
@@ -133,6 +152,8 @@ def update_warning(numbers: dict) -> str:
     changed = numbers["changed"]
     ratio = numbers["ratio"]
     arrives = changed > 0.5 and 0.9 < ratio < 1.1
+    if numbers.get("stochastic"):  # few weights change, by more than the update: right on average
+        arrives = 0.7 < ratio < 1.3
     if arrives or not math.isfinite(ratio):
         return ""
     return (

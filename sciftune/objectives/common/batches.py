@@ -14,13 +14,14 @@ from torch import Tensor
 
 from ...core.randomness import share, stream, uniform
 from ...core.recipe import Recipe
+from ...core.sigma_ranges import range_at
 from ...data.buckets import rank_share
 from ...data.encode import CachedData, CachedSample, reference_latents
 from ...data.streams import sample_order
 from ...models.family import Family
 from ...models.references import stack_references
 from ...models.tokens import stack_sizes
-from .noise_levels import density, shift, shift_factor, weight
+from .noise_levels import density, shift, shift_factor, weight, within
 
 # %% ../../../nbs/8_objectives/common/04_batches.ipynb #b99d1a08
 def draw_u(recipe: Recipe, step: int, position: int, sample: str, epoch: int) -> float:
@@ -131,8 +132,25 @@ class LatentBatches:
         out = []
         for position, (epoch, number) in piece:
             sample = self.samples[number]
-            out.append((sample, epoch, draw_u(self.recipe, step, position, sample.id, epoch)))
+            u = draw_u(self.recipe, step, position, sample.id, epoch)
+            out.append((sample, epoch, self.within_range(step, sample, epoch, u)))
         return out
+
+    def within_range(self, step: int, sample: CachedSample, epoch: int, u: float) -> float:
+        """Return the uniform number that draws a level of `sigma_range`.
+
+        Args:
+            step: training step, from 0
+            sample: its size decides the shift
+            epoch: pass over the data, from 0
+            u: uniform number
+        """
+        recipe = self.recipe
+        if not recipe.sigma_range:
+            return u
+        sizes = sample.sizes or ((recipe.resolution, recipe.resolution),)
+        factor = shift_factor(recipe, self.family, *sizes[epoch % len(sizes)])
+        return within(u, recipe.timestep_density, factor, *range_at(recipe.sigma_range, step))
 
     def micro(self, items: list[tuple]) -> dict:
         """Build a micro-batch.

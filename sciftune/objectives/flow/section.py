@@ -13,6 +13,7 @@ from pydantic import ValidationInfo, field_validator
 
 from ...core.fields import Section, field
 from ...core.registry import ObjectiveRecord, find_record, records
+from ...core.sigma_ranges import sigma_ranges
 
 # %% ../../../nbs/8_objectives/flow/01_section.ipynb #cd5b550f
 RECORDS = [
@@ -73,7 +74,13 @@ class FlowSection(Section):
     )
     timestep_shift: str = field(
         "none",
-        "'none', 'linear' (mu linear in tokens), 'empirical' (klein's), or a number: static shift",
+        "'none', 'linear' (mu linear in tokens), 'empirical' (klein's), 'pipeline' (as the model's "
+        "sampler shifts this size), or a number: static shift",
+    )
+    sigma_range: str = field(
+        "",
+        "noise levels that are trained, after the shift: '0.2-0.8', or by step '0.5-1, 2000:0-1'; "
+        "empty = all",
     )
     loss_weighting: str = field(
         "none", f"weight of a sample by its sigma: {', '.join(records('weightings'))}"
@@ -90,12 +97,20 @@ class FlowSection(Section):
     @field_validator("timestep_shift", mode="before")
     @classmethod
     def _shift(cls, shift: Any) -> str:
-        if str(shift) in ("none", "linear", "empirical"):
+        if str(shift) in ("none", "linear", "empirical", "pipeline"):
             return str(shift)
         try:
             positive = 0 < float(shift) < math.inf and not isinstance(shift, bool)
         except (TypeError, ValueError):
             positive = False
         if not positive:
-            raise ValueError("must be 'none', 'linear', 'empirical' or a positive number")
+            raise ValueError(
+                "must be 'none', 'linear', 'empirical', 'pipeline' or a positive number"
+            )
         return str(shift)
+
+    @field_validator("sigma_range")
+    @classmethod
+    def _range(cls, text: str) -> str:
+        sigma_ranges(text)
+        return text
