@@ -13,6 +13,7 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -21,7 +22,7 @@ import numpy as np
 from ..core.presets import nano_folder
 from ..core.recipe import Recipe, RecipeError, checked
 from ..core.registry import find_record, records
-from ..core.rundir import cache_root
+from ..core.rundir import cache_root, cores
 from ..core.writing import write_atomic
 from ..data.buckets import Sizing, crop_loss, nearest_size, size_inside
 from ..data.captions import common_captions
@@ -46,22 +47,29 @@ from sciftune.data.sources import (
     known_findings,
     open_collections,
 )
+from .pixels import USED_DEPTH, PictureFacts, picture_facts
 
 # %% auto #0
-__all__ = ['HARM', 'ROWS_NAMED', 'CROPPED', 'ENLARGED', 'SHRUNK', 'CROP_CURES', 'MANY', 'HEADERS', 'Fault', 'DataFinding',
-           'percent', 'worst_findings', 'cropped_images', 'scaled_images', 'fit_costs', 'TokenCount', 'local_folder',
-           'count_tokens', 'cut_captions', 'wanted_tokens', 'duplicate_images', 'leaked_images', 'unreadable_rows',
-           'blank_images', 'DataLook', 'opened_data', 'training_sizes', 'look_at', 'recommended_fields', 'clean_list',
-           'look_folder', 'recommended_settings', 'quick_look', 'quick_look_command']
+__all__ = ['HARM', 'ROWS_NAMED', 'CROPPED', 'ENLARGED', 'SHRUNK', 'CROP_CURES', 'MANY_CUT', 'CELL', 'MEASURED', 'SIDES', 'MANY',
+           'HEADERS', 'Fault', 'DataFinding', 'percent', 'worst_findings', 'cropped_images', 'scaled_images',
+           'fit_costs', 'wanted_fit', 'TokenCount', 'local_folder', 'count_tokens', 'cut_captions', 'cut_allowed',
+           'wanted_tokens', 'token_choices', 'duplicate_images', 'leaked_images', 'unreadable_rows', 'blank_images',
+           'read_facts', 'letters_lost', 'tiny_letters', 'odd_pixels', 'trivial_captions', 'DataLook', 'opened_data',
+           'training_sizes', 'look_at', 'recommended_fields', 'clean_list', 'look_folder', 'recommended_settings',
+           'quick_look', 'quick_look_command']
 
 # %% ../../nbs/9_lab/16_look.ipynb #3499b527
 HARM = {
     "leaked": 4.0,  # the held-out loss measures memorisation
     "unreadable": 2.0,  # more than max_bad_fraction of them end the run
     "cropped": 2.0,
+    "16 bits": 2.0,
+    "white ink": 1.5,
     "captions cut": 1.5,
     "duplicates": 1.0,
     "near-duplicates": 1.0,
+    "tiny letters": 1.0,
+    "trivial captions": 1.0,
     "blank": 1.0,
     "enlarged": 0.75,
     "shrunk": 0.75,
@@ -252,6 +260,22 @@ def _fit_cost(
         time=time / flops(*square),
     )
 
+# %% ../../nbs/9_lab/16_look.ipynb #56d9b351
+MANY_CUT = 0.01  # share of images that lose too much, from which another fit is recommended
+
+
+def wanted_fit(recipe: Recipe, costs: Sequence[dict]) -> str:
+    """Return the `fit` that keeps more than the one in use; '' = it keeps enough.
+
+    Args:
+        recipe: the run's recipe
+        costs: result of `fit_costs`
+    """
+    cut = {cost["fit"]: cost["cut"] for cost in costs}
+    if cut.get(recipe.fit, 0.0) <= MANY_CUT:
+        return ""
+    return "bucket" if recipe.fit == "crop" and cut["bucket"] <= MANY_CUT else "pad"
+
 # %% ../../nbs/9_lab/16_look.ipynb #a5ca38e8
 @dataclass(frozen=True)
 class TokenCount:
@@ -349,24 +373,36 @@ def cut_captions(recipe: Recipe, ids: Sequence[str], count: TokenCount) -> list[
     if not faults:
         return []
     share = len(faults) / len(ids)
+    middle, high = np.quantile(count.lengths, (0.5, 0.95))
     says = (
         f"{len(faults)} of {len(ids)} captions ({percent(share)}) are longer than the "
-        f"{count.limit} tokens that {count.encoder} reads, at most {max(count.lengths)}"
+        f"{count.limit} tokens that {count.encoder} reads: half have up to {middle:.0f}, 95 % "
+        f"up to {high:.0f}, the longest {max(count.lengths)}"
     )
     wanted = wanted_tokens(recipe, [count])
-    cure = f"text_tokens={wanted}" if wanted else "say first what matters, or shorten them"
+    left = sum(n > count.limit + wanted - recipe.text_tokens for n in count.lengths)
+    shorter = "say first what matters, or shorten them"
+    rest = f" cuts {left}; " if left else ""
+    cure = f"text_tokens={wanted}{rest}{shorter if left else ''}" if wanted else shorter
     return [DataFinding("captions cut", says, cure, share, _ordered(faults))]
 
 
+def cut_allowed(samples: int) -> int:
+    """Return how many captions may be cut, so that one long one does not set the price of all."""
+    return max(samples // 100, int(samples >= 20))
+
+
 def wanted_tokens(recipe: Recipe, counts: Iterable[TokenCount]) -> int:
-    """Return the text_tokens at which no caption is cut, or the model's maximum.
+    """Return the text_tokens at which one caption in a hundred is cut, or the model's maximum.
 
     Returns:
         a multiple of 16; 0 = no larger value would cut less
     """
     wanted = 0
     for count in counts:
-        longest = min(max(count.lengths, default=0), count.most)
+        lengths = sorted(count.lengths, reverse=True) or [0]
+        kept = lengths[min(cut_allowed(len(lengths)), len(lengths) - 1)]
+        longest = min(kept, count.most)
         if longest > count.limit:
             more = math.ceil((longest - count.limit) / 16) * 16
             wanted = max(
@@ -374,6 +410,38 @@ def wanted_tokens(recipe: Recipe, counts: Iterable[TokenCount]) -> int:
                 min(recipe.text_tokens + more, recipe.text_tokens + count.most - count.limit),
             )
     return wanted
+
+
+def token_choices(recipe: Recipe, counts: Sequence[TokenCount], flops=None) -> list[dict]:
+    """Compare values of text_tokens: what each cuts, and how long a step takes with it.
+
+    Args:
+        recipe: the run's recipe
+        counts: of each text encoder
+        flops: recipe -> FLOPs of a sample of its resolution; None = time is not known
+
+    Returns:
+        tokens, cut (share of the captions), time (of a step, relative to the recipe's)
+    """
+    if not counts:
+        return []
+    count = max(counts, key=lambda count: count.most - count.limit)
+    values = {recipe.text_tokens}
+    for share in (0.5, 0.95, 0.99, 1.0):
+        more = (
+            math.ceil((np.quantile(count.lengths, share, method="lower") - count.limit) / 16) * 16
+        )
+        most = recipe.text_tokens + count.most - count.limit
+        values.add(int(min(max(recipe.text_tokens + more, 16), most)))
+    rows = []
+    for tokens in sorted(values):
+        limit = count.limit + tokens - recipe.text_tokens
+        row = dict(tokens=tokens, cut=float(np.mean([n > limit for n in count.lengths])))
+        if flops:
+            other = recipe.model_copy(update=dict(text_tokens=tokens))
+            row["time"] = flops(other) / flops(recipe)
+        rows.append(row)
+    return rows
 
 # %% ../../nbs/9_lab/16_look.ipynb #f30ca960
 def _group_finding(check: str, groups: list[list[int]], ids: Sequence[str], of: dict) -> list:
@@ -485,6 +553,125 @@ def blank_images(ids: Sequence[str], signatures: Signatures) -> list[DataFinding
     says = f"{len(faults)} of {len(ids)} images have one colour"
     return [DataFinding("blank", says, "remove them", len(faults) / len(ids), faults)]
 
+# %% ../../nbs/9_lab/16_look.ipynb #2beb241c
+CELL = 8  # pixels of a side that an autoencoder makes one latent cell
+MEASURED = 200  # images whose letters are measured
+SIDES = (512, 768, 1024, 1280, 1536, 2048)  # resolutions that are compared
+
+
+def read_facts(collection: object, workers: int | None = None) -> list[PictureFacts]:
+    """Look at the pixels of every image, and at the letters of some; an empty one where that fails.
+
+    Args:
+        collection: samples with `image`
+        workers: threads; None = one per available core
+    """
+    step = max(1, math.ceil(len(collection) / MEASURED))
+
+    def facts(i: int) -> PictureFacts:
+        try:
+            return picture_facts(collection[i].image, letters=i % step == 0)
+        except DataError:
+            return PictureFacts()
+
+    with ThreadPoolExecutor(workers or min(cores(), 32)) as pool:
+        return list(pool.map(facts, range(len(collection))))
+
+
+def letters_lost(
+    recipe: Recipe, shapes: Sequence[tuple[int, int]], facts: Sequence[PictureFacts]
+) -> dict[int, float]:
+    """Return the share of images with letters below a cell, by resolution.
+
+    Args:
+        recipe: the run's recipe
+        shapes: (width, height) of every image
+        facts: of every image
+
+    Returns:
+        resolution -> share of the images with letters; {} = none has any
+    """
+    known = [(w * h, f.letters) for (w, h), f in zip(shapes, facts, strict=True) if f.letters]
+    sides = sorted({recipe.resolution, *(s for s in SIDES if s > recipe.resolution)})
+    if not known:
+        return {}
+    return {
+        side: float(np.mean([height * side / math.sqrt(area) < CELL for area, height in known]))
+        for side in sides
+    }
+
+
+def tiny_letters(
+    recipe: Recipe, ids: Sequence[str], shapes: Sequence[tuple[int, int]], facts: Sequence
+) -> list[DataFinding]:
+    """Find images whose small letters are lower than a latent cell: one finding, or none."""
+    lost = letters_lost(recipe, shapes, facts)
+    faults = []
+    for name, (width, height), fact in zip(ids, shapes, facts, strict=True):
+        after = (fact.letters or 99) * recipe.resolution / math.sqrt(width * height)
+        if after < CELL:
+            says = f"letters of {fact.letters:.0f} pixels, {after:.1f} in training"
+            faults.append(Fault(name, round(CELL / after, 2), says))
+    if not faults:
+        return []
+    measured = sum(fact.letters is not None for fact in facts)
+    says = (
+        f"{len(faults)} of {measured} images that were measured have letters below the {CELL} "
+        "pixels of a latent cell"
+    )
+    better = next((side for side, share in lost.items() if share <= lost[recipe.resolution] / 4), 0)
+    cure = f"resolution={better} leaves {percent(lost[better])}; " if better else ""
+    cure += "cut such figures into panels, or draw them with larger letters"
+    return [DataFinding("tiny letters", says, cure, len(faults) / measured, _ordered(faults))]
+
+
+def odd_pixels(ids: Sequence[str], facts: Sequence[PictureFacts]) -> list[DataFinding]:
+    """Find white ink on transparent paper, and few bits in a picture of 16."""
+    white = [
+        Fault(name, round(fact.white_ink, 3), f"{percent(fact.white_ink)} of its ink is white")
+        for name, fact in zip(ids, facts, strict=True)
+        if fact.white_ink > 0.5
+    ]
+    deep = [
+        Fault(name, fact.depth, f"values up to {fact.depth} of 65535: shown nearly black")
+        for name, fact in zip(ids, facts, strict=True)
+        if 0 < fact.depth < USED_DEPTH
+    ]
+    cures = {
+        "white ink": "lay them on a dark page, or draw them with dark ink: they are laid on white",
+        "16 bits": "scale the values to the whole range, or save them with 8 bits",
+    }
+    named = {"white ink": "are white ink on transparent paper", "16 bits": "use few of 16 bits"}
+    return [
+        DataFinding(
+            check,
+            f"{len(faults)} of {len(ids)} images {named[check]}",
+            cures[check],
+            len(faults) / len(ids),
+            _ordered(faults),
+        )
+        for check, faults in (("white ink", white), ("16 bits", deep))
+        if faults
+    ]
+
+
+def trivial_captions(ids: Sequence[str], captions: Sequence[tuple[str, ...]]) -> list[DataFinding]:
+    """Find captions of one or two words, or of the words of the file name."""
+    faults = []
+    for name, texts in zip(ids, captions, strict=True):
+        longest = max(texts, key=len, default="")
+        words = re.findall(r"\w+", longest.lower())
+        stem = re.sub(r"[^a-z0-9]", "", Path(name).stem.lower())
+        named = len(words) < 8 and all(word.replace("_", "") in stem for word in words)
+        if len(words) < 3 or named:
+            faults.append(Fault(name, len(words), f"caption “{longest[:60]}”"))
+    if not faults:
+        return []
+    says = f"{len(faults)} of {len(ids)} captions say no more than a file name"
+    cure = "say what the figure shows: kind, axes, colours, labels"
+    faults = sorted(faults, key=lambda fault: (fault.value, fault.row))
+    return [DataFinding("trivial captions", says, cure, len(faults) / len(ids), faults)]
+
 # %% ../../nbs/9_lab/16_look.ipynb #7b4cda36
 @dataclass
 class DataLook:
@@ -499,6 +686,8 @@ class DataLook:
         findings: worst first
         shapes: (width, height) of each image
         fits: result of `fit_costs`
+        letters: training resolution -> share of the images whose small letters are lost
+        choices: result of `token_choices`
         tokens: empty if they were not counted
         recommended: recipe fields
         notes: what was not inspected, and why
@@ -513,6 +702,8 @@ class DataLook:
     findings: list[DataFinding]
     shapes: list[tuple[int, int]] = field(default_factory=list)
     fits: list[dict] = field(default_factory=list)
+    letters: dict[int, float] = field(default_factory=dict)
+    choices: list[dict] = field(default_factory=list)
     tokens: list[TokenCount] = field(default_factory=list)
     recommended: dict = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -600,9 +791,14 @@ def look_at(recipe: Recipe, collection: object, workers: int | None = None) -> D
     )
     found += _leaks(recipe, collection, signed, groups)
     found += blank_images(ids, signed)
+    facts = read_facts(collection, workers)
+    found += tiny_letters(recipe, ids, shapes, facts) + odd_pixels(ids, facts)
     look = _measured(recipe, ids, shapes, collection.captions, collection.rejected, len(ids))
     look.findings = worst_findings([*look.findings, *found], len(HARM) + 1)
     look.fits = fit_costs(recipe, shapes, _model_flops(recipe))
+    look.letters = letters_lost(recipe, shapes, facts)
+    side = recipe.resolution
+    look.choices = token_choices(recipe, look.tokens, lambda r: _model_flops(r)(side, side))
     look.recommended = recommended_fields(recipe, look)
     look.columns = collection.notes
     look.whole = True
@@ -642,6 +838,7 @@ def _measured(recipe, ids, shapes, captions, rejected, total: int) -> DataLook:
     except DataError as error:
         notes.append(str(error))
     found += [finding for count in tokens for finding in cut_captions(recipe, ids, count)]
+    found += trivial_captions(ids, captions)
     return DataLook(
         recipe.data,
         recipe.model,
@@ -650,6 +847,7 @@ def _measured(recipe, ids, shapes, captions, rejected, total: int) -> DataLook:
         False,
         worst_findings(found, len(found)),
         list(shapes),
+        fits=fit_costs(recipe, shapes) if shapes else [],
         tokens=tokens,
         notes=notes,
     )
@@ -675,17 +873,18 @@ def recommended_fields(recipe: Recipe, look: DataLook) -> dict:
     """Return the recipe fields, field -> value, that would fix findings."""
     shares = {finding.check: finding.share for finding in look.findings}
     wanted = {}
-    if shares.get("cropped", 0) > 0.01 and not recipe.varied:
-        wanted["fit"] = "bucket"
+    if fit := wanted_fit(recipe, look.fits):
+        wanted["fit"] = fit
     if shares.get("enlarged", 0) > MANY:
         side = recipe.resolution
         multiple, step = recipe.size_multiple, recipe.sides()[2]
         sides = {max(step, side * part // 4 // multiple * multiple) for part in (2, 3, 4)}
         if recipe.fit == "crop":
-            wanted["fit"] = "bucket"
+            wanted.setdefault("fit", "bucket")
         wanted["bucket_sides"] = ",".join(map(str, sorted(sides)))
     if tokens := wanted_tokens(recipe, look.tokens):
         wanted["text_tokens"] = tokens
+    wanted = {name: value for name, value in wanted.items() if getattr(recipe, name) != value}
     return wanted if _accepted(recipe, wanted) else {}
 
 
