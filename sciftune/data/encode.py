@@ -33,9 +33,9 @@ from .buckets import Sizing
 from .cache import TensorCache, cache_key
 from .cells import box_cells, mask_cells
 from .images import PIXELS_VERSION, DataError, load_picture, pixels
+from .reading import read_text
 from .rows import CellValue
 from .sources import SampleCollection, Undecodable, mark_decoded, repeats_of
-from .words import read_text
 
 # %% ../../nbs/2_data/10_encode.ipynb #b81a4743
 class LoadedEncoders(Protocol):

@@ -17,6 +17,7 @@ from .captions import common_captions
 from .cells import MASK_KEYS, WORD_KEYS
 from .images import Sample
 from .pairs import find_pairs
+from .reading import READER_MISSING, can_read_text
 from .references import REFERENCE_KEYS
 from sciftune.data.sources import (
     SAMPLE_COLUMNS,
@@ -25,7 +26,6 @@ from sciftune.data.sources import (
     open_collection,
     open_collections,
 )
-from .words import READER_MISSING, can_read_text
 
 # %% ../../nbs/2_data/14_splits.ipynb #c6d60c32
 def data_path(recipe: Recipe, path: str | None = None) -> str:

@@ -40,7 +40,7 @@ from sciftune.lab.plots import (
     validation_rows,
     without_formulas,
 )
-from .scores import SCORES, read_evaluation
+from .scores import SCORES, read_evaluation, score_text
 from .summary import outcome, picture_rows, typed_value
 
 # %% ../../nbs/9_lab/21_compare.ipynb #21dd4868
@@ -121,13 +121,10 @@ def run_results(run: RunDir) -> dict[str, str]:
 
 
 def _evaluated(run: RunDir) -> dict[str, str]:
-    """Return the scores of the last evaluation, each with its interval."""
+    """Return the scores of the last evaluation, each with its interval and number of pictures."""
     rows = read_evaluation(run.path)
     scores = rows[-1].scores if rows else {}
-    return {
-        SCORES[name]: f"{found['value']:.3g} ({found['low']:.3g} to {found['high']:.3g})"
-        for name, found in scores.items()
-    }
+    return {SCORES[name]: score_text(found) for name, found in scores.items()}
 
 # %% ../../nbs/9_lab/21_compare.ipynb #59ca2f41
 def results_table(

@@ -325,7 +325,7 @@ PAGE_TABLES = (
     PageTable("Answers", ("asked", "expected", "answered"), answers_of),
     PageTable(
         "Evaluation",
-        ("score", "before", "now", "95 % of a resampling"),
+        ("score", "before", "now", "95 % of a resampling", "pictures"),
         lambda run: [score.cells() for score in evaluation_of(run)],
     ),
     *(

@@ -43,7 +43,7 @@ from sciftune.lab.plots import (
     trained_on_cpu,
     validation_rows,
 )
-from .scores import SCORES, read_evaluation
+from .scores import FEWEST, SCORES, read_evaluation
 
 # %% ../../nbs/9_lab/28_summary.ipynb #83cbc31f
 def recipe_of(run: RunDir) -> Recipe:
@@ -231,6 +231,7 @@ class EvaluatedScore:
     Attributes:
         before: nan = not evaluated
         low: lower end of the 95 % bootstrap interval
+        pictures: on which it rests; 0 = unknown
     """
 
     label: str
@@ -238,12 +239,22 @@ class EvaluatedScore:
     now: float
     low: float = math.nan
     high: float = math.nan
+    pictures: int = 0
+
+    @property
+    def few(self) -> bool:
+        """Return whether it rests on too few pictures to be a headline."""
+        return 0 < self.pictures < FEWEST
 
     def cells(self) -> list[str]:
         """Return the score as a row of a table."""
         between = "–" if math.isnan(self.low) else f"{self.low:.3g} to {self.high:.3g}"
-        before = "–" if math.isnan(self.before) else f"{self.before:.3g}"
-        return [self.label, before, f"{self.now:.3g}", between]
+        before, now = (
+            "–" if math.isnan(value) or self.few else f"{value:.3g}"
+            for value in (self.before, self.now)
+        )
+        count = f"{self.pictures or '–'}{': too few' if self.few else ''}"
+        return [self.label, before, now, between, count]
 
 
 def evaluation_of(run: RunDir | str | Path) -> list[EvaluatedScore]:
@@ -262,7 +273,8 @@ def evaluation_of(run: RunDir | str | Path) -> list[EvaluatedScore]:
             continue
         before = base.get(name, {}).get("value", math.nan)
         edges = (now.get("low", math.nan), now.get("high", math.nan))
-        found.append(EvaluatedScore(SCORES.get(name, name), before, now["value"], *edges))
+        score = (SCORES.get(name, name), before, now["value"], *edges, now.get("pictures", 0))
+        found.append(EvaluatedScore(*score))
     return found
 
 
@@ -274,7 +286,9 @@ def _followed(run: RunDir) -> list[EvaluatedScore]:
         rows = [row for row in run.metrics_log().others if counted in row]
         for key in keys if rows else ():
             before = rows[0][key] if len(rows) > 1 else math.nan
-            found.append(EvaluatedScore(record.validation[key], before, rows[-1][key]))
+            count = int(rows[-1][counted])
+            own = EvaluatedScore(record.validation[key], before, rows[-1][key], pictures=count)
+            found.append(own)
     return found
 
 # %% ../../nbs/9_lab/28_summary.ipynb #927573ea
@@ -328,7 +342,11 @@ def _evaluation(run: RunDir) -> Number:
     found = evaluation_of(run)
     if not found:
         return Number("evaluation", "–", f"not evaluated; sciftune evaluate -p source {run.path}")
-    first, *rest = found
+    whole = [one for one in found if not one.few]
+    if not whole:
+        count = max(one.pictures for one in found)
+        return Number("evaluation", "–", f"{count} pictures: too few, {FEWEST} are needed")
+    first, *rest = whole
     notes = [] if math.isnan(first.before) else [f"{first.before:.3g} before"]
     notes += [f"{one.label} {one.now:.3g}" for one in rest[:2]]
     return Number(f"evaluation: {first.label}", f"{first.now:.3g}", ", ".join(notes))

@@ -45,6 +45,7 @@ TORCH_FREE = [  # imported by the kernel that launches, whose forks torch could 
     "data.buckets",
     "data.captions",
     "data.words",
+    "data.reading",
     "objectives.*.section",
     "extras.*.*.section",
     "lab.plots",

@@ -18,7 +18,8 @@ from ....core.progress import progress
 from ....core.recipe import RecipeError
 from ....core.registry import RewardRecord, load, records
 from ....core.rundir import cores
-from ....data.words import Label, can_read_text, match_words, read_text, text_parts
+from ....data.reading import can_read_text, read_text
+from ....data.words import Label, match_words, text_parts
 from .section import reward_parts
 from ....training.validation import as_image
 

@@ -1,0 +1,99 @@
+"""Measure how well the words of figures are read.
+
+python tests/tools/words.py FOLDER [--every N] [--wrong] [--processes N]
+
+FOLDER holds pictures and words.jsonl: a line per picture with `file_name` and `words`, each with
+`text`, `size` (of its type, in pixels) and `angle` (degrees). Text taken from SVG has lost its
+scripts (10⁻² is 10-2), so they are not told apart here; seconds are of a processor.
+"""
+
+import argparse
+import json
+import re
+import time
+import unicodedata
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from PIL import Image
+
+from sciftune.data.reading import read_text
+from sciftune.data.words import Label, is_number, match_words, text_parts
+
+MATHEMATICS = re.compile(r"10-\d|M[qM]{2,}|i=0j|(hi )?i x|5\.5-?\d?\d|9\d")
+
+
+def groups(
+    word: dict,  # A line's word
+) -> list[str]:
+    """Return the groups of labels that a word belongs to."""
+    text, angle = word["text"], word["angle"] % 360
+    slanted = min(abs(angle - right) for right in (0, 90, 180, 270, 360)) > 2
+    kinds = {
+        "all": True,
+        "numbers": is_number(text.replace("−", "-")),
+        "words": sum(c.isalpha() for c in text) > 1,
+        "single letters": len(text.strip()) == 1 and text.strip().isalpha(),
+        "mathematics": bool(MATHEMATICS.fullmatch(text)),
+        "slanted": slanted,
+        "on end": 88 < angle % 180 < 92,
+    }
+    return [kind for kind, member in kinds.items() if member]
+
+
+def measured(
+    task: tuple[Path, list[dict]],  # Picture, its words
+) -> tuple:
+    """Read one picture: name, seconds, sums, (found, labels) by group, what is not right."""
+    file, words = task
+    with Image.open(file) as image:
+        image.load()
+    labels = [Label(w["text"], w["size"]) for w in words]
+    began = time.process_time()
+    read = read_text(image)
+    seconds = time.process_time() - began
+    read = [replace(r, text=unicodedata.normalize("NFKC", r.text)) for r in read]
+    matched = match_words(labels, read)
+    found, total = Counter(), Counter()
+    for word, given in zip(matched, words, strict=False):
+        for group in groups(given):
+            total[group] += 1
+            found[group] += word.state == "found"
+    wrong = [(w.state, w.text, w.read) for w in matched if w.state not in ("found", "ignored")]
+    return file.name, seconds, text_parts(matched), found, total, wrong
+
+
+def main():
+    """Print the table."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("folder", type=Path)
+    options.add_argument("--every", type=int, default=1, help="every Nth picture only")
+    options.add_argument("--processes", type=int, default=1)
+    options.add_argument("--wrong", action="store_true", help="list what is not right")
+    chosen = options.parse_args()
+    lines = (chosen.folder / "words.jsonl").read_text().splitlines()[:: chosen.every]
+    tasks = [(chosen.folder / r["file_name"], r["words"]) for r in map(json.loads, lines)]
+    began = time.perf_counter()
+    if chosen.processes > 1:
+        with ProcessPoolExecutor(chosen.processes) as pool:
+            rows = list(pool.map(measured, tasks))
+    else:
+        rows = list(map(measured, tasks))
+    seconds = (time.perf_counter() - began) / len(rows)
+    for name, _, _, _, _, wrong in rows if chosen.wrong else ():
+        for state, text, read in wrong:
+            print(f"{name:60} {state:8} {text!r:30} {read!r}")
+    for score in ("recall", "precision", "cer"):
+        above, below = (sum(row[2][score][k] for row in rows) for k in (0, 1))
+        print(f"{score:15} {above / max(below, 1):.3f}  ({above:g} of {below:g})")
+    for group in dict.fromkeys(g for row in rows for g in row[4]):
+        above, below = (sum(row[k][group] for row in rows) for k in (3, 4))
+        print(f"{group:15} {above / below:.3f}  ({above} of {below})")
+    alone = sum(row[1] for row in rows) / len(rows)
+    print(f"{len(rows)} figures; {seconds:.2f} s each, {alone:.2f} s in one process")
+
+
+if __name__ == "__main__":
+    main()
