@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from shared_figures import PLACE, draw_once
 from warm import Zygote
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,10 +31,9 @@ LONGEST = (
 SLOW = "slow: pytest -m slow, or SCIFTUNE_SLOW=1 for everything"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 gc.disable()  # until all is imported, see pytest_collection_finish
-FIGURES = "SCIFTUNE_TEST_FIGURES"  # where tests/tools/shared_figures.py keeps them
-if FIGURES not in os.environ:  # the workers of xdist inherit it
-    os.environ[FIGURES] = tempfile.mkdtemp(prefix="sciftune-figures-")
-    atexit.register(shutil.rmtree, os.environ[FIGURES], ignore_errors=True)
+if PLACE not in os.environ:  # the workers of xdist inherit it
+    os.environ[PLACE] = tempfile.mkdtemp(prefix="sciftune-figures-")
+    atexit.register(shutil.rmtree, os.environ[PLACE], ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
@@ -84,6 +84,7 @@ def pytest_collection_finish(session):
 
     The process of `warm_python` is forked before any test has run: it has nothing of them.
     """
+    draw_once()
     wanted = any("warm_python" in getattr(item, "fixturenames", ()) for item in session.items)
     if wanted and not session.config.option.collectonly and hasattr(os, "pidfd_open"):  # Linux
         session.config.stash[ZYGOTE] = zygote = Zygote()

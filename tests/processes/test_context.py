@@ -4,6 +4,8 @@ Losses, gradient norms, sums over samples, held-out losses, pictures and checkpo
 of one process. No number of tokens here is divisible by the ranks.
 """
 
+import json
+
 import numpy as np
 import pytest
 from forked import ENGINES, deviation, log, losses, recipe_of, start, train, wait
@@ -142,7 +144,13 @@ def test_a_run_goes_on_with_another_number_of_ranks_per_sample(root, alone, firs
 
 def test_reference_images_are_divided_too(root):
     "klein shows the picture before an edit behind the one after it."
-    fields = dict(data="edits", reference_images=1, fit="crop", figures=16, resolution=64)
+    edits = [
+        dict(file_name=f"{i:02d}.png", text=f"edit {i}", source_image=f"{i % 3 + 2:02d}.png")
+        for i in range(8)
+    ]
+    (root / "edits.jsonl").write_text("\n".join(map(json.dumps, edits)))
+    fields = dict(data=str(root / "images"), metadata=str(root / "edits.jsonl"))
+    fields |= dict(reference_images=1, fit="crop", resolution=64, held_out=2)
     fields |= dict(validation_steps=0, checkpoint_steps=0, steps=3, text_tokens=32, loss_sigmas=0)
     conf = BASE | dict(model="klein") | fields
     one = train(RunDir(root / "runs" / "edit-1"), **conf)

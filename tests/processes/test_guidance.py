@@ -58,6 +58,9 @@ def test_a_second_prediction_where_the_pipeline_makes_one(tmp_path, name, varian
     folder = family.tiny(tmp_path / "tiny", **variant)
     pipe = family.build_tiny(**variant)
     pipe.set_progress_bar_config(disable=True)
+    if hasattr(pipe, "vae"):  # the image of every call is the same, and often made a megapixel
+        real, made = pipe.vae.encode, {}
+        pipe.vae.encode = lambda x: made.get(x.shape) or made.setdefault(x.shape, real(x))
     scale, _, _ = scale_name(PIPELINES[name])
     known = inspect.signature(PIPELINES[name].__call__).parameters
     call = dict(prompt="a ship", num_inference_steps=1, output_type="latent")

@@ -76,7 +76,7 @@ def test_slow_work_is_no_stall(folder):
 
     The other rank has nothing to say meanwhile.
     """
-    long = 1.8 * STALL
+    long = 1.4 * STALL
 
     def slow(rank, run):
         real = sources.examine

@@ -1,6 +1,6 @@
 """Run notebooks as tests, each in a process of its own, and say at any time which ones run.
 
-    python tests/tools/notebooks.py [--workers 2] [--flags "slow cuda"] [FOLDER_OR_NOTEBOOK ...]
+    python tests/tools/notebooks.py [--workers 3] [--flags "slow cuda"] [FOLDER_OR_NOTEBOOK ...]
 
 There is no time limit, since a slower machine is no error: every minute a line names the notebooks
 that are still running and for how long, so that one that hangs is told by its name. Processes are
@@ -21,6 +21,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shared_figures import PLACE, draw_once
+
 ROOT = Path(__file__).resolve().parents[2]
 SPEAK_EVERY = 60.0  # seconds between two lines about what is still running
 IMPORTED = (  # once, before processes are forked: what runs notebooks, and what many of them import
@@ -40,15 +42,18 @@ IMPORTED = (  # once, before processes are forked: what runs notebooks, and what
 )
 TESTED = ("launch.ipynb",)  # trains, and tests/processes/test_launch.py does it with papermill
 LONGEST = (  # they begin first, so that workers end together
-    "planner/05_ledger",
-    "planner/08_search",
-    "planner/07_rows",
     "strategies/08_compilation",
-    "dmd/05_work",
+    "planner/08_search",
     "dmd/04_task",
     "training/07_encoding",
-    "lab/02_launch",
+    "lab/06_prepare",
+    "lab/03_jobs",
+    "lab/04_report",
     "planner/04_profile",
+    "planner/05_ledger",
+    "figures/06_edits",
+    "unified/04_task",
+    "strategies/07_lora",
 )
 
 
@@ -128,7 +133,8 @@ def run_all(notebooks: list[Path], flags: str, workers: int) -> list[str]:
     """Run `notebooks`, `workers` at a time; the names of those that failed."""
     waiting, running, failed = list(notebooks), [], []
     spoke = time.time()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as figures:
+        os.environ[PLACE] = figures
         while waiting or running:
             while waiting and len(running) < workers:
                 running.append(start(waiting.pop(0), flags, folder))
@@ -170,6 +176,7 @@ def import_once() -> None:
                 importlib.import_module(name)
     finally:
         os.dup2(shown, 2)
+    draw_once()
     gc.freeze()  # nor do the forked ones search it
     gc.enable()
 
@@ -178,7 +185,7 @@ def main() -> int:
     """1 when a notebook failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("places", nargs="*", default=["nbs"])
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--flags", default="")
     arguments = parser.parse_args()
     sys.path.insert(0, str(ROOT))  # as nbdev_test does: the notebooks test this tree

@@ -4,6 +4,7 @@ Every engine meets one objective in all settings (tests/processes/test_engines.p
 meets two engines, a family two others, and so on: each pair of neighbours somewhere.
 """
 
+import os
 from itertools import product
 
 import pytest
@@ -22,3 +23,9 @@ def usual(fast: list, every: list) -> list:
 def engines_and_ranks(*fast: tuple[str, int]) -> list:
     """Engines of two processes with and without adapters."""
     return usual(fast, list(product(TWO, RANKS)))
+
+
+def one_of_three(*places: int) -> None:
+    """Skip this cell of a cross, given by its places, unless it is of a third that always runs."""
+    if sum(places) % 3 and not os.environ.get("SCIFTUNE_SLOW"):
+        pytest.skip("slow: SCIFTUNE_SLOW=1 for all cells")

@@ -15,6 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch.nn.attention.flex_attention import flex_attention
 
+from sciftune.core.checkpoint_folders import checkpoint_name
 from sciftune.core.recipe import resolve
 from sciftune.core.rundir import RunDir
 from sciftune.extras.bagel.family import Bagel
@@ -23,13 +24,14 @@ from sciftune.planner.profile import weights_path
 from sciftune.strategies.compilation import compiled_graphs
 from sciftune.training.checkpoints import CheckpointTensors
 
+STEPS, HALF = 10, 6
 BASE = dict(
     model="bagel",
     figures=16,
     held_out=6,
     validation_steps=0,
-    checkpoint_steps=10,
-    steps=20,
+    checkpoint_steps=HALF,
+    steps=STEPS,
     lr_schedule="constant",
     learning_rate=1e-3,
     export=False,
@@ -92,7 +94,7 @@ FOUR = [
 
 
 @pytest.mark.parametrize("engine,n", usual([("zero3", 2)], TWO + FOUR))
-def test_20_steps_equal_single(root, references, engine, n):
+def test_engines_equal_single(root, references, engine, n):
     batch = 2 if (engine, n) in TWO else 4
     reference, one = references(batch), RunDir(root / f"reference-{batch}")
     run = RunDir(root / f"{engine}-{n}")
@@ -100,7 +102,7 @@ def test_20_steps_equal_single(root, references, engine, n):
         run, num_processes=n, **BASE | dict(global_batch=batch), **ENGINES[engine], ema_decay=0.9
     )
     assert (
-        set(losses(m)) == set(range(1, 21))
+        set(losses(m)) == set(range(1, STEPS + 1))
         and deviation(m, reference) <= 1e-5
         and deviation(m, reference, "grad_norm") <= 1e-4
     )
@@ -108,8 +110,8 @@ def test_20_steps_equal_single(root, references, engine, n):
         got, wanted = losses(m, k), losses(reference, k)
         assert max(abs(got[s] - want) for s, want in wanted.items()) <= 3e-5, k
     counts = {(r["total_ce_tokens"], r["total_mse_tokens"]) for r in reference if "ce" in r}
-    assert len(counts) > 10, "the mixtures are uneven"
-    assert same_weights(weights(run, 20, "ema"), weights(one, 20, "ema"), 2e-4)
+    assert len(counts) > STEPS // 2, "the mixtures are uneven"
+    assert same_weights(weights(run, STEPS, "ema"), weights(one, STEPS, "ema"), 2e-4)
 
 
 def without_kernels(rank, run):
@@ -130,19 +132,19 @@ def test_compiled_layers_equal_single(root, reference, engine, n, recomputed):
     codes = wait(start(run, recipe, without_kernels))
     assert not any(codes), log(run)[-3000:]
     m = run.read_metrics()
-    assert set(losses(m)) == set(range(1, 21)) and deviation(m, reference) <= 1e-5
+    assert set(losses(m)) == set(range(1, STEPS + 1)) and deviation(m, reference) <= 1e-5
     assert deviation(m, reference, "grad_norm") <= 1e-4
     assert graphs_after_second(m) == 0
     kinds = [losses(m, f"{kind}_tokens") for kind in ("text", "vit", "vae")]
     assert all(len(set(counts.values())) > 3 for counts in kinds), "the packs differ"
     drawn = losses(m, "vae_tokens")
-    assert min(drawn[step] for step in range(3, 21)) == 0, "a step without drawn images"
+    assert min(drawn[step] for step in range(3, STEPS + 1)) == 0, "a step without drawn images"
 
 
 def graphs_after_second(m):
     graphs = losses(m, "compiled_graphs")
-    assert graphs[20] >= 4
-    return graphs[20] - graphs[2]
+    assert graphs[STEPS] >= 4
+    return graphs[STEPS] - graphs[2]
 
 
 def test_flex_attention_is_compiled_once_for_all_packs():
@@ -171,22 +173,22 @@ def test_flex_attention_is_compiled_once_for_all_packs():
 )
 def test_resume_is_exact_including_the_packer(root, reference, engine, n):
     source = RunDir(root / "reference-2")
-    info = json.loads((source.checkpoints / "step_000010" / "info.json").read_text())
+    info = json.loads((source.checkpoints / checkpoint_name(HALF) / "info.json").read_text())
     stream = info["task"]["stream"]
     # not the batch made ahead; samples wait
-    assert stream["step"] == 10 and stream["sequences"]["packs"] == 20
+    assert stream["step"] == HALF and stream["sequences"]["packs"] == 2 * HALF
     assert stream["sequences"]["waiting"]
     run = RunDir(root / f"resumed-{engine}")
     m = train(
         run,
         num_processes=n,
-        resume=str(source.checkpoints / "step_000010"),
+        resume=str(source.checkpoints / checkpoint_name(HALF)),
         **BASE,
         **ENGINES[engine],
         ema_decay=0.9,
     )
     assert (
-        min(losses(m)) == 11
+        min(losses(m)) == HALF + 1
         and deviation(m, reference) <= 1e-5
         and deviation(m, reference, "total_samples") == 0
         and deviation(m, reference, "tokens") == 0
@@ -303,7 +305,7 @@ def test_starts_from_an_earlier_run(root, reference):
 
     What is frozen now is the earlier run's, not the base's.
     """
-    run, earlier = RunDir(root / "started"), weights(RunDir(root / "reference-2"), 20, "ema")
+    run, earlier = RunDir(root / "started"), weights(RunDir(root / "reference-2"), STEPS, "ema")
     with pytest.warns(UserWarning, match="finetune_from_ema"):
         m = train(
             run,
@@ -320,7 +322,7 @@ def test_starts_from_an_earlier_run(root, reference):
                 )
             ),
             **ENGINES["fsdp"],
-            resume_from=str(root / "reference-2" / "checkpoints" / "step_000020"),
+            resume_from=str(root / "reference-2" / "checkpoints" / checkpoint_name(STEPS)),
             finetune_from_ema=True,
         )
     assert min(losses(m)) == 1
