@@ -68,6 +68,30 @@ def test_a_recipe_alone_refuses_what_no_gpu_could():
                 Strategy.of(recipe, recipe.num_processes, True)
 
 
+CUT = [name for name, record in records("optimizers").items() if record.scope != "weight"]
+
+
+@pytest.mark.parametrize("optimizer", CUT)
+def test_a_plan_leaves_out_what_is_refused(optimizer):
+    "A plan changes the strategy of a recipe without checking it again."
+    for setting in SETTINGS:
+        try:
+            usual = recipe_of(*setting)
+        except RecipeError:
+            continue
+        try:
+            recipe_of(*setting, optimizer=optimizer)
+            refused = False
+        except RecipeError:
+            refused = True
+        changed = usual.model_copy(update=dict(optimizer=optimizer))
+        try:
+            Strategy.of(changed, usual.num_processes, True)
+            assert not refused, setting
+        except RecipeError as error:
+            assert refused or str(error).startswith("precision: 'fp8'"), setting
+
+
 def one_step(net, step):
     "Train on this rank's micro-batches; the losses."
     from sciftune.strategies.ranks import toy_loss

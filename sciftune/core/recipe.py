@@ -6,9 +6,10 @@
 __all__ = ['FORMAT', 'CHECKS', 'REMOVED', 'objective_sections', 'collection_sections', 'all_sections', 'Fields', 'readers',
            'why_unread', 'unread_fields', 'check_model', 'check_parts', 'micro_batches', 'check_batches',
            'check_context', 'check_packing', 'check_length', 'check_strategy', 'check_offload', 'check_optimizer',
-           'check_groups', 'check_cuda_graphs', 'check_multiples', 'check_sizes', 'check_collection', 'check_numbers',
-           'Recipe', 'checked', 'restored', 'foreign_names', 'foreign_meanings', 'check_names', 'resolve',
-           'warmup_fault', 'launch_preset', 'epochs_line', 'learning_rate_at', 'identity', 'changed']
+           'optimizer_conflict', 'check_groups', 'check_cuda_graphs', 'check_multiples', 'check_sizes',
+           'check_collection', 'check_numbers', 'Recipe', 'checked', 'restored', 'foreign_names', 'foreign_meanings',
+           'check_names', 'resolve', 'warmup_fault', 'launch_preset', 'epochs_line', 'learning_rate_at', 'identity',
+           'changed']
 
 # %% ../../nbs/1_core/05_recipe.ipynb #34232c8d
 import functools
@@ -423,12 +424,20 @@ def check_optimizer(recipe: Fields):
         why = f"precision 'bf16' is plain {usual.title}; use 'auto', or precision '{better}'"
     elif asked.gpu_only and recipe.cpu:
         why = "it needs a GPU, and cpu=True is a run without; use 'auto'"
-    if why := why or _cut_weights(recipe, asked):
+    if why := why or optimizer_conflict(recipe, asked):
         raise ValueError(f"optimizer: '{asked.name}': {why}")
 
 
-def _cut_weights(recipe: Fields, asked: OptimizerRecord) -> str:
-    """Return why an optimizer cannot train weights that the engine cuts or updates one by one."""
+def optimizer_conflict(recipe: Fields, asked: OptimizerRecord) -> str:
+    """Return why an optimizer cannot train weights that the engine cuts or updates one by one.
+
+    Args:
+        recipe: strategy, offload, shard_states and lr_groups are read
+        asked: the optimizer
+
+    Returns:
+        '' if it can
+    """
     strategy = find_record("strategies", recipe.strategy)
     flat = strategy.own_master_weights
     unflat = [s.name for s in records("strategies").values() if not s.own_master_weights]

@@ -132,13 +132,14 @@ def profile(
         vae: also measure the VAE's decoder
     """
     model = MetaModel.build(recipe, family, base, dtype)
+    trained = [n for n, _ in model.denoiser.named_parameters() if n not in model.frozen]
+    group_numbers(rate_groups(recipe.lr_groups), trained)  # refuse what matches nothing
     traced = {b: model.trace(b) for b in dict.fromkeys(model.work.batches)}
     traces = [traced[b] for b in model.work.batches]
     blocks, operations = measured_blocks(traces, model.frozen)
     frozen, side = model.frozen, recipe.resolution
     numels = {n: p.numel() for n, p in model.denoiser.named_parameters()}
     trained_numels = tuple(v for n, v in numels.items() if n not in frozen)
-    group_numbers(rate_groups(recipe.lr_groups), numels.keys() - frozen)
     repeated = blocks_of(model.denoiser, model.block_classes)
     large, others = (
         len(float8_layers(model.denoiser, repeated, captions=seen)) for seen in (True, False)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..core.plan import Plan
-from ..core.recipe import Recipe, RecipeError
+from ..core.recipe import Recipe, RecipeError, optimizer_conflict
 from ..core.registry import find_record, load
 from ..models.compat import forget_accelerator
 from .precision import Policy, policy_for
@@ -80,6 +80,9 @@ class Strategy:
                 f"optimizer: '{recipe.optimizer}' cannot train with strategy '{recipe.strategy}' "
                 f"and precision '{recipe.precision}'{where}, {policy.optimizer} does; use 'auto'"
             )
+        conflict = optimizer_conflict(recipe, policy.optimizer_record)
+        if conflict:  # a plan changes fields of a recipe without checking it again
+            raise RecipeError(f"optimizer: '{policy.optimizer}': {conflict}")
         made = kind(recipe, world, policy, cuda)
         made.check()
         return made

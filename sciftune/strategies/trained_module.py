@@ -22,6 +22,7 @@ from sciftune.strategies.optimizers import (
     build_optimizer,
     clip,
     optimizer_class,
+    packed_parts,
     packed_state,
     set_master,
     set_packed_state,
@@ -277,7 +278,8 @@ class TrainedModule:
         """
         if key != "packed":
             return part
-        count = packed_state(self.optimizer.new_state(self.params[part.name])).numel()
+        parts = packed_parts(self.optimizer.new_state(self.params[part.name]))
+        count = sum(part.numel() for part in parts)
         whole = FlatRange(part.name, (count,), 0, count)
         return whole.part(self.engine.rank, self.engine.world) if owned else whole
 
