@@ -148,6 +148,14 @@ class DataSection(Section):
     caption_dropout: float = field(
         0.1, "chance that a sample is trained with the empty caption", optional=True, ge=0, le=1
     )
+    caption_words: float = field(
+        0.0,
+        "chance that a sentence behind the caption quotes the words of the figure, which columns "
+        "labels or words name",
+        optional=True,
+        ge=0,
+        le=1,
+    )
     mask_outside: float = field(
         1.0,
         "weight in the loss of what the mask of a picture leaves black, white counts 1 (columns "
@@ -269,6 +277,12 @@ class DataSection(Section):
         optional=True,
         needs="validation_data=",
         ge=0,
+    )
+    split_by: Literal["auto", "document", "sample"] = field(
+        "auto",
+        "what is held out whole: documents that rows name (auto: where they name some), or samples",
+        optional=True,
+        needs="held_out",
     )
     validation_data: str = field(
         "",

@@ -122,6 +122,8 @@ class CachedSample:
         reference_sizes: (height, width) of each
         plain_captions: keys of its captions without references, where captions see them
         negative: key of the unconditional caption with its references, where captions see them
+        worded: keys of its captions with a sentence that quotes its words, see `caption_words`
+        word_chance: share of the epochs that use them
     """
 
     id: str
@@ -135,6 +137,8 @@ class CachedSample:
     reference_sizes: tuple = ()
     plain_captions: tuple = ()
     negative: str = ""
+    worded: tuple = ()
+    word_chance: float = 0.0
 
     def image(self, epoch: int) -> str:
         """Return the key of the image that an epoch trains on."""
@@ -153,6 +157,11 @@ class CachedSample:
         if dropped:
             return negative if lost else self.negative or negative
         keys = lost and self.plain_captions or self.caption_keys
+        if self.worded and not lost:  # what is left of `u` chooses among the captions
+            chance = self.word_chance
+            keys, u = (
+                (self.worded, u / chance) if u < chance else (keys, (u - chance) / (1 - chance))
+            )
         return keys[int(u * len(keys))]
 
 # %% ../../nbs/2_data/10_encode.ipynb #45491e71
@@ -328,11 +337,19 @@ class EncodingJobs:
             held: held-out sample: nothing is dropped
 
         Returns:
-            keys; plain_captions and negative, if they see references
+            keys; worded captions, if its words are known; plain_captions and negative, if they
+            see references
         """
         name = "" if held else self.collection.ids[i]
         texts = caption_texts(self.recipe, self.collection.captions[i], name)
         keys, beside = tuple(self.caption(t, i) for t in texts), {}
+        if sentence := self.collection.words[i] if self.recipe.caption_words else "":
+            named = tuple(f"{caption} {sentence}" for caption in self.collection.captions[i])
+            worded = caption_texts(self.recipe, named, name)
+            worded = tuple(self.caption(t, i) for t in worded)
+            if held:  # always the same, and what the others are trained on most
+                return worded, beside
+            beside |= dict(worded=worded, word_chance=self.recipe.caption_words)
         if not self.seen_by_caption(i) or held:
             return keys, beside
         if self.recipe.reference_dropout:

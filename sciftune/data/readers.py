@@ -29,6 +29,7 @@ from sciftune.data.images import (
     DataError,
     file_bytes,
 )
+from .named_words import words_sentence
 from sciftune.data.references import (
     EDITED_KEYS,
     ColumnContent,
@@ -394,11 +395,14 @@ def listed_rows(
 
 
 def _give_areas(root: Path, row: Row, record: dict, find: Callable):
-    """Set the mask and the boxes of words of a row."""
+    """Set the mask, the words and the document of a row."""
     mask = _first(record, MASK_KEYS, (None, ""))
     if mask is not None:
         row.masks = (reference_row(root, row.source, mask, find),)
-    row.boxes = word_boxes(record)
+    row.boxes, row.words = word_boxes(record), words_sentence(record)
+    document = record.get("document")
+    if isinstance(document, (str, int)) and str(document).strip():
+        row.document = valid_text("document", str(document).strip())
 
 
 def _count_images(columns: dict[str, list], contents: dict[str, ColumnContent], find: Callable):

@@ -44,6 +44,8 @@ class Row:
         references: rows of its reference images, in order; without captions
         masks: the row of its mask, white where it is to be learned; () = it has none
         boxes: (left, top, right, bottom) of its words, pixels of the image as it is shown
+        document: the paper, page or notebook that it comes from; '' = none is named
+        words: sentence that quotes its words, see `data.named_words`; '' = none are known
     """
 
     source: str
@@ -57,6 +59,8 @@ class Row:
     references: tuple[Row, ...] = ()
     masks: tuple[Row, ...] = ()
     boxes: tuple[tuple[float, ...], ...] = ()
+    document: str = ""
+    words: str = ""
 
 # %% ../../nbs/2_data/18_rows.ipynb #c0180008
 _Item = TypeVar("_Item")
@@ -178,6 +182,10 @@ class Rows(Sequence):
         self.digests = bytearray()
         self.beside = {}  # 'references' and 'masks': rows of other images, where there are some
         self.boxes = {}  # number of a row -> bytes of its boxes
+        self.words = {}  # number of a row -> sentence that quotes its words
+        self.documents = {}  # name of a document -> its number, from 1
+        self._names = []  # of the documents
+        self.document_of = array("I")  # number of each row's document, as far as some have one
         for row in rows:
             self.append(row)
 
@@ -189,7 +197,7 @@ class Rows(Sequence):
         self.records.append((row.source, row.key, row.id, row.captions, row.fault))
         number = len(self) - 1
         view = self[number]
-        for name in ("references", "masks", "boxes"):
+        for name in ("references", "masks", "boxes", "document", "words"):
             if value := getattr(row, name):
                 setattr(view, name, value)
         if row.width or row.height or row.digest:
@@ -245,6 +253,37 @@ class Rows(Sequence):
             with _writing:
                 self.digests += bytes(_DIGEST * len(self) - len(self.digests))
         self.digests[_DIGEST * i : _DIGEST * (i + 1)] = data
+
+    def document(self, i: int) -> str:
+        """Return the document that a row comes from.
+
+        Args:
+            i: number of a row
+
+        Returns:
+            '' = none is named
+        """
+        number = self.document_of[i] if i < len(self.document_of) else 0
+        return self.document_names[number - 1] if number else ""
+
+    @property
+    def document_names(self) -> list[str]:
+        """Return the names of all documents, in the order of their numbers."""
+        if len(self._names) < len(self.documents):
+            self._names = list(self.documents)
+        return self._names
+
+    def set_document(self, i: int, name: str):
+        """Set the document of a row.
+
+        Args:
+            i: number of the row
+            name: of the document
+        """
+        with _writing:
+            missing = max(0, len(self) - len(self.document_of))
+            self.document_of.frombytes(bytes(missing * self.document_of.itemsize))
+            self.document_of[i] = self.documents.setdefault(name, len(self.documents) + 1)
 
     def part(self, numbers: Sequence[int]) -> Column:
         """Return some rows, each made when it is read.
@@ -342,6 +381,14 @@ class _Stored(Row):  # pyrefly: ignore[bad-class-definition]
     )
     references, masks = map(_beside_field, ("references", "masks"))
     boxes = property(_boxes, _put_boxes)
+    document = property(
+        lambda row: row.rows.document(row.number),
+        lambda row, value: row.rows.set_document(row.number, value),
+    )
+    words = property(
+        lambda row: row.rows.words.get(row.number, ""),
+        lambda row, value: row.rows.words.__setitem__(row.number, value),
+    )
 
     def __init__(self, rows: Rows, number: int):
         self.rows = rows

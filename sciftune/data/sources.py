@@ -417,6 +417,8 @@ class SampleCollection(Protocol):
         references: rows of the reference images of each sample
         masks: the row of the mask of each sample, or none
         boxes: boxes of the words of each sample, see `Row`
+        documents: document that each sample comes from; '' = none is named
+        words: sentence that quotes the words of each sample; '' = none are known
         shards: number of the shard of each sample
         rejected: source and reason of the rows that were set aside
         notes: sentences about the collection
@@ -431,6 +433,8 @@ class SampleCollection(Protocol):
     references: Sequence[Sequence[Row]]
     masks: Sequence[Sequence[Row]]
     boxes: Sequence[tuple[tuple[float, ...], ...]]
+    documents: Sequence[str]
+    words: Sequence[str]
     shards: Sequence[int]
     rejected: list[RejectedRow]
     notes: list[str]
@@ -484,6 +488,14 @@ def _boxes(rows: Sequence[Row], i: int) -> tuple[tuple[float, ...], ...]:
     return rows[i].boxes
 
 
+def _document(rows: Sequence[Row], i: int) -> str:
+    return rows[i].document
+
+
+def _words(rows: Sequence[Row], i: int) -> str:
+    return rows[i].words
+
+
 def _shard(rows: Sequence[Row], i: int) -> int:
     key = rows[i].key
     return key[0] if isinstance(key, tuple) else i // _NEIGHBOURS
@@ -491,7 +503,8 @@ def _shard(rows: Sequence[Row], i: int) -> int:
 
 _VALUES = dict(ids=_id, captions=_captions, sizes=_size, digests=_digest)
 _VALUES |= dict(references=_references, masks=_masks, boxes=_boxes, shards=_shard)
-SAMPLE_COLUMNS = ("captions", "sizes", "digests", "references", "masks", "boxes", "shards")
+_VALUES |= dict(documents=_document, words=_words)
+SAMPLE_COLUMNS = tuple(name for name in _VALUES if name != "ids")
 
 
 def _fingerprint(rows: Iterable[Row]) -> str:
@@ -501,6 +514,8 @@ def _fingerprint(rows: Iterable[Row]) -> str:
         own = [r.id, r.digest, r.captions, *(reference.digest for reference in r.references)]
         if r.masks or r.boxes:
             own.append(dict(masks=[mask.digest for mask in r.masks], boxes=r.boxes))
+        if r.words:
+            own.append(dict(words=r.words))
         digest.update(encode(own).encode() + b"\n")
     return digest.hexdigest()
 
@@ -755,6 +770,8 @@ def _list_areas(source: Reader, areas: tuple[str, ...]):
         rows.beside.pop("masks", None)
     if isinstance(rows, Rows) and "words" not in areas:
         rows.boxes.clear()
+    if isinstance(rows, Rows) and "quoted" not in areas:
+        rows.words.clear()
 
 
 def open_collection(

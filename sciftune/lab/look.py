@@ -56,7 +56,7 @@ __all__ = ['HARM', 'ROWS_NAMED', 'CROPPED', 'ENLARGED', 'SHRUNK', 'CROP_CURES', 
            'wanted_tokens', 'token_choices', 'duplicate_images', 'leaked_images', 'unreadable_rows', 'blank_images',
            'read_facts', 'letters_lost', 'tiny_letters', 'odd_pixels', 'trivial_captions', 'DataLook', 'opened_data',
            'training_sizes', 'look_at', 'recommended_fields', 'clean_list', 'look_folder', 'recommended_settings',
-           'quick_look', 'quick_look_command']
+           'small_model_notes', 'quick_look', 'quick_look_command']
 
 # %% ../../nbs/9_lab/16_look.ipynb #3499b527
 HARM = {
@@ -749,6 +749,7 @@ def opened_data(recipe: Recipe, quarantine: Path | None = None) -> object:
         quarantine=quarantine,
         cache=cache_root(recipe.run_root) / "verified",
         metadata=recipe.metadata or None,
+        areas=("quoted",) if recipe.caption_words else (),
         captions=common_captions(recipe.prompts, recipe.prompt),
         find=_reader(recipe),
     )
@@ -793,7 +794,8 @@ def look_at(recipe: Recipe, collection: object, workers: int | None = None) -> D
     found += blank_images(ids, signed)
     facts = read_facts(collection, workers)
     found += tiny_letters(recipe, ids, shapes, facts) + odd_pixels(ids, facts)
-    look = _measured(recipe, ids, shapes, collection.captions, collection.rejected, len(ids))
+    rejected, words = collection.rejected, collection.words
+    look = _measured(recipe, ids, shapes, collection.captions, words, rejected, len(ids))
     look.findings = worst_findings([*look.findings, *found], len(HARM) + 1)
     look.fits = fit_costs(recipe, shapes, _model_flops(recipe))
     look.letters = letters_lost(recipe, shapes, facts)
@@ -825,7 +827,7 @@ def _leaks(
     return leaked_images(ids, groups, range(len(collection.ids), len(ids)))
 
 
-def _measured(recipe, ids, shapes, captions, rejected, total: int) -> DataLook:
+def _measured(recipe, ids, shapes, captions, words, rejected, total: int) -> DataLook:
     """Build the findings from sizes, captions and rejected rows."""
     sizes = training_sizes(recipe, ids, shapes)
     found = unreadable_rows(rejected, total + len(rejected), recipe.max_bad_fraction)
@@ -834,7 +836,10 @@ def _measured(recipe, ids, shapes, captions, rejected, total: int) -> DataLook:
     found += scaled_images(ids, shapes, sizes)
     tokens, notes = [], []
     try:
-        tokens = count_tokens(recipe, captions)
+        said = words if recipe.caption_words else [""] * len(ids)
+        rows = zip(captions, said, strict=True)
+        texts = [tuple(f"{caption} {words}".strip() for caption in row) for row, words in rows]
+        tokens = count_tokens(recipe, texts)
     except DataError as error:
         notes.append(str(error))
     found += [finding for count in tokens for finding in cut_captions(recipe, ids, count)]
@@ -968,6 +973,17 @@ def _fill_in(source: object, row: Row, known: dict) -> bool:
     return not row.fault
 
 
+def small_model_notes(recipe: Recipe) -> list[str]:
+    """Return what to expect of a small model of this package with a user's own pictures."""
+    own = [path for path, _ in recipe.sources if path not in records("collections")]
+    if recipe.model_path != "nano" or not own:
+        return []
+    return [
+        "the small models of this package know charts of 128 pixels that it drew itself: with your "
+        "own pictures such a run tries the way, not the result"
+    ]
+
+
 def quick_look(recipe: Recipe) -> DataLook:
     """Inspect captions, headers and the records of earlier runs.
 
@@ -998,11 +1014,12 @@ def quick_look(recipe: Recipe) -> DataLook:
         total += len(source.rows)
     ids, shapes = [row.id for row in rows], [(row.width, row.height) for row in rows]
     captions = [row.captions for row in rows]
-    look = _measured(recipe, ids, shapes, captions, rejected, total - len(rejected))
+    words = [row.words for row in rows]
+    look = _measured(recipe, ids, shapes, captions, words, rejected, total - len(rejected))
     doubled, _ = duplicate_images(ids, [row.digest for row in rows])
     look.findings = worst_findings([*look.findings, *doubled], len(HARM) + 1)
     look.notes += notes
-    look.columns = columns
+    look.columns = columns + small_model_notes(recipe)
     look.recommended = recommended_fields(recipe, look)
     return look
 

@@ -23,6 +23,7 @@ RECORDS = [
         trains_part={"autoencoder_part": ("decoder",)},
         reads=(
             "held_out",
+            "split_by",
             "validation_data",
             "num_train_epochs",
             "data_workers",

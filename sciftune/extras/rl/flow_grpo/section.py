@@ -30,6 +30,7 @@ RECORDS = [
             "max_bad_fraction",
             "metadata",
             "held_out",
+            "split_by",
             "validation_data",
             "caption_prefix",
             "caption_template",

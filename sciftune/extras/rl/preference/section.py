@@ -29,6 +29,7 @@ RECORDS = [
             "max_bad_fraction",
             "metadata",
             "held_out",
+            "split_by",
             "validation_data",
             "held_out_sigmas",
             "shuffle_window",
