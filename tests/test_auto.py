@@ -34,6 +34,7 @@ COMMON = dict(
     validation_steps=0,
     model_path="random",
 )
+SHARDED = {"ddp+shards", "fsdp", "fsdp+gathered"}
 
 
 @functools.cache
@@ -57,13 +58,13 @@ def best(model, count, batch, place=None, **fields):
     ("model", "count", "batch", "expected", "slowest"),
     [
         ("qwenimage", 1, 8, {"single+params", "single+optimizer"}, 5.0),
-        ("qwenimage", 2, 8, {"fsdp"}, 2.7),
+        pytest.param("qwenimage", 2, 8, {"fsdp"}, 2.7, marks=pytest.mark.slow),
         ("qwenimage", 4, 8, {"fsdp", "ddp+shards"}, 1.3),
         ("qwenimage", 8, 8, {"ddp+shards", "fsdp+gathered"}, 0.75),
         ("klein", 1, 1, {"single"}, 0.5),
         ("klein", 2, 8, {"fsdp", "fsdp+gathered"}, 2.05),
-        ("klein", 4, 8, {"ddp+shards", "fsdp", "fsdp+gathered"}, 0.95),
-        ("klein", 4, 16, {"fsdp", "fsdp+gathered", "ddp+shards"}, 1.95),
+        pytest.param("klein", 4, 8, SHARDED, 0.95, marks=pytest.mark.slow),
+        ("klein", 4, 16, SHARDED, 1.95),
         ("klein", 8, 8, {"ddp+shards", "fsdp+gathered"}, 0.5),
     ],
 )
@@ -77,10 +78,11 @@ def test_settings_chosen_on_h100s(model, count, batch, expected, slowest):
         assert first.row.micro_batch >= 2
 
 
-def test_no_setting_by_hand_is_planned_faster():
+@pytest.mark.parametrize("draws", [8, pytest.param(30, marks=pytest.mark.slow)])
+def test_no_setting_by_hand_is_planned_faster(draws):
     draw = random.Random(48)
     compared = 0
-    for _ in range(30):
+    for _ in range(draws):
         model, count = draw.choice(("qwenimage", "klein")), draw.choice((1, 2, 3, 4, 8))
         batch = count * draw.choice((1, 2, 4, 6))
         name, rates = draw.choice(sorted(DEVICES.items()))
@@ -105,7 +107,7 @@ def test_no_setting_by_hand_is_planned_faster():
             compared += 1
             told = (model, count, batch, name, label, change, chosen.row.strategy)
             assert chosen.row.fits and chosen.seconds <= seconds + 1e-4, told
-    assert compared > 40
+    assert compared > draws
 
 
 def test_what_the_recipe_says_is_kept():

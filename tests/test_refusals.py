@@ -1,5 +1,7 @@
 """Every bad input of the table is refused with its one sentence, which the page repeats."""
 
+import os
+
 import pytest
 from additions import added
 from refusals import CASES, PAGE, scene, sentence
@@ -44,13 +46,20 @@ def test_the_page_has_every_case():
         assert case.says in row, f"python tests/tools/refusals.py: {row}"
 
 
-@pytest.mark.parametrize("base", BASES.values(), ids=list(BASES))
+def some_values(name, base):
+    """Every value for the first base; of another every fourth, another fourth for each field."""
+    if base == next(iter(BASES)) or os.environ.get("SCIFTUNE_SLOW"):
+        return HOSTILE
+    return HOSTILE[(list(Fields.model_fields).index(name) + list(BASES).index(base)) % 4 :: 4]
+
+
+@pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("name", Fields.model_fields)
 def test_a_field_takes_a_value_or_says_its_name(name, base):
     """Whatever is given: a recipe that can be written down, or a short sentence."""
-    for value in HOSTILE:
+    for value in some_values(name, base):
         try:
-            recipe = resolve(**base | {name: value})
+            recipe = resolve(**BASES[base] | {name: value})
         except RecipeError as error:
             said = str(error)
             assert name in said and len(said) < 1000 and "\0" not in said, (value, said)

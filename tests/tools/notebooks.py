@@ -21,8 +21,6 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shared_figures import PLACE, draw_once
-
 ROOT = Path(__file__).resolve().parents[2]
 SPEAK_EVERY = 60.0  # seconds between two lines about what is still running
 IMPORTED = (  # once, before processes are forked: what runs notebooks, and what many of them import
@@ -133,8 +131,7 @@ def run_all(notebooks: list[Path], flags: str, workers: int) -> list[str]:
     """Run `notebooks`, `workers` at a time; the names of those that failed."""
     waiting, running, failed = list(notebooks), [], []
     spoke = time.time()
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as figures:
-        os.environ[PLACE] = figures
+    with tempfile.TemporaryDirectory() as folder:
         while waiting or running:
             while waiting and len(running) < workers:
                 running.append(start(waiting.pop(0), flags, folder))
@@ -176,7 +173,6 @@ def import_once() -> None:
                 importlib.import_module(name)
     finally:
         os.dup2(shown, 2)
-    draw_once()
     gc.freeze()  # nor do the forked ones search it
     gc.enable()
 
@@ -190,9 +186,13 @@ def main() -> int:
     arguments = parser.parse_args()
     sys.path.insert(0, str(ROOT))  # as nbdev_test does: the notebooks test this tree
     import_once()
+    from shared_figures import draw_once  # imports this tree
+
     notebooks = sorted(chosen(arguments.places), key=later)
     began = time.time()
-    failed = run_all(notebooks, arguments.flags, arguments.workers)
+    with tempfile.TemporaryDirectory() as figures:
+        draw_once(figures)
+        failed = run_all(notebooks, arguments.flags, arguments.workers)
     print(f"{len(notebooks)} notebooks in {time.time() - began:.0f} s; failed: {failed or 'none'}")
     return 1 if failed else 0
 

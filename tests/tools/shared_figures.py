@@ -21,8 +21,13 @@ def share_figures(
         figures.symlink_to(os.environ[PLACE])
 
 
-def draw_once() -> None:
-    """Let collections of this process, and of those forked from it, take figures drawn before."""
+def draw_once(folder: str = "") -> None:
+    """Let collections of this process, and of those forked from it, take figures drawn before.
+
+    Args:
+        folder: where they are kept; '' = as `PLACE` says
+    """
+    os.environ.setdefault(PLACE, folder)
     with contextlib.suppress(ImportError):  # an extra
         from sciftune.extras.figures import shards
 
