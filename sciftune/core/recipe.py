@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['FORMAT', 'CHECKS', 'REMOVED', 'objective_sections', 'collection_sections', 'all_sections', 'Fields', 'readers',
            'why_unread', 'unread_fields', 'check_model', 'check_parts', 'micro_batches', 'check_batches',
-           'check_context', 'check_packing', 'check_length', 'check_strategy', 'check_offload', 'check_optimizer',
-           'optimizer_conflict', 'check_groups', 'check_cuda_graphs', 'check_multiples', 'check_sizes',
-           'check_collection', 'check_numbers', 'Recipe', 'checked', 'restored', 'foreign_names', 'foreign_meanings',
-           'check_names', 'resolve', 'warmup_fault', 'launch_preset', 'epochs_line', 'learning_rate_at', 'identity',
-           'changed']
+           'check_context', 'check_packing', 'check_prior', 'check_length', 'check_strategy', 'check_offload',
+           'check_optimizer', 'optimizer_conflict', 'check_groups', 'check_cuda_graphs', 'check_multiples',
+           'check_sizes', 'check_collection', 'check_numbers', 'Recipe', 'checked', 'restored', 'foreign_names',
+           'foreign_meanings', 'check_names', 'resolve', 'warmup_fault', 'launch_preset', 'epochs_line',
+           'learning_rate_at', 'identity', 'changed']
 
 # %% ../../nbs/1_core/05_recipe.ipynb #34232c8d
 import functools
@@ -318,6 +318,28 @@ def check_packing(recipe: Fields):
         )
 
 
+def check_prior(recipe: Fields):
+    """Check that the prior is one of several collections, under an engine that can switch to it.
+
+    Args:
+        recipe: Each field is valid by itself
+    """
+    if not recipe.prior_data:
+        return
+    paths = [path for path, _ in recipe.sources]
+    if len(paths) < 2 or recipe.prior_data not in paths:
+        raise ValueError(
+            f"prior_data: '{recipe.prior_data}' must be one of several collections in data, for "
+            f"example data='/my/images:0.8,{recipe.prior_data}:0.2'"
+        )
+    for name, off in (("cuda_graphs", False), ("context_parallel", 1)):
+        if getattr(recipe, name) not in (off, "none", "auto"):
+            raise ValueError(
+                f"prior_data: not with {name}, under which the adapters cannot be switched off; "
+                f"use {name}={off}"
+            )
+
+
 def check_length(recipe: Fields):
     """Check that the run has a length: steps, or epochs whose steps a launch counts.
 
@@ -605,6 +627,7 @@ CHECKS = (
     check_batches,
     check_context,
     check_packing,
+    check_prior,
     check_length,
     check_offload,
     check_optimizer,

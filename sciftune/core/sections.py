@@ -156,6 +156,16 @@ class DataSection(Section):
         ge=0,
         le=1,
     )
+    prior_data: str = field(
+        "",
+        "one of the collections of data, whose pictures keep what the model knew: they are trained "
+        "towards the prediction of the base, with the adapters switched off",
+        optional=True,
+        needs="lora_rank",
+    )
+    prior_weight: float = field(
+        1.0, "weight of a picture of prior_data in the loss", needs="prior_data", gt=0
+    )
     mask_outside: float = field(
         1.0,
         "weight in the loss of what the mask of a picture leaves black, white counts 1 (columns "

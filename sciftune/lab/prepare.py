@@ -154,6 +154,8 @@ def with_absolute_paths(
         paths["model_path"] = absolute_path(recipe.model_path, root)
     if recipe.resume != "latest":
         paths["resume"] = absolute_path(recipe.resume, root)
+    if recipe.prior_data:
+        paths["prior_data"] = absolute_data(recipe.prior_data, root)
     paths |= dict(run_root=_absolute_root(recipe.run_root), data=data)
     return recipe.model_copy(update=paths)
 

@@ -89,13 +89,16 @@ def with_numbers(row: dict) -> dict:
         row: of a step, with sums as nested lists
 
     Returns:
-        latent_mean, latent_std, loss_sigma and loss_sigma_count {range: number}
+        latent_mean, latent_std, prior_drift, loss_sigma and loss_sigma_count {range: number}
     """
     row = dict(row)
     count, *moments = row.pop("latents", None) or [0]
     if count:
         mean, square = (moment / count for moment in moments)
         row |= dict(latent_mean=mean, latent_std=max(0.0, square - mean**2) ** 0.5)
+    drift, count = row.pop("prior", None) or (0.0, 0)
+    if count:
+        row["prior_drift"] = drift / count
     totals, counts = row.pop("loss_sigma", None) or ([], [])
     filled = [k for k, count in enumerate(counts) if count]
     if filled:

@@ -160,7 +160,7 @@ class LatentBatches:
 
         Returns:
             x0, noise (B,C,h,w); sigma, weight (B,); conditioning; ids, epochs; cells (B,1,h,w) if
-            the recipe weighs them
+            the recipe weighs them; prior (B,) if it has prior_data
         """
         latents = [self.latents(sample, epoch) for sample, epoch, _ in items]
         x0, sizes = stack_sizes([x for x, _ in latents])
@@ -174,14 +174,18 @@ class LatentBatches:
             conditioning["sizes"] = sizes
         if self.recipe.packing:
             conditioning["packed"] = [len(text["text"]) for text in texts]
-        return self.cells(items) | dict(
-            x0=x0,
-            noise=stack_sizes([noise for _, noise in latents])[0],
-            sigma=sigma,
-            weight=weight(sigma, self.recipe.loss_weighting),
-            conditioning=conditioning,
-            ids=[sample.id for sample, *_ in items],
-            epochs=[epoch for _, epoch, _ in items],
+        return (
+            self.cells(items)
+            | self.prior(items)
+            | dict(
+                x0=x0,
+                noise=stack_sizes([noise for _, noise in latents])[0],
+                sigma=sigma,
+                weight=weight(sigma, self.recipe.loss_weighting),
+                conditioning=conditioning,
+                ids=[sample.id for sample, *_ in items],
+                epochs=[epoch for _, epoch, _ in items],
+            )
         )
 
     def cells(self, items: list[tuple]) -> dict[str, Tensor]:
@@ -191,6 +195,14 @@ class LatentBatches:
             return {}
         images = [self.tensors[sample.image(epoch)] for sample, epoch, _ in items]
         return dict(cells=stack_sizes([cell_weights(recipe, image) for image in images])[0])
+
+    def prior(self, items: list[tuple]) -> dict[str, Tensor]:
+        """Return which samples of a micro-batch are of `prior_data`; {} without it."""
+        paths = [path for path, _ in self.recipe.sources]
+        if self.recipe.prior_data not in paths:
+            return {}
+        number = paths.index(self.recipe.prior_data)
+        return dict(prior=torch.tensor([sample.place[0] == number for sample, *_ in items]))
 
     def shifted(self, sigma: Tensor, sizes: list | tuple) -> Tensor:
         """Shift each sigma by the size of its image.

@@ -6,6 +6,7 @@
 __all__ = ['DenoisingObjective']
 
 # %% ../../../nbs/8_objectives/common/03_denoising.ipynb #5d217520
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from ...core.randomness import stream_seed
 from ...core.recipe import Recipe
 from ...models.family import Family
+from .start import at_start
 from ...training.intervals import latent_sums, loss_by_sigma
 from ...training.task import OptimizerStep
 
@@ -48,6 +50,23 @@ class DenoisingObjective:
         """
         raise NotImplementedError
 
+    def target(self, denoiser: nn.Module, batch: dict, predict: Callable, target: Tensor) -> Tensor:
+        """Return the target of each sample: samples of the prior have the base's prediction.
+
+        Args:
+            denoiser: as the engine wraps it
+            batch: prior (B,) bool says which samples are of the prior; no such key = none is
+            predict: network -> prediction of the micro-batch (B,C,h,w)
+            target: of the other samples (B,C,h,w)
+
+        Returns:
+            (B,C,h,w) fp32
+        """
+        if "prior" not in batch:
+            return target
+        known = at_start(denoiser, None, predict).float()
+        return torch.where(batch["prior"].view(-1, 1, 1, 1), known, target)
+
     def loss(self, update: OptimizerStep, networks: dict, batch: dict) -> tuple[Tensor, dict]:
         """Return the scalar fp32 loss of a micro-batch, and sums to log."""
         if self.recipe.lora_dropout:  # draw the same masks on any number of processes
@@ -57,4 +76,8 @@ class DenoisingObjective:
         sums = dict(latents=latent_sums(batch["x0"], batch["conditioning"].get("sizes")))
         if ranges := self.recipe.loss_sigmas:
             sums["loss_sigma"] = loss_by_sigma(losses, batch["sigma"], ranges)
+        if "prior" in batch:
+            prior = batch["prior"].float()
+            sums["prior"] = torch.stack([(losses.detach() * prior).sum(), prior.sum()])
+            losses = losses * torch.where(batch["prior"], self.recipe.prior_weight, 1.0)
         return (losses * batch["weight"]).mean(), sums

@@ -188,6 +188,8 @@ class DenoisingTask(Task):
         config = family.config(base)
         square = family.flops(config, recipe.resolution, recipe.resolution, recipe.text_tokens)
         unit = lora_flops(family, config, recipe) if recipe.lora_rank else square
+        if recipe.prior_data:  # the base predicts, too
+            unit += square / 3
         self.forward_share = square / (3 * unit)  # share of a forward pass in a step's FLOPs
         if recipe.trained_layers:
             unit *= trained_share(recipe, family, base)

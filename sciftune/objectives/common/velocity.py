@@ -33,6 +33,7 @@ def flow_loss(
     weights: Tensor | None = None,
     sizes: list | None = None,
     cells: Tensor | None = None,
+    target: Tensor | None = None,
 ) -> Tensor:
     """Return the mean squared error per sample between `prediction` and `noise - x0`.
 
@@ -43,10 +44,11 @@ def flow_loss(
         weights: weight of each sample (B,); None = 1
         sizes: (h,w) of each sample, see `own_mean`
         cells: weight of each latent cell (B,1,h,w); None = 1
+        target: what is compared with (B,...); None = noise - x0
 
     Returns:
         (B,) fp32
     """
-    target = noise.float() - x0.float()
+    target = noise.float() - x0.float() if target is None else target
     per_sample = own_mean((prediction.float() - target).square(), sizes, cells)
     return per_sample if weights is None else per_sample * weights

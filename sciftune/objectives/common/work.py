@@ -12,7 +12,7 @@ from ...planner.work import StepCost
 from ...strategies.strategy import Strategy
 
 # %% auto #0
-__all__ = ['ComparedStepCost']
+__all__ = ['ComparedStepCost', 'PriorStepCost']
 
 # %% ../../../nbs/8_objectives/common/08_work.ipynb #2b75e15b
 class ComparedStepCost(StepCost):
@@ -104,3 +104,39 @@ class ComparedStepCost(StepCost):
         first = costs.sent_bytes(*share, self.gathered() * profile.numel)
         others = self.updates - 1
         return first[0] + others * one[0], first[1] + others * one[1]
+
+# %% ../../../nbs/8_objectives/common/08_work.ipynb #ce23df92
+class PriorStepCost(StepCost):
+    """Count one pass of the base beside each micro-batch, if the recipe has prior_data."""
+
+    def forward_passes(
+        self,
+        profile: Profile,
+        checkpointed_share: float,
+        backward: float = 2.0,
+        every_turn: bool = True,
+    ) -> float:
+        """Return `StepCost.forward_passes`, and one for the base.
+
+        Args:
+            profile: the model
+            checkpointed_share: share of the blocks that run again in backward
+            backward: backward in forward passes: 2 in arithmetic, 1 for the host
+            every_turn: True: a step has all its optimizer steps
+        """
+        whole = super().forward_passes(profile, checkpointed_share, backward, every_turn)
+        return whole + bool(self.recipe.prior_data)
+
+    def sent_bytes(
+        self, profile: Profile, strategy: Strategy, checkpointed_share: float
+    ) -> tuple[float, float]:
+        """Return the bytes that a rank sends per step: inside a machine, between machines.
+
+        Args:
+            profile: the model
+            strategy: recipe on a number of processes
+            checkpointed_share: share of the blocks that run again in backward
+        """
+        again = profile.numel * bool(self.recipe.prior_data)
+        costs = costs_of(strategy, profile)
+        return costs.sent_bytes(profile.backward_blocks, checkpointed_share, again)

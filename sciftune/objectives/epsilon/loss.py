@@ -38,7 +38,11 @@ class NoisePrediction(DenoisingObjective):
         if self.schedule.alphas.device != x0.device:  # copied once, not in every step
             self.schedule = self.schedule.to(x0.device)
         x_t = self.schedule.add_noise(x0, noise, t)
-        made = self.family.predict(denoiser, x_t, batch["sigma"], batch["conditioning"])
-        error = made.float() - self.schedule.target(x0, noise, t)
+
+        def predict(network: nn.Module) -> Tensor:
+            return self.family.predict(network, x_t, batch["sigma"], batch["conditioning"])
+
+        target = self.target(denoiser, batch, predict, self.schedule.target(x0, noise, t))
+        error = predict(denoiser).float() - target
         sizes = batch["conditioning"].get("sizes")
         return own_mean(error.square(), sizes, batch.get("cells"))

@@ -15,6 +15,7 @@ RECORDS = [
         name="epsilon",
         summary="predict the noise or the velocity at an integer timestep (Stable Diffusion)",
         section="sciftune.objectives.epsilon.section:EpsilonSection",
+        work="sciftune.objectives.common.work:PriorStepCost",
         task="sciftune.objectives.epsilon.task:EpsilonTask",
         starting_loss=2.5,
         reads=(
@@ -31,6 +32,7 @@ RECORDS = [
             "shuffle_window",
             "caption_dropout",
             "caption_words",
+            "prior_data",
             "mask_outside",
             "text_weight",
             "prompts",

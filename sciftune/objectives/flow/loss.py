@@ -26,7 +26,11 @@ class FlowMatching(DenoisingObjective):
             (B,) fp32
         """
         x_sigma = noised(batch["x0"], batch["noise"], batch["sigma"])
-        velocity = self.family.predict(denoiser, x_sigma, batch["sigma"], batch["conditioning"])
-        sizes = batch["conditioning"].get("sizes")
-        cells = batch.get("cells")
-        return flow_loss(velocity, batch["x0"], batch["noise"], sizes=sizes, cells=cells)
+
+        def predict(network: nn.Module) -> Tensor:
+            return self.family.predict(network, x_sigma, batch["sigma"], batch["conditioning"])
+
+        target = batch["noise"].float() - batch["x0"].float()
+        more = dict(sizes=batch["conditioning"].get("sizes"), cells=batch.get("cells"))
+        more["target"] = self.target(denoiser, batch, predict, target)
+        return flow_loss(predict(denoiser), batch["x0"], batch["noise"], **more)
