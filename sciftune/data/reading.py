@@ -6,10 +6,10 @@
 __all__ = ['READER_MISSING', 'DETECTOR_RULES', 'SEARCHED_SIDES', 'TINY_LINE', 'MOST_PIXELS', 'LINE_HEIGHT', 'AROUND',
            'LINES_AT_ONCE', 'LETTER_GAP', 'SUPERSCRIPT', 'SUBSCRIPT', 'DEGREE', 'SCRIPTS', 'WITHIN', 'DEGREES',
            'ALIKE_CASES', 'TALL', 'LOW', 'X_HEIGHT', 'DASHES', 'DECIMALS', 'LINE_REMNANT', 'SLANTED', 'DIAGONAL',
-           'CERTAIN', 'CUT_OFF', 'SAME', 'TOUCHING', 'SURE', 'CORNER', 'READ_MARGIN', 'KEPT', 'ReaderMissingError',
-           'can_read_text', 'networks', 'find_lines', 'on_white', 'read_text', 'read_texts']
+           'CERTAIN', 'CUT_OFF', 'SAME', 'TOUCHING', 'SURE', 'CORNER', 'STEP', 'READ_MARGIN', 'KEPT',
+           'ReaderMissingError', 'can_read_text', 'networks', 'find_lines', 'on_white', 'read_text', 'read_texts']
 
-# %% ../../nbs/2_data/15a_reading.ipynb #35898e47
+# %% ../../nbs/2_data/15a_reading.ipynb #f1e8a616
 import functools
 import hashlib
 import importlib.util
@@ -27,7 +27,7 @@ from PIL import Image
 
 from .words import Reading, is_number
 
-# %% ../../nbs/2_data/15a_reading.ipynb #bc9006ec
+# %% ../../nbs/2_data/15a_reading.ipynb #7c3de5d8
 READER_MISSING = (
     "reading words needs rapidocr and onnxruntime, which are not installed: "
     "pip install 'sciftune[evaluate]'"
@@ -74,7 +74,7 @@ SEARCHED_SIDES = (736, 480)  # pixels of the shorter side in which lines are sou
 TINY_LINE = 15  # pixels: lower lines are sought in a larger picture as well
 MOST_PIXELS = 2_000_000  # of a picture that is searched
 
-# %% ../../nbs/2_data/15a_reading.ipynb #50373214
+# %% ../../nbs/2_data/15a_reading.ipynb #bda6c63f
 SEARCHED_SIDES = (736, 480)  # pixels of the shorter side in which lines are sought
 TINY_LINE = 15  # pixels: lower lines are sought in a larger picture as well
 MOST_PIXELS = 2_000_000  # of a picture that is searched
@@ -106,7 +106,7 @@ LINE_HEIGHT = 48  # pixels, of what the recogniser sees
 AROUND = 24  # of these pixels are cut out beside a line, to see what goes on there
 LINES_AT_ONCE = 16  # lines recognised at once
 
-# %% ../../nbs/2_data/15a_reading.ipynb #43f49ad3
+# %% ../../nbs/2_data/15a_reading.ipynb #b7c92387
 LINE_HEIGHT = 48  # pixels, of what the recogniser sees
 AROUND = 24  # of these pixels are cut out beside a line, to see what goes on there
 LINES_AT_ONCE = 16  # lines recognised at once
@@ -155,7 +155,7 @@ def _recognised(crops: list[np.ndarray]) -> list[tuple[str, float, np.ndarray]]:
             results[i] = "".join(letters[best[kept]]), certainty, columns
     return results
 
-# %% ../../nbs/2_data/15a_reading.ipynb #af12661f
+# %% ../../nbs/2_data/15a_reading.ipynb #9200e99a
 LETTER_GAP = 0.36  # of the height of the ink, between two words
 # parts of a letter's height, from the line that letters stand on
 SUPERSCRIPT, SUBSCRIPT, DEGREE = 0.22, 0.1, 0.6
@@ -176,7 +176,12 @@ def _ink(crop: np.ndarray) -> np.ndarray:
 
 def _extents(ink: np.ndarray, columns: np.ndarray) -> list[tuple[int, int, int, int]]:
     """Return left, top, right, bottom of the ink around each letter's column."""
-    edges = [0, *((columns[1:] + columns[:-1]) / 2).astype(int), ink.shape[1]]
+    edges, dark = [0], ink.sum(0)
+    columns = columns.clip(0, ink.shape[1] - 1).astype(int)  # a short crop was filled up
+    for a, b in zip(columns, columns[1:], strict=False):
+        between = np.arange(a, max(b, a + 1))  # the least ink, nearest to the middle
+        edges.append(int(between[np.lexsort((abs(between - (a + b) / 2), dark[between]))[0]]))
+    edges.append(ink.shape[1])
     boxes = []
     for left, right in zip(edges, edges[1:], strict=False):
         part = ink[:, left : max(right, left + 1)]
@@ -202,14 +207,22 @@ def _spaced(text: str, boxes: list[tuple]) -> str:
     return "".join(parts)
 
 
-def _scripted(text: str, boxes: list[tuple]) -> str:
-    """Replace raised and lowered digits and signs by superscripts and subscripts."""
+def _scripted(text: str, boxes: list[tuple], slanted: bool = False) -> str:
+    """Replace raised and lowered digits and signs by superscripts and subscripts.
+
+    Args:
+        text: as read
+        boxes: of its letters
+        slanted: True if the line was turned by an angle that is not quite known
+    """
     full = [b for c, b in zip(text, boxes, strict=False) if c.isalnum() and b[3] > b[1]]
     if len(full) < 2:
         return text
     height = max(b[3] - b[1] for b in full)
     tall = np.array([b for b in full if b[3] - b[1] > 0.85 * height])
-    base, top = np.median(tall[:, 3]), np.median(tall[:, 1])
+    slope = np.polyfit(tall[:, 0], tall[:, 3], 1)[0] if slanted and len(tall) > 1 else 0.0
+    boxes = [(x, high - slope * x, 0, low - slope * x) for x, high, _, low in boxes]
+    base, top = (np.median(tall[:, k] - slope * tall[:, 0]) for k in (3, 1))
     letters = list(text)
     for i, (letter, (_, high, _, low)) in enumerate(zip(text, boxes, strict=False)):
         before = letters[i - 1] if i and letters[i - 1] not in "+-−" else letters[max(i - 2, 0)]
@@ -221,7 +234,7 @@ def _scripted(text: str, boxes: list[tuple]) -> str:
             if letter in "+-−" and i and letters[i + 1] in table.values():
                 letters[i] = table[letter]
     plain = WITHIN.sub(lambda m: unicodedata.normalize("NFKC", m[0]), "".join(letters))
-    return DEGREES.sub("°", plain)
+    return DEGREES.sub("°", plain).replace("°℃", "℃")
 
 
 def _script(letter: str, raised: float, below: float, height: float, after: str) -> str:
@@ -243,7 +256,7 @@ def _script(letter: str, raised: float, below: float, height: float, after: str)
         return SCRIPTS["^"][digit]
     return SCRIPTS["_"][digit] if raised < -SUBSCRIPT and below > 0.2 else letter
 
-# %% ../../nbs/2_data/15a_reading.ipynb #8edc0182
+# %% ../../nbs/2_data/15a_reading.ipynb #a30e8b50
 ALIKE_CASES = "cosuvwxzCOSUVWXZ"
 TALL, LOW = "0123456789ABDEFGHIKLMNPRTYbdfhkl", "aemnr"
 X_HEIGHT = 0.75  # of a capital letter's
@@ -257,15 +270,15 @@ def _cased(text: str, boxes: list[tuple]) -> str:
     """Correct the case of letters that have one shape, by the height of the others."""
     sizes = [b[3] - b[1] for b in boxes]
     pairs = list(zip(text, sizes, strict=False))
-    tall = [n for c, n in pairs if c in TALL]
-    low = [n for c, n in pairs if c in LOW]
+    tall = [n for c, n in pairs if n and c in TALL]
+    low = [n for c, n in pairs if n and c in LOW]
     letters = list(text)
     for i, (letter, size) in enumerate(pairs):
         word = max(re.findall(r"[^\W\d]+", text[max(i - 3, 0) : i + 4]), key=len, default="")
         beside = text[max(i - 1, 0) : i + 2]
         if letter not in ALIKE_CASES or not (tall or low) or len(word) > 3 or "/" in beside:
             continue
-        upper = size / np.median(tall) if tall else size / np.median(low) * X_HEIGHT
+        upper = size / np.median(tall) if tall else size / max(np.median(low), 1) * X_HEIGHT
         if upper < 0.82 or upper > 0.92:
             letters[i] = letter.lower() if upper < 0.82 else letter.upper()
     return "".join(letters)
@@ -301,7 +314,7 @@ def _parted(text: str) -> str:
 
     return DECIMALS.sub(part, LINE_REMNANT.sub(" ", text)).strip()
 
-# %% ../../nbs/2_data/15a_reading.ipynb #bd5cdab4
+# %% ../../nbs/2_data/15a_reading.ipynb #6dab78f6
 SLANTED = 15  # degrees: less may come of a raised letter
 DIAGONAL = 10  # degrees: two ticks at the corner of axes
 
@@ -378,7 +391,7 @@ def _pieces(pixels: np.ndarray, corners: np.ndarray) -> list[tuple[np.ndarray, n
         found.append((box + np.float32((left, top)), _cut(drawn, box)))
     return found
 
-# %% ../../nbs/2_data/15a_reading.ipynb #7524ebd7
+# %% ../../nbs/2_data/15a_reading.ipynb #421c3076
 CERTAIN = 0.95
 CUT_OFF = 0.35  # of the height of a line: by so much it is read wider
 SAME, TOUCHING = 0.6, 0.3  # shared parts of boxes: of one line; of lines of which one is wrong
@@ -410,7 +423,7 @@ def _recognise(lines: list[tuple[np.ndarray, np.ndarray]]) -> list[_Seen]:
         ink[drawn] = beside[drawn] = False
         boxes = _extents(ink, columns)
         slanted = SLANTED < _tilt(corners) < 90 - SLANTED
-        text = re.sub("[º⁰]", "°", text) if slanted else _cased(_scripted(text, boxes), boxes)
+        text = _cased(_scripted(text, boxes, slanted), boxes)
         kept = _parted(_trimmed(_spaced(text, boxes), beside, boxes)) if text else ""
         seen.append(_Seen(corners, kept, certainty))
     return seen
@@ -430,7 +443,7 @@ def _candidates(pixels: np.ndarray, lines: list[np.ndarray]) -> list[_Seen]:
     """Recognise detected lines, each in all ways, and columns of numbers by their rows."""
     ways = [[(way, _cut(pixels, way)) for way in _ways(corners)] for corners in lines]
     seen = iter(_recognise([way for options in ways for way in options]))
-    best = [max([next(seen) for _ in options], key=lambda s: s.certainty) for options in ways]
+    best = [max([next(seen) for _ in options], key=_likely) for options in ways]
     best = _completed(pixels, best)
     level = [(s, c) for s, c in zip(best, lines, strict=True) if _level(c)]
     found = [part for s, c in level for part in _corner(s, c) or [s]]
@@ -441,6 +454,12 @@ def _candidates(pixels: np.ndarray, lines: list[np.ndarray]) -> list[_Seen]:
         rows = [next(seen) for _ in pieces]
         found += _corner(whole, corners) or (rows if _are_ticks(rows, whole) else [whole])
     return found
+
+
+def _likely(line: _Seen) -> float:
+    """Return the certainty of a reading, less of one downwards: digits are read upside down."""
+    across, down = line.corners[1] - line.corners[0]
+    return line.certainty - (0.08 if down > 8 * abs(across) else 0)
 
 
 def _completed(pixels: np.ndarray, lines: list[_Seen]) -> list[_Seen]:
@@ -482,6 +501,10 @@ def _are_ticks(rows: list[_Seen], whole: _Seen) -> bool:
     """Return whether a box is better read as numbers one above the other."""
     if not rows or min(row.certainty for row in rows) < 0.8:
         return False
+    boxes = [(*row.corners.min(0), *row.corners.max(0)) for row in rows]
+    for a, b in zip(boxes, boxes[1:], strict=False):
+        if b[1] < a[3] and abs(b[0] - a[0]) < a[3] - a[1]:  # so close are letters of one line
+            return False
     mean = np.mean([row.certainty for row in rows])
     letters = sum(len(row.text) for row in rows)
     numbers = all(is_number(row.text.replace("−", "-")) for row in rows)
@@ -507,7 +530,7 @@ def _lines(pixels: np.ndarray) -> list[_Seen]:
     for line in sorted(found, key=lambda s: -s.weight):
         if _counts(line) and not any(_shared(line.corners, k.corners) > TOUCHING for k in kept):
             kept.append(line)
-    return kept
+    return kept + _missing_ticks(pixels, kept)
 
 
 def _counts(line: _Seen) -> bool:
@@ -521,7 +544,66 @@ def _counts(line: _Seen) -> bool:
         and not hatched
     )
 
-# %% ../../nbs/2_data/15a_reading.ipynb #5cb039c0
+# %% ../../nbs/2_data/15a_reading.ipynb #3b46990a
+STEP = 0.06  # of a step between ticks, by which they may miss their places
+
+
+def _even(places: np.ndarray, values: np.ndarray, least: float) -> bool:
+    """Return whether three ticks stand at equal distances and have values at equal distances."""
+    steps, rises = np.diff(places), np.diff(values)
+    apart = len(steps) == 2 and abs(steps[0]) > least
+    even = apart and abs(steps[1] - steps[0]) < STEP * abs(steps[0])
+    return even and 1e6 * abs(rises[1] - rises[0]) <= abs(rises[0]) > 0
+
+
+def _before(box: np.ndarray, axis: int, step: float, letters: float) -> np.ndarray:
+    """Return the corners of the tick before a tick, which has `letters` times its letters."""
+    new = box.copy()
+    new[[axis, axis + 2]] -= step
+    wide = letters * (box[2] - box[0])
+    centre = (new[0] + new[2]) / 2 if axis == 0 else new[2] - wide / 2
+    new[[0, 2]] = centre - wide / 2, centre + wide / 2
+    return _upright(new)
+
+
+def _expected_ticks(numbers: list[_Seen]) -> list[tuple[np.ndarray, float]]:
+    """Return where ticks must stand beside three others, and their values."""
+    boxes = np.array([(*s.corners.min(0), *s.corners.max(0)) for s in numbers]).reshape(-1, 4)
+    values = np.array([float(s.text.replace(",", "")) for s in numbers])
+    expected = []
+    for axis, edge in ((0, 3), (1, 2)):  # a row of one lower edge, a column of one right edge
+        places = (boxes[:, axis] + boxes[:, axis + 2]) / 2
+        for i, box in enumerate(boxes):
+            high = box[3] - box[1]
+            near = np.flatnonzero(abs(boxes[:, edge] - box[edge]) < 0.3 * high)
+            near = near[np.argsort(places[near])]
+            at = near.tolist().index(i)
+            for three in (near[at : at + 3], near[at::-1][:3]):
+                if _even(places[three], values[three], high):
+                    value = 2 * values[i] - values[three[1]]
+                    text = f"{value:.{len(numbers[i].text.partition('.')[2])}f}"
+                    step = places[three[1]] - places[i]
+                    longer = len(text) / len(numbers[i].text)
+                    expected.append((_before(box, axis, step, longer), value))
+    return expected
+
+
+def _missing_ticks(pixels: np.ndarray, lines: list[_Seen]) -> list[_Seen]:
+    """Read ticks that were passed over, if they have the value that those beside them ask for."""
+    numbers = [s for s in lines if is_number(s.text) and _tilt(s.corners) < 5]
+    new: list[tuple[np.ndarray, float]] = []
+    for corners, value in _expected_ticks(numbers):
+        known = [*(s.corners for s in lines), *(other for other, _ in new)]
+        if not any(_shared(corners, other) > SAME for other in known):
+            new.append((corners, value))
+    seen = _recognise([(corners, _cut(pixels, corners)) for corners, _ in new])
+    return [
+        s
+        for s, (_, value) in zip(seen, new, strict=True)
+        if is_number(s.text) and abs(float(s.text.replace(",", "")) - value) < 1e-9
+    ]
+
+# %% ../../nbs/2_data/15a_reading.ipynb #0b86772a
 READ_MARGIN = 0.06  # of the longer side, around a picture: the detector passes over what touches it
 KEPT = 256  # pictures whose lines are remembered
 _remembered: dict[bytes, list[Reading]] = {}
