@@ -5,6 +5,7 @@ import inspect
 import json
 import logging
 import random
+import re
 import shutil
 
 import diffusers
@@ -23,7 +24,10 @@ from sciftune.core.registry import records
 from sciftune.lab.sample import Request, encoded_captions, find_weights
 from sciftune.models.family import get_family
 from sciftune.models.weights import Weights, same_tensor
-from sciftune.strategies.lora import Merged, add_lora
+from sciftune.strategies.adapters.layers import add_lora
+from sciftune.strategies.adapters.merging import Merged
+from sciftune.strategies.adapters.reading import adapter_layers_of
+from sciftune.strategies.adapters.saving import save_lora
 from sciftune.training.export import export_damage, merge_lora
 
 NO_LOADER = {name: why for more in added("NO_LOADER") for name, why in more.items()}
@@ -324,12 +328,13 @@ def test_going_on_is_exact_or_refused(stand_in, tmp_path):
     value = add_lora(run, family, resolve(**given, lora_path=path))
     for key, tensor in state.items():
         name = key.replace(".weight", ".default.weight")
-        assert torch.equal(value(name, tensor.shape), tensor)
+        assert torch.equal(value(name, tensor.shape, None), tensor)
     for name, said, cure in (
         ("rslora", dict(use_rslora=True), "set lora_alpha=16"),
-        ("dora", dict(use_dora=True), "use_dora, which is not trained here; merge it"),
-        ("ranks", dict(rank_pattern={targets[0]: 2}), "of ranks [2, 4]"),
-        ("alphas", dict(alpha_pattern={targets[0]: 2}), "scales [0.5, 2.0]"),
+        ("dora", dict(use_dora=True), "set lora_kind=dora"),
+        ("ranks", dict(rank_pattern={targets[0]: 2}), "set lora_rank"),
+        ("alphas", dict(alpha_pattern={targets[0]: 2}), "set lora_alpha"),
+        ("bias", dict(lora_bias=True), "lora_bias"),
         ("fewer", dict(layers=targets[1:]), f"no adapter for {targets[0]}"),
         ("more", dict(layers=linear), "has an adapter for "),
     ):
@@ -337,6 +342,8 @@ def test_going_on_is_exact_or_refused(stand_in, tmp_path):
         with pytest.raises(RecipeError) as refused:
             add_lora(family.empty_denoiser(folder), family, resolve(**given, lora_path=path))
         assert cure in str(refused.value), (name, str(refused.value))
+        if cure.startswith("set lora_") and name != "dora":
+            continued(family, folder, resolve(**given, lora_path=path), refused=True)
     path = written("rslora", use_rslora=True)[0]
     add_lora(
         family.empty_denoiser(folder),
@@ -538,3 +545,180 @@ def test_text_encoders_of_a_run(with_text, tmp_path):
     recipe = resolve(model=family.name, lora_rank=RANK, lora_path=str(file))
     with pytest.raises(RecipeError, match="changes the text_encoder.*sciftune merge_lora"):
         add_lora(family.empty_denoiser(folder), family, recipe)
+
+
+# Kinds of adapters in every file format
+
+
+ORIGINAL = {  # names of the original releases -> layers of diffusers in their rows, in the key maps
+    "flux1": {  # of ComfyUI (comfy.utils.flux_to_diffusers) and sd-scripts (networks.lora_flux)
+        "double_blocks_{}_img_attn_qkv": [f"transformer_blocks.{{}}.attn.to_{n}" for n in "qkv"],
+        "double_blocks_{}_txt_attn_qkv": [
+            f"transformer_blocks.{{}}.attn.add_{n}_proj" for n in "qkv"
+        ],
+        "double_blocks_{}_img_attn_proj": ["transformer_blocks.{}.attn.to_out.0"],
+        "double_blocks_{}_txt_attn_proj": ["transformer_blocks.{}.attn.to_add_out"],
+        "double_blocks_{}_img_mlp_0": ["transformer_blocks.{}.ff.net.0.proj"],
+        "double_blocks_{}_img_mlp_2": ["transformer_blocks.{}.ff.net.2"],
+        "double_blocks_{}_txt_mlp_0": ["transformer_blocks.{}.ff_context.net.0.proj"],
+        "double_blocks_{}_txt_mlp_2": ["transformer_blocks.{}.ff_context.net.2"],
+        "single_blocks_{}_linear1": [
+            *(f"single_transformer_blocks.{{}}.attn.to_{n}" for n in "qkv"),
+            "single_transformer_blocks.{}.proj_mlp",
+        ],
+        "single_blocks_{}_linear2": ["single_transformer_blocks.{}.proj_out"],
+    },
+    "klein": {
+        "double_blocks_{}_img_attn_qkv": [f"transformer_blocks.{{}}.attn.to_{n}" for n in "qkv"],
+        "double_blocks_{}_img_attn_proj": ["transformer_blocks.{}.attn.to_out.0"],
+        "single_blocks_{}_linear1": ["single_transformer_blocks.{}.attn.to_qkv_mlp_proj"],
+        "single_blocks_{}_linear2": ["single_transformer_blocks.{}.attn.to_out"],
+    },
+    "zimage": {  # comfy.utils.z_image_to_diffusers
+        f"{stack}_{{}}_attention_{end}": [f"{stack}.{{}}.attention.{n}" for n in parts]
+        for stack in ("layers", "noise_refiner", "context_refiner")
+        for end, parts in (("qkv", ("to_q", "to_k", "to_v")), ("out", ("to_out.0",)))
+    },
+}
+WRITTEN = ("flux1", "klein", "qwenimage", "zimage", "sd15", "sdxl")
+KINDS = {
+    "lora": dict(lora_alpha=2, lora_ranks="to_q=2,to_k=3"),
+    "rslora": dict(lora_rslora=True, lora_alphas="to_v=3"),
+    "dora": dict(lora_kind="dora", lora_alpha=2),
+    "lokr": dict(lora_kind="lokr", lora_alpha=2, lora_ranks="to_q=2"),
+    "lokr of a factor": dict(lora_kind="lokr", lora_factor=4, lora_rank=64),
+}
+
+
+def foreign_names(name, layers):
+    """What a program calls a layer, with underscores -> layers of diffusers in its rows."""
+    known = {layer.replace(".", "_"): [layer] for layer in layers}
+    for pattern, parts in ORIGINAL.get(name, {}).items():
+        for number in range(8):
+            made = [part.format(number) for part in parts]
+            if made[0] in layers:
+                known[pattern.format(number)] = made
+    return known
+
+
+def as_comfyui_patches(name, tensors, weights):
+    """New weights by layer, as ComfyUI computes them (comfy.weight_adapter, lora and lokr)."""
+    layers = {n.removesuffix(".weight") for n in weights}
+    known, stems, changed = foreign_names(name, layers), {}, {}
+    for key, value in tensors.items():
+        stem, leaf = re.fullmatch(r"(.+?)\.((?:lora|lokr)_.+|alpha|dora_scale)", key).groups()
+        stems.setdefault(stem, {})[leaf] = value
+    for stem, own in stems.items():
+        prefix = next(
+            p for p in ("lora_unet_", "diffusion_model.", "lycoris_") if stem.startswith(p)
+        )
+        parts = known[stem.removeprefix(prefix).replace(".", "_")]
+        base = torch.cat([weights[f"{part}.weight"] for part in parts])
+        if prefix == "lycoris_":
+            thin = own.get("lokr_w2_b")
+            second = own["lokr_w2"] if thin is None else own["lokr_w2_a"] @ thin
+            scale = 1.0 if thin is None else own["alpha"].item() / len(thin)
+            first = own["lokr_w1"]
+            first = first[..., None, None] if second.ndim == 4 else first
+            change = torch.kron(first, second)
+        else:
+            down, up = ("down", "up") if "lora_down.weight" in own else ("A", "B")
+            down, up = own[f"lora_{down}.weight"], own[f"lora_{up}.weight"]
+            change, scale = up.flatten(1) @ down.flatten(1), own["alpha"].item() / len(down)
+        new = base + scale * change.reshape(base.shape)
+        if "dora_scale" in own:
+            sizes = new.flatten(1).norm(dim=1).reshape(-1, *[1] * (new.ndim - 1))
+            new = new * own["dora_scale"].reshape(sizes.shape) / sizes
+        rows = [len(weights[f"{part}.weight"]) for part in parts]
+        changed |= dict(zip((f"{part}.weight" for part in parts), new.split(rows), strict=True))
+    return changed
+
+
+def trained_as(family, folder, fields):
+    """A recipe, an adapted network with random values, its adapters, and the merged weights."""
+    recipe = resolve(**dict(model=family.name, lora_rank=RANK) | fields)
+    net = family.load_denoiser(folder)
+    add_lora(net, family, recipe)
+    adapters = {n: p for n, p in net.named_parameters() if p.requires_grad}
+    for name, p in adapters.items():
+        p.data = p.data * 1.3 if "magnitude" in name else torch.randn(p.shape) * 0.1
+    merged = {}
+    for name, layer in adapter_layers_of(copy.deepcopy(net)).items():
+        layer.merge()
+        merged[f"{name}.weight"] = layer.get_base_layer().weight.detach()
+    return recipe, net, adapters, merged
+
+
+def continued(family, folder, recipe, refused=False):
+    """A network that goes on from `lora_path`, with the fields that a refusal asks for.
+
+    Scales of joined layers are one in other programs' files, and LoKr's are in its factors.
+    """
+    net = family.load_denoiser(folder)
+    try:
+        add_lora(net, family, recipe)
+        return net
+    except RecipeError as error:
+        assert refused, str(error)
+        cures = str(error).split("; set ")[1].split(" and ")
+    cures = dict(cure.split("=", 1) for cure in cures)
+    kinds = {name: type(getattr(recipe, name)) for name in cures}
+    fields = {name: kinds[name](value.strip("'")) for name, value in cures.items()}
+    net = family.load_denoiser(folder)
+    add_lora(net, family, recipe.model_copy(update=fields))
+    return net
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", ["diffusers", "kohya", "comfyui"])
+def test_every_kind_in_every_format(stand_in, tmp_path, kind, layout):
+    """Written, read by another program, merged, and continued: the same weights."""
+    family, pipe, folder = stand_in
+    if family.name not in WRITTEN:
+        pytest.skip("shares its layers with another family")
+    torch.manual_seed(0)
+    recipe, net, adapters, want = trained_as(family, folder, KINDS[kind] | dict(lora_format=layout))
+    save_lora(adapters, family, recipe, folder, tmp_path / "lora")
+    (file,) = (tmp_path / "lora").glob("*.safetensors")
+    tensors, weights = load_file(file), family.denoiser_weights(folder)
+    if layout != "diffusers":
+        patched = as_comfyui_patches(family.name, tensors, weights)
+        alphas = {k: t for k, t in tensors.items() if k.endswith(".alpha")}
+        assert alphas and all(t.ndim == 0 for t in alphas.values())
+    elif file.name.startswith("pytorch_lora"):
+        patched = fused(pipe, file)[family.denoiser_component].state_dict()
+    else:
+        base = family.load_denoiser(folder)
+        patched = PeftModel.from_pretrained(base, tmp_path / "lora").merge_and_unload().state_dict()
+    merged = Merged(tmp_path / "lora", family, folder)
+    for name, value in want.items():
+        torch.testing.assert_close(patched[name].float(), value, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(merged[name], value, atol=1e-5, rtol=1e-5)
+        assert (value - weights[name]).abs().max() > 1e-3
+    go_on = recipe.model_copy(update=dict(lora_path=str(tmp_path / "lora")))
+    if family.name == "flux1" and kind == "dora" and layout != "diffusers":
+        targets = ",".join((*family.lora_targets, "proj_mlp"))  # sizes of a joined layer are whole
+        go_on = go_on.model_copy(update=dict(lora_targets=targets))
+    more = continued(family, folder, go_on, refused=layout != "diffusers")
+    for name, layer in adapter_layers_of(more).items():
+        layer.merge()
+        value, usual = layer.get_base_layer().weight, weights[f"{name}.weight"]
+        torch.testing.assert_close(value, want.get(f"{name}.weight", usual), atol=1e-5, rtol=1e-5)
+
+
+def test_diffusers_reads_what_is_written_for_sd_scripts(stand_in, tmp_path):
+    """Its own converters of kohya's names give the same weights."""
+    family, pipe, folder = stand_in
+    if family.name not in WRITTEN:
+        pytest.skip("shares its layers with another family")
+    torch.manual_seed(0)
+    fields = dict(KINDS["lora"], lora_format="kohya")
+    if family.name == "flux1":  # diffusers' converter has the width of its single blocks built in
+        block = "transformer_blocks.0.attn.to_"
+        fields["lora_targets"] = ",".join(block + end for end in ("q", "k", "v", "out.0"))
+    recipe, _, adapters, want = trained_as(family, folder, fields)
+    save_lora(adapters, family, recipe, folder, tmp_path / "lora")
+    file = tmp_path / "lora" / "pytorch_lora_weights.safetensors"
+    read = fused(pipe, file)[family.denoiser_component].state_dict()
+    for name, value in want.items():
+        torch.testing.assert_close(read[name], value, atol=1e-5, rtol=1e-5)

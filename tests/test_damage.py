@@ -21,8 +21,9 @@ from sciftune.core.rundir import RunDir
 from sciftune.data.cache import TensorCache
 from sciftune.data.images import DataError
 from sciftune.models.family import get_family
+from sciftune.strategies.adapters.layers import add_lora
+from sciftune.strategies.adapters.saving import save_lora
 from sciftune.strategies.engine import Engine
-from sciftune.strategies.lora import add_lora, save_lora
 from sciftune.training.checkpoints import Checkpointer
 from sciftune.training.export import export_damage, export_pipeline
 

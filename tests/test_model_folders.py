@@ -11,10 +11,15 @@ import random
 import shutil
 
 import pytest
+import torch
+from one_file import in_one_file
 from safetensors.torch import load_file, save_file
 
 from sciftune.core.registry import records
+from sciftune.models import single_file
 from sciftune.models.family import get_family
+from sciftune.models.single_file import single_file_folder
+from sciftune.training.export import write_component
 
 UNREAD = {"stand_in.json", "generation_config.json"}
 DAMAGES = {
@@ -93,3 +98,111 @@ def refusal(family, folder):
 def named(file, said):
     "Whether a sentence names the file and says what is wrong in one line."
     return file.name in said and "\n" not in said and len(said) < 700
+
+
+# A base in one file
+
+
+def as_float8(tensors):
+    """ComfyUI's scaled fp8: a scale for a weight, or for its rows; returns it and its meaning."""
+    stored, meaning = {}, {}
+    for number, (name, value) in enumerate(tensors.items()):
+        if not name.endswith(".weight") or value.ndim != 2:
+            stored[name] = meaning[name] = value.bfloat16()
+            continue
+        most = value.abs().amax(1) if number % 2 else value.abs().amax()
+        scale = (most / 448).clamp(min=1e-6)
+        rows = scale[:, None] if scale.ndim else scale
+        stored[name] = (value / rows).to(torch.float8_e4m3fn)
+        meaning[name] = (stored[name].float() * rows).bfloat16()
+        kind = "weight_scale" if number % 3 else "scale_weight"
+        stored[f"{name.removesuffix('.weight')}.{kind}"] = scale
+        stored[f"{name.removesuffix('.weight')}.input_scale"] = torch.ones(())
+    return stored | {"scaled_fp8": torch.zeros(2, dtype=torch.float8_e4m3fn)}, meaning
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "fp8"])
+@pytest.mark.parametrize("name", ["flux1", "klein", "qwenimage", "zimage", "sd15", "sdxl"])
+def test_a_base_in_one_file(name, kind, tmp_path):
+    """The same weights as the folder that the file was made of, read one tensor at a time."""
+    family = get_family(name)
+    folder, file = family.tiny(tmp_path / "base"), tmp_path / "model.safetensors"
+    given = meaning = in_one_file(name, folder)
+    if kind == "bf16":
+        given = meaning = {n: t.bfloat16() for n, t in given.items()}
+    elif kind == "fp8":
+        given, meaning = as_float8(given)
+    save_file({n: t.contiguous() for n, t in given.items()}, file)
+    made = single_file_folder(family, file, str(folder), "", tmp_path / "cache")
+    assert single_file_folder(family, file, str(folder), "", tmp_path / "cache") == made
+    family.check_files(made)
+    want, net = family.load_denoiser(folder).state_dict(), family.load_denoiser(made)
+    limit = dict(fp32=0.0, bf16=2**-8, fp8=2**-3)[kind]
+    for key, value in net.state_dict().items():
+        assert (value - want[key]).abs().max() <= limit * want[key].abs().max(), key
+    numbers = sum(t.double().sum() for n, t in meaning.items() if "first_stage" not in n)
+    total = sum(p.double().sum() for p in net.parameters())
+    torch.testing.assert_close(total, numbers, rtol=1e-9, atol=1e-6)
+    weights = family.denoiser_weights(made)
+    key = next(n for n in weights if n.endswith("to_q.weight"))
+    assert torch.equal(weights.slice(key, 1, 3).float(), weights[key][1:3].float())
+    vae, coder = family.load_vae(folder).state_dict(), family.load_vae(made).state_dict()
+    assert all((coder[n] - vae[n]).abs().max() <= limit * vae[n].abs().max() for n in vae)
+    out = family.save_pipeline(made, export_of(family, made, tmp_path), tmp_path / "out")
+    read = family.load_denoiser(out).state_dict()
+    assert all(torch.equal(read[n], value) for n, value in net.state_dict().items())
+
+
+def export_of(family, base, tmp_path):
+    """The denoiser of a base, written as a run does."""
+    weights = family.denoiser_weights(base)
+    write_component({}, weights, tmp_path / "component", None)
+    config = (base / family.denoiser_component / "config.json").read_bytes()
+    (tmp_path / "component" / "config.json").write_bytes(config)
+    return tmp_path / "component"
+
+
+def test_parts_of_a_base_in_one_file(tmp_path, monkeypatch):
+    """Folders of their own, what is missing by name, and one tensor in memory."""
+    family = get_family("klein")
+    folder, file = family.tiny(tmp_path / "base"), tmp_path / "model.safetensors"
+    save_file({n: t.contiguous() for n, t in in_one_file("klein", folder).items()}, file)
+    text = tmp_path / "text"
+    for name in ("text_encoder", "tokenizer"):
+        shutil.copytree(folder / name, text, dirs_exist_ok=True)
+    parts = family, file, str(text), str(folder / "vae"), tmp_path / "cache"
+    with pytest.raises(ValueError, match="wrong shapes|lacks"):  # the published size is expected
+        family.load_denoiser(single_file_folder(*parts))
+    encoders = family.load_encoders(single_file_folder(*parts))
+    rows = family.encode_captions(encoders, ["a chart"])[0]
+    want = family.encode_captions(family.load_encoders(folder), ["a chart"])[0]
+    assert all(torch.equal(rows[n], want[n]) for n in want)
+    with pytest.raises(ValueError, match="autoencoder_path: model.safetensors holds no autoenc"):
+        single_file_folder(family, file, str(text), "", tmp_path / "cache")
+    with pytest.raises(ValueError, match="is no file here"):
+        single_file_folder(family, tmp_path / "none.safetensors", str(folder), "", tmp_path)
+    flux = get_family("flux1")
+    with pytest.raises(ValueError, match="text_encoder and text_encoder_2; give a pipeline"):
+        single_file_folder(flux, file, str(text), "", tmp_path / "cache")
+    made = single_file_folder(flux, file, str(flux.tiny(tmp_path / "flux")), "", tmp_path / "cache")
+    with pytest.raises(ValueError, match="model.safetensors.*holds no FluxTransformer2DModel"):
+        flux.load_denoiser(made)
+    made, read = single_file_folder(family, file, str(folder), "", tmp_path / "cache"), []
+    usual = single_file.open_weights
+
+    class Counted:
+        def __init__(self, place):
+            self.inner = usual(place)
+
+        def get_tensor(self, name):
+            read.append(name)
+            return self.inner.get_tensor(name)
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+    monkeypatch.setattr(single_file, "open_weights", Counted)
+    weights = family.denoiser_weights(made)
+    assert not read
+    weights["transformer_blocks.0.attn.to_k.weight"]
+    assert read == ["model.diffusion_model.double_blocks.0.img_attn.qkv.weight"]

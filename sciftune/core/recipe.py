@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['FORMAT', 'CHECKS', 'REMOVED', 'objective_sections', 'collection_sections', 'all_sections', 'Fields', 'readers',
-           'why_unread', 'unread_fields', 'check_model', 'check_parts', 'micro_batches', 'check_batches',
-           'check_context', 'check_packing', 'check_prior', 'check_length', 'check_strategy', 'check_offload',
-           'check_optimizer', 'optimizer_conflict', 'check_groups', 'check_cuda_graphs', 'check_multiples',
-           'check_sizes', 'check_collection', 'check_numbers', 'Recipe', 'checked', 'restored', 'foreign_names',
-           'foreign_meanings', 'check_names', 'resolve', 'warmup_fault', 'launch_preset', 'epochs_line',
-           'learning_rate_at', 'identity', 'changed']
+           'why_unread', 'unread_fields', 'check_model', 'check_single_file', 'check_parts', 'micro_batches',
+           'check_batches', 'check_context', 'check_packing', 'check_prior', 'check_length', 'check_strategy',
+           'check_offload', 'check_optimizer', 'optimizer_conflict', 'check_groups', 'check_cuda_graphs',
+           'check_multiples', 'check_sizes', 'check_collection', 'check_adapters', 'check_numbers', 'Recipe', 'checked',
+           'restored', 'foreign_names', 'foreign_meanings', 'check_names', 'resolve', 'warmup_fault', 'launch_preset',
+           'epochs_line', 'learning_rate_at', 'identity', 'changed']
 
 # %% ../../nbs/1_core/05_recipe.ipynb #34232c8d
 import functools
@@ -43,6 +43,7 @@ from sciftune.core.presets import (
 )
 from sciftune.core.registry import (
     CollectionRecord,
+    FamilyRecord,
     ObjectiveRecord,
     OptimizerRecord,
     RegistryError,
@@ -54,7 +55,13 @@ from sciftune.core.registry import (
     usual_optimizer,
 )
 from .secrets import masked
-from .sections import AUTOMATIC, SECTIONS, NumbersSection, ScheduleSection
+from sciftune.core.sections import (
+    AUTOMATIC,
+    SECTIONS,
+    NumbersSection,
+    ScheduleSection,
+    layer_values,
+)
 from .writing import write_atomic
 
 # %% ../../nbs/1_core/05_recipe.ipynb #8fd2a040
@@ -220,6 +227,32 @@ def check_model(recipe: Fields):
             f"use {_listed(family.timestep_shifts)}, or a number"
         )
     check_parts(recipe, family.parts)
+    check_single_file(recipe, family)
+
+
+def check_single_file(recipe: Fields, family: FamilyRecord):
+    """Check that a model in one file is of a known layout, and its other parts are named.
+
+    Args:
+        recipe: Each field is valid by itself
+        family: record of the model
+    """
+    if recipe.model_path.endswith(".safetensors"):
+        if not family.single_file:
+            able = [m.name for m in records("models").values() if m.single_file]
+            raise ValueError(
+                f"model_path: model '{recipe.model}' is not read from one file; give a pipeline "
+                f"folder (files: {_listed(able)})"
+            )
+        if not recipe.text_encoder_path:
+            raise ValueError(
+                "text_encoder_path: a model in one file needs the folder of its text encoder and "
+                "tokenizer"
+            )
+        return
+    for name in ("text_encoder_path", "autoencoder_path"):
+        if getattr(recipe, name):
+            raise ValueError(f"{name}: read only where model_path is a .safetensors file")
 
 
 def check_parts(recipe: Fields, parts: tuple[str, ...]):
@@ -602,6 +635,37 @@ def check_collection(recipe: Fields, drawn: CollectionRecord):
         )
 
 # %% ../../nbs/1_core/05_recipe.ipynb #029ccd78
+def check_adapters(recipe: Fields):
+    """Check that the kind of adapters reads their fields, and the model has their file format.
+
+    Args:
+        recipe: Each field is valid by itself
+    """
+    kinds = records("adapters")
+    kind = kinds[recipe.lora_kind]
+    for name in dict.fromkeys(name for other in kinds.values() for name in other.reads):
+        if getattr(recipe, name) and name not in kind.reads:
+            able = [other.name for other in kinds.values() if name in other.reads]
+            raise ValueError(
+                f"{name}: adapters of lora_kind '{kind.name}' do not read it; leave it out, or "
+                f"use lora_kind {_listed(able)}"
+            )
+    if recipe.lora_base != "bf16" and not kind.narrow_base:
+        able = [other.name for other in kinds.values() if other.narrow_base]
+        raise ValueError(
+            f"lora_base: '{recipe.lora_base}' with lora_kind '{kind.name}', which reads weights; "
+            f"use lora_base 'bf16', or lora_kind {_listed(able)}"
+        )
+    for name in ("lora_ranks", "lora_alphas"):
+        layer_values(name, getattr(recipe, name))
+    formats = find_record("models", recipe.model).lora_formats
+    if recipe.lora_format not in formats:
+        raise ValueError(
+            f"lora_format: '{recipe.lora_format}' is not known for model '{recipe.model}'; use "
+            f"{_listed(formats)}"
+        )
+
+
 def check_numbers(recipe: Fields):
     """Types suit each other.
 
@@ -612,6 +676,7 @@ def check_numbers(recipe: Fields):
         raise ValueError(
             "reduce_type: 'bf16' needs strategy 'fsdp' and a precision that computes in bf16"
         )
+    check_adapters(recipe)
     if recipe.lora_base != "bf16" and recipe.precision == "fp8":
         raise ValueError(
             f"lora_base: '{recipe.lora_base}' with precision 'fp8', which multiplies weights of "

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['RegistryError', 'nearest', 'Record', 'FamilyRecord', 'StrategyRecord', 'CostsRecord', 'OptimizerRecord',
-           'ObjectiveRecord', 'DensityRecord', 'WeightingRecord', 'RewardRecord', 'ScoreRecord', 'ReaderRecord',
-           'KernelRecord', 'CollectionRecord', 'package_folder', 'record_modules', 'read_records', 'records',
-           'find_record', 'usual_optimizer', 'family_names', 'family_named', 'import_class', 'load', 'find_kernel']
+           'ObjectiveRecord', 'DensityRecord', 'WeightingRecord', 'RewardRecord', 'ScoreRecord', 'AdapterRecord',
+           'ReaderRecord', 'KernelRecord', 'CollectionRecord', 'package_folder', 'record_modules', 'read_records',
+           'records', 'find_record', 'usual_optimizer', 'family_names', 'family_named', 'import_class', 'load',
+           'find_kernel']
 
 # %% ../../nbs/1_core/01_registry.ipynb #58cccaf2
 import ast
@@ -73,6 +74,8 @@ class FamilyRecord(Record):
         usual_learning_rates: Lowest and highest; LoRA ten times
         timestep_shifts: Named ones that it can compute
         parts: Fields that name its parts in folders of their own
+        lora_formats: file formats of its adapters
+        single_file: its denoiser is read from one file of the original layout
         references: Most reference images of a sample; 0 = it takes none
         size_multiple: Height and width of an image must be multiples of it
         context_parallel: The tokens of a sample can be divided over ranks
@@ -101,6 +104,8 @@ class FamilyRecord(Record):
         "empirical",
     )
     parts: tuple[str, ...] = ()
+    lora_formats: tuple[str, ...] = ("diffusers",)
+    single_file: bool = False
     references: int = 0
     size_multiple: int = 16
     context_parallel: bool = False
@@ -331,6 +336,20 @@ class ScoreRecord(Record):
     keeps: dict[str, str] = {}
 
 # %% ../../nbs/1_core/01_registry.ipynb #1fa1c4f3
+class AdapterRecord(Record):
+    """A kind of adapters; its implementation is a class like `AdapterKind`.
+
+    Attributes:
+        summary: one line for people
+        reads: recipe fields that only some kinds read, of those that it reads
+        narrow_base: its layers may stand on weights in fewer bits (`lora_base`)
+    """
+
+    summary: str
+    reads: tuple[str, ...] = ()
+    narrow_base: bool = True
+
+
 class ReaderRecord(Record):
     """A kind of collection of images.
 
@@ -390,6 +409,7 @@ _KINDS = dict(
     strategies=StrategyRecord,
     costs=CostsRecord,
     optimizers=OptimizerRecord,
+    adapters=AdapterRecord,
     objectives=ObjectiveRecord,
     densities=DensityRecord,
     weightings=WeightingRecord,
@@ -403,6 +423,7 @@ _FIELDS = dict(  # of a recipe, which name a record
     models="model",
     strategies="strategy",
     optimizers="optimizer",
+    adapters="lora_kind",
     objectives="objective",
     densities="timestep_density",
     weightings="loss_weighting",

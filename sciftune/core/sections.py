@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['AUTOMATIC', 'Precisions', 'SECTIONS', 'ModelSection', 'DataSection', 'ScheduleSection', 'EngineSection',
-           'TrainedSection', 'NumbersSection', 'ValidationSection', 'size_in_bytes', 'OutputSection', 'RunningSection']
+           'layer_values', 'TrainedSection', 'NumbersSection', 'ValidationSection', 'size_in_bytes', 'OutputSection',
+           'RunningSection']
 
 # %% ../../nbs/1_core/02_sections.ipynb #d2246be0
 import math
@@ -56,9 +57,20 @@ class ModelSection(Section):
     )
     model_path: str = field(
         "tiny",
-        "diffusers folder, hub id, 'tiny' (offline stand-in, random), 'nano' (small trained model "
+        "diffusers folder, hub id, safetensors file of the original release or of ComfyUI, 'tiny' "
+        "(offline stand-in, random), 'nano' (small trained model "
         "of this package), 'random' (real size, random weights) or 'parts' (bagel: llm_path, "
         "vit_path and vae_path)",
+    )
+    text_encoder_path: str = field(
+        "",
+        "with a file as model_path: folder of the text encoder and its tokenizer, or a pipeline "
+        "folder or hub id that holds them",
+    )
+    autoencoder_path: str = field(
+        "",
+        "with a file as model_path: folder or safetensors file of the autoencoder, or a pipeline "
+        "folder; empty = that of the file, or of text_encoder_path",
     )
     revision: str = field("", "hub revision of model_path; empty = main")
     objective: str = field(
@@ -560,6 +572,35 @@ class EngineSection(Section):
         return tuple(filter(None, self.auto.split(",")))
 
 # %% ../../nbs/1_core/02_sections.ipynb #2b4e717b
+if TYPE_CHECKING:
+    AdapterKinds = str
+else:
+    AdapterKinds = Literal[*records("adapters")]
+
+
+def layer_values(name: str, text: str) -> dict[str, float]:
+    """Return the numbers of `lora_ranks` or `lora_alphas` by the end of a module's name.
+
+    Raises ValueError for a part that is no name with a positive number.
+
+    Args:
+        name: the field
+        text: 'to_out.0=8,ff.net.2=32'
+    """
+    found = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        end, equals, number = (piece.strip() for piece in part.partition("="))
+        whole = name == "lora_ranks"
+        fits = re.fullmatch(r"[1-9]\d{0,3}" if whole else r"\d+(\.\d+)?", number)
+        if not (end and equals and fits and float(number) > 0):
+            kind = "a rank from 1 to 9999" if whole else "a positive number"
+            raise ValueError(
+                f"{name}: '{part}' is no end of a module's name with {kind}, like to_q=8"
+            )
+        found[end] = int(number) if whole else float(number)
+    return found
+
+
 class TrainedSection(Section):
     """All weights, some layers, or adapters; from which weights."""
 
@@ -583,6 +624,34 @@ class TrainedSection(Section):
         needs="lora_rank",
         ge=0,
     )
+    lora_kind: AdapterKinds = field(
+        "lora",
+        "kind of adapters: lora, dora (direction and size of weights apart) or lokr (Kronecker "
+        "products)",
+        needs="lora_rank",
+    )
+    lora_rslora: bool = field(
+        False, "adapters are scaled by lora_alpha/sqrt(rank) (rsLoRA)", needs="lora_rank"
+    )
+    lora_ranks: str = field(
+        "",
+        "ranks of layers that have another than lora_rank, by ends of module names: "
+        "to_out.0=8,ff.net.2=32",
+        needs="lora_rank",
+    )
+    lora_alphas: str = field(
+        "",
+        "scales of layers that have another than lora_alpha, by ends of module names: to_q=4",
+        needs="lora_rank",
+    )
+    lora_factor: int = field(
+        0,
+        "lokr: size of the first Kronecker factor of a layer; 0 = near the square root of its "
+        "width",
+        needs="lora_rank",
+        ge=0,
+        le=4096,
+    )
     lora_dropout: float = field(0.0, "on the adapters' inputs", needs="lora_rank", ge=0, lt=1)
     lora_targets: str = field(
         "",
@@ -602,6 +671,13 @@ class TrainedSection(Section):
         "how the large layers of the frozen base are kept (single, ddp); bf16 = in the type of "
         "the computation",
         optional=True,
+        needs="lora_rank",
+    )
+    lora_format: Literal["diffusers", "kohya", "comfyui"] = field(
+        "diffusers",
+        "file of exported adapters: as diffusers and peft write it, or with the names and scales "
+        "that sd-scripts or ComfyUI know",
+        identity=False,
         needs="lora_rank",
     )
     start_from: str = field(

@@ -19,7 +19,7 @@ from sciftune.core.checkpoint_folders import (
     checkpoint_info,
     complete_checkpoints,
 )
-from ..core.recipe import Recipe, restored
+from ..core.recipe import Recipe, check_adapters, restored
 from ..core.rundir import RunDir
 from ..training.card import write_model_card
 from ..training.export import merge_lora
@@ -63,6 +63,7 @@ def convert_checkpoint(
     ema: bool = False,
     max_shard_size: str = "10GB",
     pipeline: bool = False,
+    lora_format: str = "",
 ) -> str:
     """Write the component or the adapters that a checkpoint trained.
 
@@ -73,6 +74,7 @@ def convert_checkpoint(
         ema: write the moving average instead of the weights
         max_shard_size: largest size of a file
         pipeline: write everything the model needs, not only the trained component
+        lora_format: file format of adapters; '' = that of the run
 
     Returns:
         a description of what was written
@@ -81,7 +83,10 @@ def convert_checkpoint(
         ValueError: `checkpoint` is no checkpoint or has no average, or `out` is in use
         CheckpointError: the tensors cannot be read
     """
-    recipe = checkpoint_recipe(checkpoint).model_copy(update=dict(max_shard_size=max_shard_size))
+    recipe = checkpoint_recipe(checkpoint)
+    formats = dict(lora_format=lora_format or recipe.lora_format)
+    recipe = recipe.model_copy(update=formats | dict(max_shard_size=max_shard_size))
+    check_adapters(recipe)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists; give a new folder")
     state = "ema" if ema else "weight"
@@ -107,10 +112,12 @@ def convert_command(words: list[str]):
     parser.add_argument("--ema", action="store_true", help="the moving average")
     whole = "with everything that the model needs, not the trained component alone"
     parser.add_argument("--pipeline", action="store_true", help=whole)
+    formats = ("diffusers", "kohya", "comfyui")
+    parser.add_argument("--lora_format", choices=formats, default="", help="of adapters")
     habit = "accepted for habit: safetensors is the only format written"
     parser.add_argument("--safe_serialization", action="store_true", help=habit)
     given = parser.parse_args(words)
-    options = (given.dtype, given.ema, given.max_shard_size, given.pipeline)
+    options = (given.dtype, given.ema, given.max_shard_size, given.pipeline, given.lora_format)
     try:
         written = convert_checkpoint(given.checkpoint, given.out, *options)
     except (ValueError, OSError, CheckpointError) as error:

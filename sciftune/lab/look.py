@@ -309,6 +309,11 @@ def local_folder(recipe: Recipe) -> Path:
         return nano_folder(recipe.model)
     if Path(path).expanduser().is_dir():
         return Path(path).expanduser()
+    if path.endswith(".safetensors"):
+        from sciftune.models.family import get_family
+        from sciftune.planner.profile import weights_path
+
+        return Path(weights_path(recipe, get_family(recipe.model)))
     import huggingface_hub
 
     revision = recipe.revision or None

@@ -151,7 +151,8 @@ def with_absolute_paths(
     paths = {name: absolute_input(name, getattr(recipe, name), root) for name in names}
     paths["nvme_path"] = absolute_path(recipe.nvme_path, root)
     if recipe.model_path not in ("tiny", "nano", "random", "parts"):
-        paths["model_path"] = absolute_path(recipe.model_path, root)
+        for name in ("model_path", "text_encoder_path", "autoencoder_path"):
+            paths[name] = absolute_path(getattr(recipe, name), root)
     if recipe.resume != "latest":
         paths["resume"] = absolute_path(recipe.resume, root)
     if recipe.prior_data:

@@ -37,8 +37,8 @@ from ..models.family import Family, get_family
 from ..models.references import stack_references
 from ..models.weights import HUB_ID, same_tensor
 from ..planner.profile import weights_path
+from ..strategies.adapters.merging import Merged, MergedLayers, family_of
 from ..strategies.compilation import real_rotary
-from ..strategies.lora import Merged, MergedLayers, family_of
 from ..training.export import export_damage, lora_scheduler, trained_tensors
 from ..training.task import Export, get_task
 from ..training.validation import as_image, to_device

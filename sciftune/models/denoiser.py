@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .family_base import FamilyBase
+from .single_file import single_file_weights
 from .tokens import TokenArguments
 from sciftune.models.weights import (
     Weights,
@@ -37,6 +38,8 @@ class Denoising(FamilyBase, ABC):
         token_arguments: where its call holds tokens; None = they cannot be divided over ranks
         lora_targets: endings of the names of the layers that adapters go to
         lora_layout: file format of adapters, "diffusers" or "peft"
+        original_layers: name of a layer in the original release -> the layers here whose rows it
+            stacks, with {} for numbers; '' -> layers without a counterpart; others have one name
         weights_stem: file name of exported weights
         sharded_weights: whether an export may be several files
     """
@@ -46,6 +49,7 @@ class Denoising(FamilyBase, ABC):
     token_arguments: TokenArguments | None = None
     lora_targets: tuple = ()
     lora_layout: str = "diffusers"
+    original_layers: Mapping[str, tuple[str, ...]] = {}
     weights_stem: str = "diffusion_pytorch_model"
     sharded_weights: bool = True
 
@@ -96,7 +100,12 @@ class Denoising(FamilyBase, ABC):
 
     def denoiser_weights(self, path: str | Path, revision: str = None) -> Weights:
         """Open the denoiser's weights lazily: each rank of a sharded strategy reads its part."""
-        return Weights(self.resolve(path, revision=revision) / self.denoiser_component)
+        folder = self.resolve(path, revision=revision) / self.denoiser_component
+        return single_file_weights(
+            folder,
+            self.denoiser_class,
+            lambda config: set(self.empty_denoiser(config).state_dict()),
+        )
 
     def load_denoiser(
         self,

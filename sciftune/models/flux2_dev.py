@@ -50,6 +50,8 @@ RECORDS = [
         guides_above=None,
         references=10,
         packing=True,
+        lora_formats=("diffusers", "kohya", "comfyui"),
+        single_file=True,
     )
 ]
 

@@ -36,6 +36,8 @@ RECORDS = [
         references=1,
         context_parallel=True,
         packing=True,
+        lora_formats=("diffusers", "kohya", "comfyui"),
+        single_file=True,
     )
 ]
 

@@ -59,6 +59,8 @@ RECORDS = [
         context_parallel=True,
         packing=True,
         nano=True,
+        lora_formats=("diffusers", "kohya", "comfyui"),
+        single_file=True,
     )
 ]
 

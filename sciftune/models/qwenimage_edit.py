@@ -49,6 +49,8 @@ RECORDS = [
         usual_learning_rates=(1e-6, 1e-5),
         timestep_shifts=("none", "linear"),
         references=3,
+        lora_formats=("diffusers", "kohya", "comfyui"),
+        single_file=True,
     )
 ]
 QWEN_IMAGE_EDIT = dict(QWEN_IMAGE, zero_cond_t=True)

@@ -47,6 +47,8 @@ RECORDS = [
             "local": {"resolution": 512},
             "cluster": {"resolution": 512},
         },
+        lora_formats=("diffusers", "kohya", "comfyui"),
+        single_file=True,
     ),
     FamilyRecord(
         name="sdxl",
@@ -62,6 +64,8 @@ RECORDS = [
         size_multiple=8,
         float32_arguments=("timestep", "time_ids"),
         values={"text_tokens": 77, "timestep_shift": "none", "compile": False},
+        lora_formats=("diffusers", "kohya", "comfyui"),
+        single_file=True,
     ),
 ]
 

@@ -18,6 +18,7 @@ from ..core.presets import nano_folder
 from ..core.rate_groups import group_numbers, rate_groups
 from ..core.recipe import Recipe
 from ..core.rundir import cache_root
+from ..models.single_file import single_file_folder
 from .records import BatchLine, Profile
 from .trace import FlashAttention, LiveBytes, measured_blocks, storages
 from .work import MetaModel
@@ -221,4 +222,8 @@ def weights_path(recipe: Recipe, family: Family) -> Path | str | None:
     if recipe.model_path == "parts":
         parts = {name: getattr(recipe, name) for name in family.record.parts}
         return family.assemble(cache_root(recipe.run_root) / "parts", parts, recipe.seed)
+    if recipe.model_path.endswith(".safetensors"):
+        parts = (recipe.text_encoder_path, recipe.autoencoder_path)
+        cache = cache_root(recipe.run_root) / "single_files"
+        return single_file_folder(family, recipe.model_path, *parts, cache, recipe.revision or None)
     return recipe.model_path

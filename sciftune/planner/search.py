@@ -29,7 +29,7 @@ from sciftune.planner.speed import (
     total_seconds,
 )
 from .work import step_cost_of
-from ..strategies.lora import NARROW_BYTES
+from ..strategies.adapters.narrow import NARROW_BYTES
 from ..strategies.strategy import Strategy, strategy_class
 
 if TYPE_CHECKING:

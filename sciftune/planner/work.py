@@ -18,8 +18,9 @@ from ..core.registry import find_record, import_class
 from .costs.base import OuterModule, costs_of
 from .records import Block, MemoryLedger, Phase, Profile
 from .trace import Trace, trace
+from ..strategies.adapters.layers import add_lora
+from ..strategies.adapters.narrow import narrow_layers
 from ..strategies.context import check_heads
-from ..strategies.lora import add_lora, narrow_layers
 from ..strategies.trained_layers import choose_trained
 
 if TYPE_CHECKING:

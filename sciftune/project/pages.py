@@ -84,7 +84,7 @@ MAP = """## Where is
   @core.checkpoint_folders.check_same_run compares it with the run, and
   @training.checkpoints.load_checkpoint reads it
 - **whether a resume is exact**: @lab.prove
-- **a smaller base for adapters**: @strategies.lora.NarrowLinear
+- **a smaller base for adapters**: @strategies.adapters.narrow.NarrowLinear
 - **what a failure means**: @core.diagnosis
 - **the update inside the backward pass**: @strategies.gradient_release
 - **the moving average of the weights**: @training.ema

@@ -107,6 +107,12 @@ def loading_code(recipe: Recipe, folder: Path) -> str:
         recipe: of the run
         folder: the export
     """
+    if recipe.lora_rank and recipe.lora_format != "diffusers":
+        return (
+            f"# put pytorch_lora_weights.safetensors into the LoRA folder of {recipe.lora_format}"
+        )
+    if recipe.lora_kind == "lokr" and (folder / "adapter_config.json").exists():
+        return "# in a shell: sciftune merge_lora BASE FOLDER MERGED, a pipeline folder"
     references, draw = _drawing(recipe)
     lines = ["import torch", "from diffusers import DiffusionPipeline", ""]
     if references:

@@ -38,8 +38,8 @@ from ..core.sections import size_in_bytes
 from ..models.family import Family
 from ..models.sampler import build_scheduler
 from ..models.weights import Weights
+from ..strategies.adapters.merging import Merged, family_of
 from ..strategies.engine import Engine
-from ..strategies.lora import Merged, family_of
 from .checkpoints import CheckpointTensors, common_fault
 
 # %% ../../nbs/7_training/06_export.ipynb #339aabd4

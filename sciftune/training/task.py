@@ -29,18 +29,13 @@ from ..data.streams import Mixture
 from ..models.family import Family, get_family
 from ..models.weights import PICKLES, check_stored
 from ..planner.profile import weights_path
+from ..strategies.adapters.kinds import base_name, is_adapter
+from ..strategies.adapters.layers import add_lora, first_values
+from ..strategies.adapters.narrow import not_for_ddp, quantise_base
+from ..strategies.adapters.saving import save_lora
 from ..strategies.compilation import prepare_denoiser
 from ..strategies.context import share_tokens
 from ..strategies.engine import Engine
-from sciftune.strategies.lora import (
-    add_lora,
-    base_name,
-    first_values,
-    is_adapter,
-    not_for_ddp,
-    quantise_base,
-    save_lora,
-)
 from ..strategies.trained_layers import choose_trained
 from ..strategies.trained_module import TrainedModule
 from .card import write_model_card
@@ -125,7 +120,8 @@ class ParameterSource:
         base: pipeline folder; None = random weights
         device: where random weights are drawn
         shapes: parameter name, as in a model without adapters -> shape
-        adapters: (parameter name, shape) -> initial value of an adapter
+        adapters: initial values of adapters, from `first_values`
+        dtype: type of the weights in the run
     """
 
     def __init__(
@@ -136,8 +132,10 @@ class ParameterSource:
         device: torch.device,
         shapes: dict,
         adapters: Callable | None = None,
+        dtype: torch.dtype = torch.float32,
     ):
         self.seed = recipe.seed
+        self.dtype = dtype
         self.device = device
         self.shapes = shapes
         self.adapters = adapters
@@ -157,12 +155,16 @@ class ParameterSource:
         """
         name = base_name(name)
         if is_adapter(name):
-            return self.adapters(name, self.shapes[name])[first:last]
+            return self.adapters(name, self.shapes[name], self.whole)[first:last]
         if self.weights is None:
             return self.random(name, first, last)
         if first is None:
             return self.weights[name]
         return self.weights.slice(name, first, last)
+
+    def whole(self, name: str) -> Tensor:
+        """Return a weight of the base as the run holds it, in fp32."""
+        return self(name, None, None).to(self.dtype).cpu().float()
 
     def random(self, name: str, first: int | None, last: int | None) -> Tensor:
         """Return rows of a random parameter: vectors 1 (weights) or 0 (biases), others normal."""
@@ -196,7 +198,8 @@ def parameter_source(
         return None
     shapes = {base_name(n): p.shape for n, p in model.named_parameters()}
     adapters = first_values(recipe, family, model) if recipe.lora_rank else None
-    return ParameterSource(recipe, family, base, engine.device, shapes, adapters)
+    dtype = engine.policy_of(recipe).weights
+    return ParameterSource(recipe, family, base, engine.device, shapes, adapters, dtype)
 
 # %% ../../nbs/7_training/09_task.ipynb #7a832f25
 def _trained_a_part(recipe: Mapping) -> bool:
@@ -561,12 +564,17 @@ class Task:
         if not self.started:
             for run in earlier.runs:
                 self._verify(run.path)
-        if recipe.lora_base != "bf16" and earlier.base:
-            raise RecipeError(
-                f"start_from: {recipe.start_from} holds full weights, and lora_base="
-                f"{recipe.lora_base!r} stores the base in fewer bits: use lora_base='bf16', or "
-                "export that run and give model_path"
-            )
+        narrow = not find_record("adapters", recipe.lora_kind).narrow_base
+        for field, reads_base, usual in (
+            ("lora_base", recipe.lora_base != "bf16", "bf16"),
+            ("lora_kind", recipe.lora_rank and narrow, "lora"),
+        ):
+            if reads_base and earlier.base:
+                raise RecipeError(
+                    f"start_from: {recipe.start_from} holds full weights, and {field}="
+                    f"{getattr(recipe, field)!r} needs the base's before they are read: use "
+                    f"{field}={usual!r}, or export that run and give model_path"
+                )
         if replace_frozen:
             values = earlier.frozen(model, values)
         network = self.engine.network(model, name, values, recipe)

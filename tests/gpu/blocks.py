@@ -25,8 +25,8 @@ from sciftune.models.packing import Packing, join_rows, packed_attention
 from sciftune.models.references import stack_references
 from sciftune.objectives.flow.loss import FlowMatching
 from sciftune.project.baseline import one_batch
+from sciftune.strategies.adapters.layers import add_lora
 from sciftune.strategies.compilation import prepare_denoiser
-from sciftune.strategies.lora import add_lora
 from sciftune.training.validation import to_device
 
 ap = argparse.ArgumentParser(

@@ -12,8 +12,9 @@ import diffusers
 import pytest
 import torch
 from forked import ENGINES, deviation, log, losses, recipe_of, start, train, wait
+from one_file import in_one_file
 from pairwise import usual
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from sciftune.core.recipe import resolve
 from sciftune.core.rundir import RunDir
@@ -82,7 +83,8 @@ def test_the_pipeline_draws_what_training_did(root, single):
     "Same velocities to the bit: the trained network, and the pipeline with the adapter."
     from sciftune.core.checkpoint_folders import find_checkpoint
     from sciftune.models.family import get_family
-    from sciftune.strategies.lora import add_lora, is_adapter
+    from sciftune.strategies.adapters.kinds import is_adapter
+    from sciftune.strategies.adapters.layers import add_lora
     from sciftune.training.checkpoints import CheckpointTensors
 
     run, family = single[1], get_family("flux1")
@@ -220,6 +222,27 @@ def test_a_base_in_fewer_bits(root, wide):
     assert codes == [2] and "no linear layer with both sides at least 256" in log(narrow)
 
 
+@pytest.mark.parametrize("kind, engine", [("dora", "fsdp"), ("lokr", "zero3"), ("dora", "zero3")])
+def test_kinds_under_engines(root, kind, engine):
+    """One process, two with shards of a base in one file, and a resume by the other: the same."""
+    conf = dict(BASE, steps=4, lora_kind=kind, lora_ranks="to_q=2", learning_rate=1e-2)
+    run = RunDir(root / kind)
+    one = train(run, **dict(conf, checkpoint_steps=2))
+    base, file = root / "cache" / "stand-ins" / "flux1", root / "flux1.safetensors"
+    if not file.exists():
+        save_file(in_one_file("flux1", base), file)
+    parts = dict(model_path=str(file), text_encoder_path=str(base))
+    shards = dict(num_processes=2, export=False, **ENGINES[engine])
+    two = train(RunDir(root / f"{kind}-{engine}"), **conf, **parts, **shards)
+    assert deviation(two, one) <= 1e-5 and losses(one)[4] != losses(one)[1]
+    resume = str(run.checkpoints / "step_000002")
+    rest = train(RunDir(root / f"{kind}-rest"), **conf, **shards, resume=resume)
+    assert min(losses(rest)) == 3 and deviation(rest, one) <= 1e-5
+    more = dict(conf, steps=1, export=False, lora_path=str(run.model))
+    again = train(RunDir(root / f"{kind}-more"), **more)
+    assert losses(again)[1] != losses(one)[1]
+
+
 @pytest.mark.parametrize("model", ["klein", "qwenimage"])
 def test_other_families(root, model):
     """Dropout on the adapters' inputs is the same on any engine.
@@ -233,7 +256,8 @@ def test_other_families(root, model):
     two = train(second, num_processes=2, export=False, **conf, **ENGINES["fsdp"])
     assert deviation(two, one) <= 1e-5
     from sciftune.models.family import get_family
-    from sciftune.strategies.lora import add_lora, is_adapter
+    from sciftune.strategies.adapters.kinds import is_adapter
+    from sciftune.strategies.adapters.layers import add_lora
 
     family, base = get_family(model), root / "cache" / "stand-ins" / model
     net = family.load_denoiser(base)

@@ -4,7 +4,8 @@ import diffusers
 import torch
 
 from sciftune.models.weights import pipeline_index
-from sciftune.strategies.lora import add_lora, is_adapter
+from sciftune.strategies.adapters.kinds import is_adapter
+from sciftune.strategies.adapters.layers import add_lora
 from sciftune.training.checkpoints import CheckpointTensors
 
 

@@ -137,15 +137,14 @@ def asked(topic: str, says: str, **given: object) -> Case:
     return Case(topic, f"`{words}`", says, functools.partial(give, **given))
 
 
-def adapter(wrong: str, says: str, *keys: str, ranks: tuple = (4,)) -> Case:
+def adapter(wrong: str, says: str, *keys: str) -> Case:
     """Adapters in a file, with these tensors more, as `lora_path`."""
 
     def give(folder: Path) -> None:
-        layers = [f"transformer.transformer_blocks.0.attn.to_{n}" for n in "qkv"[: len(ranks)]]
         tensors = {key: torch.ones(4, 32) for key in keys}
-        for layer, rank in zip(layers, ranks, strict=True):
-            tensors[f"{layer}.lora_A.weight"] = torch.ones(rank, 32)
-            tensors[f"{layer}.lora_B.weight"] = torch.ones(32, rank)
+        layer = "transformer.transformer_blocks.0.attn.to_q"
+        tensors[f"{layer}.lora_A.weight"] = torch.ones(4, 32)
+        tensors[f"{layer}.lora_B.weight"] = torch.ones(32, 4)
         with written(folder, {"lora.safetensors": save(tensors)}) as place:
             planned(folder, lora_rank=4, lora_path=str(place / "lora.safetensors"))
 
@@ -584,16 +583,53 @@ CASES = [
     asked("Layers and adapters", "lora_targets: no linear layer", lora_rank=4, lora_targets="fc"),
     asked("Layers and adapters", "lora_path: FOLDER/file", lora_rank=4, lora_path="{folder}/file"),
     adapter(
-        "`-p lora_path` of a DoRA that kohya-ss wrote",
-        "dora_scale, which QwenImagePipeline leaves out",
-        "transformer.transformer_blocks.0.attn.to_q.dora_scale",
+        "`-p lora_path` of a tensor that is no adapter",
+        "to_q.diff, which is no adapter of",
+        "transformer.transformer_blocks.0.attn.to_q.diff",
     ),
     adapter(
         "`-p lora_path` of adapters of the text encoder, too, where diffusers loads none",
         "no adapter of the transformer that QwenImagePipeline knows",
         "text_encoder.layers.0.q_proj.lora_A.weight",
     ),
-    adapter("`-p lora_path` of adapters of two ranks", "of ranks [2, 4]", ranks=(2, 4)),
+    asked(
+        "Layers and adapters",
+        "'lokr' do not read it",
+        lora_rank=4,
+        lora_kind="lokr",
+        lora_dropout=0.1,
+    ),
+    asked(
+        "Layers and adapters",
+        "'dora', which reads weights",
+        lora_rank=4,
+        lora_kind="dora",
+        lora_base="nf4",
+    ),
+    asked("Layers and adapters", "no end of a module's name", lora_rank=4, lora_ranks="to_q"),
+    asked("Layers and adapters", "no adapted layer is called 'fc'", lora_rank=4, lora_ranks="fc=8"),
+    asked(
+        "Layers and adapters",
+        "'kohya' is not known for",
+        model="sd3",
+        lora_rank=4,
+        lora_format="kohya",
+    ),
+    asked(
+        "Layers and adapters", "read only where model_path is a .saf", text_encoder_path="{folder}"
+    ),
+    asked(
+        "Layers and adapters",
+        "needs the folder of its text encoder",
+        model="klein",
+        model_path="a.safetensors",
+    ),
+    asked(
+        "Layers and adapters",
+        "'sd3' is not read from one file",
+        model="sd3",
+        model_path="a.safetensors",
+    ),
     adapter("`-p lora_path` of adapters on one layer", "set lora_targets to the layers"),
     asked("Layers and adapters", "trained_layers: qwenimage has no 'fc'", trained_layers="fc"),
     asked("Layers and adapters", "model_path '/no' is not a folder that exists", model_path="/no"),

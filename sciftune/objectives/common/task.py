@@ -25,8 +25,8 @@ from ...models.family import get_family
 from .batches import LatentBatches, held_out_batch
 from .denoising import DenoisingObjective
 from ...planner.profile import trained_share
+from ...strategies.adapters.layers import lora_flops
 from ...strategies.engine import Engine
-from ...strategies.lora import lora_flops
 from ...strategies.trained_module import TrainedModule
 from ...training.encoding import cache_data, training_samples
 from sciftune.training.task import (
@@ -282,7 +282,8 @@ class DenoisingTask(Task):
     def write_model(cls, export: Export) -> str:
         """Write a diffusers folder of the pipeline, or the adapters."""
         written = export_trained(export, earlier=export.earlier())
-        if not export.recipe.lora_rank:
+        loads = (export.out / "pytorch_lora_weights.safetensors").is_file()
+        if not loads or export.recipe.lora_format != "diffusers":
             return written
         return (
             f"{written}; load it with pipe.load_lora_weights, or merge it with sciftune merge_lora"

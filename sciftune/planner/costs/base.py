@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...core.registry import load, records
-from ...strategies.lora import NARROW_BYTES
+from ...strategies.adapters.narrow import NARROW_BYTES
 from ...strategies.strategy import Strategy
 
 # %% ../../../nbs/6_planner/costs/01_base.ipynb #cfb0b31a
