@@ -4,6 +4,7 @@ import os
 import subprocess
 
 import pytest
+from shared_figures import share_figures
 
 from sciftune.core.registry import records
 from sciftune.core.rundir import RunDir
@@ -44,6 +45,7 @@ for name in sys.argv[2:]:
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory, warm_python):
     root = tmp_path_factory.mktemp("kernel")
+    share_figures(root)
     done = subprocess.run(
         [warm_python, "-c", KERNEL, str(root), *STRATEGIES],
         env=os.environ | dict(OMP_NUM_THREADS="1"),

@@ -8,6 +8,7 @@ import sys
 import psutil
 import pytest
 from jobs import PATIENCE, wait
+from shared_figures import share_figures
 
 from sciftune.core.checkpoint_folders import complete_checkpoints
 from sciftune.core.rundir import RunDir
@@ -29,11 +30,12 @@ SMALL = dict(
 def command(root, tmp_path):
     "Starts `sciftune run` in a session of its own; ends what is left of it."
     started = []
+    share_figures(tmp_path / "runs")
 
-    def start(**settings):
+    def start(program=sys.executable, **settings):
         words = [f"{name}={value}" for name, value in (SMALL | settings).items()]
         process = subprocess.Popen(
-            [sys.executable, "-m", "sciftune.lab.command", "run", *words],
+            [program, "-m", "sciftune.lab.command", "run", *words],
             cwd=tmp_path,
             env=os.environ | {"PYTHONPATH": str(root)},
             stdout=subprocess.PIPE,
@@ -108,12 +110,13 @@ def test_before_there_is_a_job_no_folder_is_left(command, tmp_path, number):
     "settings",
     [pytest.param({}, marks=pytest.mark.slow), dict(strategy="ddp", num_processes=2)],
 )
-def test_a_kernel_that_forks_its_ranks_lets_them_save(command, tmp_path, settings):
+def test_a_kernel_that_forks_its_ranks_lets_them_save(command, tmp_path, warm_python, settings):
     run = RunDir(tmp_path / "runs/asked")
-    process = command(launcher="notebook", **settings)
+    process = command(warm_python, launcher="notebook", **settings)
     wait(lambda: run.metrics.exists() or process.poll() is not None)
     process.send_signal(signal.SIGTERM)  # which goes to the kernel
     code, said, alive = ended(process)
     assert code == 143 and "this continues it:" in said, said
     assert read_status(run)["exit_code"] == 143 and state(run) == "stopped" and not alive
+    assert not processes(run)
     assert complete_checkpoints(run), run.log.read_text()

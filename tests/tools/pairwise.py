@@ -2,6 +2,7 @@
 
 Every engine meets one objective in all settings (tests/processes/test_engines.py); an objective
 meets two engines, a family two others, and so on: each pair of neighbours somewhere.
+Where a cell takes milliseconds, `one_of_three` leaves the others out without a mark.
 """
 
 import os
