@@ -217,14 +217,14 @@ def way(fields):
 
     def fresh():
         torch.manual_seed(0)
-        wide = [torch.nn.Linear(32, 32) for _ in range(2)]
+        wide = [torch.nn.Linear(64, 64) for _ in range(2)]  # 4096 weights: torchao quantises
         engine = toy_engine(**fields)
         return engine.network(torch.nn.Sequential(*wide).to(engine.policy.weights))
 
     def steps(net, first, last):
         for step in range(first, last):
             torch.manual_seed(100 * step + net.engine.rank)
-            inputs = torch.randn(8, 32, dtype=net.policy.weights)
+            inputs = torch.randn(8, 64, dtype=net.policy.weights)
             net.backward(net(inputs).float().square().mean(), last=True)
             net.step()
 

@@ -42,6 +42,7 @@ class CheckpointInfo(BaseModel):
         steps: steps of each network
         clip: gradient clipping of each network
         numbers: the optimizer's numbers by network and parameter group
+        best: the best validation so far, see `keep_best`
     """
 
     step: int = 0
@@ -54,6 +55,7 @@ class CheckpointInfo(BaseModel):
     steps: dict[str, int] = {}
     clip: dict[str, float] = {}
     numbers: dict[str, list] = {}
+    best: dict = {}
     ema: list[str] = []
     finite: bool = True
     not_finite: list[str] = []

@@ -23,6 +23,7 @@ from sciftune.core.checkpoint_folders import (
     checkpoint_damage,
     checkpoint_fault,
     checkpoint_info,
+    checkpoint_name,
     complete_checkpoints,
 )
 from ..core.presets import nano_folder
@@ -205,14 +206,16 @@ def adapter_source(
 
 
 def run_source(run: RunDir, state: str = "weight") -> ModelSource:
-    """Return the weights that a run trained, in a state of WEIGHT_STATES.
+    """Return the best or last weights that a run trained, in a state of WEIGHT_STATES.
 
     Raises ValueError if there are none yet.
     """
     recipe = Recipe.load(run.recipe)
     complete = complete_checkpoints(run)
     if complete and not recipe.distils:
-        return checkpoint_source(complete[-1], state)
+        best = checkpoint_info(complete[-1]).get("best", {}).get("step", 0)
+        name = checkpoint_name(best if recipe.keep_best else 0)
+        return checkpoint_source(next((c for c in complete if c.name == name), complete[-1]), state)
     if state != "weight" or not run.model.is_dir():
         raise ValueError(f"{run.path} holds no {state}: no complete checkpoint, and no model/")
     if recipe.lora_rank:

@@ -60,14 +60,17 @@ class Best:
     def state_dict(self) -> dict:
         """Return what a checkpoint keeps, as JSON."""
         value = self.value if self.step else None
-        return dict(step=self.step, value=value, since=self.since, seen=self.seen)
+        place = dict(step=self.step, since=self.since, seen=self.seen)
+        return dict(name=self.name, value=value) | place
 
     def load_state_dict(self, state: Mapping) -> None:
         """Restore what `state_dict` returned.
 
         Args:
-            state: empty = a checkpoint without
+            state: empty, or of another number: this run judges from now on
         """
+        if state.get("name") != self.name:
+            return
         self.step, self.since = state.get("step", 0), state.get("since", 0)
         self.value = state.get("value") if self.step else math.nan
         self.seen = state.get("seen", 0)

@@ -4,6 +4,7 @@ import torch
 from forked import deviation, log, losses, recipe_of, start, train, wait
 
 from sciftune.core.rundir import RunDir
+from sciftune.lab.sample import find_weights
 from sciftune.models.weights import Weights
 from sciftune.training.checkpoints import CheckpointTensors
 
@@ -55,6 +56,7 @@ def test_resumes_with_the_best_and_exports_it(tmp_path):
         best = min((step for step in values if step), key=values.get)
         for run in (whole, again):
             assert steps_kept(run) == sorted({best, 10}), values
+            assert find_weights(run.path, "ema").step == best
             average = CheckpointTensors(run.checkpoints / f"step_{best:06d}", "denoiser", "ema")
             exported = Weights(run.model / "transformer")
             for key in average:

@@ -6,6 +6,8 @@
 __all__ = ['RECORDS', 'ByteAdamW']
 
 # %% ../../../nbs/5_strategies/optim/06_adamw8bit.ipynb #383eb907
+import functools
+
 import torch
 from torch import Tensor, nn
 from torchao.optim import AdamW8bit
@@ -42,7 +44,7 @@ class ByteAdamW(WholeUpdates):
         """Return the optimizer of `params`, see `OptimizerMethods.build`."""
         one = [nn.Parameter(torch.zeros(1))]
         made = cls(params, recipe, AdamW8bit(one, **adam_arguments(recipe)))
-        made.stance = "default" if cuda else "force_eager"
+        made.compiles = cuda
         return made
 
     def library_step(
@@ -59,5 +61,8 @@ class ByteAdamW(WholeUpdates):
         Returns:
             fp32 (...)
         """
-        with torch.compiler.set_stance(self.stance):
-            return super().library_step(parameter, gradient, state, torch.tensor(rate))
+        step = functools.partial(super().library_step, parameter, gradient, state)
+        if self.compiles:
+            return step(torch.tensor(rate))
+        with torch.compiler.set_stance("force_eager"):
+            return step(torch.tensor(rate))
