@@ -65,12 +65,12 @@ def page_picture(path: Path, root: Path, address: str, side: int) -> FoundFigure
     if address.startswith("data:"):
         return opened_picture(*data_address(address), side)
     if "://" in address or address.startswith("//"):
-        raise SourceError(f"{address[:80]}: behind an address, which is not fetched")
+        raise SourceError(f"behind an address, which is not fetched: {address[:80]}")
     file = (path.parent / unquote(re.split(r"[?#]", address)[0])).resolve()
     if not file.is_relative_to(root.resolve()):
-        raise SourceError(f"{address[:80]}: outside of the folder")
+        raise SourceError(f"outside of the folder: {address[:80]}")
     if not file.is_file() or file.stat().st_size > MOST_FILE:
-        raise SourceError(f"{address[:80]}: no such file")
+        raise SourceError(f"no such file: {address[:80]}")
     return opened_picture(file.name, file.read_bytes(), side)
 
 
@@ -80,7 +80,7 @@ def checked_figure(figure: FoundFigure) -> FoundFigure:
     Raises SourceError for an icon and for a caption that says nothing.
     """
     if min(figure.image.size) < LEAST_SIDE:
-        raise SourceError(f"{'x'.join(map(str, figure.image.size))} pixels: an icon")
+        raise SourceError(f"an icon: {'x'.join(map(str, figure.image.size))} pixels")
     number = NUMBERED.match(figure.caption)
     caption = NUMBERED.sub("", figure.caption).strip(" \u00b6#")
     if len(caption.split()) < LEAST_WORDS:

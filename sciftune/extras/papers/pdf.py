@@ -27,10 +27,10 @@ from sciftune.extras.papers.figures import (
 Box = tuple[float, float, float, float]
 
 # %% auto #0
-__all__ = ['Box', 'LIGATURES', 'GAP', 'MOST_OBJECTS', 'CAPTION', 'MOST_LINES', 'REACH', 'CAPTION_REACH', 'PARAGRAPH',
-           'SMALLEST_SIDE', 'united', 'apart', 'overlap_across', 'crossing', 'Placement', 'Letters', 'texts_of',
-           'PageContent', 'page_content', 'FoundCaption', 'joined_lines', 'find_captions', 'paragraph_lines',
-           'figure_box', 'read_pdf']
+__all__ = ['Box', 'LIGATURES', 'JOINED_LETTERS', 'TEX_LIGATURES', 'GAP', 'MOST_OBJECTS', 'CAPTION', 'MOST_LINES', 'REACH',
+           'CAPTION_REACH', 'PARAGRAPH', 'SMALLEST_SIDE', 'united', 'apart', 'overlap_across', 'crossing', 'Placement',
+           'Letters', 'texts_of', 'PageContent', 'page_content', 'FoundCaption', 'joined_lines', 'find_captions',
+           'paragraph_lines', 'figure_box', 'read_pdf']
 
 # %% ../../../nbs/extras/papers/02_pdf.ipynb #1d0cb441
 def united(boxes: Sequence[Box]) -> Box:
@@ -87,6 +87,10 @@ class Placement:
 
 # %% ../../../nbs/extras/papers/02_pdf.ipynb #8be218fd
 LIGATURES = str.maketrans({"ﬀ": "ff", "ﬁ": "fi", "ﬂ": "fl", "ﬃ": "ffi", "ﬄ": "ffl", "\u00ad": "-"})
+JOINED_LETTERS = ("ff", "fi", "fl", "ffi", "ffl")  # and where TeX fonts without names have them
+TEX_LIGATURES = {
+    chr(first + k): letters for first in (0x0B, 0x1B) for k, letters in enumerate(JOINED_LETTERS)
+}  # encodings OT1 and T1
 GAP = 0.6  # widest gap in a text, in sizes of its font
 
 
@@ -222,7 +226,9 @@ def _letters(text_page: Any, place: Placement) -> Iterator[tuple]:
         letter = chr(code) if 0 < code < 0x110000 and not 0xD800 <= code < 0xE000 else " "
         if letter in "\x02\ufffe":  # pdfium's hyphen at the end of a line
             letter = "-"
-        if letter.isspace() or ord(letter) < 32:
+        if letter in TEX_LIGATURES and not raw.FPDFText_IsGenerated(text_page, k):
+            letter = TEX_LIGATURES[letter]
+        if letter.isspace() or ord(letter[0]) < 32:
             yield " ", None, 0.0, 0.0
             continue
         if not raw.FPDFText_GetCharBox(text_page, k, *map(ctypes.byref, edges)):

@@ -289,7 +289,7 @@ def opened_picture(name: str, data: bytes, side: int) -> FoundFigure:
     """
     suffix = posixpath.splitext(name)[1].lower()
     if suffix in (".eps", ".ps"):
-        raise SourceError(f"{name}: PostScript is not rendered; convert it to PDF (epstopdf)")
+        raise SourceError(f"PostScript is not rendered, convert it to PDF (epstopdf): {name}")
     try:
         if suffix == ".pdf" or data[:5] == b"%PDF-":
             return rendered_pdf(data, side)
@@ -342,7 +342,7 @@ def _figure_pictures(
         for name in row:
             path = find(name)
             if path is None:
-                raise SourceError(f"{name}: no such file in the source")
+                raise SourceError(f"no such file in the source: {name}")
             opened.append(opened_picture(path, files[path], side))
         rows.append(opened)
     if not rows:
