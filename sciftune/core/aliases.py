@@ -35,6 +35,7 @@ ALIASES = ACCELERATE_FIELDS | dict(
     trigger_word="trigger",
     keep_tokens="tags_kept",
     unmasked_weight="mask_outside",
+    sample_prompts="validation_file",
     optimizer_type="optimizer",
     total_steps="steps",
     save_every="checkpoint_steps",

@@ -747,6 +747,13 @@ class ValidationSection(Section):
         identity=False,
         optional=True,
     )
+    validation_file: str = field(
+        "",
+        "file of prompts in their place, each with its own seed, size, guidance, steps and "
+        "negative prompt: .txt as sd-scripts has it, .jsonl or .yaml; all of them are drawn",
+        identity=False,
+        optional=True,
+    )
     validation_images: int = field(4, "images per validation", identity=False, ge=0)
     validation_sample_steps: int = field(
         0, "denoising steps; 0 = the pipeline's own number", identity=False, optional=True, ge=0

@@ -784,6 +784,7 @@ class CachedData:
         prompt_sizes: (height, width) of each prompt; [] = squares
         prompt_references: keys of each prompt; [] = no references
         prompt_negatives: keys of each prompt; [] = `negative_key`
+        prompt_settings: `DrawnPrompt` of each prompt; [] = as the recipe says
     """
 
     train: list[CachedSample]
@@ -797,6 +798,7 @@ class CachedData:
     prompt_sizes: list = field(default_factory=list)
     prompt_references: list = field(default_factory=list)
     prompt_negatives: list = field(default_factory=list)
+    prompt_settings: list = field(default_factory=list)
 
 # %% ../../nbs/2_data/10_encode.ipynb #7e0b3479
 def reference_latents(tensors: Mapping, keys: Iterable[str]) -> list[Tensor]:

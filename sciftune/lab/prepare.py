@@ -49,6 +49,7 @@ from ..core.registry import RegistryError, find_record, import_class, nearest, r
 from ..core.rundir import RunDir, gpus, new_run, project_root
 from ..core.secrets import keep_secrets, load_secrets
 from ..core.writing import write_atomic
+from ..data.prompts import own_prompts
 from sciftune.lab.jobs import (
     LaunchError,
     forked,
@@ -118,6 +119,7 @@ INPUT_FIELDS = (
     "prompts",
     "start_from",
     "validation_data",
+    "validation_file",
     "metadata",
     "lora_path",
 )
@@ -558,6 +560,7 @@ def _check_prerequisites(recipe: Recipe):
     """Raise RecipeError for what only a rank would miss: packages, drawn collections."""
     if recipe.launcher != "print":  # files for another machine
         check_packages(recipe)
+    own_prompts(recipe)
     for path, _ in recipe.sources:
         if drawn := records("collections").get(path):
             import_class(drawn.check)(recipe)

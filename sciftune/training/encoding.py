@@ -33,6 +33,7 @@ from sciftune.data.encode import (
     size_draws,
 )
 from ..data.images import load_picture
+from ..data.prompts import own_prompts
 from ..data.sources import SampleCollection
 from ..data.splits import hold_out, in_both, open_with_held_out
 from ..models.family import Family
@@ -239,13 +240,15 @@ def prompt_references(jobs: EncodingJobs, numbers: list[int]) -> list[tuple]:
     Returns:
         cache keys of the reference images of each; [] = none
     """
-    if jobs.recipe.validation_prompts:
+    if own_prompts(jobs.recipe):
         return []
     return [jobs.references_of(i).get("references", ()) for i in numbers]
 
 
 def prompt_negatives(jobs: EncodingJobs, numbers: list[int]) -> list[str]:
-    """Return the unconditional captions that guide validation images, if captions see references.
+    """Return the unconditional captions that guide validation images, where they differ.
+
+    They do if prompts have their own, or if captions see references.
 
     Args:
         jobs: of the run
@@ -254,8 +257,11 @@ def prompt_negatives(jobs: EncodingJobs, numbers: list[int]) -> list[str]:
     Returns:
         cache keys; [] = the unconditional caption alone
     """
-    seen = [jobs.seen_by_caption(i) for i in numbers]
-    if jobs.recipe.validation_prompts or not any(seen):
+    if own := own_prompts(jobs.recipe):
+        usual, given = jobs.family.negative_caption, [prompt.negative for prompt in own]
+        listed = any(text is not None for text in given)
+        return [jobs.caption(usual if text is None else text) for text in given if listed]
+    if not any(jobs.seen_by_caption(i) for i in numbers):
         return []
     return [jobs.caption(jobs.family.negative_caption, i) for i in numbers]
 
@@ -289,7 +295,10 @@ def listed_prompts(jobs: EncodingJobs, numbers: list[int]) -> dict[str, list]:
         fields of `CachedData`
     """
     recipe, shown = jobs.recipe, jobs.recipe.validation_images
-    prompts = [(text, square(recipe), None) for text in recipe.validation_prompts]
+    own = own_prompts(recipe)
+    if recipe.validation_file and shown:
+        shown = len(own)
+    prompts = [(prompt.text, prompt.size or square(recipe), None) for prompt in own]
     prompts = prompts or held_out_prompts(jobs, numbers)
     listed = [(text, jobs.caption(text, i)) for text, _, i in prompts]
     return dict(
@@ -297,6 +306,7 @@ def listed_prompts(jobs: EncodingJobs, numbers: list[int]) -> dict[str, list]:
         prompt_sizes=[size for _, size, _ in prompts[:shown]],
         prompt_references=prompt_references(jobs, numbers),
         prompt_negatives=prompt_negatives(jobs, numbers),
+        prompt_settings=own[:shown],
     )
 
 # %% ../../nbs/7_training/07_encoding.ipynb #a667c91a
@@ -386,7 +396,7 @@ def cache_data(
             split = _opened(recipe, engine, run_dir)
     if engine.main:
         mark_encoded(jobs)
-        if not recipe.validation_prompts:
+        if not own_prompts(recipe):
             drawn = (held or train)[: recipe.validation_images]
             write_truth(jobs.collection, drawn, run_dir)
     return data

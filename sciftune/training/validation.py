@@ -21,6 +21,7 @@ from ..core.randomness import stream
 from ..core.recipe import Recipe
 from ..core.writing import write_atomic, written_aside
 from ..data.encode import CachedData, reference_latents
+from ..data.prompts import DrawnPrompt
 from ..models.family import Family
 from ..models.references import stack_references
 from ..strategies.engine import Engine
@@ -157,6 +158,13 @@ def write_images(
         torch.cuda.empty_cache()
 
 # %% ../../nbs/7_training/08_validation.ipynb #d67bb616
+def _noise_place(recipe: Recipe, prompt: DrawnPrompt, number: int) -> tuple:
+    """Return what the noise of a prompt is a function of: its own seed, or the recipe's."""
+    if prompt.seed is None:
+        return recipe.seed, "validation", number
+    return prompt.seed, "validation"
+
+
 @torch.no_grad()
 def sample_prompts(
     recipe: Recipe,
@@ -185,12 +193,18 @@ def sample_prompts(
     count = len(data.prompts)
     sizes = data.prompt_sizes or [square] * count
     references = data.prompt_references or [()] * count
+    settings = data.prompt_settings or [DrawnPrompt(text) for text, _ in data.prompts]
+    kinds = [
+        (*shape, own.steps, -1.0 if own.guidance is None else own.guidance)
+        for shape, own in zip(sizes, settings, strict=True)
+    ]
     size = min(at_once, -(-count // engine.groups))
     sampled = {}  # number of the prompt -> latents
-    for items, counted in rank_batches(count, size, engine.group, engine.groups, sizes):
+    for items, counted in rank_batches(count, size, engine.group, engine.groups, kinds):
         heartbeat("sampling", -1, f"prompt{'s' * (size > 1)} {str(items)[1:-1]}")
         shape = family.latent_shape(*sizes[items[0]])
-        noise = [torch.randn(shape, generator=stream(recipe.seed, "validation", i)) for i in items]
+        places = [_noise_place(recipe, settings[i], i) for i in items]
+        noise = [torch.randn(shape, generator=stream(*place)) for place in places]
         captions = family.collate([data.tensors[data.prompts[i][1]] for i in items])
         sources = [reference_latents(data.tensors, references[i]) for i in items]
         conditioning = to_device(captions | stack_references(sources), engine.device)
@@ -210,6 +224,7 @@ def pipeline_sampler(
     base: Path,
     negative: Callable,
     guidance: float | None = None,
+    settings: Sequence[DrawnPrompt] = (),
 ) -> Callable:
     """Return a function that samples as the pipeline at `base` does, with another denoiser.
 
@@ -220,6 +235,7 @@ def pipeline_sampler(
         base: pipeline folder
         negative: (numbers of the prompts) -> conditioning of their negative captions
         guidance: None = the recipe's validation_guidance, or the folder's own
+        settings: steps and guidance of each prompt, equal in a batch; () = as of the others
 
     Returns:
         (numbers of the prompts, noise (B,C,h,w), conditioning) -> latents (B,C,h,w)
@@ -229,13 +245,14 @@ def pipeline_sampler(
     if guidance is None:
         chosen = recipe.validation_guidance
         guidance = chosen if chosen >= 0 else published["guidance"]
-    guided = family.guides(guidance, base)
 
     def draw(numbers: list[int], noise: Tensor, conditioning: dict) -> Tensor:
-        unconditional = negative(numbers) if guided else None
+        own = settings[numbers[0]] if settings else DrawnPrompt("")
+        scale = guidance if own.guidance is None else own.guidance
+        unconditional = negative(numbers) if family.guides(scale, base) else None
         height, width = (n * family.latent_factor for n in noise.shape[2:])
-        scheduler = family.scheduler(height, width, steps, published["schedule"])
-        return family.sample(denoiser, noise, scheduler, conditioning, unconditional, guidance)
+        scheduler = family.scheduler(height, width, own.steps or steps, published["schedule"])
+        return family.sample(denoiser, noise, scheduler, conditioning, unconditional, scale)
 
     return draw
 
@@ -269,7 +286,8 @@ def sample_images(
         rows = [data.tensors[keys[i]] for i in numbers]
         return to_device(family.collate(rows), engine.device)
 
-    draw = pipeline_sampler(recipe, family, denoiser, data.base, negative)
+    settings = data.prompt_settings
+    draw = pipeline_sampler(recipe, family, denoiser, data.base, negative, settings=settings)
     with evaluating(denoiser):
         sample_prompts(
             recipe, family, data, engine, folder, draw, heartbeat, at_once=recipe.micro_batch

@@ -54,6 +54,7 @@ RECORDS = [
             "gradient_checkpointing",
             "compile",
             "validation_prompts",
+            "validation_file",
             "validation_sample_steps",
             "validation_guidance",
             "max_shard_size",

@@ -62,6 +62,7 @@ RECORDS = [
             "compile",
             "cuda_graphs",
             "validation_prompts",
+            "validation_file",
             "validation_sample_steps",
             "validation_guidance",
             "max_shard_size",
