@@ -36,6 +36,7 @@ from sciftune.models.compat import (
 )
 from ..models.family import get_family
 from ..models.heads import joint_heads, use_block_kernels
+from .cuda_graphs import graph_calls
 from .float8 import captions_in_float8, float8_linears
 
 # %% ../../nbs/5_strategies/08_compilation.ipynb #ca556d22
@@ -434,6 +435,8 @@ def prepare_denoiser(
     if recipe.compile:
         options = {"triton.cudagraphs": True} if recipe.cuda_graphs else None
         compile_blocks(denoiser, names, cache_root(recipe.run_root) / "compiled", options=options)
-    if recipe.cuda_graphs:
+    if recipe.cuda_graphs and recipe.compile:
         denoiser.register_forward_pre_hook(begin_graphs)
+    elif recipe.cuda_graphs:
+        graph_calls(denoiser)
     return denoiser

@@ -29,6 +29,7 @@ RECORDS = [
         name="ddp",
         implementation="DDP",
         summary="a whole copy of the model per process, gradients averaged",
+        captures=True,
         reads=("lora_base", "context_parallel", "shard_states"),
         aliases={
             ("fsdp_reshard_after_forward",): {"NO_SHARD": {}},

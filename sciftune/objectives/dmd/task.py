@@ -37,6 +37,7 @@ from sciftune.objectives.dmd.loss import (
     teacher_of,
 )
 from .work import discriminator_share, step_passes
+from ...strategies.cuda_graphs import graph_calls
 from ...strategies.engine import Engine
 from ...strategies.fsdp import FrozenShardedModule
 from ...training.export import verify_base
@@ -205,7 +206,9 @@ class Teacher:
             module = family.random_denoiser(None, dtype, device, seed=recipe.seed)
         else:
             module = family.load_denoiser(base, dtype, device, recipe.revision or None)
-        return module.requires_grad_(False).eval()
+        module = module.requires_grad_(False).eval()
+        graphs = recipe.cuda_graphs and not recipe.compile and recipe.teacher_placement != "offload"
+        return graph_calls(module) if graphs else module
 
     def __call__(self, *args, **kwargs):
         """Call the network."""
