@@ -90,7 +90,10 @@ def bench_recipe(run_root: str | Path, **given) -> tuple[Recipe, dict]:
     own = {name: given.pop(name, default) for name, default in BENCH_FIELDS.items()}
     if own["loop"] not in ("trainer", "bare"):
         raise RecipeError(f"loop: '{own['loop']}'; allowed: 'trainer', 'bare'")
-    fields = SHORT_RUN | {"run_root": str(run_root)}
+    chosen = {name: given[name] for name in ("model", "preset", "objective") if name in given}
+    plain = dict(resolve(**chosen))
+    short = {name: v for name, v in SHORT_RUN.items() if not why_unread(name, plain)}
+    fields = short | {"run_root": str(run_root)}
     if given.get("preset", "debug") != "debug":
         del fields["strategy"], fields["gradient_checkpointing"]
     if own["recompute"] is not None:
