@@ -15,7 +15,7 @@ from .work import step_cost_of
 from ..strategies.strategy import Strategy
 
 # %% auto #0
-__all__ = ['EXCHANGE_COPIES', 'spread_blocks', 'Ledger', 'measured_strategy', 'measured_room', 'checkpointed_count',
+__all__ = ['EXCHANGE_COPIES', 'spread_blocks', 'recorded', 'Ledger', 'measured_strategy', 'measured_room', 'checkpointed_count',
            'planned_peak', 'checkpointed_blocks']
 
 # %% ../../nbs/6_planner/05_ledger.ipynb #fea18b39
@@ -23,6 +23,21 @@ def spread_blocks(blocks: int, count: int) -> set[int]:
     """Return the positions of `count` checkpointed blocks, evenly spread over `blocks`."""
     count = min(count, blocks)
     return {int((i + 0.5) * blocks / count) for i in range(count)}
+
+# %% ../../nbs/6_planner/05_ledger.ipynb #e1d274a7
+def recorded(phases: list[Phase]) -> list[Phase]:
+    """Return the phases of a step whose passes are replayed from CUDA graphs.
+
+    Args:
+        phases: of a step that launches its kernels; 'network: phase' where there are several
+    """
+    most = {}
+    for phase in phases:
+        network = phase.name.rpartition(": ")[0]
+        own = phase.parts.get("activations", 0.0) + phase.parts.get("gradients", 0.0)
+        most[network] = max(most.get(network, 0.0), own)
+    kept = dict(activations=sum(most.values()), gradients=0.0)  # these are in the same memory
+    return [Phase(phase.name, phase.parts | kept) for phase in phases]
 
 # %% ../../nbs/6_planner/05_ledger.ipynb #e3deab23
 EXCHANGE_COPIES = 6  # eager, shared tokens: queries, keys and values, sent and received
@@ -141,11 +156,14 @@ class Ledger:
             parts = base | dict(activations=self.profile.before, gradients=remaining)
             phases.insert(0, Phase("before forward", parts))
         states = base["optimizer"] + costs.update_bytes()
-        remaining = 0.0 if self.strategy.releases_gradients else gradients
+        released = self.strategy.releases_gradients and not self.strategy.captured
+        remaining = 0.0 if released else gradients
         phases.append(Phase("optimizer step", base | dict(gradients=remaining, optimizer=states)))
+        if self.strategy.captured:
+            phases = recorded(phases)
         if self.recipe.validation_steps and self.recipe.validation_images:
             parts = base | self._validation()
-            if self.recipe.cuda_graphs:  # graphs keep the memory that a step allocated
+            if self.recipe.cuda_graphs:  # they keep the memory that a step allocated
                 most = max(phase.parts.get("activations", 0.0) for phase in phases)
                 parts |= dict(activations=most)
             phases.append(Phase("validation", parts))
@@ -186,7 +204,7 @@ class _Backward:
     ):
         self.ledger, self.base, self.prefix, self.trains = ledger, base, prefix, trains
         self.profile, self.costs = ledger.profile, ledger.costs
-        self.released = ledger.strategy.releases_gradients
+        self.released = ledger.strategy.releases_gradients and not ledger.strategy.captured
         self.passes = [(p, ledger.kept(p.batch), ledger.working(p.batch, trains)) for p in passes]
         self.held = sum(sum(kept[: p.blocks]) + p.outside for p, kept, _ in self.passes)
         self.whole = self.costs.gradient_bytes() * trains  # all gradients

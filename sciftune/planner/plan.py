@@ -252,7 +252,7 @@ def _decided(recipe: Recipe, strategy: Strategy, machine: Machine) -> dict[str, 
     new = strategy.recipe
     decided = {name: getattr(new, name) for name in recipe.open_fields}
     decided |= dict(reshard=new.reshard) if recipe.reshard != new.reshard else {}
-    decided |= dict(gradient_checkpointing="none") if new.cuda_graphs else {}
+    decided |= dict(gradient_checkpointing="none") if new.cuda_graphs and new.compile else {}
     alone = find_record("strategies", new.strategy).processes == "one"
     fewer = not recipe.num_processes and not alone and strategy.world < machine.count
     return decided | (dict(num_processes=strategy.world) if fewer else {})

@@ -178,6 +178,8 @@ def _launch_seconds(profile: Profile, strategy: Strategy, share: float, every_tu
         if strategy.recipe.cuda_graphs:
             once = blocks * GRAPHED_BLOCK
         return strategy.accumulation * passes * once
+    if strategy.captured:
+        return 0.0
     each = CAST_OPERATION if work.autocasts(profile, strategy) else OPERATION
     engine_seconds = costs_of(strategy, profile).host_seconds(passes)
     return strategy.accumulation * passes * profile.operations * each + engine_seconds
