@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.func import functional_call
 
 from ..models.compat import tree_flatten, tree_map, tree_unflatten
 
@@ -32,7 +33,7 @@ class TensorCall(nn.Module):
         leaves, self.spec = tree_flatten(args)
         self.others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        self.network = (network,)  # no child module: its hooks and names stay its own
+        self.network = network
         self.function = function
         self.dtype = torch.get_autocast_dtype("cuda")
         self.autocasts = torch.is_autocast_enabled("cuda")
@@ -46,9 +47,9 @@ class TensorCall(nn.Module):
         with torch.autocast("cuda", self.dtype, self.autocasts, cache_enabled=False):
             return self.function(*args, **kwargs)
 
-    def trained(self) -> list[nn.Parameter]:
-        """Return the parameters that get gradients."""
-        return [p for p in self.network[0].parameters() if p.requires_grad]
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that get gradients, by name."""
+        return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
 # %% ../../nbs/5_strategies/25_cuda_graphs.ipynb #1315ec55
 WARM_UPS = 2  # passes beside the recording, in which libraries choose their kernels
@@ -145,8 +146,11 @@ class TrainingGraphs:
 
     def __init__(self, call: TensorCall, tensors: list[Tensor]):
         self.inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
-        self.parameters = call.trained()
-        self.leaves = (*self.inputs, *self.parameters)
+        trained = call.trained()
+        self.parameters = list(trained.values())
+        # autograd may know the parameters from a pass on another stream; it knows no alias
+        self.aliases = {name: p.detach().requires_grad_() for name, p in trained.items()}
+        self.leaves = (*self.inputs, *self.aliases.values())
         self.wanted = [leaf for leaf in self.leaves if leaf.requires_grad]
         self.kept = lambda: None  # weak reference to the `Kept` of the last forward pass
         warm_up(lambda: self._gradients(self._outputs(call)[0]))
@@ -160,7 +164,7 @@ class TrainingGraphs:
         self.made = [t.detach() for t in self.made]
 
     def _outputs(self, call: TensorCall) -> tuple[list, Any]:
-        return tree_flatten(call(*self.inputs))
+        return tree_flatten(functional_call(call, self.aliases, tuple(self.inputs)))
 
     def _gradients(self, made: list, arriving: list | None = None) -> tuple:
         arriving = arriving or [torch.ones_like(t) for t in made]
