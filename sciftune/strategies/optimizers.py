@@ -317,9 +317,11 @@ def clip(params: list, max_norm: float) -> Tensor:
         The norm before clipping, fp32 scalar ()
     """
     trained = [p for p in params if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in trained], foreach=False)
+    # a launch per parameter takes longer than the arithmetic; sharded tensors have no joint ones
+    together = all(p.grad.is_cuda and not hasattr(p.grad, "full_tensor") for p in trained)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in trained], foreach=together)
     if max_norm:
-        torch.nn.utils.clip_grads_with_norm_(trained, max_norm, norm, foreach=False)
+        torch.nn.utils.clip_grads_with_norm_(trained, max_norm, norm, foreach=together)
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 # %% ../../nbs/5_strategies/02_optimizers.ipynb #5d6e4b13

@@ -29,6 +29,7 @@ RECORDS = [
         implementation="Single",
         summary="one process",
         processes="one",
+        captures=True,
         offloads=("optimizer", "params"),
         gpu_updates=("none", "optimizer", "params"),
         reads=("lora_base",),
