@@ -196,7 +196,9 @@ class TrainingGraphs:
             own.copy_(gradient)
         self.backward_graph.replay()
         self.kept = lambda: None
-        return tuple(None if g is None else g.detach() for g in self.gradients)
+        found = [None if g is None else g.detach() for g in self.gradients]
+        count = len(self.inputs)  # whose gradients the caller may keep
+        return *(None if g is None else g.clone() for g in found[:count]), *found[count:]
 
 # %% ../../nbs/5_strategies/25_cuda_graphs.ipynb #44f7b1f3
 def kind_of_call(network: nn.Module, leaves: list, adapted: nn.Module | None = None) -> Hashable:
