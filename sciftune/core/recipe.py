@@ -542,6 +542,8 @@ def check_cuda_graphs(recipe: Fields):
     """
     if not recipe.cuda_graphs:
         return
+    if not recipe.compile:
+        return _check_captured(recipe)
     if find_record("strategies", recipe.strategy).processes != "one":
         one = [s.name for s in records("strategies").values() if s.processes == "one"]
         raise ValueError(f"cuda_graphs: needs strategy {_listed(one)}, not '{recipe.strategy}'")
@@ -552,6 +554,24 @@ def check_cuda_graphs(recipe: Fields):
         )
     fixed = dict(gradient_checkpointing="none", offload="none", packing=False, cpu=False)
     for name, allowed in fixed.items():
+        if getattr(recipe, name) != allowed:
+            raise ValueError(
+                f"cuda_graphs: not with {name}={getattr(recipe, name)!r}; use {name}={allowed!r}, "
+                "or cuda_graphs=False"
+            )
+
+
+def _check_captured(recipe: Fields):
+    """Check that all of a pass can be one graph, which holds no exchange between ranks."""
+    if not find_record("models", recipe.model).captures:
+        models = _listed([m.name for m in records("models").values() if m.captures])
+        raise ValueError(
+            f"cuda_graphs: '{recipe.model}' needs compile=True; without it graphs replay {models}"
+        )
+    if not find_record("strategies", recipe.strategy).captures:
+        able = _listed([s.name for s in records("strategies").values() if s.captures])
+        raise ValueError(f"cuda_graphs: needs strategy {able}, not '{recipe.strategy}'")
+    for name, allowed in dict(offload="none", cpu=False).items():
         if getattr(recipe, name) != allowed:
             raise ValueError(
                 f"cuda_graphs: not with {name}={getattr(recipe, name)!r}; use {name}={allowed!r}, "

@@ -80,6 +80,7 @@ class FamilyRecord(Record):
         size_multiple: Height and width of an image must be multiples of it
         context_parallel: The tokens of a sample can be divided over ranks
         packing: Samples of several sizes can stand one behind another
+        captures: All of a pass can be one CUDA graph: no value of a tensor decides what runs
         prediction: what the denoiser predicts; objectives ask for it
         float32_arguments: arguments of the denoiser's call, or keys in them, that no engine casts
         nano: A small trained model of it is in the package
@@ -110,6 +111,7 @@ class FamilyRecord(Record):
     size_multiple: int = 16
     context_parallel: bool = False
     packing: bool = False
+    captures: bool = False
     prediction: Literal["velocity", "noise", "tokens"] = "velocity"
     float32_arguments: tuple[str, ...] = (
         "timestep",
@@ -145,6 +147,7 @@ class StrategyRecord(Record):
         offloads: Values of `offload` besides 'none'
         sharded: True if parameters are sharded: no process holds all
         hooks_layers: True if hooks on every layer gather parameters, as in ZeRO-3
+        captures: A CUDA graph can hold a whole pass: nothing is sent or moved inside of it
         own_master_weights: Keeps fp32 ones itself: bf16-master24 saves nothing
         gpu_updates: Values of `offload` with which the model's own weights are updated on a GPU
         packages: Modules that it imports and that need not be installed
@@ -156,6 +159,7 @@ class StrategyRecord(Record):
     offloads: tuple[str, ...] = ()
     sharded: bool = False
     hooks_layers: bool = False
+    captures: bool = False
     own_master_weights: bool = False
     gpu_updates: tuple[str, ...] = ("none",)
     packages: tuple[str, ...] = ()

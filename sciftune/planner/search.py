@@ -461,13 +461,14 @@ def _open_engines(recipe: Recipe, machine: Machine, world: int) -> Iterator[dict
 def _open_speeds(recipe: Recipe, machine: Machine, graphs: bool) -> Iterator[dict]:
     """Yield the values of `compile` and `cuda_graphs` that the recipe allows."""
     names = recipe.open_fields
-    able = machine.cuda and not why_unread("compile", dict(recipe))
+    whole = find_record("models", recipe.model).captures  # compiling gains little beside graphs
+    able = machine.cuda and not whole and not why_unread("compile", dict(recipe))
     compiled = (True, False) if able else (False,)
     for one in compiled if "compile" in names else (recipe.compile,):
-        fixed_size = one and not recipe.varied and recipe.gradient_checkpointing != "full"
-        either = (False, True) if fixed_size and graphs else (False,)
+        can = recipe.gradient_checkpointing != "full" if one else whole
+        either = (False, True) if can and graphs and not recipe.varied else (False,)
         for graphed in either if "cuda_graphs" in names else (recipe.cuda_graphs,):
-            kept = dict(gradient_checkpointing="none") if graphed else {}
+            kept = dict(gradient_checkpointing="none") if graphed and one else {}
             yield dict(compile=one, cuda_graphs=graphed) | kept
 
 
