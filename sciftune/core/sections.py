@@ -548,11 +548,10 @@ class EngineSection(Section):
     compile: bool = field(False, "compile each repeated block", identity=False, optional=True)
     cuda_graphs: bool = field(
         False,
-        "replay compiled blocks from CUDA graphs, where steps wait for the host; for few sizes of "
-        "figures and lengths of captions",
+        "replay compiled blocks, or without compile all of a UNet, from CUDA graphs, where steps "
+        "wait for the host; for few sizes of figures and lengths of captions",
         identity=False,
         optional=True,
-        needs="compile",
     )
 
     _strategy = field_validator("strategy")(_known("strategies"))

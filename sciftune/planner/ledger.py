@@ -15,8 +15,8 @@ from .work import step_cost_of
 from ..strategies.strategy import Strategy
 
 # %% auto #0
-__all__ = ['EXCHANGE_COPIES', 'spread_blocks', 'recorded', 'Ledger', 'measured_strategy', 'measured_room', 'checkpointed_count',
-           'planned_peak', 'checkpointed_blocks']
+__all__ = ['EXCHANGE_COPIES', 'spread_blocks', 'kept_by_graphs', 'Ledger', 'measured_strategy', 'measured_room',
+           'checkpointed_count', 'planned_peak', 'checkpointed_blocks']
 
 # %% ../../nbs/6_planner/05_ledger.ipynb #fea18b39
 def spread_blocks(blocks: int, count: int) -> set[int]:
@@ -25,7 +25,7 @@ def spread_blocks(blocks: int, count: int) -> set[int]:
     return {int((i + 0.5) * blocks / count) for i in range(count)}
 
 # %% ../../nbs/6_planner/05_ledger.ipynb #e1d274a7
-def recorded(phases: list[Phase]) -> list[Phase]:
+def kept_by_graphs(phases: list[Phase]) -> list[Phase]:
     """Return the phases of a step whose passes are replayed from CUDA graphs.
 
     Args:
@@ -160,7 +160,7 @@ class Ledger:
         remaining = 0.0 if released else gradients
         phases.append(Phase("optimizer step", base | dict(gradients=remaining, optimizer=states)))
         if self.strategy.captured:
-            phases = recorded(phases)
+            phases = kept_by_graphs(phases)
         if self.recipe.validation_steps and self.recipe.validation_images:
             parts = base | self._validation()
             if self.recipe.cuda_graphs:  # they keep the memory that a step allocated

@@ -95,11 +95,6 @@ class Strategy:
         """Return whether each pass is one CUDA graph, whose memory nothing else can use."""
         return self.recipe.cuda_graphs and not self.recipe.compile
 
-    @property
-    def captured(self) -> bool:
-        """Return whether each pass is one CUDA graph, whose memory nothing else can use."""
-        return self.recipe.cuda_graphs and not self.recipe.compile
-
     @classmethod
     def policy_of(cls, recipe: Recipe, cuda: bool) -> Policy:
         """Return the data types in force. Raises RecipeError where they cannot run.

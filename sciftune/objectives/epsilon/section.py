@@ -53,6 +53,7 @@ RECORDS = [
             "start_from",
             "gradient_checkpointing",
             "compile",
+            "cuda_graphs",
             "validation_prompts",
             "validation_file",
             "validation_sample_steps",
