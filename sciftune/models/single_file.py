@@ -167,10 +167,13 @@ def _converted(found: dict, kind: str, config: Mapping, names: set[str]) -> dict
         found = {f"{_PREFIXES[0]}{name}": tensor for name, tensor in found.items()}
     convert: Callable = SINGLE_FILE_LOADABLE_CLASSES[kind]["checkpoint_mapping_fn"]
     try:
-        return convert(checkpoint=found, config=dict(config))
+        made = convert(checkpoint=found, config=dict(config))
     except (KeyError, IndexError, AttributeError) as error:
         said = f"{type(error).__name__}: {error}"
         raise ValueError(f"holds no {kind} in the original layout ({said})") from error
+    if lost := sorted(names - set(made)):
+        raise ValueError(f"holds no {kind} of the size in config.json: {lost[0]} is missing")
+    return made
 
 
 def single_file_weights(folder: Path, kind: str, names: Callable[[dict], set[str]]) -> Weights:
@@ -200,8 +203,6 @@ def _write_autoencoder(file: Path, kind: str, config: Mapping, folder: Path):
     """Write the autoencoder of a file as a component folder."""
     names = set(getattr(diffusers, kind)(**config).state_dict())
     weights = SingleFile(file, kind, config, names)
-    if lost := sorted(names - set(weights)):
-        raise ValueError(f"{file} holds no {kind}: {lost[0]} is missing")
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(config, _class_name=kind)))
     values = {name: weights[name].contiguous() for name in sorted(names)}
