@@ -594,7 +594,7 @@ def layer_values(name: str, text: str) -> dict[str, float]:
         if not (end and equals and fits and float(number) > 0):
             kind = "a rank from 1 to 9999" if whole else "a positive number"
             raise ValueError(
-                f"{name}: '{part}' is no end of a module's name with {kind}, like to_q=8"
+                f"{name}: '{part:.60}' is no end of a module's name with {kind}, like to_q=8"
             )
         found[end] = int(number) if whole else float(number)
     return found

@@ -1,0 +1,1 @@
+"""Kinds of adapters: in a model, in files of several programs, merged."""
