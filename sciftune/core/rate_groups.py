@@ -82,9 +82,9 @@ def canonical_groups(value: Any) -> str:
         given = yaml.safe_load(value) if isinstance(value, str) else value
     except yaml.YAMLError as error:
         raise ValueError(f"{form}: {str(error).splitlines()[0]}") from None
-    if not given:
+    if value is None or value == {} or isinstance(value, str) and not value.strip():
         return ""
-    if not isinstance(given, Mapping):
+    if not isinstance(given, Mapping) or not given:
         raise ValueError(form)
     groups = {}
     for pattern, settings in given.items():
