@@ -1,0 +1,1 @@
+"""Figures, captions and words collected from documents."""
