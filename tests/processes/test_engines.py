@@ -221,7 +221,9 @@ def kill_some(ps, rng):
     return len(victims)
 
 
-@pytest.mark.parametrize("engine,n", [("single", 1), ("zero2", 2)])
+@pytest.mark.parametrize(
+    "engine,n", [pytest.param("single", 1, marks=pytest.mark.slow), ("zero2", 2)]
+)
 def test_killed_at_random_moments(root, engine, n):
     """Kill one rank or all, again and again (SCIFTUNE_KILLS times), resume each time.
 

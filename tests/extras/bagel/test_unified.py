@@ -93,7 +93,7 @@ FOUR = [
 ]
 
 
-@pytest.mark.parametrize("engine,n", usual([("zero3", 2)], TWO + FOUR))
+@pytest.mark.parametrize("engine,n", usual([], TWO + FOUR))  # zero3: test_families.py
 def test_engines_equal_single(root, references, engine, n):
     batch = 2 if (engine, n) in TWO else 4
     reference, one = references(batch), RunDir(root / f"reference-{batch}")
