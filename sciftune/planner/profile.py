@@ -133,7 +133,7 @@ def profile(
         vae: also measure the VAE's decoder
     """
     model = MetaModel.build(recipe, family, base, dtype)
-    trained = [n for n, _ in model.denoiser.named_parameters() if n not in model.frozen]
+    trained = [n for n, p in model.denoiser.named_parameters() if p.requires_grad]
     group_numbers(rate_groups(recipe.lr_groups), trained)  # refuse what matches nothing
     traced = {b: model.trace(b) for b in dict.fromkeys(model.work.batches)}
     traces = [traced[b] for b in model.work.batches]
