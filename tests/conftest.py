@@ -30,6 +30,7 @@ LONGEST = (
 )
 SLOW = "slow: pytest -m slow, or SCIFTUNE_SLOW=1 for everything"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("SCIFTUNE_EARLY", "0")  # forks of `warm_python` inherit no sockets
 gc.disable()  # until all is imported, see pytest_collection_finish
 if PLACE not in os.environ:  # the workers of xdist inherit it
     os.environ[PLACE] = tempfile.mkdtemp(prefix="sciftune-figures-")

@@ -51,6 +51,7 @@ from ..core.registry import nearest
 from ..core.rundir import RunDir, project_root
 from ..core.secrets import masked
 from .contents import Notebook
+from .early import EarlyJob
 from sciftune.lab.jobs import (
     LaunchError,
     RunFailedError,
@@ -464,8 +465,14 @@ def train_command(words: Sequence[str], began: float = 0.0) -> int:
     """
     settings = settings_of(words)
     os.environ[STARTED] = str(began or time.time())
+    with EarlyJob() as early:
+        return _trained(settings, early)
+
+
+def _trained(settings: dict[str, Any], early: EarlyJob) -> int:
+    """Prepare a run, train it and write its report; return the exit code."""
     try:
-        run = prepare_run(recipe_from(settings))
+        run = prepare_run(recipe_from(settings), early)
     except KeyboardInterrupt as end:
         say("sciftune run: interrupted, nothing was started")
         return 128 + getattr(end, "number", signal.SIGINT)
@@ -475,7 +482,7 @@ def train_command(words: Sequence[str], began: float = 0.0) -> int:
     asked, failed = [], ""
     try:
         with contextlib.nullcontext([]) if forks else job_asked(run) as asked:
-            launch(run)
+            launch(run, early=early)
     except RunFailedError as error:
         failed = str(error)
     except KeyboardInterrupt as end:

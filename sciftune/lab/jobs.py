@@ -59,6 +59,7 @@ from ..core.processes import ENDINGS
 from ..core.recipe import Recipe, RecipeError
 from ..core.rundir import RunDir, project_root
 from ..core.writing import write_atomic
+from .early import EarlyJob
 from .logs import LogEcho, failure_line
 
 # %% ../../nbs/9_lab/03_jobs.ipynb #524f5e36
@@ -316,13 +317,21 @@ def free_folder(run: RunDir) -> RunDir:
     return run
 
 # %% ../../nbs/9_lab/03_jobs.ipynb #5725e264
-def start(run: RunDir, command: list[str], env: dict[str, str] | None = None) -> int:
+def start(
+    run: RunDir,
+    command: list[str],
+    env: dict[str, str] | None = None,
+    early: EarlyJob | None = None,
+    processes: int = 1,
+) -> int:
     """Start `command` as the detached job of `run`. Raises LaunchError while one is running.
 
     Args:
         run: a prepared run folder
         command: the program and its arguments
         env: variables to add
+        early: takes the command where it has begun
+        processes: ranks, of which `early` has as many or starts them
 
     Returns:
         process id of the job
@@ -330,7 +339,10 @@ def start(run: RunDir, command: list[str], env: dict[str, str] | None = None) ->
     offset = run.log.stat().st_size if run.log.exists() else 0
     with reserved_for_child(run) as handle, open(run.log, "ab") as log:
         words = [str(run.status), str(offset), str(handle), *command]
-        job = subprocess.Popen(
+        orders = dict(command=command, environment={**os.environ, **(env or {})})
+        orders |= dict(log_offset=offset, processes=processes)
+        job = early and early.order([log.fileno(), handle], **orders)
+        job = job or subprocess.Popen(
             [sys.executable, "-m", "sciftune.strategies.agent", "--job", *words],
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -338,7 +350,7 @@ def start(run: RunDir, command: list[str], env: dict[str, str] | None = None) ->
             start_new_session=True,
             pass_fds=[handle],
             cwd=run.path,
-            env={**os.environ, **(env or {})},
+            env=orders["environment"],
         )
     while read_status(run).get("pid") != job.pid:
         if job.poll() is not None:
@@ -372,15 +384,17 @@ def reserved_for_child(run: RunDir) -> Iterator[int]:
     os.close(lock.hand_over())
 
 
-def begin(run: RunDir, **variables: str) -> RunDir:
+def begin(run: RunDir, early: EarlyJob | None = None, **variables: str) -> RunDir:
     """Start the job of a prepared run and return at once. Raises LaunchError while one is running.
 
     Args:
         run: a prepared run folder
+        early: its agent, where it has begun while the run was planned
         **variables: added to the environment
     """
-    command, environment = LaunchFile.load(run).for_agent()
-    start(run, command, environment | variables)
+    launch = LaunchFile.load(run)
+    command, environment = launch.for_agent()
+    start(run, command, environment | variables, early, launch.processes)
     return run
 
 # %% ../../nbs/9_lab/03_jobs.ipynb #2ac5e783
@@ -835,12 +849,13 @@ def launch_here(run: RunDir):
         raise RunFailedError(failure(run)) from error
 
 # %% ../../nbs/9_lab/03_jobs.ipynb #9f0d2cdd
-def launch(run: RunDir, launcher: str | None = None) -> RunDir:
+def launch(run: RunDir, launcher: str | None = None, early: EarlyJob | None = None) -> RunDir:
     """Train `run`, or attach to its job when it is training already. Raises RunFailedError.
 
     Args:
         run: a prepared run folder
         launcher: 'job', 'notebook' or 'print'; None = that of the recipe
+        early: its agent, where it has begun while the run was planned
     """
     recipe = kept_recipe(run)
     launcher = launcher or recipe.launcher
@@ -860,5 +875,5 @@ def launch(run: RunDir, launcher: str | None = None) -> RunDir:
         launch_here(run)
         return run
     with interruptible(run):
-        begin(run)
+        begin(run, early)
     return attach(run, read_status(run)["log_offset"])

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['INPUT_FIELDS', 'LOOK_SECONDS', 'absolute_path', 'absolute_data', 'absolute_input', 'with_absolute_paths',
-           'parameters_of', 'runs_of', 'continued_recipe', 'recipe_from', 'plan_run', 'same_run', 'choose_folder',
-           'differences', 'keep_run_secrets', 'with_steps', 'check_data', 'check_port', 'data_looked_at', 'data_drawn',
-           'prepare_run']
+           'parameters_of', 'runs_of', 'continued_recipe', 'recipe_from', 'planned', 'plan_run', 'same_run',
+           'choose_folder', 'differences', 'keep_run_secrets', 'with_steps', 'check_data', 'check_port',
+           'data_looked_at', 'data_drawn', 'prepare_run']
 
 # %% ../../nbs/9_lab/06_prepare.ipynb #9c87cf06
 import contextlib
@@ -31,6 +31,7 @@ from sciftune.core.checkpoint_folders import (
     checkpoint_info,
     find_checkpoint,
 )
+from ..core.compat import import_models_alone, leave_compiler_out
 from ..core.packages import check_packages
 from ..core.plan import Plan
 from ..core.processes import processes_here, world_size
@@ -50,6 +51,7 @@ from ..core.rundir import RunDir, gpus, new_run, project_root
 from ..core.secrets import keep_secrets, load_secrets
 from ..core.writing import write_atomic
 from ..data.prompts import own_prompts
+from .early import EarlyJob
 from sciftune.lab.jobs import (
     LaunchError,
     forked,
@@ -282,6 +284,23 @@ def _resolved(given: dict[str, Any]) -> Recipe:
     return _resolved(given | dict(name=there[0].path.name)) if there else recipe
 
 # %% ../../nbs/9_lab/06_prepare.ipynb #f4ebc07f
+def planned(recipe: Recipe, target: Path, at: Path | None = None) -> Plan:
+    """Return the plan of a run after writing it; a process of its own imports little for it.
+
+    Args:
+        recipe: with absolute paths
+        target: plan.json
+        at: the run folder, for which the launch files are written beside the plan
+    """
+    if "torch" not in sys.modules and not recipe.profile_block:
+        leave_compiler_out()
+        if not recipe.lora_rank:
+            import_models_alone()
+    from sciftune.planner.plan import write_plan
+
+    return write_plan(recipe, target, at)
+
+
 def plan_run(
     recipe: Recipe, plan_path: Path, check: bool = True, run: RunDir | None = None
 ) -> Plan:
@@ -295,7 +314,7 @@ def plan_run(
     """
     folder = [run.path] if run else []
     try:
-        plan = in_child("sciftune.planner.plan:write_plan", recipe, Path(plan_path), *folder)
+        plan = in_child("sciftune.lab.prepare:planned", recipe, Path(plan_path), *folder)
     except LaunchError as error:
         why = " ".join(str(error).split())
         raise LaunchError(f"the plan could not be made: {why}") from None
@@ -528,8 +547,12 @@ def _draw(places: list[str], recipe: Recipe):
         import_class(place)(recipe)
 
 # %% ../../nbs/9_lab/06_prepare.ipynb #97ccec8a
-def prepare_run(recipe: Recipe) -> RunDir:
+def prepare_run(recipe: Recipe, early: EarlyJob | None = None) -> RunDir:
     """Plan the run and write its folder, completely or not at all. Raises LaunchError.
+
+    Args:
+        recipe: from `recipe_from`
+        early: begins as soon as the run has a folder
 
     Returns:
         a folder with recipe.yaml, plan.json, accelerate.yaml, command.txt, launch.json
@@ -546,11 +569,11 @@ def prepare_run(recipe: Recipe) -> RunDir:
                 print(_nothing_to_continue(recipe))
             _check_resume(run, recipe)
             check_port(recipe, world)
-            run = _written_run(run, recipe)
+            run = _written_run(run, recipe, early)
     except RecipeError as error:
         raise LaunchError(str(error)) from None
     except FileExistsError:  # another launch of this name was quicker
-        return prepare_run(recipe)
+        return prepare_run(recipe, early)
     except OSError as error:
         raise LaunchError(_refused_by_system(recipe, error)) from None
     return run
@@ -584,7 +607,7 @@ def _refused_by_system(recipe: Recipe, error: OSError) -> str:
     )
 
 
-def _written_run(run: RunDir | None, recipe: Recipe) -> RunDir:
+def _written_run(run: RunDir | None, recipe: Recipe, early: EarlyJob | None) -> RunDir:
     """Return the folder of a run, a new one if there is none, with everything in it."""
     fresh = run is None
     run = run or new_run(recipe)
@@ -592,7 +615,7 @@ def _written_run(run: RunDir | None, recipe: Recipe) -> RunDir:
     with reserved(run):
         choose_folder(named)  # nobody else changes it any more
         with _removed_on_error(run, fresh and not run.recipe.exists()):
-            _write_run(run, named)
+            _write_run(run, named, early)
     return run
 
 
@@ -607,11 +630,13 @@ def _removed_on_error(run: RunDir, mine: bool) -> Iterator[None]:
         raise
 
 
-def _write_run(run: RunDir, recipe: Recipe):
+def _write_run(run: RunDir, recipe: Recipe, early: EarlyJob | None):
     """Plan and check the data aside, then write."""
     with tempfile.TemporaryDirectory() as aside:
         keep_run_secrets(run, recipe)
         written = recipe.save(Path(aside) / "recipe.yaml")
+        if early:
+            early.begin(run, recipe, written)
         checkpoint = _checkpoint(run, recipe)
         looked = data_looked_at(recipe, written, Path(aside) / "findings.json")
         with contextlib.nullcontext() if checkpoint else looked, data_drawn(recipe):

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.utils import _python_dispatch, _pytree
 from torch.utils.data._utils import pin_memory as _pinning
 
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
 # %% auto #0
 __all__ = ['TreeSpec', 'tree_flatten', 'tree_unflatten', 'tree_leaves', 'tree_map', 'TorchDispatchMode', 'pin_memory',
            'FLASH_ATTENTION', 'CUDNN_ATTENTION', 'CUDNN_ATTENTION_BACKWARD', 'CPU_ATTENTION', 'CPU_ATTENTION_BACKWARD',
-           'scaled_mm', 'StorageInfo', 'MemoryFormats', 'layout_named', 'HOST_GRADIENTS', 'storage_id', 'backward_pass',
+           'scaled_mm', 'layout_named', 'HOST_GRADIENTS', 'metadata_classes', 'storage_id', 'backward_pass',
            'release_pinned_memory', 'end_workers', 'mark_varying', 'compile_counters', 'on_compilation',
            'raise_recompile_limit', 'stop_mixed_reductions', 'recompute_used_far_apart', 'default_compile_cache',
            'ignore_in_ddp', 'begin_fsdp', 'use_gloo', 'forget_accelerator', 'attention_setting', 'set_attention_kernel',
@@ -50,10 +48,19 @@ CPU_ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backw
 # torch 2.13: the operator itself; functional.scaled_mm adds checks and arguments around it
 scaled_mm = torch._scaled_mm
 
-# torch 2.13: classes that a checkpoint's metadata consists of
-StorageInfo = _StorageInfo
-MemoryFormats = _MEM_FORMAT_ENCODING
+# torch 2.13: a class that a checkpoint's metadata consists of
 layout_named = torch.serialization._get_layout
+
+
+def metadata_classes() -> tuple[Any, Any]:
+    """Return two more such classes, of a place in a file and of memory formats.
+
+    torch 2.13: importing them takes a third of a second.
+    """
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+
+    return _StorageInfo, _MEM_FORMAT_ENCODING
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:

@@ -33,7 +33,7 @@ from ..strategies.float8 import Float8Linear, float8_layers
 from ..strategies.offload import worth_streaming
 
 # %% auto #0
-__all__ = ['CONTRACTIONS', 'PLAIN', 'FlashAttention', 'tensors_in', 'storages', 'on_meta', 'LiveBytes', 'OperationRecorder',
+__all__ = ['PLAIN', 'CONTRACTIONS', 'FlashAttention', 'tensors_in', 'storages', 'on_meta', 'LiveBytes', 'OperationRecorder',
            'block_kind', 'kept_bytes', 'compiled_bytes', 'peak_bytes', 'block_bytes', 'shape_kind', 'OutputShapes',
            'each_kind_once', 'Call', 'Trace', 'blocks_in', 'trace', 'measured_blocks']
 
@@ -52,12 +52,22 @@ class FlashAttention(TorchFunctionMode):
         return FLASH_ATTENTION(query, key, value, 0.0, False, False)[0]
 
 # %% ../../nbs/6_planner/02_trace.ipynb #7fdf69c7
+PLAIN = (bool, int, float, str, torch.dtype, type(None))
+
+
 def tensors_in(tree: object) -> list[torch.Tensor]:
     """Return the tensors of a nested structure, in order.
 
     Args:
         tree: tensors, nested in tuples, lists and dicts
     """
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, PLAIN):
+        return []
+    if type(tree) in (tuple, list, dict):  # of nearly all operations; pytree takes ten times longer
+        parts = tree.values() if type(tree) is dict else tree
+        return [tensor for part in parts for tensor in tensors_in(part)]
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
@@ -267,9 +277,6 @@ class OperationRecorder(TorchDispatchMode):
         return graph, seen
 
 # %% ../../nbs/6_planner/02_trace.ipynb #blkkind02
-PLAIN = (bool, int, float, str, torch.dtype, type(None))
-
-
 def _plain(value: object) -> object:
     """Return a comparable value; an object becomes its type and its plain attributes."""
     if isinstance(value, PLAIN):

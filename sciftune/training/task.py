@@ -32,7 +32,6 @@ from ..planner.profile import weights_path
 from ..strategies.adapters.kinds import base_name, is_adapter
 from ..strategies.adapters.layers import add_lora, first_values
 from ..strategies.adapters.narrow import not_for_ddp, quantise_base
-from ..strategies.adapters.saving import save_lora
 from ..strategies.compilation import prepare_denoiser
 from ..strategies.context import share_tokens
 from ..strategies.engine import Engine
@@ -456,6 +455,8 @@ def export_trained(
     """
     recipe, family, base, out = export.recipe, export.family, export.base(), export.out
     if recipe.lora_rank:
+        from sciftune.strategies.adapters.saving import save_lora  # imports peft
+
         tensors = trained_tensors(export.checkpoint, network, export.state)
         count = save_lora(tensors, family, recipe, base, out, scheduler, export.adapter_dtype)
         written = f"an adapter of {count} tensors to {out}"

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BROKEN', 'StopRequest', 'SaveRequest', 'Run', 'train_step', 'train_steps', 'finish_run', 'train', 'lost_rank',
-           'run_rank', 'train_recipe']
+           'import_used', 'run_rank', 'train_recipe']
 
 # %% ../../nbs/7_training/14_trainer.ipynb #833beaf5
 import gc
@@ -17,22 +17,22 @@ from sciftune.core.ownership import (
     end_with_parent,
     owned_by_rank_0,
 )
-from .timeline import Timeline, launch_summary, read_ahead
+from ..core.waiting import await_orders, planned_recipe_file
+from .timeline import Timeline, import_ahead, launch_summary, read_ahead
 
 if __name__ == "__main__" and "__file__" in globals():
     end_with_parent()
     gc.disable()  # until everything is imported: collections took a fifth of that time
 
-if (
-    __name__ == "__main__"
-    and "__file__" in globals()
-    and len(sys.argv) == 2
-    and os.environ.get("LOCAL_RANK", "0") == "0"
-):
-    read_ahead(sys.argv[1])  # before torch is imported
+if __name__ == "__main__" and "__file__" in globals() and len(sys.argv) == 2:
+    recipe_file = planned_recipe_file() or sys.argv[1]
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        read_ahead(recipe_file)  # before torch is imported
+    import_ahead(recipe_file)
 
 # %% ../../nbs/7_training/14_trainer.ipynb #0246bcfe
 import contextlib
+import importlib
 import json
 import re
 import time
@@ -41,6 +41,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import diffusers
 import torch
 from torch import Tensor
 
@@ -59,6 +60,7 @@ from ..core.recipe import Recipe, RecipeError, epochs_line, warmup_fault
 from ..core.rundir import RunDir, run_record
 from ..core.secrets import load_secrets, mask_output
 from ..core.writing import write_atomic
+from ..models.family import get_family
 from ..strategies.compilation import compiled_graphs
 from ..strategies.engine import Engine
 from .best import Best, score_names
@@ -647,6 +649,21 @@ def lost_rank(error: BaseException) -> str:
     )
 
 # %% ../../nbs/7_training/14_trainer.ipynb #19d2186e
+def import_used(recipe_file: str) -> None:
+    """Import what a run uses later, while its plan is waited for.
+
+    Args:
+        recipe_file: recipe that is being planned; '' = none is
+    """
+    if not recipe_file:
+        return
+    with contextlib.suppress(Exception):  # it is said where the run needs it
+        recipe = Recipe.load(recipe_file)
+        get_task(recipe.objective)
+        getattr(diffusers, get_family(recipe.model).pipeline_class)  # with its text encoders
+        importlib.import_module("torch._dynamo")  # which every optimizer asks
+
+
 def run_rank(arguments: list[str]) -> None:
     """Train as one rank; end the process.
 
@@ -697,6 +714,8 @@ def _failed(run: RunDir, rank: int, error: BaseException, recipe: Recipe) -> int
 
 # %% ../../nbs/7_training/14_trainer.ipynb #60aa7b74
 if __name__ == "__main__" and "__file__" in globals():
+    import_used(planned_recipe_file())
     gc.freeze()
     gc.enable()
+    await_orders()
     run_rank(sys.argv[1:])

@@ -15,7 +15,6 @@ from typing import Any
 
 import diffusers
 import torch
-from diffusers.loaders import StableDiffusionXLLoraLoaderMixin
 from diffusers.utils import (
     convert_state_dict_to_diffusers,
     convert_state_dict_to_peft,
@@ -105,6 +104,8 @@ def _read_pipeline_layout(
     Raises RecipeError for a tensor that the conversion leaves out, or that is of no component that
     the pipeline puts adapters on.
     """
+    from diffusers.loaders import StableDiffusionXLLoraLoaderMixin  # imports peft
+
     cls, part = getattr(diffusers, family.pipeline_class), family.denoiser_component
     flags = dict(return_lora_metadata=True)
     if "return_alphas" in inspect.signature(cls.lora_state_dict).parameters:
