@@ -12,10 +12,10 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .fields import RecipeError
+from .files import parsed_json, parsed_yaml
 from .registry import nearest
 
 # %% ../../nbs/1_core/24_rate_groups.ipynb #6b0fd0d8
@@ -79,9 +79,9 @@ def canonical_groups(value: Any) -> str:
     """
     form = "must be a mapping of parts to factors, for example {'attn': 0.1}"
     try:
-        given = yaml.safe_load(value) if isinstance(value, str) else value
-    except yaml.YAMLError as error:
-        raise ValueError(f"{form}: {str(error).splitlines()[0]}") from None
+        given = parsed_yaml(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f"{form}: {error}") from None
     if value is None or value == {} or isinstance(value, str) and not value.strip():
         return ""
     if not isinstance(given, Mapping) or not given:
@@ -120,7 +120,7 @@ def rate_groups(text: str) -> tuple[RateGroup, ...]:
     Args:
         text: `lr_groups`, as `canonical_groups` returns it
     """
-    given = json.loads(text) if text else {}
+    given = parsed_json(text) if text else {}
     return tuple(RateGroup(pattern=pattern, **settings) for pattern, settings in given.items())
 
 

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 import torch
 from PIL import Image
 
-from ..core.files import opened_csv, parsed_json, read_json, read_json_lines
+from ..core.files import opened_csv, parsed_json, read_json, read_json_lines, read_words
 from ..core.recipe import Recipe
 from ..core.rundir import RunDir, replaced_folder
 from ..data.buckets import Sizing
@@ -134,7 +134,7 @@ def _beside(file: Path, record: object) -> object:
     """Give what stands beside an image the caption that stands in another file."""
     for text in (file.with_suffix(suffix) for suffix in (".txt", ".caption")):
         if isinstance(record, dict) and not any(map(record.get, CAPTION_KEYS)) and text.is_file():
-            return record | dict(caption=text.read_text(encoding="utf-8-sig").strip())
+            return record | dict(caption=read_words(text).strip())
     return record
 
 

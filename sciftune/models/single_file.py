@@ -315,7 +315,7 @@ def _begin(family: FamilyBase, whole: Path | None, aside: Path) -> dict:
         return index
     config = whole / family.denoiser_component / "config.json"
     if config.is_file():
-        (denoiser / "config.json").write_bytes(config.read_bytes())
+        shutil.copyfile(config, denoiser / "config.json")
     for name, value in index.items():
         there = isinstance(value, list) and any(value) and (whole / name).is_dir()
         if there and name not in (family.denoiser_component, "vae", *family.text_components):
