@@ -14,7 +14,8 @@ import yaml
 from additions import added
 
 from sciftune.core.accelerate_settings import _CHOSEN_IN_ZERO
-from sciftune.core.recipe import Fields, RecipeError, foreign_meanings, foreign_names, resolve
+from sciftune.core.recipe import RecipeError, foreign_meanings, foreign_names, resolve
+from sciftune.core.recipe_fields import Fields
 from sciftune.core.registry import records
 
 FLUX = dict(model="flux1", objective="flow", num_processes=2)

@@ -3,7 +3,8 @@
 import pytest
 
 from sciftune.core.fields import ADDRESSED, PROSE
-from sciftune.core.recipe import Fields, RecipeError, foreign_meanings, resolve
+from sciftune.core.recipe import RecipeError, foreign_meanings, resolve
+from sciftune.core.recipe_fields import Fields
 from sciftune.lab.command import call_command
 from sciftune.lab.jobs import LaunchError
 from sciftune.lab.prepare import recipe_from

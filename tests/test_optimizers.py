@@ -6,7 +6,8 @@ from typing import get_args
 import pytest
 import torch
 
-from sciftune.core.recipe import Fields, RecipeError, resolve
+from sciftune.core.recipe import RecipeError, resolve
+from sciftune.core.recipe_fields import Fields
 from sciftune.core.registry import records
 from sciftune.strategies.precision import POLICIES
 from sciftune.strategies.strategy import Strategy

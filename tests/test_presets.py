@@ -5,7 +5,8 @@ import warnings
 import pytest
 
 from sciftune.core.presets import preset_files, preset_named, preset_values
-from sciftune.core.recipe import Fields, resolve
+from sciftune.core.recipe import resolve
+from sciftune.core.recipe_fields import Fields
 from sciftune.lab.tables import reference_rows
 
 FOLLOWING = [name for name, preset in preset_files().items() if preset.reference]

@@ -6,7 +6,8 @@ import pytest
 from additions import added
 from refusals import CASES, PAGE, scene, sentence
 
-from sciftune.core.recipe import Fields, RecipeError, resolve
+from sciftune.core.recipe import RecipeError, resolve
+from sciftune.core.recipe_fields import Fields
 
 HOSTILE = [True, -1, 0, 10**30, -(10**30), 1.5, float("nan"), float("inf"), b"abc", object()]
 HOSTILE += ["", " ", "abc", "a\nb", "a\0b", "\ud800", "../x", "图" * 50, "x" * 100_000, "1e400"]

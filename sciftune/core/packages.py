@@ -14,7 +14,8 @@ from pathlib import Path
 import fsspec
 
 from .fields import Need
-from .recipe import Recipe, RecipeError, all_sections, why_unread
+from .recipe import Recipe, RecipeError
+from .recipe_fields import all_sections, why_unread
 from .registry import find_record, records
 from .secrets import masked
 

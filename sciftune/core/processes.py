@@ -10,7 +10,8 @@ import signal
 from collections.abc import Mapping
 from typing import Any
 
-from .recipe import Recipe, RecipeError, micro_batches
+from .recipe import Recipe, RecipeError
+from .recipe_checks import micro_batches
 from .registry import find_record
 from .rundir import gpus
 

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..core.randomness import stream_seed
-from ..core.recipe import Recipe, RecipeError, readers
+from ..core.recipe import Recipe, RecipeError
+from ..core.recipe_fields import readers
 from ..core.registry import find_record, import_class, load, records
 from ..core.rundir import cache_root
 from .captions import common_captions

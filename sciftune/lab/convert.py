@@ -19,7 +19,8 @@ from sciftune.core.checkpoint_folders import (
     checkpoint_info,
     complete_checkpoints,
 )
-from ..core.recipe import Recipe, check_adapters, restored
+from ..core.recipe import Recipe, restored
+from ..core.recipe_checks import check_adapters
 from ..core.rundir import RunDir
 from ..training.card import write_model_card
 from ..training.export import merge_lora

@@ -21,7 +21,8 @@ from pydantic.fields import FieldInfo
 
 from ..core.fields import Section
 from ..core.presets import Preset, preset_files, preset_values, presets
-from ..core.recipe import Recipe, collection_sections, objective_sections
+from ..core.recipe import Recipe
+from ..core.recipe_fields import collection_sections, objective_sections
 from ..core.registry import nearest, records
 from ..core.sections import SECTIONS
 

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..core.plan import PlanRow
-from ..core.recipe import Recipe, RecipeError, check_cuda_graphs, why_unread
+from ..core.recipe import Recipe, RecipeError
+from ..core.recipe_checks import check_cuda_graphs
+from ..core.recipe_fields import why_unread
 from ..core.registry import StrategyRecord, find_record, records
 from .profile import profile
 from .records import Profile

@@ -26,7 +26,8 @@ import yaml
 
 from ..core.files import read_yaml
 from ..core.plan import Plan
-from ..core.recipe import Recipe, RecipeError, resolve, why_unread
+from ..core.recipe import Recipe, RecipeError, resolve
+from ..core.recipe_fields import why_unread
 from ..core.registry import find_record
 from ..core.rundir import RunDir, gpus, new_run, run_record
 from ..lab.jobs import LaunchError, LaunchFile, in_child

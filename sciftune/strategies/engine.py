@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from ..core.files import read_words
 from ..core.plan import Plan
-from ..core.recipe import Recipe, RecipeError, micro_batches
+from ..core.recipe import Recipe, RecipeError
+from ..core.recipe_checks import micro_batches
 from ..core.rundir import RunDir
 from ..core.writing import write_atomic
 from .precision import Policy

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from ..core.plan import Plan
-from ..core.recipe import Recipe, RecipeError, optimizer_conflict
+from ..core.recipe import Recipe, RecipeError
+from ..core.recipe_checks import optimizer_conflict
 from ..core.registry import find_record, load
 from ..models.compat import forget_accelerator
 from .precision import Policy, policy_for

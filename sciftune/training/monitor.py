@@ -11,7 +11,8 @@ from statistics import fmean, median, pvariance
 
 from ..core.diagnosis import Finding
 from ..core.plan import Plan
-from ..core.recipe import Recipe, why_unread
+from ..core.recipe import Recipe
+from ..core.recipe_fields import why_unread
 from ..core.registry import find_record, records
 
 # %% ../../nbs/7_training/12_monitor.ipynb #7d795523

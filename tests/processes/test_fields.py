@@ -6,7 +6,8 @@ import sys
 import forked
 import pytest
 
-from sciftune.core.recipe import Fields, Recipe, why_unread
+from sciftune.core.recipe import Recipe
+from sciftune.core.recipe_fields import Fields, why_unread
 from sciftune.core.registry import records
 from sciftune.core.rundir import RunDir
 from sciftune.planner.plan import plan
