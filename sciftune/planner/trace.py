@@ -102,7 +102,7 @@ def _input_kind(value: object) -> object:
 def _output_kinds(out: object, inputs: object) -> tuple | None:
     """Return the outputs' collection and kinds; None if a storage is not an output's own."""
     one = isinstance(out, torch.Tensor)
-    leaves = [out] if one else out
+    leaves = [out] if one else out if isinstance(out, list | tuple) else []
     if not leaves or not all(isinstance(x, torch.Tensor) and x.is_meta for x in leaves):
         return None
     kinds = tuple((x.shape, x.stride(), x.dtype) for x in leaves)
