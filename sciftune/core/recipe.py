@@ -124,6 +124,11 @@ class Recipe(Fields):
         named = records("optimizers").get(self.optimizer)
         return bool(self.ema_decay or (named and named.averages))
 
+    @property
+    def validates_average(self) -> bool:
+        """Return True if validation uses the EMA: the best checkpoint is judged as exported."""
+        return self.validation_ema or bool(self.keep_best and self.ema_decay)
+
     @classmethod
     def load(cls, path: str | Path) -> "Recipe":
         """Read a recipe from a YAML file. Raises RecipeError.

@@ -9,6 +9,7 @@ __all__ = ['check_model', 'check_single_file', 'check_parts', 'micro_batches', '
            'check_numbers']
 
 # %% ../../nbs/1_core/04b_recipe_checks.ipynb #rchec003
+from .rate_groups import rate_groups
 from .recipe_fields import Fields, one_of, readers
 from sciftune.core.registry import (
     CollectionRecord,
@@ -341,6 +342,8 @@ def optimizer_conflict(recipe: Fields, asked: OptimizerRecord) -> str:
         return f"offload '{recipe.offload}' moves states of single weights; use offload 'none'"
     if asked.scope == "model" and recipe.lr_groups:
         return "it finds one rate for all weights; use lr_groups='', or another optimizer"
+    if asked.averages and any(group.until_step for group in rate_groups(recipe.lr_groups)):
+        return "its average of a group moves on after until_step; leave until_step out"
     return ""
 
 

@@ -140,7 +140,8 @@ class WaitingRank:
                 self.door.close()
                 return True
         self.door.close()
-        return self.process.wait() < 0  # a signal has ended it
+        self.process.wait()
+        return False
 
     def end(self) -> None:
         """End the process."""

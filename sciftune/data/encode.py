@@ -200,17 +200,21 @@ def shuffled_tags(recipe: Recipe, caption: str, name: str, order: int) -> str:
     return ", ".join([*kept, *(moved[k] for k in torch.randperm(len(moved), generator=generator))])
 
 
-def caption_texts(recipe: Recipe, captions: tuple, name: str = "") -> tuple[str, ...]:
+def caption_texts(
+    recipe: Recipe, captions: tuple, name: str = "", sentence: str = ""
+) -> tuple[str, ...]:
     """Return a sample's captions with the recipe's trigger, prefix and templates applied.
 
     Args:
         recipe: its tag_orders, trigger, caption_prefix and caption_template
         captions: as the collection has them
         name: id of the sample, whose tags are shuffled; '' = they stay
+        sentence: follows each caption
     """
     if name and recipe.tag_orders:
         orders = range(recipe.tag_orders)
         captions = [shuffled_tags(recipe, c, name, order) for c in captions for order in orders]
+    captions = [f"{caption} {sentence}" for caption in captions] if sentence else captions
     if words := recipe.trigger.casefold():
         captions = [c if words in c.casefold() else f"{recipe.trigger}, {c}" for c in captions]
     templates = (recipe.caption_template or "{}").split("|")
@@ -344,8 +348,8 @@ class EncodingJobs:
         texts = caption_texts(self.recipe, self.collection.captions[i], name)
         keys, beside = tuple(self.caption(t, i) for t in texts), {}
         if sentence := self.collection.words[i] if self.recipe.caption_words else "":
-            named = tuple(f"{caption} {sentence}" for caption in self.collection.captions[i])
-            worded = caption_texts(self.recipe, named, name)
+            own = self.collection.captions[i]
+            worded = caption_texts(self.recipe, own, name, sentence)
             worded = tuple(self.caption(t, i) for t in worded)
             if held:  # always the same, and what the others are trained on most
                 return worded, beside

@@ -130,7 +130,8 @@ def hold_out_by_source(recipe: Recipe, collection: SampleCollection) -> tuple[li
     Returns:
         indices for training, indices held out
     """
-    weights = [weight for _, weight in recipe.sources]
+    # the target of `prior_data` is the base's prediction, not its pictures
+    weights = [0.0 if source == recipe.prior_data else w for source, w in recipe.sources]
     parts = getattr(collection, "parts", [collection])
     train, held = [], []
     first = assigned = 0

@@ -18,6 +18,7 @@ from sciftune.core.checkpoint_folders import (
     checkpoint_fault,
     checkpoint_info,
     complete_checkpoints,
+    model_state,
 )
 from ..core.recipe import Recipe, restored
 from ..core.recipe_checks import check_adapters
@@ -90,7 +91,7 @@ def convert_checkpoint(
     check_adapters(recipe)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists; give a new folder")
-    state = "ema" if ema else "weight"
+    state = model_state(recipe.optimizer, "ema" if ema else "weight")
     export = Export(checkpoint, out, recipe, state, TYPES[dtype], pipeline, TYPES[dtype])
     written = get_task(recipe.objective).write_model(export)
     if not written:

@@ -6,6 +6,7 @@
 __all__ = ['EARLY', 'early_environment', 'EarlyJob']
 
 # %% ../../nbs/9_lab/02a_early.ipynb #early003
+import contextlib
 import os
 import socket
 import subprocess
@@ -15,7 +16,8 @@ from typing import Any, Self
 
 from ..core.processes import on_cpu, world_size
 from ..core.recipe import Recipe
-from ..core.rundir import RunDir, cores
+from ..core.registry import find_record
+from ..core.rundir import RunDir, cores, gpus
 from ..core.waiting import send_orders, two_ends
 
 # %% ../../nbs/9_lab/02a_early.ipynb #early006
@@ -35,8 +37,8 @@ def early_environment(recipe: Recipe, count: int) -> dict[str, str]:
     if "OMP_NUM_THREADS" not in os.environ:
         if cpu or recipe.offload not in ("none", "auto"):
             variables["OMP_NUM_THREADS"] = str(max(1, cores() // count))
-        elif count > 1:
-            variables["OMP_NUM_THREADS"] = "1"  # torchrun's
+        elif count > 1 or not find_record("strategies", recipe.strategy).own_master_weights:
+            variables["OMP_NUM_THREADS"] = "1"  # of torchrun, and of accelerate for one process
     return variables
 
 # %% ../../nbs/9_lab/02a_early.ipynb #early009
@@ -59,23 +61,25 @@ class EarlyJob:
             written: file with this recipe
         """
         self.end()
-        elsewhere = recipe.launcher != "job" or recipe.num_machines > 1
+        count, devices = world_size(recipe), len(gpus()) or cores()
+        elsewhere = recipe.launcher != "job" or recipe.num_machines > 1 or recipe.profile_block
+        elsewhere = elsewhere or count > devices  # the plan will refuse them
         if elsewhere or sys.platform != "linux" or os.environ.get(EARLY) == "0":
             return
-        count = world_size(recipe)
         self.door, theirs = two_ends()
         rank = [sys.executable, "-m", "sciftune.training.trainer", str(run.recipe)]
         words = [theirs.fileno(), run.status, count, written, *rank]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "sciftune.strategies.agent", "--early", *map(str, words)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            pass_fds=[theirs.fileno()],
-            env=os.environ | early_environment(recipe, count),
-        )
-        theirs.close()
+        with theirs, contextlib.suppress(OSError):  # it starts after the plan then
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "sciftune.strategies.agent", "--early", *map(str, words)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                cwd=run.path,
+                pass_fds=[theirs.fileno()],
+                env=os.environ | early_environment(recipe, count),
+            )
 
     def order(self, handles: list[int], **orders: Any) -> subprocess.Popen | None:
         """Let the job run and return its process; None where none waits.
@@ -84,11 +88,12 @@ class EarlyJob:
             handles: the log and the locked file of the folder
             **orders: command, environment, processes, log_offset
         """
-        if self.process is None or self.process.poll() is not None:
+        if self.process is None:
             return None
         try:
             send_orders(self.door, handles, **orders)
-        except OSError:
+        except OSError:  # it has ended, or the orders are too long for the socket
+            self.end()
             return None
         self.door.close()
         process, self.process, self.door = self.process, None, None
@@ -99,6 +104,7 @@ class EarlyJob:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
+        if self.door is not None:
             self.door.close()
         self.process = self.door = None
 

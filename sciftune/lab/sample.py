@@ -25,6 +25,7 @@ from sciftune.core.checkpoint_folders import (
     checkpoint_info,
     checkpoint_name,
     complete_checkpoints,
+    model_state,
 )
 from ..core.presets import nano_folder
 from ..core.randomness import stream
@@ -148,7 +149,7 @@ def checkpoint_source(checkpoint: Path, state: str = "weight") -> ModelSource:
             f"{checkpoint} is of a distillation, which is sampled by a scheduler of its own: "
             f"sciftune zero_to_bf16 {checkpoint} OUT --pipeline, and give OUT"
         )
-    export = Export(checkpoint, Path(), recipe, state)
+    export = Export(checkpoint, Path(), recipe, model_state(recipe.optimizer, state))
     if state == "base":
         return _source("base", "base", 0, family, export.base(), _began_with(export), recipe)
     changed = _changed(export)
@@ -162,8 +163,9 @@ def _began_with(export: Export) -> Mapping[str, Tensor]:
     recipe = export.recipe
     if recipe.start_from:
         start = Path(recipe.start_from)
-        state = "ema" if recipe.start_from_ema else "weight"
-        return _changed(Export(start, Path(), restored(checkpoint_info(start)["recipe"]), state))
+        before = restored(checkpoint_info(start)["recipe"])
+        state = model_state(before.optimizer, "ema" if recipe.start_from_ema else "weight")
+        return _changed(Export(start, Path(), before, state))
     if recipe.lora_path:
         return Merged(recipe.lora_path, export.family, export.base())
     return {}

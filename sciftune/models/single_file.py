@@ -263,10 +263,11 @@ def single_file_folder(
         revision: of a hub id
     """
     file = Path(file).expanduser().resolve()
-    state = file.stat() if file.is_file() else None
-    if state is None:
+    if not file.is_file():
         raise ValueError(f"model_path {str(file)!r} is no file here")
-    key = [str(file), state.st_size, state.st_mtime_ns, text, autoencoder, revision, family.name]
+    files = [f.stat() for f in (file, Path(autoencoder).expanduser()) if f.is_file()]
+    stamps = [(f.st_size, f.st_mtime_ns) for f in files]
+    key = [str(file), stamps, text, autoencoder, revision, family.name]
     out = cache / f"{file.stem}-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]}"
     if (out / "model_index.json").is_file():
         return out

@@ -140,7 +140,7 @@ def host_parts(ledger: Ledger, machine: Machine, process_gib: float) -> dict[str
     copies = ledger.work.checkpoint_bytes(ledger.profile, ledger.strategy)
     train = {k: per * v / 2**30 for k, v in ledger.host_bytes().items()}
     alone = dict(processes=per * process_gib)
-    swaps = recipe.averages and (recipe.validation_ema or not recipe.ema_decay)
+    swaps = recipe.averages and (recipe.validates_average or not recipe.ema_decay)
     if swaps and recipe.validation_steps:
         # the weights are kept on the host while the average replaces them on the GPU
         averaged = 4 * ledger.costs.model.trained / ledger.strategy.shards

@@ -468,7 +468,8 @@ def _open_speeds(recipe: Recipe, machine: Machine, graphs: bool) -> Iterator[dic
     compiled = (True, False) if able else (False,)
     for one in compiled if "compile" in names else (recipe.compile,):
         can = recipe.gradient_checkpointing != "full" if one else whole
-        either = (False, True) if can and graphs and not recipe.varied else (False,)
+        can = can and graphs and not recipe.varied and not recipe.prior_data
+        either = (False, True) if can else (False,)
         for graphed in either if "cuda_graphs" in names else (recipe.cuda_graphs,):
             kept = dict(gradient_checkpointing="none") if graphed and one else {}
             yield dict(compile=one, cuda_graphs=graphed) | kept

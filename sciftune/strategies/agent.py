@@ -111,7 +111,8 @@ def waiting_rank(
     environment = os.environ if environment is None else environment
     while WAITING:
         rank = WAITING.pop(0)
-        if rank.suits(words, environment) and rank.order(environment):
+        suits = rank.suits(words, environment)
+        if suits and (rank.order(environment) or (ASKED and rank.process.wait() < 0)):
             return rank.process
         rank.end()
     return None
@@ -245,10 +246,11 @@ def run_early_job(door: int, status: Path, count: int, recipe: str, words: list[
         exit code; 0 where the run was refused
     """
     os.environ[LAUNCHER] = str(os.getpid())
-    WAITING.extend(WaitingRank.start(words, recipe) for _ in range(count))
-    if count > 1:
-        importlib.import_module("accelerate.commands.launch")
-        importlib.import_module("torch.distributed.run")
+    with contextlib.suppress(Exception):  # what fails here fails again with the log
+        WAITING.extend(WaitingRank.start(words, recipe) for _ in range(count))
+        if count > 1:
+            importlib.import_module("accelerate.commands.launch")
+            importlib.import_module("torch.distributed.run")
     with socket.socket(fileno=door) as ours:
         orders = receive_orders(ours)
     if orders is None or orders["processes"] != count:
@@ -257,12 +259,13 @@ def run_early_job(door: int, status: Path, count: int, recipe: str, words: list[
         WAITING.clear()
     if orders is None:
         return 0
-    os.environ.update(orders["environment"])
-    os.chdir(status.parent)
     log, lock = orders["handles"]
     for number in (1, 2):
         os.dup2(log, number)
     os.close(log)
+    os.environ.clear()  # of variables that were guessed
+    os.environ.update(orders["environment"])
+    os.chdir(status.parent)
     return run_job(status, orders["log_offset"], lock, orders["command"])
 
 # %% ../../nbs/5_strategies/19_agent.ipynb #3fd381c2

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
-from ..models.compat import tree_flatten, tree_map, tree_unflatten
+from ..models.compat import adapted_layers, tree_flatten, tree_map, tree_unflatten
 
 # %% ../../nbs/5_strategies/25_cuda_graphs.ipynb #a95d03ab
 class TensorCall(nn.Module):
@@ -242,8 +242,7 @@ class GraphedCalls:
     def __init__(self, network: nn.Module, capture: Callable = capture):
         self.network = network
         self.launched = network.forward
-        adapted = (m for m in network.modules() if hasattr(m, "disable_adapters"))
-        self.adapted = next(adapted, None)
+        self.adapted = next(iter(adapted_layers(network)), None)
         self.capture = capture
         self.seen = {}  # kind of call -> calls, or its recording
 

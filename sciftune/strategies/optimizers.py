@@ -171,10 +171,11 @@ def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
     Returns:
         bf16 (...)
     """
+    plain = values.to(torch.bfloat16)
     bits = values.view(torch.int32)
     options = dict(generator=generator, device=values.device, dtype=torch.int32)
     bits.add_(torch.randint(0, 2**16, values.shape, **options)).bitwise_and_(-(2**16))
-    return values.to(torch.bfloat16)
+    return torch.where(plain.isfinite(), values.to(torch.bfloat16), plain)  # NaN stays NaN
 
 
 class WholeUpdates(OptimizerMethods, torch.optim.Optimizer):

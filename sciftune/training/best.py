@@ -34,6 +34,10 @@ class Best:
         self.value = math.nan
         self.since = 0  # validations without a better one
         self.seen = 0  # step of the last validation
+        # what else the number depends on, of the fields that a resume may change
+        changing = ("held_out_sigmas", "validation_ema", "validation_file", "validation_images")
+        changing += ("validation_prompts", "validation_sample_steps", "validation_guidance")
+        self.measure = [str(getattr(recipe, name, "")) for name in changing]
 
     def update(self, step: int, value: float) -> bool:
         """Take a validation into account, and return whether it is the best.
@@ -60,7 +64,7 @@ class Best:
     def state_dict(self) -> dict:
         """Return what a checkpoint keeps, as JSON."""
         value = self.value if self.step else None
-        place = dict(step=self.step, since=self.since, seen=self.seen)
+        place = dict(step=self.step, since=self.since, seen=self.seen, measure=self.measure)
         return dict(name=self.name, value=value) | place
 
     def load_state_dict(self, state: Mapping) -> None:
@@ -69,7 +73,7 @@ class Best:
         Args:
             state: empty, or of another number: this run judges from now on
         """
-        if state.get("name") != self.name:
+        if (state.get("name"), state.get("measure")) != (self.name, self.measure):
             return
         self.step, self.since = state.get("step", 0), state.get("since", 0)
         self.value = state.get("value") if self.step else math.nan

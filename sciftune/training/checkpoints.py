@@ -413,6 +413,7 @@ class Checkpointer:
         networks: dict[str, TrainedModule],
         info: dict,
         averages: dict[str, EMA] | None = None,
+        best: str = "",
     ) -> None:
         """Begin the checkpoint of `step`, or write it in place. All ranks call it together.
 
@@ -421,11 +422,13 @@ class Checkpointer:
             networks: all trained networks
             info: stored beside the tensors: recipe, data (fingerprint), task
             averages: EMAs of some of the networks
+            best: folder that is kept whatever its age, once this checkpoint is complete
 
         Raises:
             CheckpointError: the previous one failed, or the disk is too small
         """
         self.join()
+        self.best = best
         averages = averages or {}
         self.prepare(networks, averages)
         shards = state_shards(networks, averages, self.memory)

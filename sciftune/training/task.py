@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from diffusers import SchedulerMixin
 from torch import Tensor, nn
 
-from ..core.checkpoint_folders import check_start_from, checkpoint_info
+from ..core.checkpoint_folders import check_start_from, checkpoint_info, model_state
 from ..core.plan import Plan
 from ..core.progress import progress
 from ..core.randomness import GlobalOrder, stream_seed
@@ -250,7 +250,6 @@ class EarlierRun:
         self, path: Path | str, ema: bool = False, network: str = "denoiser", optional: tuple = ()
     ):
         self.path = Path(path)
-        self.state = "ema" if ema else "weight"
         self.network = network
         self.optional = optional
         self.placed = set()  # names of tensors that have a counterpart in this run
@@ -260,13 +259,14 @@ class EarlierRun:
                 "give the folder of a checkpoint, or an exported folder as model_path"
             )
         check_start_from(self.path)
+        recipe = checkpoint_info(self.path).get("recipe") or {}
+        self.state = model_state(recipe.get("optimizer", ""), "ema" if ema else "weight")
         self.tensors = CheckpointTensors(self.path, network, self.state)
         if not self.tensors.keys():
             hint = "it was trained without ema_decay" if ema else "it belongs to another objective"
             raise RecipeError(
                 f"start_from: {path} holds no {self.state} of a network '{network}'; {hint}"
             )
-        recipe = checkpoint_info(self.path).get("recipe") or {}
         task = get_task(recipe["objective"]) if recipe else Task
         self.helpers = task.not_exported
         self.runs = [self]  # this run and those before it

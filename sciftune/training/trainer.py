@@ -284,7 +284,7 @@ class Run:
         began = time.perf_counter()
         with contextlib.ExitStack() as averaged:
             averaged.enter_context(progress_by_bytes("reading"))
-            if self.recipe.validation_ema or self.engine.policy.optimizer_record.averages:
+            if self.recipe.validates_average or self.engine.policy.optimizer_record.averages:
                 for average in self.averages.values():
                     averaged.enter_context(average.applied())
             numbers = self.task.validate(step)
@@ -341,8 +341,8 @@ class Run:
             divergence=self.divergence.state_dict(),
             best=self.best.state_dict(),
         )
-        self.checkpointer.best = checkpoint_name(self.best.step)
-        self.checkpointer.save(step, self.networks, info, self.averages)
+        best = checkpoint_name(self.best.step)
+        self.checkpointer.save(step, self.networks, info, self.averages, best)
         self.newest = self.dir.checkpoints / checkpoint_name(step)
         self.reporter.checkpoint(step, time.perf_counter() - began)
 

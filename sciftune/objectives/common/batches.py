@@ -259,7 +259,7 @@ class LatentBatches:
         seed = self.recipe.seed
         dropped = uniform(seed, "drop", sample.id, epoch) < self.recipe.caption_dropout
         u = uniform(seed, "caption", sample.id, epoch)
-        lost = self.loses_references(sample, epoch)
+        lost = bool(sample.references) and self.loses_references(sample, epoch)
         return sample.caption(u, self.negative_key, dropped, lost)
 
 # %% ../../../nbs/8_objectives/common/04_batches.ipynb #7eb06cd6
