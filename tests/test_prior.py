@@ -13,7 +13,7 @@ from sciftune.objectives.common.batches import LatentBatches
 from sciftune.objectives.epsilon.data import EpsilonBatches
 from sciftune.objectives.epsilon.loss import NoisePrediction
 from sciftune.objectives.flow.loss import FlowMatching
-from sciftune.strategies.lora import add_lora
+from sciftune.strategies.adapters.layers import add_lora
 from sciftune.training.task import OptimizerStep
 
 CASES = dict(klein=(FlowMatching, LatentBatches), sd15=(NoisePrediction, EpsilonBatches))

@@ -191,8 +191,8 @@ def check_prior(recipe: Fields):
     paths = [path for path, _ in recipe.sources]
     if len(paths) < 2 or recipe.prior_data not in paths:
         raise ValueError(
-            f"prior_data: '{recipe.prior_data}' must be one of several collections in data, for "
-            f"example data='/my/images:0.8,{recipe.prior_data}:0.2'"
+            f"prior_data: '{recipe.prior_data[:200]}' must be one of several collections in data, "
+            "for example data='/my/images:0.8,/my/others:0.2', prior_data='/my/others'"
         )
     for name, off in (("cuda_graphs", False), ("context_parallel", 1)):
         if getattr(recipe, name) not in (off, "none", "auto"):
