@@ -366,43 +366,30 @@ def check_groups(recipe: Fields):
 
 # %% ../../nbs/1_core/04b_recipe_checks.ipynb #cg000002
 def check_cuda_graphs(recipe: Fields):
-    """Check that one GPU computes all of a step, in one pass of samples of one size.
+    """Check that graphs can hold a step: its compiled blocks, or all of a UNet's passes.
 
     Args:
         recipe: Each field is valid by itself
     """
     if not recipe.cuda_graphs:
         return
-    if not recipe.compile:
-        return _check_captured(recipe)
-    if find_record("strategies", recipe.strategy).processes != "one":
-        one = [s.name for s in records("strategies").values() if s.processes == "one"]
-        raise ValueError(f"cuda_graphs: needs strategy {one_of(one)}, not '{recipe.strategy}'")
-    if recipe.global_batch != recipe.micro_batch:
+    able = [m.name for m in records("models").values() if m.captures]
+    if not recipe.compile and recipe.model not in able:
+        raise ValueError(
+            f"cuda_graphs: '{recipe.model}' needs compile=True; without it graphs replay "
+            f"{one_of(able)}"
+        )
+    kinds = records("strategies").values()
+    takes = [s.name for s in kinds if (s.processes == "one" if recipe.compile else s.captures)]
+    if recipe.strategy not in takes:
+        raise ValueError(f"cuda_graphs: needs strategy {one_of(takes)}, not '{recipe.strategy}'")
+    if recipe.compile and recipe.global_batch != recipe.micro_batch:
         raise ValueError(
             f"cuda_graphs: gradients do not wait for another micro-batch: global_batch "
             f"{recipe.global_batch} must equal micro_batch {recipe.micro_batch}"
         )
-    fixed = dict(gradient_checkpointing="none", offload="none", packing=False, cpu=False)
-    for name, allowed in fixed.items():
-        if getattr(recipe, name) != allowed:
-            raise ValueError(
-                f"cuda_graphs: not with {name}={getattr(recipe, name)!r}; use {name}={allowed!r}, "
-                "or cuda_graphs=False"
-            )
-
-
-def _check_captured(recipe: Fields):
-    """Check that all of a pass can be one graph, which holds no exchange between ranks."""
-    if not find_record("models", recipe.model).captures:
-        models = one_of([m.name for m in records("models").values() if m.captures])
-        raise ValueError(
-            f"cuda_graphs: '{recipe.model}' needs compile=True; without it graphs replay {models}"
-        )
-    if not find_record("strategies", recipe.strategy).captures:
-        able = one_of([s.name for s in records("strategies").values() if s.captures])
-        raise ValueError(f"cuda_graphs: needs strategy {able}, not '{recipe.strategy}'")
-    for name, allowed in dict(offload="none", cpu=False).items():
+    blocks = dict(gradient_checkpointing="none", packing=False) if recipe.compile else {}
+    for name, allowed in (blocks | dict(offload="none", cpu=False)).items():
         if getattr(recipe, name) != allowed:
             raise ValueError(
                 f"cuda_graphs: not with {name}={getattr(recipe, name)!r}; use {name}={allowed!r}, "

@@ -20,32 +20,32 @@ from ..models.compat import adapted_layers, tree_flatten, tree_map, tree_unflatt
 
 # %% ../../nbs/5_strategies/25_cuda_graphs.ipynb #a95d03ab
 class TensorCall(nn.Module):
-    """A call of a function of a network, in which all tensors are positional.
+    """A forward pass of a network, in which all tensors are positional.
 
     Args:
         network: its parameters are those of the call
-        function: what is called
+        launched: its forward pass, kernel by kernel
         args: positional and keyword arguments of one call, as a pair
     """
 
-    def __init__(self, network: nn.Module, function: Callable, args: tuple[tuple, dict]):
+    def __init__(self, network: nn.Module, launched: Callable, args: tuple[tuple, dict]):
         super().__init__()
         leaves, self.spec = tree_flatten(args)
         self.others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self.network = network
-        self.function = function
+        self.launched = launched
         self.dtype = torch.get_autocast_dtype("cuda")
         self.autocasts = torch.is_autocast_enabled("cuda")
 
     def forward(self, *tensors: Tensor) -> Any:
-        """Call the function; autocast keeps no cast weights, which would outlive the recording."""
+        """Call the network; autocast keeps no cast weights, which would outlive the recording."""
         leaves = list(self.others)
         for place, tensor in zip(self.places, tensors, strict=True):
             leaves[place] = tensor
         args, kwargs = tree_unflatten(leaves, self.spec)
         with torch.autocast("cuda", self.dtype, self.autocasts, cache_enabled=False):
-            return self.function(*args, **kwargs)
+            return self.launched(*args, **kwargs)
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Return the parameters that get gradients, by name."""
@@ -106,7 +106,7 @@ class ForwardGraph:
 
 # %% ../../nbs/5_strategies/25_cuda_graphs.ipynb #ba1f12c7
 class Kept:
-    """What a forward pass keeps for its backward pass: alive as long as autograd needs it."""
+    """Stand for what a forward pass keeps for backward; alive as long as autograd needs it."""
 
 
 class ReplayedCall(torch.autograd.Function):
@@ -247,30 +247,25 @@ class GraphedCalls:
         self.seen = {}  # kind of call -> calls, or its recording
 
     def __call__(self, *args, **kwargs) -> Any:
-        """Return the network's forward pass."""
-        return self.run(self.launched, *args, **kwargs)
-
-    def run(self, function: Callable, *args, **kwargs) -> Any:
-        """Return `function(*args, **kwargs)`, which uses the network's parameters.
+        """Return the network's forward pass.
 
         Args:
-            function: does the same each time but for the values of tensors
             *args: tensors, and hashable values
             **kwargs: the same
         """
         leaves, _ = tree_flatten((args, kwargs))
         if any(not isinstance(known, int) and known.busy for known in self.seen.values()):
-            return function(*args, **kwargs)
+            return self.launched(*args, **kwargs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if not all(t.is_cuda for t in tensors) and self.capture is capture:
-            return function(*args, **kwargs)
-        kind = (function, *kind_of_call(self.network, leaves, self.adapted))
+            return self.launched(*args, **kwargs)
+        kind = kind_of_call(self.network, leaves, self.adapted)
         known = self.seen.get(kind, 0)
         if isinstance(known, int):
             self.seen[kind] = known + 1
             if known < 2 or self.recordings >= MOST_GRAPHS:
-                return function(*args, **kwargs)
-            call = TensorCall(self.network, function, (args, kwargs))
+                return self.launched(*args, **kwargs)
+            call = TensorCall(self.network, self.launched, (args, kwargs))
             known = self.seen[kind] = self.capture(call, tensors)
         return known(*tensors)
 

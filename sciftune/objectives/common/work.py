@@ -106,37 +106,14 @@ class ComparedStepCost(StepCost):
         return first[0] + others * one[0], first[1] + others * one[1]
 
 # %% ../../../nbs/8_objectives/common/08_work.ipynb #ce23df92
-class PriorStepCost(StepCost):
+class PriorStepCost(ComparedStepCost):
     """Count one pass of the base beside each micro-batch, if the recipe has prior_data."""
 
-    def forward_passes(
-        self,
-        profile: Profile,
-        checkpointed_share: float,
-        backward: float = 2.0,
-        every_turn: bool = True,
-    ) -> float:
-        """Return `StepCost.forward_passes`, and one for the base.
+    @property
+    def compares(self) -> bool:
+        """Return whether the loss of some samples compares with the base."""
+        return bool(self.recipe.prior_data)
 
-        Args:
-            profile: the model
-            checkpointed_share: share of the blocks that run again in backward
-            backward: backward in forward passes: 2 in arithmetic, 1 for the host
-            every_turn: True: a step has all its optimizer steps
-        """
-        whole = super().forward_passes(profile, checkpointed_share, backward, every_turn)
-        return whole + bool(self.recipe.prior_data)
-
-    def sent_bytes(
-        self, profile: Profile, strategy: Strategy, checkpointed_share: float
-    ) -> tuple[float, float]:
-        """Return the bytes that a rank sends per step: inside a machine, between machines.
-
-        Args:
-            profile: the model
-            strategy: recipe on a number of processes
-            checkpointed_share: share of the blocks that run again in backward
-        """
-        again = profile.numel * bool(self.recipe.prior_data)
-        costs = costs_of(strategy, profile)
-        return costs.sent_bytes(profile.backward_blocks, checkpointed_share, again)
+    def rows(self) -> int:
+        """Return 1: each sample is predicted once."""
+        return 1
