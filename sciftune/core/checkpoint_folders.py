@@ -84,7 +84,7 @@ def checkpoint_info(folder: Path) -> dict[str, Any]:
 
 # %% ../../nbs/1_core/13_checkpoint_folders.ipynb #748f6892
 def checkpoint_fault(folder: Path) -> str:
-    """Why a checkpoint folder cannot be used, by its record and the sizes of its files.
+    """Return why a checkpoint folder cannot be used, by its record and the sizes of its files.
 
     Returns:
         '' when nothing is wrong
@@ -240,7 +240,7 @@ def check_same_run(info: Mapping[str, Any], recipe: Recipe, fingerprint: str | N
 
 
 def _about_steps(differences: dict[str, tuple], recipe: Recipe) -> str:
-    """Why a schedule with an end cannot be made longer, and what can be done."""
+    """Return why a schedule with an end cannot be made longer, and what can be done."""
     if "steps" not in differences or recipe.lr_schedule == "constant":
         return ""
     return (

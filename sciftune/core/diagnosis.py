@@ -298,7 +298,7 @@ COMPUTED: dict[str, Callable[[Case], object]] = {
 
 
 class _Words(dict):
-    """What replaces the names in a text of the table, for one case."""
+    """Values of the names in a text of the table, for one case."""
 
     def __init__(self, case: Case):
         self.case = case

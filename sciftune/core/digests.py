@@ -190,7 +190,7 @@ def damage(
 
 
 def _wrong_length(folder: Path, name: str, digests: list[str], block: int) -> str:
-    """Why a file cannot have these digests; '' when it can."""
+    """Return why a file cannot have these digests; '' when it can."""
     path = folder / name
     if Path(name).is_absolute() or ".." in Path(name).parts:
         return f"{name} is not a file of {folder}"

@@ -66,7 +66,7 @@ def _found(modules: str) -> bool:
 
 
 def _unreadable(field: str, address: str) -> str:
-    """Why no file system here reads an address; '' where one does."""
+    """Return why no file system here reads an address; '' where one does."""
     protocols = [re.split(r"://", part)[0] for part in address.split("::")]
     for protocol in protocols if "://" in address else ():
         try:

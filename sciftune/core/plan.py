@@ -187,7 +187,7 @@ class Plan(BaseModel):
         return "\n".join([f"chosen: {first}", *(f"  next: {other}" for other in others)])
 
     def refusal(self) -> str:
-        """Why the run cannot fit and what would, in one message."""
+        """Return why the run cannot fit and what would, in one message."""
         run = self.run
         text = (
             f"{self.chosen}, {run.precision}, micro-batch {run.micro_batch}, "

@@ -20,7 +20,7 @@ from .registry import nearest
 
 # %% ../../nbs/1_core/24_rate_groups.ipynb #6b0fd0d8
 class RateGroup(BaseModel):
-    """How one part of the weights is trained; see the notebook for the formula.
+    """The training of one part of the weights; see the notebook for the formula.
 
     Attributes:
         pattern: part of a parameter's name

@@ -117,7 +117,7 @@ def _spoken(needs: str) -> str:
 
 
 def why_unread(name: str, values: Mapping[str, Any]) -> str:
-    """Why this run would not read a field, and what would.
+    """Return why this run would not read a field, and what would.
 
     Args:
         name: name of the field

@@ -287,7 +287,7 @@ def masked_image(name: str) -> str:
 def unread_kind(
     name: str,
 ) -> str:
-    """Why a file beside pictures is not read."""
+    """Return why a file beside pictures is not read."""
     suffix = PurePosixPath(name).suffix.lower()
     if masked_image(name):
         return "mask (mask_outside reads it)"

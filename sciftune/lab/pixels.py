@@ -106,7 +106,7 @@ USED_DEPTH = 65535 // 8  # highest value of a picture of 16 bits that is shown n
 
 @dataclass(frozen=True)
 class PictureFacts:
-    """What the pixels of an image say.
+    """Facts about the pixels of an image.
 
     Attributes:
         letters: height of small letters in pixels; None = not known

@@ -248,7 +248,7 @@ def read_command(words: list[str]):
 
 @dataclass(frozen=True)
 class Collected:
-    """What a call has collected.
+    """The result of `collect`.
 
     Attributes:
         folder: of the collection

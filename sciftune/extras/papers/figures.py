@@ -83,7 +83,7 @@ class FoundFigure:
 
 @dataclass
 class Document:
-    """What a reader found in a document.
+    """The figures and texts of a document.
 
     Attributes:
         figures: in their order

@@ -58,7 +58,7 @@ def crossing(a: Box, b: Box) -> bool:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where points of a page land when it is shown.
+    """Map points of a page to where they are shown.
 
     Attributes:
         origin: of the point (0, 0)
@@ -177,7 +177,7 @@ def texts_of(letters: Iterator[tuple[str, Box, float, float]]) -> list[FigureWor
 # %% ../../../nbs/extras/papers/02_pdf.ipynb #18b2b693
 @dataclass
 class PageContent:
-    """What a page shows.
+    """The pictures, paths and letters of a page.
 
     Attributes:
         number: from 1
