@@ -180,7 +180,7 @@ ALONE = {  # Functions that read for themselves, by why
     "source code of a plug-in or a packaged notebook, which runs anyway": """
         core/registry._record_calls core/registry._record_texts lab/command.check_settings""",
     "hashed in pieces, whatever it holds": """
-        core/digests.file_digests core/digests.damage.differs data/cache.check_hashes
+        core/digests.file_digests core/digests.damage.differs
         data/encode.encoder_fingerprint
         data/cache.header_digest""",
     "a picture: with bounds of its own": """

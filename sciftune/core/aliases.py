@@ -321,26 +321,21 @@ def _accumulation(
     return fixed | dict(global_batch=micro * groups * _whole(name, given[name]))
 
 # %% ../../nbs/1_core/04_aliases.ipynb #57dbbe01
-def _adapters(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate use_lora, which gives no rank."""
-    if "use_lora" not in given:
-        return {}
-    if not _on(given, "use_lora"):
-        return dict(lora_rank=0)
-    if not values.get("lora_rank"):
-        raise RecipeError("use_lora: says no rank; write lora_rank=16, or another rank, instead")
-    return {}
+_BARE = dict(  # Switch without a number -> the field that has it, off, what to write instead
+    use_lora=("lora_rank", 0, "says no rank; write lora_rank=16, or another rank, instead"),
+    use_ema=("ema_decay", 0.0, "says no decay; write ema_decay=0.9999, or another, instead"),
+)
 
 
-def _averaging(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate use_ema, which gives no decay."""
-    if "use_ema" not in given:
-        return {}
-    if not _on(given, "use_ema"):
-        return dict(ema_decay=0.0)
-    if not values.get("ema_decay"):
-        raise RecipeError("use_ema: says no decay; write ema_decay=0.9999, or another, instead")
-    return {}
+def _bare_switches(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Translate use_lora and use_ema, which give no rank and no decay."""
+    new = {}
+    for name, (field, off, instead) in _BARE.items():
+        if name in given and not _on(given, name):
+            new[field] = off
+        elif name in given and not values.get(field):
+            raise RecipeError(f"{name}: {instead}")
+    return new
 
 
 def _half(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -436,8 +431,7 @@ _GROUPS = (
     _weighting,
     *ACCELERATE_GROUPS,
     _processes,
-    _adapters,
-    _averaging,
+    _bare_switches,
     _half,
     _tracking,
     _folders,

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import field_validator
 
-from .fields import Section, data_sources, field
+from .fields import Section, data_sources, field, setting
 from .registry import find_record, records
 
 # %% ../../nbs/1_core/01b_data_section.ipynb #e04cad57
@@ -38,10 +38,9 @@ class DataSection(Section):
         optional=True,
         ge=0,
     )
-    max_bad_fraction: float = field(
+    max_bad_fraction: float = setting(
         0.05,
         "more unreadable rows than this end the run before training",
-        identity=False,
         optional=True,
         ge=0,
         le=1,
@@ -224,9 +223,7 @@ class DataSection(Section):
         "a held-out set of its own, in a form that data can have, in the place of held_out samples",
         optional=True,
     )
-    cache_batch: int = field(
-        4, "samples per encoder call while caching", identity=False, optional=True, ge=1
-    )
+    cache_batch: int = setting(4, "samples per encoder call while caching", optional=True, ge=1)
 
     @field_validator("data")
     @classmethod

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict
 
 from .files import read_yaml
 from .plan import Plan
-from .recipe import Recipe, RecipeError, checked
+from .recipe import Recipe, accepts
 from .registry import find_record, package_folder, records
 
 # %% ../../nbs/1_core/15_diagnosis.ipynb #1da9c4da
@@ -59,15 +59,6 @@ class Finding:
         return f"{self.name}\n  cause: {self.cause}\n  cure:  {self.cure}"
 
 # %% ../../nbs/1_core/15_diagnosis.ipynb #10c97b19
-def _allowed(recipe: Recipe, **changes) -> bool:
-    """Return True if the recipe would accept these changes."""
-    try:
-        checked(recipe.model_dump(exclude_unset=False) | changes)
-    except RecipeError:
-        return False
-    return True
-
-
 def _memory_changes(recipe: Recipe) -> Iterator[dict]:
     """Return changes that lower the memory of a GPU, cheapest first, allowed or not."""
     strategy = find_record("strategies", recipe.strategy)
@@ -105,13 +96,13 @@ def cheaper_settings(recipe: Recipe) -> list[str]:
     found = [
         _in_words(recipe, changes)
         for changes in _memory_changes(recipe)
-        if _changes_something(recipe, changes) and _allowed(recipe, **changes)
+        if _changes_something(recipe, changes) and accepts(recipe, **changes)
     ]
     strategies = records("strategies").values()
     sharded = [f"'{other.name}'" for other in strategies if other.sharded]
     if not recipe.lora_rank and not find_record("strategies", recipe.strategy).sharded:
         found.append(f"strategy={' or '.join(sharded)} on several GPUs")
-    if not recipe.lora_rank and _allowed(recipe, lora_rank=64):
+    if not recipe.lora_rank and accepts(recipe, lora_rank=64):
         found.append("lora_rank=64 instead of all parameters")
     smaller = max(16, recipe.resolution * 3 // 4 // 16 * 16)
     return [*found, f"resolution={smaller}"]

@@ -93,9 +93,7 @@ def _check_shape(value: Any, most: int) -> None:
         level = [part for group in groups for part in group if isinstance(part, (dict, list))]
 
 
-def parsed_json(
-    text: str | bytes,
-) -> Any:
+def parsed_json(text: str | bytes) -> Any:
     """Read JSON. Raises ValueError, for what is nested too deeply, too."""
     try:
         value = json.loads(text)
@@ -107,9 +105,7 @@ def parsed_json(
     return value
 
 
-def read_json(
-    file: str | Path,
-) -> Any:
+def read_json(file: str | Path) -> Any:
     """Read a JSON file. Raises FileError."""
     try:
         return parsed_json(read_words(file))
@@ -140,9 +136,7 @@ def read_object(file: str | Path, absent: dict[str, Any] | None = None) -> dict[
     return found
 
 
-def parsed_yaml(
-    text: str,
-) -> Any:
+def parsed_yaml(text: str) -> Any:
     """Read YAML. Raises ValueError in one line."""
     try:
         value = yaml.safe_load(text)
@@ -155,9 +149,7 @@ def parsed_yaml(
     return value
 
 
-def read_yaml(
-    file: str | Path,
-) -> Any:
+def read_yaml(file: str | Path) -> Any:
     """Read a YAML file. Raises FileError."""
     try:
         return parsed_yaml(read_words(file, YAML_BYTES))
@@ -167,9 +159,7 @@ def read_yaml(
         raise FileError(f"{file} is not valid YAML: {error}") from None
 
 
-def read_mapping(
-    file: str | Path,
-) -> dict[str, Any]:
+def read_mapping(file: str | Path) -> dict[str, Any]:
     """Read the names and values in a YAML file. Raises FileError."""
     found = read_yaml(file)
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
@@ -234,10 +224,7 @@ def _first_fault(error: ValidationError, file: str | Path) -> FileError:
     return FileError(f"{file}: {name}: {first['msg']}; it is {first['input']!r:.60}")
 
 
-def read_kind(
-    kind: type[Kind],
-    file: str | Path,
-) -> Kind:
+def read_kind(kind: type[Kind], file: str | Path) -> Kind:
     """Read the record in a JSON file. Raises FileError."""
     try:
         return kind.model_validate(read_object(file))

@@ -26,10 +26,7 @@ def escaped(text: object) -> str:
     return _SPECIAL.sub(r"\\\1", html.escape(line, quote=False))
 
 # %% ../../nbs/1_core/21_markup.ipynb #e5ca0009
-def code_block(
-    text: str,
-    language: str = "",
-) -> str:
+def code_block(text: str, language: str = "") -> str:
     """Return a block of code in Markdown that nothing in `text` can end."""
     longest = max(map(len, re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)

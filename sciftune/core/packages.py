@@ -27,9 +27,7 @@ FOLDERS = {
 }  # File that marks a folder of data -> what reads it
 
 
-def needs(
-    recipe: Recipe,
-) -> Iterator[Need]:
+def needs(recipe: Recipe) -> Iterator[Need]:
     """Return every optional package that the run of `recipe` would import."""
     strategy = find_record("strategies", recipe.strategy)
     if strategy.packages:
@@ -80,9 +78,7 @@ def _unreadable(field: str, address: str) -> str:
     return ""
 
 
-def check_packages(
-    recipe: Recipe,
-) -> None:
+def check_packages(recipe: Recipe) -> None:
     """Raise RecipeError with the install line of every package that the run would miss."""
     lines = []
     for need in needs(recipe):

@@ -25,9 +25,7 @@ ENDINGS = {0: "finished", DIVERGED: "diverged"} | {
 }  # Exit code of a job -> how it ended; every other one is a failure
 
 
-def on_cpu(
-    recipe: Recipe,
-) -> bool:
+def on_cpu(recipe: Recipe) -> bool:
     """Return True if the run will use the CPU: requested, or no GPU here and none planned for."""
     elsewhere = recipe.plan_device or recipe.device_memory_gib and recipe.launcher == "print"
     return recipe.cpu or not (elsewhere or gpus())

@@ -19,9 +19,7 @@ from sciftune.core.registry import (
     records,
     usual_optimizer,
 )
-from sciftune.core.sections import (
-    layer_values,
-)
+from .sections import layer_values
 
 # %% ../../nbs/1_core/04b_recipe_checks.ipynb #757dbe09
 def check_model(recipe: Fields):

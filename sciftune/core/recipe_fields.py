@@ -19,9 +19,7 @@ from sciftune.core.registry import (
     import_class,
     records,
 )
-from sciftune.core.sections import (
-    SECTIONS,
-)
+from .sections import SECTIONS
 
 # %% ../../nbs/1_core/04a_recipe_fields.ipynb #8fd2a040
 @functools.cache

@@ -99,11 +99,7 @@ class FamilyRecord(Record):
     blocks: int = 0
     learning_rate: float = 1e-5
     usual_learning_rates: tuple[float, float] | None = None
-    timestep_shifts: tuple[str, ...] = (
-        "none",
-        "linear",
-        "empirical",
-    )
+    timestep_shifts: tuple[str, ...] = ("none", "linear", "empirical")
     parts: tuple[str, ...] = ()
     lora_formats: tuple[str, ...] = ("diffusers",)
     single_file: bool = False
@@ -113,10 +109,7 @@ class FamilyRecord(Record):
     packing: bool = False
     captures: bool = False
     prediction: Literal["velocity", "noise", "tokens"] = "velocity"
-    float32_arguments: tuple[str, ...] = (
-        "timestep",
-        "guidance",
-    )
+    float32_arguments: tuple[str, ...] = ("timestep", "guidance")
     nano: bool = False
     guides_above: float | None = 1.0
     values: dict = {}

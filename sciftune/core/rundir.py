@@ -263,101 +263,29 @@ class RunDir:
 
     def __init__(self, path: str | Path):
         self.path = Path(path).absolute()
+        self.recipe = self.path / "recipe.yaml"  # the resolved recipe
+        self.resumed_recipe = self.path / "resume.yaml"  # for a job that is started again
+        self.slurm = self.path / "slurm.sh"  # the Slurm script
+        self.plan = self.path / "plan.json"  # prediction of the planner
+        self.accelerate = self.path / "accelerate.yaml"  # for `accelerate launch`
+        self.command = self.path / "command.txt"  # the command of the run, to copy
+        self.metrics = self.path / "metrics.jsonl"  # a JSON object per line
+        self.log = self.path / "log.txt"  # output of all ranks
+        self.checkpoints = self.path / "checkpoints"  # folders step_XXXXXX
+        self.validation_images = self.path / "validation_images"  # folders step_XXXXXX
+        self.model = self.path / "model"  # the exported pipeline
+        self.report = self.path / "report.ipynb"  # the executed report
+        self.quarantine = self.path / "quarantine.jsonl"  # samples that could not be read
+        self.record = self.path / "record.json"  # code, versions, hardware
+        self.status = self.path / "status.json"  # state of the run, for `launch.attach`
+        self.save_request = self.path / "save.request"  # removed by the trainer
+        self.failures = self.path / "failures"  # a record for each rank that failed
+        self.heartbeats = self.path / "heartbeats"  # a file per rank with its present work
         self._metrics_log = MetricsLog(self.metrics)
-
-    @property
-    def recipe(self) -> Path:
-        """The resolved recipe."""
-        return self.path / "recipe.yaml"
-
-    @property
-    def resumed_recipe(self) -> Path:
-        """The recipe with `resume: latest`, for a job that is started again."""
-        return self.path / "resume.yaml"
-
-    @property
-    def slurm(self) -> Path:
-        """The Slurm script."""
-        return self.path / "slurm.sh"
-
-    @property
-    def plan(self) -> Path:
-        """Prediction of the planner."""
-        return self.path / "plan.json"
-
-    @property
-    def accelerate(self) -> Path:
-        """Configuration for `accelerate launch --config_file`."""
-        return self.path / "accelerate.yaml"
-
-    @property
-    def command(self) -> Path:
-        """The command of the run, to copy."""
-        return self.path / "command.txt"
-
-    @property
-    def metrics(self) -> Path:
-        """Metrics of each step: one JSON object per line."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def log(self) -> Path:
-        """Output of all ranks."""
-        return self.path / "log.txt"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Checkpoints: step_XXXXXX folders."""
-        return self.path / "checkpoints"
-
-    @property
-    def validation_images(self) -> Path:
-        """Validation images: step_XXXXXX folders."""
-        return self.path / "validation_images"
-
-    @property
-    def model(self) -> Path:
-        """The exported pipeline."""
-        return self.path / "model"
-
-    @property
-    def report(self) -> Path:
-        """The executed report."""
-        return self.path / "report.ipynb"
-
-    @property
-    def quarantine(self) -> Path:
-        """Samples that could not be read."""
-        return self.path / "quarantine.jsonl"
-
-    @property
-    def record(self) -> Path:
-        """Code, versions, hardware."""
-        return self.path / "record.json"
 
     def read_record(self) -> dict[str, Any]:
         """Code, versions, hardware and data; empty where training has not begun."""
         return read_object(self.record, absent={})
-
-    @property
-    def status(self) -> Path:
-        """State of the run, for `launch.attach`."""
-        return self.path / "status.json"
-
-    @property
-    def save_request(self) -> Path:
-        """Request for a checkpoint; the trainer removes it."""
-        return self.path / "save.request"
-
-    @property
-    def failures(self) -> Path:
-        """Failures: one record for each rank that has failed."""
-        return self.path / "failures"
-
-    @property
-    def heartbeats(self) -> Path:
-        """Heartbeats: one file per rank with its present work."""
-        return self.path / "heartbeats"
 
     def __repr__(self) -> str:
         return f"RunDir({str(self.path)!r})"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import ValidationInfo, field_validator
 
 from .data_section import DataSection
-from .fields import Section, field
+from .fields import Section, field, setting
 from .rate_groups import canonical_groups
 from .registry import find_record, nearest, records
 
@@ -47,13 +47,9 @@ class ModelSection(Section):
     """The model, the objective and the run's name."""
 
     model: str = field("qwenimage", "model family")
-    preset: str = field("tiny", "named set of values, see `presets`", identity=False)
-    name: str = field(
-        "", "run folder under run_root; empty = model-preset-strategy-N", identity=False
-    )
-    run_root: str = field(
-        "runs", "folder that holds the run folders and the caches", identity=False
-    )
+    preset: str = setting("tiny", "named set of values, see `presets`")
+    name: str = setting("", "run folder under run_root; empty = model-preset-strategy-N")
+    run_root: str = setting("runs", "folder that holds the run folders and the caches")
     model_path: str = field(
         "tiny",
         "diffusers folder, hub id, safetensors file of the original release or of ComfyUI, 'tiny' "
@@ -105,29 +101,24 @@ class ModelSection(Section):
 class ScheduleSection(Section):
     """Steps and batches."""
 
-    steps: int = field(
-        100, "optimizer steps; 0 = as many as num_train_epochs means", identity=False, ge=0
-    )
-    num_train_epochs: float = field(
+    steps: int = setting(100, "optimizer steps; 0 = as many as num_train_epochs means", ge=0)
+    num_train_epochs: float = setting(
         0.0,
         "length of the run in passes over the training set, in the place of steps, whose number is "
         "worked out from it at the launch; 0 = steps says it",
-        identity=False,
         optional=True,
         ge=0,
         le=1e6,
     )
-    micro_batch: int = field(
+    micro_batch: int = setting(
         1,
         "samples per process and forward pass, or 'auto'; BAGEL: packed sequences, always 1",
-        identity=False,
         ge=1,
     )
-    data_workers: int = field(
+    data_workers: int = setting(
         0,
         "processes of each rank that make batches; 0 = a thread, enough unless a "
         "step is shorter than making its batch",
-        identity=False,
         optional=True,
         instead="leave it out, a thread makes the batches",
         ge=0,
@@ -148,104 +139,79 @@ AUTOMATIC = ("strategy", "micro_batch", "shard_states", "offload", "compile", "c
 class EngineSection(Section):
     """Processes, sharding, offloading, gradient checkpointing."""
 
-    strategy: str = field(
-        "single", "how the model is spread; 'auto' = the plan chooses", identity=False
-    )
-    auto: str = field(
+    strategy: str = setting("single", "how the model is spread; 'auto' = the plan chooses")
+    auto: str = setting(
         "",
         "settings that the plan chooses by its seconds, of strategy, micro_batch, shard_states, "
         "offload, compile and cuda_graphs, separated by commas; 'auto' as the value of one of them "
         "adds it here, and recipe.yaml holds what was chosen",
-        identity=False,
     )
-    num_processes: int = field(
-        0, "processes over all machines; 0 = one per GPU", identity=False, ge=0
+    num_processes: int = setting(0, "processes over all machines; 0 = one per GPU", ge=0)
+    num_machines: int = setting(1, "machines", ge=1)
+    machine_rank: int = setting(0, "rank of this machine", needs="num_machines>1", ge=0)
+    main_process_ip: str = setting(
+        "", "address of machine 0; needed with several machines", needs="num_machines>1"
     )
-    num_machines: int = field(1, "machines", identity=False, ge=1)
-    machine_rank: int = field(
-        0, "rank of this machine", identity=False, needs="num_machines>1", ge=0
-    )
-    main_process_ip: str = field(
-        "",
-        "address of machine 0; needed with several machines",
-        identity=False,
-        needs="num_machines>1",
-    )
-    main_process_port: int = field(
-        0, "rendezvous port; 0 = a free one", identity=False, ge=0, lt=65536
-    )
-    reshard: Literal["auto", True, False] = field(
+    main_process_port: int = setting(0, "rendezvous port; 0 = a free one", ge=0, lt=65536)
+    reshard: Literal["auto", True, False] = setting(
         "auto",
         "fsdp: free gathered parameters after the forward pass and gather them again; 'auto' = "
         "keep them where the GPU has room and no more blocks are recomputed for it",
-        identity=False,
         optional=True,
     )
-    prefetch: int = field(
+    prefetch: int = setting(
         0,
         "fsdp: blocks gathered ahead of the one at work, forward and backward; 0 = torch's own "
         "order, one ahead in backward",
-        identity=False,
         optional=True,
         ge=0,
         le=8,
     )
-    reduce_type: Literal["auto", "fp32", "bf16"] = field(
+    reduce_type: Literal["auto", "fp32", "bf16"] = setting(
         "auto",
         "fsdp: type in which gradients travel and are summed; bf16 halves the traffic and rounds "
         "each sum; auto = sums as of fp32, of gradients that travel in bf16 where they are bf16",
-        identity=False,
         optional=True,
     )
-    hybrid_shard: int = field(
+    hybrid_shard: int = setting(
         0,
         "fsdp: processes per shard group, replicated over the groups; 0 = shard over all, 1 = "
         "replicate all (the frozen base of LoRA)",
-        identity=False,
         optional=True,
         ge=0,
     )
-    shard_states: bool = field(
+    shard_states: bool = setting(
         False,
         "ddp: each rank updates a part of every block and keeps the optimizer's states of that "
         "part only; needs updates during backward (GPUs, no accumulation)",
-        identity=False,
         optional=True,
     )
-    context_parallel: int = field(
+    context_parallel: int = setting(
         1,
         "fsdp, ddp: processes that work on the same samples, each on a part of their tokens, for "
         "pictures that one GPU does not hold; divides the processes and the model's heads",
-        identity=False,
         optional=True,
         ge=1,
     )
-    offload: Literal["none", "optimizer", "params", "nvme"] = field(
+    offload: Literal["none", "optimizer", "params", "nvme"] = setting(
         "none",
         "what is kept on the CPU (zero, fsdp; streamed on a single GPU: 'optimizer' the states, "
         "'params' the weights of the blocks, too) or on NVMe (zero3)",
-        identity=False,
     )
-    nvme_path: str = field(
-        "", "folder for offload='nvme'", identity=False, optional=True, needs="offload=nvme"
+    nvme_path: str = setting("", "folder for offload='nvme'", optional=True, needs="offload=nvme")
+    nccl_ib_disable: bool = setting(
+        False, "several machines without InfiniBand: sets NCCL_IB_DISABLE=1"
     )
-    nccl_ib_disable: bool = field(
-        False, "several machines without InfiniBand: sets NCCL_IB_DISABLE=1", identity=False
+    nccl_p2p_disable: bool = setting(False, "sets NCCL_P2P_DISABLE=1")
+    cpu: bool = setting(False, "train on the CPU even where there is a GPU")
+    gradient_checkpointing: Literal["none", "full", "auto"] = setting(
+        "full", "recompute blocks in backward; 'auto' = as few as fit", optional=True
     )
-    nccl_p2p_disable: bool = field(False, "sets NCCL_P2P_DISABLE=1", identity=False)
-    cpu: bool = field(False, "train on the CPU even where there is a GPU", identity=False)
-    gradient_checkpointing: Literal["none", "full", "auto"] = field(
-        "full",
-        "recompute blocks in backward; 'auto' = as few as fit",
-        identity=False,
-        optional=True,
-    )
-    compile: bool = field(False, "compile each repeated block", identity=False, optional=True)
-    cuda_graphs: bool = field(
+    compile: bool = setting(False, "compile each repeated block", optional=True)
+    cuda_graphs: bool = setting(
         False,
         "replay compiled blocks, or without compile all of a UNet, from CUDA graphs, where steps "
         "wait for the host; for few sizes of figures and lengths of captions",
-        identity=False,
         optional=True,
     )
 
@@ -367,11 +333,10 @@ class TrainedSection(Section):
         optional=True,
         needs="lora_rank",
     )
-    lora_format: Literal["diffusers", "kohya", "comfyui"] = field(
+    lora_format: Literal["diffusers", "kohya", "comfyui"] = setting(
         "diffusers",
         "file of exported adapters: as diffusers and peft write it, or with the names and scales "
         "that sd-scripts or ComfyUI know",
-        identity=False,
         needs="lora_rank",
     )
     start_from: str = field(
@@ -432,56 +397,43 @@ class NumbersSection(Section):
 class ValidationSection(Section):
     """Held-out loss and pictures."""
 
-    validation_steps: int = field(
-        50, "held-out loss and images every so many steps; 0 = never", identity=False, ge=0
+    validation_steps: int = setting(
+        50, "held-out loss and images every so many steps; 0 = never", ge=0
     )
-    validation_prompts: tuple[str, ...] = field(
+    validation_prompts: tuple[str, ...] = setting(
         (),
         "prompts, in one string separated by '|'; empty = captions of held-out samples",
-        identity=False,
         optional=True,
     )
-    validation_file: str = field(
+    validation_file: str = setting(
         "",
         "file of prompts in their place, each with its own seed, size, guidance, steps and "
         "negative prompt: .txt as sd-scripts has it, .jsonl or .yaml; all of them are drawn",
-        identity=False,
         optional=True,
     )
-    validation_images: int = field(4, "images per validation", identity=False, ge=0)
-    validation_sample_steps: int = field(
-        0, "denoising steps; 0 = the pipeline's own number", identity=False, optional=True, ge=0
+    validation_images: int = setting(4, "images per validation", ge=0)
+    validation_sample_steps: int = setting(
+        0, "denoising steps; 0 = the pipeline's own number", optional=True, ge=0
     )
-    validation_guidance: float = field(
-        -1.0,
-        "guidance scale; below 0 = the pipeline's own",
-        identity=False,
-        optional=True,
-        le=1000,
+    validation_guidance: float = setting(
+        -1.0, "guidance scale; below 0 = the pipeline's own", optional=True, le=1000
     )
-    validation_ema: bool = field(
-        False,
-        "validate with the averaged weights; needs ema_decay",
-        identity=False,
-        needs="ema_decay",
+    validation_ema: bool = setting(
+        False, "validate with the averaged weights; needs ema_decay", needs="ema_decay"
     )
-    keep_best: str = field(
+    keep_best: str = setting(
         "",
         "number of a validation by which the best checkpoint is kept and exported: 'held_out', or "
         "a score of the images; empty = the last one is exported",
-        identity=False,
         needs="validation_steps",
     )
-    patience: int = field(
+    patience: int = setting(
         0,
         "end the run after so many validations without a better one; 0 = never",
-        identity=False,
         needs="keep_best",
         ge=0,
     )
-    held_out_sigmas: int = field(
-        5, "sigma bins of the held-out loss", identity=False, optional=True, ge=1
-    )
+    held_out_sigmas: int = setting(5, "sigma bins of the held-out loss", optional=True, ge=1)
 
     @field_validator("keep_best")
     @classmethod
@@ -517,35 +469,23 @@ def size_in_bytes(text: str) -> int:
 class OutputSection(Section):
     """Metrics, checkpoints, export."""
 
-    log_steps: int = field(1, "a metrics line every so many steps", identity=False, ge=1)
-    loss_sigmas: int = field(
+    log_steps: int = setting(1, "a metrics line every so many steps", ge=1)
+    loss_sigmas: int = setting(
         5,
         "ranges of sigma by which metrics tell the training loss apart; 0 = none",
-        identity=False,
         optional=True,
         ge=0,
         le=100,
     )
-    trackers: str = field(
-        "", "'wandb', 'tensorboard' or both, separated by a comma", identity=False
+    trackers: str = setting("", "'wandb', 'tensorboard' or both, separated by a comma")
+    tracker_project: str = setting(
+        "", "project in the trackers; empty = WANDB_PROJECT, else sciftune", needs="trackers"
     )
-    tracker_project: str = field(
-        "",
-        "project in the trackers; empty = WANDB_PROJECT, else sciftune",
-        identity=False,
-        needs="trackers",
-    )
-    checkpoint_steps: int = field(
-        50, "a checkpoint every so many steps; 0 = only the last", identity=False, ge=0
-    )
-    checkpoints_kept: int = field(
-        2, "older ones are removed after a newer one is complete", identity=False, ge=1
-    )
-    resume: str = field("", "'' = start new, 'latest', or a checkpoint folder", identity=False)
-    export: bool = field(True, "write the fine-tuned pipeline to model/ at the end", identity=False)
-    max_shard_size: str = field(
-        "10GB", "of exported safetensors", identity=False, optional=True, needs="export"
-    )
+    checkpoint_steps: int = setting(50, "a checkpoint every so many steps; 0 = only the last", ge=0)
+    checkpoints_kept: int = setting(2, "older ones are removed after a newer one is complete", ge=1)
+    resume: str = setting("", "'' = start new, 'latest', or a checkpoint folder")
+    export: bool = setting(True, "write the fine-tuned pipeline to model/ at the end")
+    max_shard_size: str = setting("10GB", "of exported safetensors", optional=True, needs="export")
 
     @field_validator("max_shard_size")
     @classmethod
@@ -576,59 +516,44 @@ _SLURM = dict(  # A comment of a script cannot be quoted: field -> what it may b
 class RunningSection(Section):
     """Launcher, memory to plan for, patience."""
 
-    launcher: Literal["job", "notebook", "print"] = field(
-        "job", "how launch.ipynb starts it", identity=False
-    )
-    device_memory_gib: float = field(
+    launcher: Literal["job", "notebook", "print"] = setting("job", "how launch.ipynb starts it")
+    device_memory_gib: float = setting(
         0.0,
         "memory per device to plan for and to stay below; 0 = what the machine has",
-        identity=False,
         ge=0,
         le=1e5,
     )
-    plan_device: str = field(
+    plan_device: str = setting(
         "",
         "GPU to plan for that need not be here, for example 'RTX 4090'; '' = this machine's",
-        identity=False,
         optional=True,
         needs="launcher=print",
     )
-    host_memory_gib: float = field(
-        0.0, "host memory to plan for; 0 = what the machine has", identity=False, ge=0
+    host_memory_gib: float = setting(0.0, "host memory to plan for; 0 = what the machine has", ge=0)
+    plan_check: bool = setting(True, "refuse a run that the plan says cannot fit")
+    slurm_time: str = setting("", "limit in slurm.sh, for example 2-00:00:00; '' = the partition's")
+    slurm_partition: str = setting("", "partition in slurm.sh; '' = the cluster's")
+    slurm_account: str = setting("", "account in slurm.sh; '' = the user's")
+    slurm_memory: str = setting(
+        "", "of a node in slurm.sh, for example 500G; '' = what the plan says and a quarter more"
     )
-    plan_check: bool = field(True, "refuse a run that the plan says cannot fit", identity=False)
-    slurm_time: str = field(
-        "", "limit in slurm.sh, for example 2-00:00:00; '' = the partition's", identity=False
-    )
-    slurm_partition: str = field("", "partition in slurm.sh; '' = the cluster's", identity=False)
-    slurm_account: str = field("", "account in slurm.sh; '' = the user's", identity=False)
-    slurm_memory: str = field(
-        "",
-        "of a node in slurm.sh, for example 500G; '' = what the plan says and a quarter more",
-        identity=False,
-    )
-    slurm_cpus: int = field(
-        0, "processors of a node in slurm.sh; 0 = 8 for each process", identity=False, ge=0
-    )
-    node_cache: str = field(
+    slurm_cpus: int = setting(0, "processors of a node in slurm.sh; 0 = 8 for each process", ge=0)
+    node_cache: str = setting(
         "",
         "folder on a disk of each machine for compiled code; '' = below run_root, and for kernels "
         "in the home folder",
-        identity=False,
     )
-    profile_block: bool = field(
-        False, "time one block of each kind on the GPU for the plan's time per step", identity=False
+    profile_block: bool = setting(
+        False, "time one block of each kind on the GPU for the plan's time per step"
     )
-    stop_if_diverged: bool = field(
+    stop_if_diverged: bool = setting(
         True,
         "end the run as diverged when the loss stays far above where it began; false = say it once "
         "and go on",
-        identity=False,
     )
-    stall_seconds: int = field(
+    stall_seconds: int = setting(
         600,
         "a rank without progress for so long ends the run with a table of where each rank is",
-        identity=False,
         ge=10,
     )
 

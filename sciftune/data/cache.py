@@ -25,15 +25,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..core.digests import sealed, unsealed
-from ..core.files import read_bytes, read_object
+from ..core.files import read_bytes
 from ..core.ownership import sweep_temporary, temporary_folder
 from ..core.writing import write_atomic
 from .images import DataError
 from .rows import CellValue
 
 # %% auto #0
-__all__ = ['ASIDE', 'cache_key', 'entry_digest', 'header_digest', 'save_shard', 'open_shard', 'Writer', 'sweep', 'TensorCache',
-           'check_hashes']
+__all__ = ['ASIDE', 'cache_key', 'entry_digest', 'header_digest', 'save_shard', 'open_shard', 'Writer', 'sweep', 'TensorCache']
 
 # %% ../../nbs/2_data/08_cache.ipynb #2a33e01d
 def _canonical(name: str, value: CellValue) -> CellValue:
@@ -126,12 +125,10 @@ def save_shard(folder: Path, name: str, entries: dict[str, dict[str, Tensor]]):
             raise OSError(f"{path}: cannot be written: {e}") from e
         with open(aside, "rb") as f:
             os.fsync(f.fileno())
-            digest = hashlib.file_digest(f, "sha256").hexdigest()
         os.replace(aside, path)
     index = {
         "format": 1,
         "bytes": path.stat().st_size,
-        "sha256": digest,
         "entries": {k: list(t) for k, t in entries.items()},
         "header": header_digest(path),
         "digests": {k: entry_digest(t) for k, t in entries.items()},
@@ -306,10 +303,7 @@ class TensorCache:
             stacklevel=3,
         )
 
-    def missing(
-        self,
-        keys: Iterable[str],
-    ) -> list[str]:
+    def missing(self, keys: Iterable[str]) -> list[str]:
         """List the keys that have to be computed, each once, in their order."""
         return [k for k in dict.fromkeys(keys) if k not in self._entries]
 
@@ -381,22 +375,3 @@ class TensorCache:
 
     def __setstate__(self, folder: Path):
         self.__init__(folder)
-
-# %% ../../nbs/2_data/08_cache.ipynb #e6b691a0
-def check_hashes(cache: TensorCache) -> list[dict[str, str]]:
-    """Compare each shard with the hash of its index; shards that differ are dropped.
-
-    Returns:
-        Its faults, the new ones included
-    """
-    for name in list(cache._shards):
-        try:
-            written = read_object(cache.folder / f"{name}.json").get("sha256")
-            with open(cache.folder / f"{name}.safetensors", "rb") as f:
-                found = hashlib.file_digest(f, "sha256").hexdigest()
-            if found != written:
-                raise ValueError("bytes differ from those written")
-        except (OSError, ValueError) as e:
-            with cache._lock:
-                cache._fault(name, e)
-    return cache.faults

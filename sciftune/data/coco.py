@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..core.files import LIST_BYTES, FileError, parsed_json, read_words
 from ..core.registry import ReaderRecord
 from .files import FolderFiles
 from .images import DataError
-from .readers import Files, list_source, listed_rows
+from .readers import Files, at_most_one, json_content, list_source, listed_rows
 from .rows import CellValue
 
 # %% auto #0
@@ -28,12 +27,7 @@ def caption_records(path: Path) -> Iterator[tuple[str, CellValue]]:
     Returns:
         place in the file; a dict with file_name and text, or the DataError of an annotation
     """
-    try:
-        lists = parsed_json(read_words(path, LIST_BYTES))
-    except FileError as error:
-        raise DataError(str(error)) from None
-    except ValueError as error:
-        raise DataError(f"{path}: not valid JSON: {error}") from None
+    lists = json_content(path)
     parts = [lists.get(key) for key in ("images", "annotations")] if isinstance(lists, dict) else []
     if not all(isinstance(part, list) and all(isinstance(i, dict) for i in part) for part in parts):
         raise DataError(f"{path}: expected the lists images and annotations of COCO captions")
@@ -59,7 +53,7 @@ RECORDS = [
         suffixes=(".json",),
         head=r'\s*\{\s*"(info|licenses|images|annotations|type)"\s*:',
         order=60,
-    ),
+    )
 ]
 
 
@@ -88,7 +82,7 @@ class CocoReader:
             if name.startswith("annotations/captions_") and name.endswith(".json")
         ]
         train = [path for path in lists if "train" in path.name]
-        return train if len(lists) > 1 and len(train) == 1 else _single(root, lists)
+        return train if len(lists) > 1 and len(train) == 1 else at_most_one(lists, root)
 
     @staticmethod
     def open(root: Path, paths: list[Path], files: FolderFiles | None = None) -> Files:
@@ -104,11 +98,3 @@ class CocoReader:
             if isinstance(entry, dict) and isinstance(entry["file_name"], str):
                 entry["file_name"] = str(below / entry["file_name"])
         return list_source(root, listing, listed_rows(root, entries), [])
-
-
-def _single(root: Path, lists: list[Path]) -> list[Path]:
-    """Return the lists if there is at most one. Raises DataError for several."""
-    if len(lists) > 1:
-        names = ", ".join(f"annotations/{path.name}" for path in lists)
-        raise DataError(f"{root}: {names} could all be the list: name one of them")
-    return lists

@@ -39,9 +39,7 @@ def is_hidden(name: str) -> bool:
     )
 
 
-def check_place(
-    path: str | Path,
-):
+def check_place(path: str | Path):
     """Raise DataError for a path that is neither a file nor a folder, or that holds no data."""
     real = os.path.realpath(path)
     inside_system = any(real == top or real.startswith(f"{top}/") for top in SYSTEM_FOLDERS)
@@ -80,12 +78,7 @@ class Account:
     counts: Counter = field(default_factory=Counter)
     names: dict[str, list[str]] = field(default_factory=dict)
 
-    def add(
-        self,
-        kind: str,
-        name: str = "",
-        count: int = 1,
-    ):
+    def add(self, kind: str, name: str = "", count: int = 1):
         """Count a file."""
         self.counts[kind] += count
         if name and len(first := self.names.setdefault(kind, [])) < 3:
@@ -126,10 +119,7 @@ class Kinds:
         self.names.sort()
         return self
 
-    def get(
-        self,
-        name: str,
-    ) -> str | None:
+    def get(self, name: str) -> str | None:
         """Return the kind of a file; None where it has none."""
         number = self.names.find(name)
         return None if number < 0 else USED[self.kinds[number]]
@@ -284,9 +274,7 @@ def masked_image(name: str) -> str:
     return found[1] if found and f".{found[2].lower()}" in SUFFIXES else ""
 
 
-def unread_kind(
-    name: str,
-) -> str:
+def unread_kind(name: str) -> str:
     """Return why a file beside pictures is not read."""
     suffix = PurePosixPath(name).suffix.lower()
     if masked_image(name):
@@ -298,9 +286,7 @@ def unread_kind(
     return "no part of the data"
 
 # %% ../../nbs/2_data/17_files.ipynb #ec1d26b2
-def composed(
-    name: str,
-) -> str:
+def composed(name: str) -> str:
     """Return the Unicode form of a name in which equal looks are equal (NFC)."""
     return name if name.isascii() else unicodedata.normalize("NFC", name)
 

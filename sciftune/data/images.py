@@ -109,9 +109,7 @@ def _formats():
     return tuple(f for f in FORMATS if f in Image.OPEN)
 
 
-def check_regular(
-    path: str | Path,
-) -> os.stat_result:
+def check_regular(path: str | Path) -> os.stat_result:
     """Raise DataError unless a path is a file with content: no folder, pipe, socket or device.
 
     Raises OSError where there is nothing.
@@ -128,9 +126,7 @@ def check_regular(
 MAX_BYTES = 1 << 30  # Of an encoded image
 
 
-def file_bytes(
-    path: str | Path,
-) -> bytes:
+def file_bytes(path: str | Path) -> bytes:
     """Read a file. Raises DataError for what could block for ever, and for more than 1 GiB."""
     if (size := check_regular(path).st_size) > MAX_BYTES:
         raise DataError(f"file of {size / 2**30:.1f} GiB: an image has at most 1 GiB")

@@ -19,17 +19,13 @@ import pyarrow as pa
 from ..core.progress import progress
 from .files import FolderFiles, check_place
 from .images import DataError, Sample
-from sciftune.data.parquet import (
-    BATCH,
-    Parquet,
-    check_row_group,
-    parquet_shards,
-)
+from .parquet import BATCH, Parquet, check_row_group, parquet_shards
 from sciftune.data.readers import (
     CAPTION_KEYS,
     ID_KEYS,
     Files,
     NamesInside,
+    at_most_one,
     caption_value,
     captions_of,
     inside,
@@ -213,10 +209,7 @@ def find_pairs(path: str | Path, metadata: str | Path | None = None) -> Files | 
     if place.is_file() and place.suffix == ".parquet":
         return _shards(path, root, [root / place.name])
     files = None if place.is_file() else FolderFiles(place)
-    lists = [place] if files is None else _lists(place, files)
-    if len(lists) > 1:
-        names = ", ".join(p.name for p in lists)
-        raise DataError(f"{path}: {names} could all be the list: name one of them")
+    lists = [place] if files is None else at_most_one(_lists(place, files), place, path)
     if lists:
         source = _pair_list(path, root, lists[0])
     else:

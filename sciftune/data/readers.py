@@ -23,12 +23,7 @@ from ..core.progress import progress
 from ..core.registry import ReaderRecord
 from .cells import MASK_KEYS, word_boxes
 from .files import FolderFiles, Kinds, composed, masked_image, stored_name, valid_text
-from sciftune.data.images import (
-    OTHER_SUFFIXES,
-    SUFFIXES,
-    DataError,
-    file_bytes,
-)
+from .images import OTHER_SUFFIXES, SUFFIXES, DataError, file_bytes
 from .named_words import words_sentence
 from sciftune.data.references import (
     EDITED_KEYS,
@@ -47,16 +42,13 @@ from .rows import CellValue, Records, Row, Rows, Texts
 __all__ = ['RECORDS', 'NO_CAPTION', 'MAX_CAPTION', 'MAX_CAPTION_WEIGHT', 'IMAGE_KEYS', 'CAPTION_KEYS', 'ID_KEYS', 'BESIDE',
            'MAX_BESIDE', 'UNREAD', 'captions_of', 'inside', 'NamesInside', 'reference_row', 'give_references',
            'listed_row', 'record_texts', 'caption_value', 'made_rows', 'listed_rows', 'file_captions',
-           'captions_beside', 'folder_rows', 'json_records', 'json_rows', 'csv_rows', 'Files', 'folder_reader',
-           'ListReader', 'list_source', 'FolderReader']
+           'captions_beside', 'folder_rows', 'json_content', 'json_records', 'json_rows', 'csv_rows', 'Files',
+           'folder_reader', 'at_most_one', 'ListReader', 'list_source', 'FolderReader']
 
 # %% ../../nbs/2_data/02_readers.ipynb #9338706e
 RECORDS = [
     ReaderRecord(
-        name="list",
-        implementation="ListReader",
-        suffixes=(".json", ".jsonl", ".csv"),
-        order=30,
+        name="list", implementation="ListReader", suffixes=(".json", ".jsonl", ".csv"), order=30
     ),
     ReaderRecord(name="folder", implementation="FolderReader", order=90),
 ]
@@ -317,9 +309,7 @@ def listed_row(root: Path, source: str, record: CellValue, find: Callable | None
     return row
 
 
-def record_texts(
-    record: Mapping[str, CellValue],
-) -> tuple[str, ...]:
+def record_texts(record: Mapping[str, CellValue]) -> tuple[str, ...]:
     """Return the captions of a record. Raises DataError naming the keys where there are none."""
     value = caption_value(record)
     if value is None:
@@ -616,6 +606,16 @@ def folder_rows(root: Path, files: FolderFiles | None = None) -> tuple[Rows, Tex
     return rows, folder.captions
 
 # %% ../../nbs/2_data/02_readers.ipynb #a5b72486
+def json_content(path: Path) -> CellValue:
+    """Return what a JSON file with a list holds. Raises DataError if it is none."""
+    try:
+        return parsed_json(read_words(path, LIST_BYTES))
+    except FileError as error:
+        raise DataError(str(error)) from None
+    except ValueError as error:
+        raise DataError(f"{path}: not valid JSON: {error}") from None
+
+
 def json_records(path: Path) -> Iterator[tuple[str, CellValue | DataError]]:
     """Read a JSON or JSON-lines list. Raises DataError when a .json file as a whole is wrong.
 
@@ -626,12 +626,7 @@ def json_records(path: Path) -> Iterator[tuple[str, CellValue | DataError]]:
         Where it stands, and the record, or the DataError of a line
     """
     if path.suffix == ".json":
-        try:
-            records = parsed_json(read_words(path, LIST_BYTES))
-        except FileError as e:
-            raise DataError(str(e)) from None
-        except ValueError as e:
-            raise DataError(f"{path}: not valid JSON: {e}") from None
+        records = json_content(path)
         if not isinstance(records, list):
             raise DataError(
                 f"{path}: holds a JSON {type(records).__name__}: expected a list of objects"
@@ -753,6 +748,20 @@ def folder_reader(root: Path, files: FolderFiles | None = None) -> Files:
     return source
 
 
+def at_most_one(lists: list[Path], folder: Path, data: str | Path = "") -> list[Path]:
+    """Return the lists that were found. Raises DataError for several.
+
+    Args:
+        lists: files in the folder
+        folder: of the collection
+        data: how the user names the collection; '' = by the folder
+    """
+    if len(lists) > 1:
+        names = ", ".join(path.relative_to(folder).as_posix() for path in lists)
+        raise DataError(f"{data or folder}: {names} could all be the list: name one of them")
+    return lists
+
+
 class ListReader:
     """Open a list of images: JSON, JSON lines or CSV."""
 
@@ -761,10 +770,7 @@ class ListReader:
         """Return the list of a folder: metadata.*, else the only .jsonl or .csv there is."""
         names = [root / f"metadata.{suffix}" for suffix in ("jsonl", "json", "csv")]
         lists = [path for path in names if path.exists()] or files.lists(".jsonl", ".csv")
-        if len(lists) > 1:
-            names = ", ".join(path.name for path in lists)
-            raise DataError(f"{root}: {names} could all be the list: name one of them")
-        return lists
+        return at_most_one(lists, root)
 
     @staticmethod
     def open(root: Path, paths: list[Path], files: FolderFiles | None = None) -> Files:

@@ -173,10 +173,7 @@ _NO_BOXES = marshal.dumps(())
 class Rows(Sequence):
     """A table of rows; what is read from it writes to it."""
 
-    def __init__(
-        self,
-        rows: Iterable[Row] = (),
-    ):
+    def __init__(self, rows: Iterable[Row] = ()):
         self.records = Records()  # source, key, id, captions and fault of each
         self.sizes = array("i")  # width and height of each, as far as some are known
         self.digests = bytearray()
@@ -189,10 +186,7 @@ class Rows(Sequence):
         for row in rows:
             self.append(row)
 
-    def append(
-        self,
-        row: Row,
-    ):
+    def append(self, row: Row):
         """Add a copy of a row."""
         self.records.append((row.source, row.key, row.id, row.captions, row.fault))
         number = len(self) - 1
@@ -406,20 +400,14 @@ class _Stored(Row):  # pyrefly: ignore[bad-class-definition]
 class Texts(Sequence):
     """Texts with a number each that is found again."""
 
-    def __init__(
-        self,
-        texts: Iterable[str] = (),
-    ):
+    def __init__(self, texts: Iterable[str] = ()):
         self.data = bytearray()
         self.ends = array("q", [0])
         for text in texts:
             self.append(text)
         self.sort()
 
-    def append(
-        self,
-        text: str,
-    ):
+    def append(self, text: str):
         """Add a text. It is not found before `sort`."""
         self.data += text.encode("utf-8", "surrogatepass")
         self.ends.append(len(self.data))

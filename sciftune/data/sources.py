@@ -458,53 +458,18 @@ class SampleCollection(Protocol):
 _NEIGHBOURS = 1000  # samples that count as one shard where there are no shards
 
 
-def _id(rows: Sequence[Row], i: int) -> str:
-    return rows[i].id
+_OF_ROW = dict(ids=attrgetter("id"), sizes=attrgetter("width", "height"))
+_OF_ROW |= dict(digests=attrgetter("digest"), documents=attrgetter("document"))
+_OF_ROW |= {n: attrgetter(n) for n in ("captions", "references", "masks", "boxes", "words")}
+SAMPLE_COLUMNS = (*(name for name in _OF_ROW if name != "ids"), "shards")
 
 
-def _captions(rows: Sequence[Row], i: int) -> tuple[str, ...]:
-    return rows[i].captions
-
-
-def _size(rows: Sequence[Row], i: int) -> tuple[int, int]:
-    row = rows[i]
-    return row.width, row.height
-
-
-def _digest(rows: Sequence[Row], i: int) -> str:
-    return rows[i].digest
-
-
-def _references(rows: Sequence[Row], i: int) -> tuple[Row, ...]:
-    """Rows with width, height and digest."""
-    return rows[i].references
-
-
-def _masks(rows: Sequence[Row], i: int) -> tuple[Row, ...]:
-    return rows[i].masks
-
-
-def _boxes(rows: Sequence[Row], i: int) -> tuple[tuple[float, ...], ...]:
-    return rows[i].boxes
-
-
-def _document(rows: Sequence[Row], i: int) -> str:
-    return rows[i].document
-
-
-def _words(rows: Sequence[Row], i: int) -> str:
-    return rows[i].words
-
-
-def _shard(rows: Sequence[Row], i: int) -> int:
+def _value(rows: Sequence[Row], name: str, i: int) -> object:
+    """Return the value of row `i` in a column of a collection."""
+    if name != "shards":
+        return _OF_ROW[name](rows[i])
     key = rows[i].key
     return key[0] if isinstance(key, tuple) else i // _NEIGHBOURS
-
-
-_VALUES = dict(ids=_id, captions=_captions, sizes=_size, digests=_digest)
-_VALUES |= dict(references=_references, masks=_masks, boxes=_boxes, shards=_shard)
-_VALUES |= dict(documents=_document, words=_words)
-SAMPLE_COLUMNS = tuple(name for name in _VALUES if name != "ids")
 
 
 def _fingerprint(rows: Iterable[Row]) -> str:
@@ -542,7 +507,7 @@ class Collection:
         self.rejected = rejected
         self.notes = list(source.notes)  # How columns were understood, for people
         for name in ("ids", *SAMPLE_COLUMNS):
-            setattr(self, name, Column(len(rows), functools.partial(_VALUES[name], rows)))
+            setattr(self, name, Column(len(rows), functools.partial(_value, rows, name)))
         self.fingerprint = _fingerprint(rows)
 
     @property

@@ -13,15 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from ..core.rundir import RunDir
-from sciftune.lab.plots import (
-    COLORS,
-    add_legend,
-    column,
-    empty_figure,
-    figure,
-    smooth,
-    train_rows,
-)
+from .plots import COLORS, add_legend, column, empty_figure, figure, smooth, train_rows
 
 # %% ../../nbs/9_lab/05_distillation.ipynb #9f3c2f5b
 def plot_metrics(

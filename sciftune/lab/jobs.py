@@ -7,7 +7,8 @@ __all__ = ['LaunchError', 'RunFailedError', 'forked', 'in_child', 'kept_recipe',
            'job_process', 'state', 'reserved', 'in_use', 'free_folder', 'start', 'reserved_for_child', 'begin',
            'follow', 'job_log', 'job_failure', 'failure', 'processes', 'stop', 'continue_command', 'kernel_restarts',
            'RunInterruptedError', 'interruptible', 'last_lines', 'attach', 'forkable', 'free_port', 'Tee', 'train_rank',
-           'train_only_rank', 'fork_ranks', 'environment', 'kernel_status', 'ranks_asked', 'launch_here', 'launch']
+           'train_only_rank', 'fork_ranks', 'environment', 'kernel_status', 'ranks_asked', 'launch_here',
+           'check_untrained', 'launch']
 
 # %% ../../nbs/9_lab/03_jobs.ipynb #c9020f9b
 import contextlib
@@ -849,6 +850,14 @@ def launch_here(run: RunDir):
         raise RunFailedError(failure(run)) from error
 
 # %% ../../nbs/9_lab/03_jobs.ipynb #9f0d2cdd
+def check_untrained(run: RunDir, recipe: Recipe) -> None:
+    """Raise LaunchError for a run that has been trained and that its recipe does not resume."""
+    if run.metrics.exists() and not recipe.resume:
+        raise LaunchError(
+            f"{run.path} has been trained already; prepare a new run, or one with resume=latest"
+        )
+
+
 def launch(run: RunDir, launcher: str | None = None, early: EarlyJob | None = None) -> RunDir:
     """Train `run`, or attach to its job when it is training already. Raises RunFailedError.
 
@@ -867,10 +876,7 @@ def launch(run: RunDir, launcher: str | None = None, early: EarlyJob | None = No
         return run
     if state(run) == "running":
         return attach(run)
-    if run.metrics.exists() and not recipe.resume:
-        raise LaunchError(
-            f"{run.path} has been trained already; prepare a new run, or one with resume=latest"
-        )
+    check_untrained(run, recipe)
     if launcher == "notebook":
         launch_here(run)
         return run

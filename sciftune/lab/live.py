@@ -24,6 +24,7 @@ from sciftune.lab.jobs import (
     RunFailedError,
     attach,
     begin,
+    check_untrained,
     interruptible,
     job_log,
     kept_recipe,
@@ -66,9 +67,7 @@ class RunProgress:
         return self.step / max(self.steps, 1)
 
 
-def time_left(
-    run: RunDir,
-) -> TimeLeft:
+def time_left(run: RunDir) -> TimeLeft:
     """Estimate the remaining time from the rows of `run`."""
     log = run.metrics_log()
     if "time left" not in log.kept:
@@ -226,18 +225,10 @@ def train_run(run: RunDir) -> RunDir:
         if not live:
             return launch(run)
         if state(run) != "running":
-            _may_begin(run)
+            check_untrained(run, kept_recipe(run))
             begin(run)
             print(f"run folder: {run.path}", flush=True)
         _refresh(run, 2.0, ends_job=True)
         return attach(run)
     except RunFailedError as error:
         raise RunFailedError(f"{error}\nits page: {write_page(run)}") from None
-
-
-def _may_begin(run: RunDir) -> None:
-    """Raise LaunchError for a run that has been trained."""
-    if run.metrics.exists() and not kept_recipe(run).resume:
-        raise LaunchError(
-            f"{run.path} has been trained already; prepare a new run, or one with resume=latest"
-        )

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from ..core.presets import nano_folder
-from ..core.recipe import Recipe, RecipeError, checked
+from ..core.recipe import Recipe, accepts
 from ..core.registry import find_record, records
 from ..core.rundir import cache_root, cores
 from ..core.writing import write_atomic
@@ -51,12 +51,12 @@ from .pixels import USED_DEPTH, PictureFacts, picture_facts
 
 # %% auto #0
 __all__ = ['HARM', 'ROWS_NAMED', 'CROPPED', 'ENLARGED', 'SHRUNK', 'CROP_CURES', 'MANY_CUT', 'CELL', 'MEASURED', 'SIDES', 'MANY',
-           'HEADERS', 'Fault', 'DataFinding', 'percent', 'worst_findings', 'cropped_images', 'scaled_images',
-           'fit_costs', 'wanted_fit', 'TokenCount', 'local_folder', 'count_tokens', 'cut_captions', 'cut_allowed',
-           'wanted_tokens', 'token_choices', 'duplicate_images', 'leaked_images', 'unreadable_rows', 'blank_images',
-           'read_facts', 'letters_lost', 'tiny_letters', 'odd_pixels', 'trivial_captions', 'DataLook', 'opened_data',
-           'training_sizes', 'look_at', 'recommended_fields', 'clean_list', 'look_folder', 'recommended_settings',
-           'small_model_notes', 'quick_look', 'quick_look_command']
+           'HEADERS', 'Fault', 'DataFinding', 'counted_faults', 'percent', 'worst_findings', 'cropped_images',
+           'scaled_images', 'fit_costs', 'wanted_fit', 'TokenCount', 'local_folder', 'count_tokens', 'cut_captions',
+           'cut_allowed', 'wanted_tokens', 'token_choices', 'duplicate_images', 'leaked_images', 'unreadable_rows',
+           'blank_images', 'read_facts', 'letters_lost', 'tiny_letters', 'odd_pixels', 'trivial_captions', 'DataLook',
+           'opened_data', 'training_sizes', 'look_at', 'recommended_fields', 'clean_list', 'look_folder',
+           'recommended_settings', 'small_model_notes', 'quick_look', 'quick_look_command']
 
 # %% ../../nbs/9_lab/16_look.ipynb #3499b527
 HARM = {
@@ -120,6 +120,23 @@ class DataFinding:
         names = ", ".join(fault.row for fault in self.faults[:ROWS_NAMED])
         more = ", …" if len(self.faults) > ROWS_NAMED else ""
         return f"{self.check}: {self.says} ({names}{more}); {self.cure}"
+
+
+def counted_faults(
+    check: str, says: str, cure: str, faults: list[Fault], ids: Sequence[str]
+) -> list[DataFinding]:
+    """Return a finding that counts the faulty samples; none without a fault.
+
+    Args:
+        check: a key of `HARM`
+        says: follows "3 of 100"
+        cure: what to change
+        faults: worst first
+        ids: of all samples
+    """
+    share = len(faults) / max(1, len(ids))
+    says = f"{len(faults)} of {len(ids)} {says}"
+    return [DataFinding(check, says, cure, share, faults)] if faults else []
 
 
 def percent(share: float) -> str:
@@ -206,17 +223,11 @@ def scaled_images(
         "enlarged": "larger originals, or smaller sides in bucket_sides",
         "shrunk": "cut such figures into panels, or raise resolution: small letters vanish",
     }
-    return [
-        DataFinding(
-            check,
-            f"{len(faults)} of {len(ids)} images are {check}, up to {faults[0].value:g} times",
-            cures[check],
-            len(faults) / len(ids),
-            faults,
-        )
-        for check, faults in (("enlarged", _ordered(large)), ("shrunk", _ordered(small)))
-        if faults
-    ]
+    found = []
+    for check, faults in (("enlarged", _ordered(large)), ("shrunk", _ordered(small))):
+        most = f"images are {check}, up to {faults[0].value if faults else 0:g} times"
+        found += counted_faults(check, most, cures[check], faults, ids)
+    return found
 
 # %% ../../nbs/9_lab/16_look.ipynb #7e9d9660
 def fit_costs(recipe: Recipe, shapes: Sequence[tuple[int, int]], flops=None) -> list[dict]:
@@ -553,10 +564,7 @@ def unreadable_rows(
 def blank_images(ids: Sequence[str], signatures: Signatures) -> list[DataFinding]:
     """Find images of one colour by their signatures: one finding, or none."""
     faults = [Fault(ids[i], "blank", "one colour") for i in np.flatnonzero(signatures.blank)]
-    if not faults:
-        return []
-    says = f"{len(faults)} of {len(ids)} images have one colour"
-    return [DataFinding("blank", says, "remove them", len(faults) / len(ids), faults)]
+    return counted_faults("blank", "images have one colour", "remove them", faults, ids)
 
 # %% ../../nbs/9_lab/16_look.ipynb #2beb241c
 CELL = 8  # pixels of a side that an autoencoder makes one latent cell
@@ -642,22 +650,11 @@ def odd_pixels(ids: Sequence[str], facts: Sequence[PictureFacts]) -> list[DataFi
         for name, fact in zip(ids, facts, strict=True)
         if 0 < fact.depth < USED_DEPTH
     ]
-    cures = {
-        "white ink": "lay them on a dark page, or draw them with dark ink: they are laid on white",
-        "16 bits": "scale the values to the whole range, or save them with 8 bits",
-    }
-    named = {"white ink": "are white ink on transparent paper", "16 bits": "use few of 16 bits"}
-    return [
-        DataFinding(
-            check,
-            f"{len(faults)} of {len(ids)} images {named[check]}",
-            cures[check],
-            len(faults) / len(ids),
-            _ordered(faults),
-        )
-        for check, faults in (("white ink", white), ("16 bits", deep))
-        if faults
-    ]
+    ink = "lay them on a dark page, or draw them with dark ink: they are laid on white"
+    bits = "scale the values to the whole range, or save them with 8 bits"
+    paper, few = "images are white ink on transparent paper", "images use few of 16 bits"
+    found = counted_faults("white ink", paper, ink, _ordered(white), ids)
+    return found + counted_faults("16 bits", few, bits, _ordered(deep), ids)
 
 
 def trivial_captions(ids: Sequence[str], captions: Sequence[tuple[str, ...]]) -> list[DataFinding]:
@@ -670,12 +667,10 @@ def trivial_captions(ids: Sequence[str], captions: Sequence[tuple[str, ...]]) ->
         named = len(words) < 8 and all(word.replace("_", "") in stem for word in words)
         if len(words) < 3 or named:
             faults.append(Fault(name, len(words), f"caption “{longest[:60]}”"))
-    if not faults:
-        return []
-    says = f"{len(faults)} of {len(ids)} captions say no more than a file name"
+    says = "captions say no more than a file name"
     cure = "say what the figure shows: kind, axes, colours, labels"
     faults = sorted(faults, key=lambda fault: (fault.value, fault.row))
-    return [DataFinding("trivial captions", says, cure, len(faults) / len(ids), faults)]
+    return counted_faults("trivial captions", says, cure, faults, ids)
 
 # %% ../../nbs/9_lab/16_look.ipynb #7b4cda36
 @dataclass
@@ -714,10 +709,7 @@ class DataLook:
     notes: list[str] = field(default_factory=list)
     columns: list[str] = field(default_factory=list)
 
-    def lines(
-        self,
-        count: int = 3,
-    ) -> list[str]:
+    def lines(self, count: int = 3) -> list[str]:
         """Return the worst findings, a line each."""
         return [finding.line() for finding in worst_findings(self.findings, count)]
 
@@ -895,16 +887,7 @@ def recommended_fields(recipe: Recipe, look: DataLook) -> dict:
     if tokens := wanted_tokens(recipe, look.tokens):
         wanted["text_tokens"] = tokens
     wanted = {name: value for name, value in wanted.items() if getattr(recipe, name) != value}
-    return wanted if _accepted(recipe, wanted) else {}
-
-
-def _accepted(recipe: Recipe, fields: dict) -> bool:
-    """Return whether the recipe is valid with other values of some fields."""
-    try:
-        checked(recipe.model_dump() | fields)
-    except RecipeError:
-        return False
-    return True
+    return wanted if accepts(recipe, **wanted) else {}
 
 
 def clean_list(collection: object, look: DataLook, path: Path) -> Path | None:

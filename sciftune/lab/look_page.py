@@ -32,9 +32,7 @@ from sciftune.lab.plots import (
 )
 
 # %% ../../nbs/9_lab/26_look_page.ipynb #3f8182e2
-def findings_table(
-    look: DataLook,
-) -> Table:
+def findings_table(look: DataLook) -> Table:
     """Return all findings, the worst first."""
     rows = [
         [finding.check, finding.says, ", ".join(f.row for f in finding.faults[:3]), finding.cure]
@@ -50,9 +48,7 @@ def faults_table(finding: DataFinding, count: int = 20) -> Table:
     return Table([f"{finding.check}: row", "what"], rows + ([[f"{left} more", ""]] if left else []))
 
 
-def fits_table(
-    look: DataLook,
-) -> Table:
+def fits_table(look: DataLook) -> Table:
     """Return what each way to fit an image keeps and costs."""
     heading = "fit, pixels kept, worst image, images cut, tokens, of them padding, time of a step"
     rows = [
@@ -70,9 +66,7 @@ def fits_table(
     return Table(heading.split(", "), rows)
 
 
-def tokens_table(
-    look: DataLook,
-) -> Table:
+def tokens_table(look: DataLook) -> Table:
     """Return caption lengths for each text encoder, in tokens with the model's template."""
     rows = []
     for count in look.tokens:
@@ -106,10 +100,7 @@ def letters_table(look: DataLook) -> Table:
     return Table(["resolution", "images with letters that are lost"], rows)
 
 # %% ../../nbs/9_lab/26_look_page.ipynb #7d62ba1a
-def plot_shapes(
-    look: DataLook,
-    recipe: Recipe,
-) -> Figure:
+def plot_shapes(look: DataLook, recipe: Recipe) -> Figure:
     """Plot width and height of every image, with the training size."""
     if not look.shapes:
         return empty_figure("Sizes", "no image can be read")
@@ -128,9 +119,7 @@ def plot_shapes(
     return fig
 
 
-def plot_captions(
-    look: DataLook,
-) -> Figure:
+def plot_captions(look: DataLook) -> Figure:
     """Plot caption lengths for each text encoder, with the length that it reads at most."""
     if not look.tokens:
         return empty_figure("Captions", "; ".join(look.notes) or "not counted")

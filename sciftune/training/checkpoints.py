@@ -60,7 +60,7 @@ from sciftune.core.checkpoint_folders import (
 from ..core.compat import PythonUnpickler
 from ..core.digests import DigestingFile, digest_record, sealed
 from ..core.files import open_file
-from ..core.progress import ProgressFile, progress
+from ..core.progress import progress
 from ..core.recipe import RecipeError
 from ..core.rundir import RunDir, replaced_folder, sweep_unfinished
 from ..core.writing import write_atomic
@@ -306,15 +306,11 @@ class DigestingFiles(FileSystem):
             mode: 'wb' or 'rb'
         """
         with super().create_stream(path, mode) as raw:
-            file = DigestingFile(ProgressFile(raw, Path(path).name))
+            file = DigestingFile(raw, Path(path).name)
             yield file
         self.digests[Path(path).name] = file.blocks.digests()
 
-    def rename(
-        self,
-        path: str | Path,
-        new_path: str | Path,
-    ) -> None:
+    def rename(self, path: str | Path, new_path: str | Path) -> None:
         """Rename a written file together with its digests."""
         super().rename(path, new_path)
         self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)
@@ -388,9 +384,7 @@ class Checkpointer:
             shutil.rmtree(unfinished, ignore_errors=True)
 
     def prepare(
-        self,
-        networks: dict[str, TrainedModule],
-        averages: dict[str, EMA] | None = None,
+        self, networks: dict[str, TrainedModule], averages: dict[str, EMA] | None = None
     ) -> None:
         """Begin to allocate host memory for copies, which is kept until `release`.
 
@@ -538,7 +532,7 @@ class Checkpointer:
         Raises:
             CheckpointError: it failed
         """
-        self._wait(math.inf)
+        self.settle(math.inf)
         self.thread = None
         if self.error:
             error = self.error
@@ -554,14 +548,11 @@ class Checkpointer:
         return bool(self.thread) and self.thread.is_alive()
 
     def settle(self, patience: float) -> None:
-        """Wait for the current writing after another error; raise nothing.
+        """Wait for the current writing; raise nothing.
 
         Args:
             patience: seconds without a byte written after which to give up
         """
-        self._wait(patience)
-
-    def _wait(self, patience: float) -> None:
         size = -1
         since = time.monotonic()
         while self.writing and time.monotonic() - since < patience:
@@ -624,11 +615,7 @@ class MetadataUnpickler(PythonUnpickler):
     It derives from the unpickler written in Python, whose BUILD can be overridden.
     """
 
-    def find_class(
-        self,
-        module: str,
-        name: str,
-    ) -> object:
+    def find_class(self, module: str, name: str) -> object:
         """Return what a name means; raise UnpicklingError if it is not part of the format."""
         if (module, name) in METADATA_NAMES:
             return METADATA_NAMES[module, name]

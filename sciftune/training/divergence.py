@@ -28,10 +28,7 @@ class DivergedError(ArithmeticError):
 class Divergence:
     """Read the numbers of a run step by step, and recognise when it diverges."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-    ):
+    def __init__(self, recipe: Recipe):
         record = find_record("objectives", recipe.objective)
         self.recipe = recipe
         self.falling = record.one_network and record.falling_loss

@@ -31,7 +31,6 @@ from sciftune.core.digests import (
 )
 from ..core.files import read_object
 from ..core.ownership import temporary_folder
-from ..core.progress import ProgressFile
 from ..core.recipe import RecipeError
 from ..core.rundir import replaced_folder
 from ..core.sections import size_in_bytes
@@ -82,7 +81,7 @@ def stream_safetensors(
     """
     header = _header(shapes)
     with open(path, "wb") as raw:
-        file = DigestingFile(ProgressFile(raw, path.name))
+        file = DigestingFile(raw, path.name)
         file.write(struct.pack("<Q", len(header)) + header)
         for name, (dtype, shape) in shapes.items():
             tensor = read(name).to(dtype).reshape(shape).contiguous()

@@ -69,13 +69,7 @@ def samples_line(recipe: Recipe, train: int, held: int) -> str:
 class Reporter:
     """Report what happens in a run. On ranks other than 0 every method does nothing."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        engine: Engine,
-        run_dir: RunDir,
-        plan: Plan,
-    ):
+    def __init__(self, recipe: Recipe, engine: Engine, run_dir: RunDir, plan: Plan):
         self.recipe = recipe
         self.engine = engine
         self.run_dir = run_dir
@@ -124,10 +118,7 @@ class Reporter:
         self.write(row)
         self._track(row)
 
-    def pictures(
-        self,
-        step: int,
-    ) -> None:
+    def pictures(self, step: int) -> None:
         """Send the images of a validation, written by all ranks, to the trackers."""
         if self.engine.main:
             images = validation_pictures(self.run_dir, step)
@@ -143,11 +134,7 @@ class Reporter:
         self.left.between("checkpoint", seconds)
         self.write(dict(event="checkpoint", step=step, seconds=seconds))
 
-    def findings(
-        self,
-        step: int,
-        found: list[Finding],
-    ) -> None:
+    def findings(self, step: int, found: list[Finding]) -> None:
         """Write a line and an event for each problem."""
         for finding in found:
             self.say(f"warning: {finding.name}: {finding.cause}. Try: {finding.cure}")

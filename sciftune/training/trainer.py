@@ -11,12 +11,7 @@ import gc
 import os
 import sys
 
-from sciftune.core.ownership import (
-    FolderInUseError,
-    end_process,
-    end_with_parent,
-    owned_by_rank_0,
-)
+from ..core.ownership import FolderInUseError, end_process, end_with_parent, owned_by_rank_0
 from ..core.waiting import await_orders, planned_recipe_file
 from .timeline import Timeline, import_ahead, launch_summary, read_ahead
 
@@ -122,11 +117,7 @@ class SaveRequest:
 class Run:
     """A training run on this rank, ready for its first step."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        run_dir: RunDir,
-    ):
+    def __init__(self, recipe: Recipe, run_dir: RunDir):
         self.dir = run_dir
         self.timeline = Timeline()
         self.timeline.enter("engine")
@@ -397,10 +388,7 @@ class Run:
             row["mfu"] = mfu(flops, row["step_time"], self.engine.world, self.peak)
         return row
 
-    def first_step(
-        self,
-        step: int,
-    ) -> None:
+    def first_step(self, step: int) -> None:
         """Report where the time since the launch went; this waits for the device, once in a run.
 
         Also begin to allocate host memory for the copies of checkpoints.
@@ -596,10 +584,7 @@ def finish_run(run: Run, step: int, stopped: bool) -> None:
     run.heartbeat.close()
 
 # %% ../../nbs/7_training/14_trainer.ipynb #4b2229f4
-def train(
-    recipe: Recipe,
-    run_dir: RunDir,
-) -> None:
+def train(recipe: Recipe, run_dir: RunDir) -> None:
     """Train as the recipe says, into the run folder. All ranks call it.
 
     An error is raised only after a checkpoint being written is complete.

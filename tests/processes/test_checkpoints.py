@@ -13,7 +13,7 @@ import pytest
 import torch
 from forked import ENGINES, deviation, log, losses, start, train, wait
 
-from sciftune.core import progress
+from sciftune.core import digests
 from sciftune.core.checkpoint_folders import (
     CheckpointError,
     checkpoint_damage,
@@ -221,9 +221,9 @@ class Export:
 @pytest.mark.parametrize("kind", [Checkpoint, Export])
 def test_files_are_flushed_when_much_waits_in_memory(kind, tmp_path, monkeypatch):
     "As with every file of more than 1 GiB; here 1000 bytes are much."
-    flushed = []
-    monkeypatch.setattr(progress, "FLUSH_EVERY", 1000)
-    monkeypatch.setattr(os, "fdatasync", flushed.append)
+    flushed, sync = [], digests.DigestingFile.sync
+    monkeypatch.setattr(digests, "FLUSH_EVERY", 1000)
+    monkeypatch.setattr(digests.DigestingFile, "sync", lambda f: flushed.append(f) or sync(f))
     assert not kind(tmp_path).fault() and len(flushed) > 3
 
 
