@@ -6,7 +6,6 @@
 __all__ = ['MONITOR_RULES', 'usual_rates', 'rate_advice', 'Monitor']
 
 # %% ../../nbs/7_training/12_monitor.ipynb #3d6573fc
-from collections.abc import Callable
 from statistics import fmean, median, pvariance
 
 from ..core.diagnosis import Finding
@@ -140,28 +139,15 @@ def _slower_than_before(recipe: Recipe, step: float, best: float | None) -> Find
     )
 
 # %% ../../nbs/7_training/12_monitor.ipynb #6c71fbab
-MONITOR_RULES = {
-    "loss starts too high": "A",
-    "loss does not fall": "B",
-    "no gradient": "–",
-    "slow step: data": "B",
-    "slow step: compilation": "D",
-    "slow step: memory": "B",
-    "slow step: offload": "B",
-    "slow step: slower than planned": "B",
-    "slow step: slower than before": "B",
-    "updates rounded away": "A",
-}  # finding -> the reference systems that had the problem, as in `core.diagnosis`
+_SLOW = ("data", "compilation", "memory", "offload", "slower than planned", "slower than before")
+MONITOR_RULES = (  # names of findings
+    *("loss starts too high", "loss does not fall", "no gradient", "updates rounded away"),
+    *(f"slow step: {cause}" for cause in _SLOW),
+)
 
-_READ = (
-    "loss",
-    "grad_norm",
-    "step_time",
-    "data_wait",
-    "optimizer_time",
-    "compiled_graphs",
-    "allocator_retries",
-    "memory_mapped_gib",
+_READ = (  # of a row
+    *("loss", "grad_norm", "step_time", "data_wait", "optimizer_time"),
+    *("compiled_graphs", "allocator_retries", "memory_mapped_gib"),
 )
 
 # %% ../../nbs/7_training/12_monitor.ipynb #6658fc97
@@ -284,14 +270,10 @@ class Monitor:
             return "precision='bf16-master24' or 'bf16-mixed'"
         if cure := rate_advice(recipe)[1]:
             return cure
-        fixed = (
-            ""
-            if recipe.validation_steps and recipe.held_out
-            else (
-                "validation_steps and held_out give a loss on fixed noise, "
-                "which shows far smaller changes; "
-            )
-        )
+        fixed = ""
+        if not (recipe.validation_steps and recipe.held_out):
+            fixed = "validation_steps and held_out give a loss on fixed noise, "
+            fixed += "which shows far smaller changes; "
         return (
             f"{fixed}look at the held-out loss by sigma and at the images; more steps, "
             f"learning_rate (now {recipe.learning_rate:g}) two to three times larger, "
@@ -318,12 +300,7 @@ class Monitor:
         step = _median(rows, "step_time")
         if step <= 0:
             return []
-        rules: tuple[Callable, ...] = (
-            _slow_data,
-            _slow_compilation,
-            _slow_allocator,
-            _slow_offload,
-        )
+        rules = (_slow_data, _slow_compilation, _slow_allocator, _slow_offload)
         findings = [finding for rule in rules if (finding := rule(self.recipe, rows))]
         if not [finding for finding in findings if finding.name not in self.reported]:
             planned = _slower_than_planned(self.recipe, step, self.planned_step)

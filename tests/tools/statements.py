@@ -79,7 +79,7 @@ class Statement:
             found = re.search(rf"^\s*(?:def|class) {name}\b|^{name}\b", text, re.M)
             return "" if found else f"no {name} in {module}"
         if self.known:
-            names = {failure.name for failure in known_failures()} | MONITOR_RULES.keys()
+            names = {*MONITOR_RULES, *(failure.name for failure in known_failures())}
             return "" if self.known in names else "no such failure"
         file, text = self.page
         return "" if text and text in (ROOT / file).read_text() else f"{file} does not say {text!r}"
