@@ -118,10 +118,7 @@ def stands_in(text: str, other: str) -> bool:
     return False
 
 # %% ../../nbs/2_data/15_words.ipynb #36d215ad
-def edit_distance(
-    a: str,
-    b: str,
-) -> int:
+def edit_distance(a: str, b: str) -> int:
     """Letters to insert, delete or replace to make `b` of `a`."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):

@@ -36,6 +36,7 @@ from sciftune.lab.plots import (
     readable_size,
     short_number,
     smooth,
+    style_axes,
     train_rows,
     validation_rows,
     without_formulas,
@@ -80,18 +81,14 @@ def recipe_differences(runs: list[RunDir]) -> dict[str, list[Any]]:
     return {name: each for name, each in values.items() if any(v != each[0] for v in each)}
 
 # %% ../../nbs/9_lab/21_compare.ipynb #682c7ccd
-def differences_table(
-    runs: list[RunDir],
-) -> Table:
+def differences_table(runs: list[RunDir]) -> Table:
     """Return a table with a row per differing field and a column per run."""
     differing = recipe_differences(runs)
     rows = [[name, *map(typed_value, values)] for name, values in differing.items()]
     return Table(["field", *run_labels(runs)], rows)
 
 
-def run_labels(
-    runs: list[RunDir],
-) -> list[str]:
+def run_labels(runs: list[RunDir]) -> list[str]:
     """Return the names of the folders, with the parent folder if two are equal."""
     names = [run.path.resolve().name for run in runs]
     above = [f"{run.path.resolve().parent.name}/{run.path.name}" for run in runs]
@@ -127,9 +124,7 @@ def _evaluated(run: RunDir) -> dict[str, str]:
     return {SCORES[name]: score_text(found) for name, found in scores.items()}
 
 # %% ../../nbs/9_lab/21_compare.ipynb #59ca2f41
-def results_table(
-    runs: list[RunDir],
-) -> Table:
+def results_table(runs: list[RunDir]) -> Table:
     """Return a table with a row per run; a score that a run lacks is a dash."""
     results = [run_results(run) for run in runs]
     names = [*RESULT_COLUMNS, *(n for n in SCORES.values() if any(n in found for found in results))]
@@ -150,11 +145,7 @@ def plot_losses(runs: list[RunDir], log: bool = False) -> Figure:
     fig, axes = plt.subplots(1, 2, figsize=(8.6, 2.8), dpi=90, layout="constrained")
     plt.close(fig)
     for ax, title in zip(axes, ("Training loss, smoothed", "Held-out loss"), strict=True):
-        ax.set_title(title, fontsize=9, loc="left", color=COLORS["dark"])
-        ax.set_xlabel("optimizer step", fontsize=8)
-        ax.tick_params(labelsize=7)
-        ax.grid(alpha=0.25, lw=0.6)
-        ax.spines[["top", "right"]].set_visible(False)
+        style_axes(ax, title, "optimizer step")
         ax.set_yscale("log" if log else "linear")
     for i, (run, label) in enumerate(zip(runs, run_labels(runs), strict=True)):
         rows, held = train_rows(run), validation_rows(run)
@@ -173,9 +164,7 @@ def plot_losses(runs: list[RunDir], log: bool = False) -> Figure:
     return without_formulas(fig)
 
 # %% ../../nbs/9_lab/21_compare.ipynb #b7a78cf9
-def are_numbers(
-    values: list[Any],
-) -> bool:
+def are_numbers(values: list[Any]) -> bool:
     """Return whether all values are numbers; booleans are not."""
     return all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values)
 

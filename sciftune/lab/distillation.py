@@ -10,10 +10,17 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from ..core.rundir import RunDir
-from .plots import COLORS, add_legend, column, empty_figure, figure, smooth, train_rows
+from sciftune.lab.plots import (
+    COLORS,
+    add_legend,
+    column,
+    empty_figure,
+    over_steps,
+    smooth,
+    train_rows,
+)
 
 # %% ../../nbs/9_lab/05_distillation.ipynb #9f3c2f5b
 def plot_metrics(
@@ -32,7 +39,7 @@ def plot_metrics(
     measured = [key for key in labels if np.isfinite(column(rows, key)).any()]
     if not measured:
         return empty_figure(title, "nothing of it in this run")
-    fig, ax = figure(title, "optimizer step", ylabel)
+    fig, ax = over_steps(title, ylabel)
     steps = column(rows, "step")
     for key, name in zip(measured, ("main", "second", "third"), strict=False):
         values = column(rows, key)
@@ -43,7 +50,6 @@ def plot_metrics(
     if log:
         ax.set_yscale("log")
         ax.tick_params(which="minor", labelsize=6)
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     add_legend(ax)
     return fig
 

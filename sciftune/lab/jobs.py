@@ -236,9 +236,7 @@ class Status(BaseModel):
     exit_code: int = 0
 
 
-def read_status(
-    run: RunDir,
-) -> dict:
+def read_status(run: RunDir) -> dict:
     """Return the contents of status.json; empty if no job was ever started.
 
     `pid`, `host`, `started` (seconds since 1970) and `log_offset` (first byte of the job's output
@@ -459,9 +457,7 @@ def failure(run: RunDir, tail: int = 8) -> str:
     return "\n".join(lines)
 
 # %% ../../nbs/9_lab/03_jobs.ipynb #e32a266c
-def processes(
-    run: RunDir,
-) -> list[psutil.Process]:
+def processes(run: RunDir) -> list[psutil.Process]:
     """Return every process of the job of `run`, including orphaned ranks."""
     roots = []
     if read_status(run).get("launcher") != "notebook" and (job := job_process(run)):
@@ -508,9 +504,7 @@ def stop(run: RunDir | str | Path, grace: float = 30.0) -> int:
     return len(every)
 
 # %% ../../nbs/9_lab/03_jobs.ipynb #489ac788
-def continue_command(
-    run: RunDir,
-) -> str:
+def continue_command(run: RunDir) -> str:
     """Return the command that continues `run` from its last checkpoint."""
     name, root = run.path.name, run.path.parent
     option = "-p"
@@ -552,9 +546,7 @@ class RunInterruptedError(KeyboardInterrupt):
 
 
 @contextlib.contextmanager
-def interruptible(
-    run: RunDir,
-) -> Iterator[None]:
+def interruptible(run: RunDir) -> Iterator[None]:
     """End the job of `run` when the cell is interrupted, not when the kernel restarts."""
     try:
         yield
@@ -740,9 +732,7 @@ def fork_ranks(run: RunDir, count: int):
 
 # %% ../../nbs/9_lab/03_jobs.ipynb #2e7d6118
 @contextlib.contextmanager
-def environment(
-    **values: str,
-) -> Iterator[None]:
+def environment(**values: str) -> Iterator[None]:
     """Set `values` in os.environ during the block."""
     before = dict(os.environ)
     os.environ.update(values)

@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['COLORS', 'PART_COLORS', 'EMPTY', 'MODALITIES', 'STEP_PARTS', 'as_run', 'train_rows', 'validation_rows', 'column',
-           'evenly', 'smooth', 'figure', 'add_legend', 'without_formulas', 'empty_figure', 'body_limit',
-           'readable_size', 'measured_peak', 'trained_on_cpu', 'plot_plan', 'plot_loss', 'plot_sigma', 'plot_grad_norm',
-           'plot_learning_rate', 'plot_parts', 'plot_tokens', 'step_time_parts', 'plot_step_time', 'planned_peak_of',
-           'plot_memory', 'plot_host_memory', 'image_steps', 'read_prompts', 'image_grid', 'plot_images', 'compact',
-           'Table', 'held_out_change', 'quarantined', 'median_of', 'plan_against_use', 'short_number', 'update_rows',
-           'telling_updates', 'plot_updates', 'recognised_troubles']
+           'evenly', 'smooth', 'figure', 'style_axes', 'over_steps', 'add_legend', 'without_formulas', 'empty_figure',
+           'body_limit', 'readable_size', 'measured_peak', 'trained_on_cpu', 'plot_plan', 'plot_loss', 'plot_sigma',
+           'plot_grad_norm', 'plot_learning_rate', 'plot_parts', 'plot_tokens', 'step_time_parts', 'plot_step_time',
+           'planned_peak_of', 'plot_memory', 'plot_host_memory', 'image_steps', 'read_prompts', 'image_grid',
+           'plot_images', 'compact', 'Table', 'held_out_change', 'quarantined', 'median_of', 'plan_against_use',
+           'short_number', 'update_rows', 'telling_updates', 'plot_updates', 'recognised_troubles']
 
 # %% ../../nbs/9_lab/01_plots.ipynb #ea52f775
 import io
@@ -140,6 +140,12 @@ def figure(
     """
     fig, ax = plt.subplots(figsize=(width, height), dpi=90, layout="constrained")
     plt.close(fig)
+    style_axes(ax, title, xlabel, ylabel)
+    return fig, ax
+
+
+def style_axes(ax: Axes, title: str, xlabel: str, ylabel: str = "") -> None:
+    """Give axes the common style; arguments as of `figure`."""
     ax.set_title(title, fontsize=9, loc="left", color=COLORS["dark"])
     ax.set_xlabel(xlabel, fontsize=8)
     ax.set_ylabel(ylabel, fontsize=8)
@@ -147,6 +153,12 @@ def figure(
     ax.grid(alpha=0.25, lw=0.6)
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
+
+
+def over_steps(title: str, ylabel: str, height: float = 2.5) -> tuple[Figure, Axes]:
+    """Create a figure over the optimizer steps, with whole numbers at its ticks."""
+    fig, ax = figure(title, "optimizer step", ylabel, height)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     return fig, ax
 
 # %% ../../nbs/9_lab/01_plots.ipynb #7f99be52
@@ -300,7 +312,7 @@ def plot_loss(run: RunDir | str | Path) -> Figure:
     rows, held = train_rows(run), validation_rows(run)
     if not rows and not held:
         return empty_figure("Loss", "no step yet")
-    fig, ax = figure("Loss", "optimizer step", "loss (mean squared error)")
+    fig, ax = over_steps("Loss", "loss (mean squared error)")
     x, y = column(rows, "step"), column(rows, "loss")
     ax.plot(x, y, color=COLORS["raw"], lw=0.8, label="each step")
     ax.plot(x, smooth(y), color=COLORS["main"], lw=1.5, label="smoothed")
@@ -319,7 +331,6 @@ def plot_loss(run: RunDir | str | Path) -> Figure:
         if len(base):
             ax.axhline(base[-1], color=COLORS["second"], lw=1, ls="--", label="held-out, start")
     ax.set_ylim(0, body_limit(y, column(held, "held_out"), column(held, "held_out_baseline")))
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     add_legend(ax)
     return fig
 
@@ -352,14 +363,13 @@ def plot_grad_norm(run: RunDir | str | Path) -> Figure:
     y = column(rows, "grad_norm")
     if not np.isfinite(y).any():
         return empty_figure("Gradient norm", "no step yet")
-    fig, ax = figure("Gradient norm before clipping", "optimizer step", "L2 norm")
+    fig, ax = over_steps("Gradient norm before clipping", "L2 norm")
     ax.plot(column(rows, "step"), y, color=COLORS["raw"], lw=0.8, label="each step")
     ax.plot(column(rows, "step"), smooth(y), color=COLORS["main"], lw=1.5, label="smoothed")
     clip = Recipe.load(run.recipe).max_grad_norm if run.recipe.exists() else 0
     if clip:
         ax.axhline(clip, color=COLORS["second"], lw=1, ls="--", label=f"clipped at {clip:g}")
     ax.set_ylim(0, max(body_limit(y), 1.1 * clip if clip < 3 * body_limit(y) else 0))
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     add_legend(ax)
     return fig
 
@@ -369,12 +379,11 @@ def plot_learning_rate(run: RunDir | str | Path) -> Figure:
     rows = train_rows(run)
     if not rows:
         return empty_figure("Learning rate", "no step yet")
-    fig, ax = figure("Learning rate", "optimizer step", "learning rate", height=1.9)
+    fig, ax = over_steps("Learning rate", "learning rate", height=1.9)
     ax.plot(column(rows, "step"), column(rows, "lr"), color=COLORS["main"], lw=1.5)
     ax.set_ylim(bottom=0)
     ax.ticklabel_format(axis="y", scilimits=(-2, 2))
     ax.yaxis.get_offset_text().set_fontsize(7)
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     return fig
 
 # %% ../../nbs/9_lab/01_plots.ipynb #5fd75061
@@ -386,7 +395,7 @@ def plot_parts(run: RunDir | str | Path) -> Figure:
     rows = [r for r in train_rows(run) if "ce" in r]
     if not rows:
         return empty_figure("Text and image loss", "no step of unified training yet")
-    fig, ax = figure("Text and image loss", "optimizer step", "per token")
+    fig, ax = over_steps("Text and image loss", "per token")
     for k, c, name in (
         ("ce", "main", "text, cross entropy"),
         ("mse", "second", "latents, squared error"),
@@ -406,10 +415,8 @@ def plot_tokens(run: RunDir | str | Path) -> Figure:
         return empty_figure("Tokens per step", "no step of unified training yet")
     packing, speed = np.mean(column(rows, "packing")), np.median(column(rows, "tokens_per_second"))
     rows = evenly(rows)
-    fig, ax = figure(
-        f"Tokens per step: packs {packing:.0%} full, {speed:,.0f} tokens per second",
-        "optimizer step",
-        "tokens",
+    fig, ax = over_steps(
+        f"Tokens per step: packs {packing:.0%} full, {speed:,.0f} tokens per second", "tokens"
     )
     ax.stackplot(
         column(rows, "step"),
@@ -447,7 +454,7 @@ def plot_step_time(run: RunDir | str | Path) -> Figure:
     rows = train_rows(run)
     if not rows:
         return empty_figure("Step time", "no step yet")
-    fig, ax = figure("Step time", "optimizer step", "seconds per step")
+    fig, ax = over_steps("Step time", "seconds per step")
     parts = step_time_parts(rows)
     labels = [f"{k}\n(median {np.nanmedian(v):.3g} s)" for k, v in parts.items()]
     rows = evenly(rows)
@@ -460,7 +467,6 @@ def plot_step_time(run: RunDir | str | Path) -> Figure:
             ax.bar(x, seconds, bottom=below, color=color, label=label)
             below = below + seconds
     ax.set_ylim(0, body_limit(column(rows, "step_time")))
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     add_legend(ax, labelspacing=0.8)
     return fig
 
@@ -477,7 +483,7 @@ def plot_memory(run: RunDir | str | Path) -> Figure:
     if math.isnan(peak):
         return empty_figure("Memory", "no memory measured yet")
     k, unit = (1024, "MiB") if peak < 0.5 else (1, "GiB")
-    fig, ax = figure("Peak memory per device", "optimizer step", f"memory ({unit})")
+    fig, ax = over_steps("Peak memory per device", f"memory ({unit})")
     for key, color in (("memory_reserved_gib", "second"), ("memory_allocated_gib", "main")):
         y = k * column(rows, key)
         if np.isfinite(y).any():
@@ -488,7 +494,6 @@ def plot_memory(run: RunDir | str | Path) -> Figure:
             planned, color=COLORS["dark"], ls="--", lw=1, label=f"plan: {planned:.3g} {unit}"
         )
     ax.set_ylim(0, 1.1 * max(k * peak, 0 if math.isnan(planned) else planned))
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     add_legend(ax)
     return fig
 
@@ -499,7 +504,7 @@ def plot_host_memory(run: RunDir | str | Path) -> Figure:
     used = column(rows, "host_memory_gib")
     if not np.isfinite(used).any():
         return empty_figure("Host memory", "no host memory measured yet")
-    fig, ax = figure("Host memory", "optimizer step", "memory (GiB)")
+    fig, ax = over_steps("Host memory", "memory (GiB)")
     ax.plot(column(rows, "step"), used, color=COLORS["main"], lw=1.5, label="used")
     plan = Plan.load(run.plan)
     planned = plan.run.host_gib if plan.chosen else 0.0
@@ -507,7 +512,6 @@ def plot_host_memory(run: RunDir | str | Path) -> Figure:
         style = dict(color=COLORS["dark"], ls="--", lw=1)
         ax.axhline(planned, label=f"plan: {planned:.3g} GiB", **style)
     ax.set_ylim(0, 1.1 * max(np.nanmax(used), planned))
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     add_legend(ax)
     return fig
 
@@ -716,10 +720,7 @@ def _beside_the_allocator(rows: list[dict], plan: Plan) -> list[list]:
     ]
 
 
-def short_number(
-    value: float,
-    unit: str = "",
-) -> str:
+def short_number(value: float, unit: str = "") -> str:
     """Format `value` with four digits; a dash for nan."""
     return "–" if math.isnan(value) else f"{value:.4g}{unit}"
 
@@ -751,8 +752,7 @@ def plot_updates(run: RunDir | str | Path) -> Figure:
     rows = telling_updates(run)
     if not rows:
         return empty_figure(
-            "Updates",
-            "no update has been measured yet (second step, and before each validation)",
+            "Updates", "no update has been measured yet (second step, and before each validation)"
         )
     many = len(rows) > 1
     data = [(f"{r['network']} {b}" if many else b, v) for r in rows for b, v in r["blocks"].items()]

@@ -54,9 +54,7 @@ def recipe_of(run: RunDir) -> Recipe:
     return kept_recipe(run) or Recipe()
 
 # %% ../../nbs/9_lab/28_summary.ipynb #70c99e5a
-def trained_part(
-    recipe: Recipe,
-) -> str:
+def trained_part(recipe: Recipe) -> str:
     """Return in words which part of the model is trained."""
     if recipe.lora_rank:
         return f"LoRA of rank {recipe.lora_rank}"
@@ -65,9 +63,7 @@ def trained_part(
     return "all weights"
 
 
-def weights_in_words(
-    recipe: Recipe,
-) -> str:
+def weights_in_words(recipe: Recipe) -> str:
     """Return the model and the weights that training started from."""
     record = find_record("models", recipe.model)
     names = dict(nano="the small trained model of this package", tiny="a random stand-in")

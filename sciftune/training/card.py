@@ -24,9 +24,7 @@ from ..core.rundir import RunDir
 from ..core.writing import write_atomic
 
 # %% ../../nbs/7_training/16_card.ipynb #7c0a8762
-def head_of(
-    readme: Path,
-) -> dict[str, Any]:
+def head_of(readme: Path) -> dict[str, Any]:
     """Return the YAML at the top of a model card; empty if there is none."""
     parts = read_words(readme).split("---\n") if readme.is_file() else []
     try:
@@ -67,9 +65,7 @@ def licence_head(licence: str) -> dict[str, str]:
     return {"license": "other", "license_name": licence}
 
 # %% ../../nbs/7_training/16_card.ipynb #052ec0ca
-def sampling_arguments(
-    recipe: Recipe,
-) -> dict[str, Any]:
+def sampling_arguments(recipe: Recipe) -> dict[str, Any]:
     """Return the arguments of the pipeline's call with which the model was trained or validated."""
     sizes: dict[str, Any] = dict(height=recipe.resolution, width=recipe.resolution)
     if "max_area" in _call_parameters(recipe):  # the pipeline scales height and width to it
@@ -241,9 +237,7 @@ makes its pictures worse.
 """
 
 # %% ../../nbs/7_training/16_card.ipynb #d5286470
-def card_head(
-    recipe: Recipe,
-) -> str:
+def card_head(recipe: Recipe) -> str:
     """Return the YAML at the top of a card, which model hubs read."""
     _, licence = base_and_licence(recipe)
     record = find_record("models", recipe.model)
@@ -256,9 +250,7 @@ def card_head(
     return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n"
 
 
-def what_was_trained(
-    recipe: Recipe,
-) -> str:
+def what_was_trained(recipe: Recipe) -> str:
     """Return objective and trained part in a few words."""
     part = "all weights"
     if recipe.lora_rank:

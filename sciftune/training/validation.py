@@ -72,9 +72,7 @@ def _batches_of_a_kind(size, rank, world_size, kinds):
 
 # %% ../../nbs/7_training/08_validation.ipynb #83eeb35b
 @contextmanager
-def evaluating(
-    network: TrainedModule,
-) -> Iterator[TrainedModule]:
+def evaluating(network: TrainedModule) -> Iterator[TrainedModule]:
     """Turn dropout off inside the context; free gathered weights at the end."""
     network.train(False)
     yield network
