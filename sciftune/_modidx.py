@@ -815,7 +815,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'sciftune.data.buckets.nearest_size': ( '2_data/buckets.html#nearest_size',
                                                                                'sciftune/data/buckets.py'),
                                        'sciftune.data.buckets.rank_share': ('2_data/buckets.html#rank_share', 'sciftune/data/buckets.py'),
-                                       'sciftune.data.buckets.share_kept': ('2_data/buckets.html#share_kept', 'sciftune/data/buckets.py'),
                                        'sciftune.data.buckets.size_inside': ('2_data/buckets.html#size_inside', 'sciftune/data/buckets.py'),
                                        'sciftune.data.buckets.size_report': ( '2_data/buckets.html#size_report',
                                                                               'sciftune/data/buckets.py')},
