@@ -28,6 +28,7 @@ from sciftune.lab.plots import (
     Table,
     add_legend,
     column,
+    common_style,
     empty_figure,
     figure,
     image_grid,
@@ -36,7 +37,6 @@ from sciftune.lab.plots import (
     readable_size,
     short_number,
     smooth,
-    style_axes,
     train_rows,
     validation_rows,
     without_formulas,
@@ -145,7 +145,7 @@ def plot_losses(runs: list[RunDir], log: bool = False) -> Figure:
     fig, axes = plt.subplots(1, 2, figsize=(8.6, 2.8), dpi=90, layout="constrained")
     plt.close(fig)
     for ax, title in zip(axes, ("Training loss, smoothed", "Held-out loss"), strict=True):
-        style_axes(ax, title, "optimizer step")
+        common_style(ax, title, "optimizer step")
         ax.set_yscale("log" if log else "linear")
     for i, (run, label) in enumerate(zip(runs, run_labels(runs), strict=True)):
         rows, held = train_rows(run), validation_rows(run)

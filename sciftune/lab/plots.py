@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['COLORS', 'PART_COLORS', 'EMPTY', 'MODALITIES', 'STEP_PARTS', 'as_run', 'train_rows', 'validation_rows', 'column',
-           'evenly', 'smooth', 'figure', 'style_axes', 'over_steps', 'add_legend', 'without_formulas', 'empty_figure',
+           'evenly', 'smooth', 'figure', 'common_style', 'over_steps', 'add_legend', 'without_formulas', 'empty_figure',
            'body_limit', 'readable_size', 'measured_peak', 'trained_on_cpu', 'plot_plan', 'plot_loss', 'plot_sigma',
            'plot_grad_norm', 'plot_learning_rate', 'plot_parts', 'plot_tokens', 'step_time_parts', 'plot_step_time',
            'planned_peak_of', 'plot_memory', 'plot_host_memory', 'image_steps', 'read_prompts', 'image_grid',
@@ -140,11 +140,11 @@ def figure(
     """
     fig, ax = plt.subplots(figsize=(width, height), dpi=90, layout="constrained")
     plt.close(fig)
-    style_axes(ax, title, xlabel, ylabel)
+    common_style(ax, title, xlabel, ylabel)
     return fig, ax
 
 
-def style_axes(ax: Axes, title: str, xlabel: str, ylabel: str = "") -> None:
+def common_style(ax: Axes, title: str, xlabel: str, ylabel: str = "") -> None:
     """Give axes the common style; arguments as of `figure`."""
     ax.set_title(title, fontsize=9, loc="left", color=COLORS["dark"])
     ax.set_xlabel(xlabel, fontsize=8)
