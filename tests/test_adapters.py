@@ -21,7 +21,7 @@ from torch import nn
 from sciftune.core.digests import DIGESTS_FILE
 from sciftune.core.recipe import RecipeError, resolve
 from sciftune.core.registry import records
-from sciftune.lab.sample import Request, encoded_captions, find_weights
+from sciftune.lab.sample import Request, encoded_captions, find_weights, settled_request
 from sciftune.models.family import get_family
 from sciftune.models.weights import Weights, same_tensor
 from sciftune.strategies.adapters.layers import add_lora
@@ -526,7 +526,7 @@ def test_text_encoders_of_samples(with_text, tmp_path, strength):
     file = tmp_path / "text.safetensors"
     text_file(file, family, pipe, encoders, usual_layout(family))
     source = find_weights(file, base=folder)
-    given = [Request("a chart")], torch.float32, "cpu", strength
+    given = [settled_request(Request("a chart"), source)], torch.float32, "cpu", strength
     got = encoded_captions(source, *given)[("a chart", ())]
     base = family.load_encoders(folder, parts=("text",))
     plain_rows = family.encode_captions(base, ["a chart"])[0]

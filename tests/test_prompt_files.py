@@ -1,6 +1,8 @@
 """A file of validation prompts, from its lines to what is sampled."""
 
+import json
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from PIL import Image
 from sciftune.core.fields import RecipeError
 from sciftune.lab import prepare
 from sciftune.models.family import get_family
+from sciftune.models.references import references_of
 from sciftune.training import validation
 
 LINES = """a plot --d 7 --s 3 --l 4 --n blurry
@@ -79,3 +82,65 @@ def test_an_entry_that_cannot_be_drawn_ends_a_launch_by_its_line(tmp_path, given
         prepare._check_prerequisites(both)
     with pytest.raises(RecipeError, match="validation_file: needs objective 'epsilon' or 'flow'"):
         recipe_of(tmp_path, str(tmp_path / "own"), model="sd15", objective="dmd2", **given)
+
+
+@pytest.fixture
+def edits(tmp_path, given):
+    "An edit set of one pair beside a file of prompts with references of other shapes."
+    for name, size in (("a", (64, 64)), ("src", (64, 64)), ("wide", (128, 64)), ("tall", (64, 96))):
+        Image.new("RGB", size, "blue").save(tmp_path / f"own/{name}.png")
+    line = dict(edited_image="a.png", source_image="src.png", edit_prompt="invert")
+    (tmp_path / "own/metadata.jsonl").write_text(json.dumps(line))
+    (tmp_path / "p.txt").write_text(
+        "invert --ci own/wide.png --n grey\n"
+        "both --ci own/tall.png --ci own/wide.png --w 64 --h 64\n"
+        "from nothing\n"
+    )
+    return dict(model="qwenimage_edit", reference_images=2, reference_side=64, **given)
+
+
+def test_prompts_bring_their_references(tmp_path, edits):
+    "Their captions and their negative captions see them, too; a first reference gives the shape."
+    recipe = recipe_of(tmp_path, str(tmp_path / "own"), fit="bucket", text_tokens=64, **edits)
+    data = cached(recipe, tmp_path)
+    assert [len(keys) for keys in data.prompt_references] == [1, 2, 0]
+    assert data.prompt_references[0][0] == data.prompt_references[1][1]
+    wide, small, square = data.prompt_sizes
+    assert wide[1] > wide[0] and small == square == (64, 64)
+    lengths = [data.tensors[key]["text"].shape[0] for _, key in data.prompts]
+    assert lengths[1] > lengths[0] > lengths[2]
+    assert len({*data.prompt_negatives, data.negative_key}) == 3
+    assert data.prompt_negatives[2] == data.negative_key
+    shown = {p.name for p in (tmp_path / "run/validation_images/references").iterdir()}
+    assert shown == {"00-0.png", "01-0.png", "01-1.png"}
+    assert not (tmp_path / "run/validation_images/truth").exists()
+    family, seen = get_family(recipe.model), []
+    net = SimpleNamespace(train=lambda on: None, after_eval=lambda: None)
+    ranks = dict(group=0, groups=1, place=0, main=True, device=torch.device("cpu"))
+
+    def sample(self, net, noise, scheduler, conditioning, *rest):
+        seen.append((noise.shape[2:], [len(x) for x in references_of(conditioning)]))
+        return noise
+
+    with mock.patch.object(type(family), "sample", sample):
+        drawn = tmp_path / "drawn"
+        validation.sample_images(recipe, family, net, data, SimpleNamespace(**ranks), drawn)
+    assert len(seen) == 2 and len(list(drawn.glob("*.png"))) == 3
+
+
+@pytest.mark.parametrize(
+    "line, why",
+    [
+        ("x --ci own/no.png", "line 1: reference .*own/no.png: No such file"),
+        ("x --ci own/metadata.jsonl", "line 1: reference .*metadata.jsonl: "),
+        (
+            "x" + " --ci own/a.png" * 3,
+            "line 1: references: 3, and the recipe says reference_images=2",
+        ),
+    ],
+)
+def test_a_reference_that_cannot_be_read_ends_a_launch_by_its_line(tmp_path, edits, line, why):
+    recipe = recipe_of(tmp_path, str(tmp_path / "own"), **edits)
+    (tmp_path / "p.txt").write_text(line)
+    with pytest.raises(RecipeError, match=f"validation_file: .*{why}"):
+        prepare._check_prerequisites(recipe)

@@ -407,8 +407,8 @@ class ValidationSection(Section):
     )
     validation_file: str = setting(
         "",
-        "file of prompts in their place, each with its own seed, size, guidance, steps and "
-        "negative prompt: .txt as sd-scripts has it, .jsonl or .yaml; all of them are drawn",
+        "file of prompts in their place, each with its own references, seed, size, guidance, "
+        "steps and negative prompt: .txt as sd-scripts has it, .jsonl or .yaml; all are drawn",
         optional=True,
     )
     validation_images: int = setting(4, "images per validation", ge=0)

@@ -4,14 +4,16 @@
 
 # %% auto #0
 __all__ = ['COLORS', 'PART_COLORS', 'EMPTY', 'MODALITIES', 'STEP_PARTS', 'as_run', 'train_rows', 'validation_rows', 'column',
-           'evenly', 'smooth', 'figure', 'common_style', 'over_steps', 'add_legend', 'without_formulas', 'empty_figure',
-           'body_limit', 'readable_size', 'measured_peak', 'trained_on_cpu', 'plot_plan', 'plot_loss', 'plot_sigma',
-           'plot_grad_norm', 'plot_learning_rate', 'plot_parts', 'plot_tokens', 'step_time_parts', 'plot_step_time',
-           'planned_peak_of', 'plot_memory', 'plot_host_memory', 'image_steps', 'read_prompts', 'image_grid',
-           'plot_images', 'compact', 'Table', 'held_out_change', 'quarantined', 'median_of', 'plan_against_use',
-           'short_number', 'update_rows', 'telling_updates', 'plot_updates', 'recognised_troubles']
+           'evenly', 'smooth', 'figure', 'common_style', 'over_steps', 'add_legend', 'font_with', 'with_fonts',
+           'without_formulas', 'empty_figure', 'body_limit', 'readable_size', 'measured_peak', 'trained_on_cpu',
+           'plot_plan', 'plot_loss', 'plot_sigma', 'plot_grad_norm', 'plot_learning_rate', 'plot_parts', 'plot_tokens',
+           'step_time_parts', 'plot_step_time', 'planned_peak_of', 'plot_memory', 'plot_host_memory', 'image_steps',
+           'read_prompts', 'image_grid', 'plot_images', 'compact', 'Table', 'held_out_change', 'quarantined',
+           'median_of', 'plan_against_use', 'short_number', 'update_rows', 'telling_updates', 'plot_updates',
+           'recognised_troubles']
 
 # %% ../../nbs/9_lab/01_plots.ipynb #ea52f775
+import functools
 import io
 import itertools
 import math
@@ -21,8 +23,10 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ft2font import FT2Font
 from matplotlib.image import imread
 from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
@@ -175,13 +179,47 @@ def add_legend(ax: Axes, **options: Any):
         )
 
 
+@functools.cache
+def font_with(letter: str) -> str:
+    """Return the file of an installed font that has a letter; '' if none has.
+
+    Matplotlib's own DejaVu Sans comes first. Its font of last resort, which has a box for every
+    letter, does not count.
+    """
+    usual = font_manager.findfont("DejaVu Sans")
+    files = [entry.fname for entry in font_manager.fontManager.ttflist]
+    for file in [usual, *(file for file in files if "LastResort" not in Path(file).name)]:
+        if FT2Font(file).get_char_index(ord(letter)):
+            return file
+    return ""
+
+
+def with_fonts(text: str) -> tuple[str, list[str]]:
+    """Return a text as it can be drawn here, and the files of the fonts that have its letters.
+
+    Letters that no font here has (Chinese ones, where none is installed) become □.
+    """
+    files = {letter: font_with(letter) for letter in dict.fromkeys(text) if not letter.isspace()}
+    drawn = "".join(letter if files.get(letter, letter) else "□" for letter in text)
+    return drawn, [file for file in dict.fromkeys(files.values()) if file]
+
+
 def without_formulas(fig: Figure) -> Figure:
-    """Show names and captions literally: `$` starts no formula. Returns the same figure."""
+    """Show names and captions literally. Returns the same figure.
+
+    `$` starts no formula, and letters come from fonts that have them.
+    """
     axes = [axis for ax in fig.axes for axis in (ax.xaxis, ax.yaxis) if axis.get_scale() == "log"]
     ticks = [t for axis in axes for t in (*axis.get_major_ticks(), *axis.get_minor_ticks())]
     powers = {tick.label1 for tick in ticks}  # which matplotlib writes as formulas
     for text in fig.findobj(Text):
         text.set_parse_math(text in powers)
+        if not text.get_text().isascii() and text not in powers:
+            drawn, files = with_fonts(text.get_text())
+            text.set_text(drawn)
+            text.set_fontfamily(
+                [font_manager.FontProperties(fname=file).get_name() for file in files]
+            )
     return fig
 
 # %% ../../nbs/9_lab/01_plots.ipynb #15a9766e
@@ -294,13 +332,15 @@ def _plan_label(row: PlanRow, plan: Plan) -> str:
 
 # %% ../../nbs/9_lab/01_plots.ipynb #43b7d047
 def _level(ax: Axes, value: float, factor: float, top: float, label: str, bar: int | None):
-    """Draw a line at `value`: dashed through all bars, or a stroke on one of them."""
+    """Draw a line at `value`, dashed through all bars or a stroke on one, or an arrow to it."""
     if bar is None:
         style = {"color": COLORS["dark"], "lw": 1.2, "ls": "--"}
     else:
         style = {"color": "black", "lw": 2.2}
-    if value >= 4 * top:
-        ax.plot([], [], label=f"{label}\n(off the scale)", **style)
+    if value >= 4 * top:  # an arrow at the right edge
+        y, place = (0.5, ax.transAxes) if bar is None else (bar, ax.get_yaxis_transform())
+        arrow = dict(marker=">", ls="", color=style["color"], clip_on=False, transform=place)
+        ax.plot([1], [y], label=f"{label}\n(off the scale)", **arrow)
     elif bar is None:
         ax.axvline(factor * value, label=label, **style)
     else:
@@ -692,7 +732,7 @@ def plan_against_use(run: RunDir | str | Path) -> Table:
     lines = [
         ["optimizer steps", recipe.steps if recipe else "–", last],
         [
-            "peak memory per device",
+            "peak memory per device" + ", used: the whole process" * trained_on_cpu(run),
             readable_size(planned_peak_of(run)),
             readable_size(measured_peak(run)),
         ],

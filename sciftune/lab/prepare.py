@@ -583,7 +583,7 @@ def _check_prerequisites(recipe: Recipe):
     """Raise RecipeError for what only a rank would miss: packages, drawn collections."""
     if recipe.launcher != "print":  # files for another machine
         check_packages(recipe)
-    own_prompts(recipe)
+    own_prompts(recipe, verify=True)
     for path, _ in recipe.sources:
         if drawn := records("collections").get(path):
             import_class(drawn.check)(recipe)

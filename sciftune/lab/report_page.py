@@ -45,6 +45,7 @@ from sciftune.lab.summary import (
     recipe_of,
     subject,
     troubles_of,
+    typical_rows,
     verdict,
 )
 
@@ -158,29 +159,25 @@ def pictures_for_page(run: RunDir, rows: int = 12) -> list[dict]:
         rows: largest number of prompts
 
     Returns:
-        prompt; pictures: (label, address)
+        prompt; pictures: (label, address); typical: whether it is for the first screen
     """
-    shown = []
-    for row in picture_rows(run)[:rows]:
+    shown, every = [], picture_rows(run)[:rows]
+    typical = typical_rows(every)
+    for row in every:
         pictures = []
         for label, path in row.pictures:
             try:
                 pictures.append((label, data_uri(path)))
             except OSError:  # being written, or damaged
                 continue
-        shown.append(dict(prompt=row.prompt, pictures=pictures))
+        shown.append(dict(prompt=row.prompt, pictures=pictures, typical=row in typical))
     return shown
 
 
-def before_and_after(pictures: list[dict], most: int = 3) -> list[dict]:
-    """Select the first and the last step of the first prompts, for the first screen.
-
-    Args:
-        pictures: result of `pictures_for_page`
-        most: largest number of prompts
-    """
+def before_and_after(pictures: list[dict]) -> list[dict]:
+    """Select the first and the last step of typical prompts of `pictures_for_page`."""
     chosen = []
-    for row in pictures[:most]:
+    for row in filter(lambda row: row["typical"], pictures):
         steps = [one for one in row["pictures"] if one[0].startswith(("before", "step"))]
         ends = steps if len(steps) < 2 else [steps[0], steps[-1]]
         chosen.append(dict(prompt=row["prompt"], pictures=ends))

@@ -6,12 +6,16 @@
 __all__ = ['FINDING_COLUMNS', 'PLACES', 'REFERENCES', 'recipe_of', 'trained_part', 'weights_in_words', 'data_in_words',
            'devices_in_words', 'subject', 'reached_step', 'failure_message', 'troubles_of', 'outcome', 'verdict',
            'seconds_used', 'readable_time', 'EvaluatedScore', 'evaluation_of', 'data_findings', 'Number',
-           'five_numbers', 'differing_fields', 'typed_value', 'environment_rows', 'PictureRow', 'picture_rows']
+           'five_numbers', 'differing_fields', 'typed_value', 'environment_rows', 'PictureRow', 'picture_rows',
+           'typical_rows']
 
 # %% ../../nbs/9_lab/28_summary.ipynb #7ad14be2
 import math
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
+from PIL import Image
 
 from ..core.files import FileError, read_object
 from ..core.plan import Plan
@@ -440,17 +444,35 @@ class PictureRow:
     """Pictures of one prompt.
 
     Attributes:
-        pictures: (label, file)
+        pictures: (label, file): reference images, steps, and those of `REFERENCES`
     """
 
     prompt: str
     pictures: tuple[tuple[str, Path], ...]
 
     @property
+    def steps(self) -> list[tuple[str, Path]]:
+        """Return the pictures that the model drew."""
+        return [one for one in self.pictures if one[0].startswith(("before", "step"))]
+
+    @property
     def newest(self) -> tuple[str, Path] | None:
-        """Return the picture of the last step; None if there are only reference pictures."""
-        drawn = [one for one in self.pictures if one[0] not in REFERENCES.values()]
-        return drawn[-1] if drawn else None
+        """Return the picture of the last step; None if the model drew none."""
+        return self.steps[-1] if self.steps else None
+
+    def distance(self) -> float:
+        """Return how far the newest picture is from the true figure, 0..255; nan without one."""
+        truth = dict(self.pictures).get(REFERENCES["truth"])
+        if not truth or not self.newest:
+            return math.nan
+        try:
+            drawn, true = (
+                np.asarray(Image.open(path).convert("RGB").resize((64, 64)), float)
+                for path in (self.newest[1], truth)
+            )
+        except OSError:  # being written, or damaged
+            return math.nan
+        return float(abs(drawn - true).mean())
 
 
 REFERENCES = {"teacher": "the teacher", "truth": "the true figure"}  # folders beside step_XXXXXX
@@ -463,13 +485,28 @@ def picture_rows(run: RunDir | str | Path, columns: int = 4) -> list[PictureRow]
         return []
     names = sorted({path.name for path in folders[-1].glob("*.png")})
     prompts = read_prompts(folders[-1])
-    beside = [folders[0].parent / name for name in REFERENCES]
+    root = folders[0].parent
+    beside = [root / name for name in REFERENCES]
     rows = []
     for number, name in enumerate(names):
-        files = [(_label(folder), folder / name) for folder in (*folders, *beside)]
+        given = sorted((root / "references").glob(f"{Path(name).stem}-*.png"))
+        files = [(f"reference {k}", path) for k, path in enumerate(given, 1)]
+        files += [(_label(folder), folder / name) for folder in (*folders, *beside)]
         found = tuple((label, path) for label, path in files if path.exists())
         rows.append(PictureRow(prompts[number] if number < len(prompts) else name, found))
     return rows
+
+
+def typical_rows(rows: list[PictureRow], most: int = 3) -> list[PictureRow]:
+    """Return the rows in the middle of all by their distance to the true figure.
+
+    So the first screen of a report shows neither the best kind of figure nor the worst one.
+    Without true figures it is the first rows.
+    """
+    known = sorted((row for row in rows if not math.isnan(row.distance())), key=PictureRow.distance)
+    first = max(0, len(known) - most) // 2
+    chosen = known[first : first + most] or rows[:most]
+    return [row for row in rows if row in chosen]
 
 
 def _label(folder: Path) -> str:

@@ -110,6 +110,13 @@ def _saving(row: PlanRow, strategy: Strategy) -> str:
     return f"checkpoints: written in place, and the steps wait while one is written, since {why}"
 
 
+def _no_gpu(recipe: Recipe, machine: Machine) -> str:
+    """Return a note that the run uses the CPU although nobody chose it, or ''."""
+    if machine.cuda or recipe.cpu:
+        return ""
+    return "no GPU was found, so the CPU is used; sciftune plan -p plan_device H200 plans for a GPU"
+
+
 def _uncompared(row: PlanRow, machine: Machine) -> str:
     """Return what a machine that is not here must have; empty if its memory is known."""
     if math.isfinite(machine.host):
@@ -294,7 +301,8 @@ def _row_plan(
         model = replace(model, times=_measured_times(recipe, family, base, dtype, notes))
     encoding = encoding_note(recipe, family, base, machine)
     mine = plan_row(model, strategy, machine)
-    further = epochs_line(recipe), encoding, _saving(mine, strategy), _uncompared(mine, machine)
+    further = [_no_gpu(recipe, machine), epochs_line(recipe), encoding]
+    further += [_saving(mine, strategy), _uncompared(mine, machine)]
     notes += filter(None, further)
     searched = best and mine.fits  # nothing in this precision is faster
     words = [] if searched else _better(model, recipe, strategy, machine, mine)

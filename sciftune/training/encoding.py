@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['RANDOM_SAMPLES', 'random_sizes', 'RandomTensors', 'random_samples', 'random_data', 'training_samples',
-           'scheduled_weights', 'write_truth', 'square', 'prompt_references', 'prompt_negatives', 'held_out_prompts',
-           'listed_prompts', 'cache_data']
+           'scheduled_weights', 'write_truth', 'square', 'with_prompts', 'drawn_numbers', 'prompt_negatives',
+           'drawn_size', 'listed_prompts', 'cache_data']
 
 # %% ../../nbs/7_training/07_encoding.ipynb #6f737649
 from collections.abc import Callable
@@ -33,7 +33,7 @@ from sciftune.data.encode import (
     size_draws,
 )
 from ..data.images import load_picture
-from ..data.prompts import own_prompts
+from ..data.prompts import DrawnPrompt, PromptedCollection, own_prompts, prompt_rows
 from ..data.sources import SampleCollection
 from ..data.splits import hold_out, in_both, open_with_held_out
 from ..models.family import Family
@@ -198,19 +198,20 @@ def scheduled_weights(recipe: Recipe, family: Family) -> Path | str:
 def write_truth(
     collection: SampleCollection, chosen: list[int], run_dir: RunDir, largest: int = 1024
 ):
-    """Write the true figures of validation prompts to validation_images/truth, numbered.
+    """Write the true figures of validation pictures to validation_images/truth, numbered.
 
     Their reference images go to validation_images/references, as 00-0.png, 00-1.png and so on.
 
     Args:
-        collection: Collection or JoinedCollections
-        chosen: numbers of its samples, in the order of the prompts
+        collection: see `data.sources`, or a `PromptedCollection`, whose prompts have no truth
+        chosen: numbers of its samples, in the order of the pictures
         run_dir: of the run
         largest: pixels of the longer side
     """
     folder = run_dir.validation_images
     for number, i in enumerate(chosen):
-        _write_thumbnail(collection[i].image, folder / "truth" / f"{number:02d}.png", largest)
+        if i < len(collection):
+            _write_thumbnail(collection[i].image, folder / "truth" / f"{number:02d}.png", largest)
         for k in range(len(collection.references[i])):
             file = folder / "references" / f"{number:02d}-{k}.png"
             _write_thumbnail(collection.reference(i, k), file, largest)
@@ -230,58 +231,67 @@ def square(recipe: Recipe) -> tuple[int, int]:
     return recipe.resolution, recipe.resolution
 
 
-def prompt_references(jobs: EncodingJobs, numbers: list[int]) -> list[tuple]:
-    """Return the references of validation images; a recipe's own prompts have none.
+def with_prompts(recipe: Recipe, collection: SampleCollection) -> SampleCollection:
+    """Return a collection followed by the prompts that the recipe gives, if it gives some."""
+    prompts = own_prompts(recipe)
+    rows = [prompt_rows(recipe, prompt) for prompt in prompts]
+    return PromptedCollection(collection, rows) if prompts else collection
+
+
+def drawn_numbers(
+    recipe: Recipe, collection: SampleCollection, train: list[int], held: list[int]
+) -> list[int]:
+    """Return the numbers of the samples or prompts that a validation draws.
 
     Args:
-        jobs: of the run
-        numbers: of the samples that are drawn, in the collection
-
-    Returns:
-        cache keys of the reference images of each; [] = none
+        recipe: its prompts, or its validation_images
+        collection: of `with_prompts`
+        train: numbers for training
+        held: numbers held out
     """
-    if own_prompts(jobs.recipe):
-        return []
-    return [jobs.references_of(i).get("references", ()) for i in numbers]
+    count, most = len(own_prompts(recipe)), recipe.validation_images
+    if recipe.validation_file and most:
+        most = count
+    first = len(collection)
+    return list(range(first, first + count) if count else held or train)[:most]
 
 
-def prompt_negatives(jobs: EncodingJobs, numbers: list[int]) -> list[str]:
+def prompt_negatives(
+    jobs: EncodingJobs, numbers: list[int], own: list[DrawnPrompt] | None = None
+) -> list[str]:
     """Return the unconditional captions that guide validation images, where they differ.
 
     They do if prompts have their own, or if captions see references.
 
     Args:
         jobs: of the run
-        numbers: of the samples that are drawn, in the collection
+        numbers: of the samples or prompts that are drawn
+        own: the prompts; None or [] = samples are drawn
 
     Returns:
         cache keys; [] = the unconditional caption alone
     """
-    if own := own_prompts(jobs.recipe):
-        usual, given = jobs.family.negative_caption, [prompt.negative for prompt in own]
-        listed = any(text is not None for text in given)
-        return [jobs.caption(usual if text is None else text) for text in given if listed]
-    if not any(jobs.seen_by_caption(i) for i in numbers):
+    texts = [prompt.negative for prompt in own] if own else [None] * len(numbers)
+    if not any(text is not None for text in texts) and not any(map(jobs.seen_by_caption, numbers)):
         return []
-    return [jobs.caption(jobs.family.negative_caption, i) for i in numbers]
-
-
-def held_out_prompts(jobs: EncodingJobs, numbers: list[int]) -> list[tuple]:
-    """Return the first caption of some samples, each to be drawn at the shape of its image.
-
-    Args:
-        jobs: of the run
-        numbers: in the collection
-
-    Returns:
-        (text, (height, width), number of the sample) of each
-    """
-    collection = jobs.collection
-    texts = [caption_texts(jobs.recipe, collection.captions[i])[0] for i in numbers]
+    usual = jobs.family.negative_caption
     return [
-        (text, jobs.sizing.held_out(*collection.sizes[i]), i)
+        jobs.caption(usual if text is None else text, i)
         for text, i in zip(texts, numbers, strict=True)
     ]
+
+
+def drawn_size(jobs: EncodingJobs, i: int) -> tuple[int, int]:
+    """Return the (height, width) of a picture without a size of its own.
+
+    It has the shape of sample `i`, or of the first reference of prompt `i`, or is a square.
+    """
+    collection = jobs.collection
+    if i < len(collection):
+        return jobs.sizing.held_out(*collection.sizes[i])
+    for row in collection.references[i]:
+        return jobs.sizing.held_out(row.width, row.height)
+    return square(jobs.recipe)
 
 
 def listed_prompts(jobs: EncodingJobs, numbers: list[int]) -> dict[str, list]:
@@ -289,24 +299,23 @@ def listed_prompts(jobs: EncodingJobs, numbers: list[int]) -> dict[str, list]:
 
     Args:
         jobs: of the run
-        numbers: of the samples that are drawn if the recipe has no prompts
+        numbers: of `drawn_numbers`
 
     Returns:
         fields of `CachedData`
     """
-    recipe, shown = jobs.recipe, jobs.recipe.validation_images
-    own = own_prompts(recipe)
-    if recipe.validation_file and shown:
-        shown = len(own)
-    prompts = [(prompt.text, prompt.size or square(recipe), None) for prompt in own]
-    prompts = prompts or held_out_prompts(jobs, numbers)
-    listed = [(text, jobs.caption(text, i)) for text, _, i in prompts]
+    recipe, collection = jobs.recipe, jobs.collection
+    own = own_prompts(recipe)[: len(numbers)]
+    texts = [prompt.text for prompt in own] or [
+        caption_texts(recipe, collection.captions[i])[0] for i in numbers
+    ]
+    sizes = [prompt.size for prompt in own] or [None] * len(numbers)
     return dict(
-        prompts=listed[:shown],
-        prompt_sizes=[size for _, size, _ in prompts[:shown]],
-        prompt_references=prompt_references(jobs, numbers),
-        prompt_negatives=prompt_negatives(jobs, numbers),
-        prompt_settings=own[:shown],
+        prompts=[(text, jobs.caption(text, i)) for text, i in zip(texts, numbers, strict=True)],
+        prompt_sizes=[size or drawn_size(jobs, i) for size, i in zip(sizes, numbers, strict=True)],
+        prompt_references=[jobs.references_of(i).get("references", ()) for i in numbers],
+        prompt_negatives=prompt_negatives(jobs, numbers, own),
+        prompt_settings=own,
     )
 
 # %% ../../nbs/7_training/07_encoding.ipynb #a667c91a
@@ -322,7 +331,7 @@ def _listed(
     """Return the samples and prompts of a run by the keys of their tensors, some not there yet."""
     recipe, collection = jobs.recipe, jobs.collection
     negative = jobs.caption(jobs.family.negative_caption)
-    prompts = listed_prompts(jobs, (held or train)[: recipe.validation_images])
+    prompts = listed_prompts(jobs, drawn_numbers(recipe, collection, train, held))
     jobs.sizing.draws = size_draws(recipe, len(train))
     held_out = set(held)
     samples = [jobs.sample(i, held=i in held_out) for i in range(len(train) + len(held))]
@@ -384,7 +393,7 @@ def cache_data(
         collection, train, held = split
         if engine.main:
             _say_found(collection, train, held, run_dir, say)
-        jobs = jobs_class(recipe, family, view(collection), folder)
+        jobs = jobs_class(recipe, family, with_prompts(recipe, view(collection)), folder)
         data = _listed(jobs, train, held, tensors)
         if engine.main:
             say(cut_line([collection.sizes[i] for i in train], recipe))
@@ -396,7 +405,6 @@ def cache_data(
             split = _opened(recipe, engine, run_dir)
     if engine.main:
         mark_encoded(jobs)
-        if not own_prompts(recipe):
-            drawn = (held or train)[: recipe.validation_images]
-            write_truth(jobs.collection, drawn, run_dir)
+        drawn = drawn_numbers(recipe, jobs.collection, train, held)
+        write_truth(jobs.collection, drawn, run_dir)
     return data

@@ -4,7 +4,7 @@ import torch
 from forked import deviation, log, losses, recipe_of, start, train, wait
 
 from sciftune.core.rundir import RunDir
-from sciftune.lab.sample import find_weights
+from sciftune.lab.sample import checkpoint_sources, find_weights
 from sciftune.models.weights import Weights
 from sciftune.training.checkpoints import CheckpointTensors
 
@@ -57,6 +57,7 @@ def test_resumes_with_the_best_and_exports_it(tmp_path):
         for run in (whole, again):
             assert steps_kept(run) == sorted({best, 10}), values
             assert find_weights(run.path, "ema").step == best
+            assert [s.step for s in checkpoint_sources(run.path, "all")] == steps_kept(run)
             average = CheckpointTensors(run.checkpoints / f"step_{best:06d}", "denoiser", "ema")
             exported = Weights(run.model / "transformer")
             for key in average:

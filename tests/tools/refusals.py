@@ -32,7 +32,9 @@ from safetensors.torch import save
 from sciftune.core.recipe import RecipeError, resolve
 from sciftune.core.registry import RegistryError
 from sciftune.data.images import DataError
+from sciftune.data.prompts import own_prompts
 from sciftune.data.sources import open_collection
+from sciftune.data.splits import open_recipe_data
 from sciftune.lab import prepare
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -183,6 +185,19 @@ def collection(wrong: str, says: str, files: dict[str, bytes], name: str = "") -
     def give(folder: Path) -> None:
         with written(folder, files) as place:
             open_collection(place / name)
+
+    return Case("Data", wrong, says, give)
+
+
+def shown(wrong: str, says: str, files: dict[str, bytes], **given: object) -> Case:
+    """A recipe whose data, masks and file of prompts are read as the launch and the ranks do."""
+
+    def give(folder: Path) -> None:
+        with written(folder, files) as place:
+            values = {n: str(v).format(folder=place) for n, v in given.items()}
+            recipe = resolve(data=str(place), run_root=str(place / "runs"), **values)
+            own_prompts(recipe, verify=True)
+            open_recipe_data(recipe)
 
     return Case("Data", wrong, says, give)
 
@@ -521,6 +536,45 @@ CASES = [
     asked(
         "Recipe", "'attn' has no 'lr'; allowed: rate, weight_decay", lr_groups="{{attn: {{lr: 1}}}}"
     ),
+    asked(
+        "Recipe",
+        "lr_groups: objective 'dmd2' trains several networks; leave it out",
+        model="sd15",
+        objective="dmd2",
+        lr_groups="{{attn: 0.1}}",
+    ),
+    asked(
+        "Recipe",
+        "prior_data: needs lora_rank; without it nothing reads this field",
+        data="/a:1,/b:1",
+        prior_data="/b",
+    ),
+    asked(
+        "Recipe",
+        "prior_data: '/c' must be one of several collections in data",
+        data="/a:1,/b:1",
+        prior_data="/c",
+        lora_rank=4,
+    ),
+    asked(
+        "Recipe",
+        "prior_weight: needs prior_data; without it nothing reads this field",
+        prior_weight=2,
+    ),
+    asked(
+        "Recipe",
+        "mask_outside: needs objective",
+        model="sd15",
+        objective="dmd2",
+        mask_outside=0.1,
+    ),
+    asked(
+        "Recipe",
+        "sigma_range: needs objective",
+        model="sd15",
+        objective="epsilon",
+        sigma_range="0.5-1",
+    ),
     asked("Recipe", "sigma_range: '0.8-0.2' must rise between 0 and 1", sigma_range="0.8-0.2"),
     asked("Recipe", "keep_best: 'heldout' is no number of a validation", keep_best="heldout"),
     asked("Recipe", "patience: needs keep_best; without it nothing reads", patience=3),
@@ -580,6 +634,16 @@ CASES = [
     asked("Files", "give the folder of a checkpoint", start_from="{folder}/file"),
     asked("Files", "lora_path: no such file or folder", lora_rank=4, lora_path="/no"),
     asked("Files", "prompts: no such", model="sd15", objective="dmd2", prompts="/no.txt"),
+    asked(
+        "Layers and adapters",
+        "lr_groups: 'atn' matches no trained parameter (did you mean 'attn'?)",
+        lr_groups="{{atn: 0.1}}",
+    ),
+    asked(
+        "Layers and adapters",
+        "lr_groups: 'attn.to_q' matches only what patterns before it match",
+        lr_groups="{{attn: 0.1, attn.to_q: 0.2}}",
+    ),
     asked("Layers and adapters", "lora_targets: no linear layer", lora_rank=4, lora_targets="fc"),
     asked("Layers and adapters", "lora_path: FOLDER/file", lora_rank=4, lora_path="{folder}/file"),
     adapter(
@@ -714,6 +778,26 @@ CASES = [
         "a caption of 70 MB in a parquet of 5 KB",
         "67 MiB of text in 1 rows: at most 100,000 characters of a row are read",
         {"a.parquet": table(image=[png()], text=["x" * 70_000_000])},
+    ),
+    shown(
+        "`-p mask_outside 0.1` and pictures without masks",
+        "mask_outside: 0.1, but no row of data has a mask: a column mask or mask_image",
+        listed(dict(file_name="a.png", text="a")),
+        mask_outside=0.1,
+    ),
+    shown(
+        "`-p validation_file p.txt` with a reference image, and no `reference_images`",
+        "p.txt, line 1: references: 1, and the recipe says reference_images=0",
+        listed(dict(file_name="a.png", text="a")) | {"p.txt": b"grid off --ci a.png"},
+        validation_file="{folder}/p.txt",
+    ),
+    shown(
+        "`-p validation_file p.txt` whose reference image is not there",
+        "b.png: No such file or directory",
+        listed(dict(file_name="a.png", text="a")) | {"p.txt": b"grid off --ci b.png"},
+        validation_file="{folder}/p.txt",
+        model="klein",
+        reference_images=1,
     ),
     Case("Data", "`-p data /proc`", "not of data", lambda folder: open_collection("/proc")),
     Case("Data", "a named pipe", "no file but a pipe: FOLDER/pipe.parquet", pipe),
