@@ -15,15 +15,18 @@ from pathlib import Path
 import diffusers
 import torch
 import transformers
+from PIL import Image
 from torch import Tensor, nn
 
 from ..core.files import FileError, read_object, read_words
+from ..core.registry import records
 from .chat_templates import put_into_template
 from .compat import causal_padding
 from .family_base import FamilyBase
 from .tiny import QWEN3_CHAT_TEMPLATE
 from .tokens import pad_rows, stack_rows
 from sciftune.models.weights import (
+    Weights,
     bounded,
     build_on_meta,
     component_config,
@@ -35,6 +38,7 @@ from sciftune.models.weights import (
     stored_numel,
     text_encoder_numel,
 )
+from .writers import PictureWriter
 
 VOCABULARIES = (
     "tokenizer.json",
@@ -240,6 +244,8 @@ class Encoding(FamilyBase, ABC):
         text_tokens: caption length at inference
         max_text_tokens: longest caption that the model has room for
         negative_caption: unconditional prompt, also for caption dropout
+        write_turns: conversation of a text encoder that writes, see `PictureWriter`
+        picture_processor: class of its image processor where the folder has none
     """
 
     vae_class: str = "AutoencoderKL"
@@ -250,6 +256,8 @@ class Encoding(FamilyBase, ABC):
     text_tokens: int = 512
     max_text_tokens: int = 512
     negative_caption: str = ""
+    write_turns: str = ""
+    picture_processor: str = ""
 
     # --- required
     @abstractmethod
@@ -454,6 +462,59 @@ class Encoding(FamilyBase, ABC):
     def check_tokenizer(self, folder: Path) -> None:
         """Raise an error where a tokenizer is damaged, or cannot say what captions become."""
         self.tokenized_text(self.load_tokenizer(folder), "a caption")
+
+    # --- writing
+
+    def picture_inputs(
+        self,
+        processor: transformers.BaseImageProcessor,
+        config: transformers.PretrainedConfig,
+        pictures: list[Image.Image],
+    ) -> tuple[dict[str, Tensor], list[str]]:
+        """Return the tensors of pictures for a text encoder that sees, and the tokens of each.
+
+        Args:
+            processor: image processor of the folder
+            config: of the text encoder
+            pictures: one or more
+        """
+        raise ValueError(f"the text encoder of {self.name} sees no pictures")
+
+    def load_writer(
+        self, path: str | Path, device: torch.device = "cpu", revision: str = None
+    ) -> PictureWriter:
+        """Load the text encoder whole, in the type in which it is stored.
+
+        Args:
+            path: diffusers folder or hub id
+            device: where it goes
+            revision: hub revision
+
+        Raises:
+            ValueError: it cannot write, or the folder lacks the weights that only this needs
+        """
+        if not self.record.writes:
+            able = [r.name for r in records("models").values() if r.writes]
+            raise ValueError(
+                f"the text encoder of {self.name} cannot describe pictures; those of "
+                f"{', '.join(able)} can"
+            )
+        whole = self.resolve(path, self.text_components, revision)
+        folder = whole / "text_encoder"
+        with readable(folder), bounded(folder):
+            kind, config = Encoding.text_model(self, folder)
+            if kind != self.record.writes:
+                raise ValueError(f"{folder} is a {kind}; {self.record.writes} is needed to write")
+            weights = Weights(folder)
+            dtype = weights.dtype(next(iter(weights)))
+            model = load_text_encoder(folder, kind, dtype, device, config=config)
+        (tokenizer,) = self.load_tokenizers(whole).values()
+        places = [whole / name for name in self.text_components]
+        known = [p for p in places if any((p / file).is_file() for file in PROCESSOR_FILES)]
+        kind = getattr(transformers, self.picture_processor or "AutoImageProcessor")
+        processor = load_image_processor(known[0]) if known else kind()
+        inputs = functools.partial(self.picture_inputs, processor, config)
+        return PictureWriter(model, tokenizer, self.write_turns, inputs, device)
 
     def load_processor(self, folder: Path) -> transformers.ProcessorMixin:
         """Load the processor of captions and images in a component folder."""

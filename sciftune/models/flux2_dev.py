@@ -12,6 +12,7 @@ import diffusers
 import torch
 import transformers
 from diffusers.pipelines.flux2 import pipeline_flux2, system_messages
+from PIL import Image
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor, nn
 
@@ -30,9 +31,9 @@ from .sampler import GuidanceInput
 from .weights import load_text_encoder
 
 # %% auto #0
-__all__ = ['RECORDS', 'FLUX2_DEV', 'MISTRAL_SPECIAL', 'MISTRAL_CHAT_TEMPLATE', 'MISTRAL_LAYERS', 'LANGUAGE_MODEL', 'dev_turns',
-           'mistral_tokenizer', 'tokens_before_caption', 'dev_tokens', 'mistral_config', 'mistral_states',
-           'tiny_mistral3', 'PixtralProcessor', 'Flux2Dev']
+__all__ = ['RECORDS', 'FLUX2_DEV', 'MISTRAL_SPECIAL', 'MISTRAL_TURNS', 'MISTRAL_CHAT_TEMPLATE', 'MISTRAL_LAYERS',
+           'LANGUAGE_MODEL', 'dev_turns', 'mistral_tokenizer', 'tokens_before_caption', 'dev_tokens', 'mistral_config',
+           'mistral_states', 'tiny_mistral3', 'PixtralProcessor', 'Flux2Dev']
 
 # %% ../../nbs/4_models/14_flux2_dev.ipynb #f83334d5
 RECORDS = [
@@ -51,6 +52,7 @@ RECORDS = [
         float32_arguments=("timestep", "guidance", "hidden_states"),
         guides_above=None,
         references=10,
+        writes="Mistral3ForConditionalGeneration",
         packing=True,
         lora_formats=("diffusers", "kohya", "comfyui"),
         single_file=True,
@@ -85,6 +87,9 @@ MISTRAL_SPECIAL = (
     "[IMG_BREAK]",
     "[IMG_END]",
     "<pad>",
+)
+MISTRAL_TURNS = (  # of a conversation about a picture
+    "<s>[SYSTEM_PROMPT]{system}[/SYSTEM_PROMPT][INST]{image}{prompt}[/INST]"
 )
 MISTRAL_CHAT_TEMPLATE = (
     "{{ bos_token }}{% for turn in messages %}"
@@ -271,6 +276,7 @@ class Flux2Dev(GuidanceInput, Klein):
     real_config = FLUX2_DEV
     real_text = dict(text_encoder=MISTRAL_SMALL)
     tiny_variants = {}
+    write_turns = MISTRAL_TURNS
     lora_targets = (
         "to_k",
         "to_q",
@@ -303,6 +309,19 @@ class Flux2Dev(GuidanceInput, Klein):
         lm = load_text_encoder(folder, kind, dtype, device, config=config, key_mapping=names)
         lm.norm = nn.Identity()
         return lm
+
+    def picture_inputs(
+        self,
+        processor: transformers.BaseImageProcessor,
+        config: transformers.PretrainedConfig,
+        pictures: list[Image.Image],
+    ) -> tuple[dict[str, Tensor], list[str]]:
+        """Return pixels and sizes; the tokens of a picture stand in lines, as it does."""
+        side = config.vision_config.patch_size * config.spatial_merge_size
+        options: dict = dict(patch_size=side, return_tensors="pt")
+        tensors = dict(processor(images=pictures, **options))
+        lines = [["[IMG]" * (w // side)] * (h // side) for h, w in tensors["image_sizes"].tolist()]
+        return tensors, ["[IMG_BREAK]".join(line) + "[IMG_END]" for line in lines]
 
     def load_tokenizer(self, folder: Path) -> transformers.PreTrainedTokenizerBase:
         """Load the processor's tokenizer. Raise ValueError where diffusers would read none."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import diffusers
 import torch
 import transformers
+from PIL import Image
 from torch import Tensor, nn
 
 from ..core.registry import FamilyRecord
@@ -37,6 +38,7 @@ from sciftune.models.tokens import (
     stack_sizes,
     unpack,
 )
+from .writers import QWEN_TURNS, qwen_pictures
 
 # %% auto #0
 __all__ = ['RECORDS', 'QWEN_IMAGE', 'TINY_QWEN_IMAGE', 'qwen_image_template', 'last_hidden_states', 'last_text_branch',
@@ -61,6 +63,7 @@ RECORDS = [
         context_parallel=True,
         packing=True,
         nano=True,
+        writes="Qwen2_5_VLForConditionalGeneration",
         lora_formats=("diffusers", "kohya", "comfyui"),
         single_file=True,
     )
@@ -257,6 +260,8 @@ class QwenImage(Family):
         text_encoder=tiny.tiny_qwen25vl,
     )
     negative_caption = " "
+    write_turns = QWEN_TURNS
+    picture_processor = "Qwen2VLImageProcessorPil"  # whose defaults are those of Qwen2.5-VL
     token_arguments = TokenArguments(
         image=dict(hidden_states=1),
         text=dict(encoder_hidden_states=1),
@@ -284,6 +289,15 @@ class QwenImage(Family):
         whole = super().load_text(folder, dtype, device)
         whole.model.visual = None
         return whole.model
+
+    def picture_inputs(
+        self,
+        processor: transformers.BaseImageProcessor,
+        config: transformers.PretrainedConfig,
+        pictures: list[Image.Image],
+    ) -> tuple[dict[str, Tensor], list[str]]:
+        """Return `qwen_pictures`."""
+        return qwen_pictures(processor, pictures)
 
     def check_tokenizer(self, folder: Path) -> None:
         """Raise an error where a tokenizer is damaged; the template is the pipeline's."""

@@ -31,6 +31,7 @@ from .references import references_of
 from .sampler import build_scheduler
 from .tokens import compute_dtype, pad_rows
 from .weights import build_on_meta, pipeline_index, readable
+from .writers import QWEN_TURNS, qwen_pictures
 
 # %% auto #0
 __all__ = ['RECORDS', 'QWEN_IMAGE_21', 'TEXT', 'PADDING', 'TINY_QWEN_IMAGE_21', 'QWEN3VL_CHAT_TEMPLATE', 'joint_flops', 'Layout',
@@ -55,6 +56,7 @@ RECORDS = [
         usual_learning_rates=(1e-6, 1e-5),
         timestep_shifts=("none", "linear"),
         references=10,
+        writes="Qwen3VLForConditionalGeneration",
         size_multiple=32,
     )
 ]
@@ -553,6 +555,7 @@ class QwenImage21(Family):
     max_text_tokens = 2048
     negative_caption = " "
     captions_see_references = True
+    write_turns = QWEN_TURNS
     default_guidance = 1.0
     default_sample_steps = 40
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
@@ -598,6 +601,15 @@ class QwenImage21(Family):
         images, tokenizer = load_image_processor(folder), self.load_tokenizer(folder)
         chat_text(tokenizer, [dict(role="system", content=[dict(type="text", text="a message")])])
         return PictureProcessor(images, tokenizer, chat_template=tokenizer.chat_template)
+
+    def picture_inputs(
+        self,
+        processor: transformers.BaseImageProcessor,
+        config: transformers.PretrainedConfig,
+        pictures: list[Image.Image],
+    ) -> tuple[dict[str, Tensor], list[str]]:
+        """Return `qwen_pictures`."""
+        return qwen_pictures(processor, pictures)
 
     def load_tokenizers(self, folder: str | Path) -> dict:
         """Load the processor's tokenizer."""

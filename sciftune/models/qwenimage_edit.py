@@ -51,6 +51,7 @@ RECORDS = [
         usual_learning_rates=(1e-6, 1e-5),
         timestep_shifts=("none", "linear"),
         references=3,
+        writes="Qwen2_5_VLForConditionalGeneration",
         lora_formats=("diffusers", "kohya", "comfyui"),
         single_file=True,
     )

@@ -31,7 +31,7 @@ from .tex import SourceError, folder_files, read_tex, tar_files
 
 # %% auto #0
 __all__ = ['VERSION', 'DOCUMENT_ENDINGS', 'MARKER', 'READER_MEMORY', 'Source', 'document_kind', 'find_documents', 'labels_of',
-           'read_document', 'write_document', 'read_apart', 'read_command', 'Collected', 'collect',
+           'read_document', 'write_document', 'read_apart', 'read_command', 'Collected', 'collect', 'write_lines',
            'without_duplicates']
 
 # %% ../../../nbs/extras/papers/05_collect.ipynb #ef311790
@@ -321,8 +321,8 @@ def collect(
             rows += _written(place, document, licence or "unknown", left_out)
     rows, doubled = without_duplicates(folder, rows)
     listed = [dict(source=name, reason=reason) for name, reason in left_out + doubled]
-    _write_lines(folder / "metadata.jsonl", rows)
-    _write_lines(folder / "quarantine.jsonl", listed)
+    write_lines(folder / "metadata.jsonl", rows)
+    write_lines(folder / "quarantine.jsonl", listed)
     return Collected(folder, rows, listed, len(places) - sum(map(bool, faults)))
 
 
@@ -344,7 +344,7 @@ def _folder_name(document: Source, digest: str) -> str:
     return f"{stem}-{digest[:10]}"
 
 
-def _write_lines(path: Path, rows: list[dict]):
+def write_lines(path: Path, rows: list[dict]):
     """Write rows as JSON lines."""
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     write_atomic(path, text.encode("utf-8", "replace"))

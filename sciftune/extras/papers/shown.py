@@ -23,7 +23,7 @@ def collected_page(found: Collected, count: int = 9) -> Figure:
     """Show some figures, evenly over the collection, with document and caption.
 
     Args:
-        found: result of `collect`
+        found: result of `collect` or `describe_collection`
         count: largest number of figures
     """
     rows = found.rows
@@ -36,8 +36,11 @@ def collected_page(found: Collected, count: int = 9) -> Figure:
     for ax, k in zip(axes.flat, some, strict=False):
         row = rows[k]
         ax.imshow(Image.open(found.folder / row["file_name"]))
-        text = textwrap.fill(textwrap.shorten(row["text"], 160, placeholder=" …"), 44)
-        ax.set_title(f"{row['document'][-40:]}\n{text}", fontsize=6, parse_math=False)
+        text = row.get("text") or row["captions"][0]
+        text = text["text"] if isinstance(text, dict) else text
+        text = textwrap.fill(textwrap.shorten(text, 160, placeholder=" …"), 44)
+        name = row.get("document") or row["file_name"]
+        ax.set_title(f"{name[-40:]}\n{text}", fontsize=6, parse_math=False)
     return fig
 
 
