@@ -77,6 +77,7 @@ class FamilyRecord(Record):
         lora_formats: file formats of its adapters
         single_file: its denoiser is read from one file of the original layout
         references: Most reference images of a sample; 0 = it takes none
+        writes: transformers class of its text encoder if that sees pictures and writes; '' = no
         size_multiple: Height and width of an image must be multiples of it
         context_parallel: The tokens of a sample can be divided over ranks
         packing: Samples of several sizes can stand one behind another
@@ -104,6 +105,7 @@ class FamilyRecord(Record):
     lora_formats: tuple[str, ...] = ("diffusers",)
     single_file: bool = False
     references: int = 0
+    writes: str = ""
     size_multiple: int = 16
     context_parallel: bool = False
     packing: bool = False

@@ -11,6 +11,7 @@ from pathlib import Path
 from ..core.registry import ReaderRecord
 from .files import FolderFiles
 from .images import DataError
+from .named_words import row_facts
 from .readers import Files, at_most_one, json_content, list_source, listed_rows
 from .rows import CellValue
 
@@ -42,7 +43,8 @@ def caption_records(path: Path) -> Iterator[tuple[str, CellValue]]:
                 DataError(f"image_id {ident}: no such image"),
             )
     for number, image in enumerate(parts[0]):
-        record = dict(file_name=image.get("file_name"), text=captions[image.get("id")])
+        record = row_facts(image) | dict(document=image.get("document"))
+        record |= dict(file_name=image.get("file_name"), text=captions[image.get("id")])
         yield f"{path.name} images[{number}]", record
 
 # %% ../../nbs/2_data/19_coco.ipynb #282cc819

@@ -24,7 +24,7 @@ from sciftune.core.files import (
 from ..core.progress import progress
 from ..core.registry import ReaderRecord
 from ..core.secrets import bare
-from .cells import MASK_KEYS, WORD_KEYS, word_boxes
+from .cells import MASK_KEYS
 from .files import FolderFiles
 from sciftune.data.images import (
     DataError,
@@ -32,6 +32,7 @@ from sciftune.data.images import (
     file_bytes,
     open_image,
 )
+from .named_words import FACT_KEYS, row_facts
 from sciftune.data.readers import (
     CAPTION_KEYS,
     ID_KEYS,
@@ -39,6 +40,7 @@ from sciftune.data.readers import (
     NO_CAPTION,
     Files,
     captions_of,
+    give_facts,
     inside,
     reference_row,
 )
@@ -218,31 +220,32 @@ def _reference_columns(
         raise DataError(f"{path}: {e}") from None
 
 
-def _columns(path, schema: pa.Schema) -> tuple[str, str | None, str | None]:
-    """Names of the image, caption and id columns. Raises DataError naming what is missing."""
+def _columns(path, schema: pa.Schema) -> tuple[str, str | None, str | None, str | None]:
+    """Names of the columns of image, caption, id and document; DataError where one is missing."""
     expected = "image bytes, or a struct of bytes and path"
     image = _column(path, schema, "image", IMAGE_COLUMNS, _holds_bytes, expected)
     texts = "text or lists of text"
     caption = None
     if set(CAPTION_KEYS) & set(schema.names):
         caption = _column(path, schema, "caption", CAPTION_KEYS, _holds_texts, texts)
-    return image, caption, next((n for n in ID_KEYS if n in schema.names), None)
+    ident = next((n for n in ID_KEYS if n in schema.names), None)
+    named = "document" in schema.names and not _holds_bytes(schema.field("document").type)
+    return image, caption, ident, "document" if named else None
 
 
 BATCH = 4096  # Rows whose texts are Python objects at once
 
 
-def _texts_and_ids(
-    batches: Iterable[pa.RecordBatch], caption: str | None, ident: str | None, count: int
-) -> Iterator[tuple[object, object]]:
-    """Caption and id of each row, None where there is no such column."""
-    if not caption and not ident:
-        yield from itertools.repeat((None, None), count)
+def _values(
+    batches: Iterable[pa.RecordBatch], columns: Sequence[str | None], count: int
+) -> Iterator[tuple]:
+    """Values of some columns of each row, None where there is no such column."""
+    if not any(columns):
+        yield from itertools.repeat((None,) * len(columns), count)
         return
     for batch in batches:
-        texts = cell_values(batch[caption]) if caption else [None] * len(batch)
-        ids = cell_values(batch[ident]) if ident else [None] * len(batch)
-        yield from zip(texts, ids, strict=True)
+        nothing = [None] * len(batch)
+        yield from zip(*(cell_values(batch[c]) if c else nothing for c in columns), strict=True)
 
 
 def _no_column(schema: pa.Schema) -> str:
@@ -267,11 +270,12 @@ def area_columns(schema: pa.Schema) -> tuple[str, list[str]]:
     """
     masks = (n for n in MASK_KEYS if n in schema.names and _holds_bytes(schema.field(n).type))
     mask = next(masks, "")
-    return mask, [*filter(None, [mask]), *(n for n in WORD_KEYS if n in schema.names)]
+    known = (n for n in FACT_KEYS if n in schema.names and not _holds_bytes(schema.field(n).type))
+    return mask, [*filter(None, [mask]), *known]
 
 
-def row_areas(table: pa.Table, mask: str) -> Iterator[tuple[bool, tuple]]:
-    """Yield of each row whether it has a mask, and the boxes of its words.
+def row_areas(table: pa.Table, mask: str) -> Iterator[tuple[bool, dict]]:
+    """Yield of each row whether it has a mask, and its facts.
 
     Args:
         table: columns of `area_columns`
@@ -281,7 +285,7 @@ def row_areas(table: pa.Table, mask: str) -> Iterator[tuple[bool, tuple]]:
     words = table.select([name for name in table.column_names if name != mask])
     records = words.to_pylist() if words.num_columns else [{}] * len(table)
     for has_mask, record in zip(there, records, strict=True):
-        yield bool(has_mask), word_boxes(record)
+        yield bool(has_mask), row_facts(record)
 
 
 def _cell_image(cell: object, number: int) -> object:
@@ -291,14 +295,13 @@ def _cell_image(cell: object, number: int) -> object:
     return [value for value in cell if value is not None][number]
 
 
-def _checked(row: Row, text: object, missing: str = "") -> Row:
+def _checked(row: Row, text: object, document: object, missing: str = "") -> Row:
     """Return the row with its captions or its fault; `missing` is the fault without a column."""
     progress(f"{row.source} listed")
-    if missing:
-        row.fault = missing
-        return row
     try:
-        row.captions = captions_of(text)
+        give_facts(row, dict(document=document))
+        row.captions = () if missing else captions_of(text)
+        row.fault = missing
     except DataError as e:
         row.fault = str(e)
     return row
@@ -364,21 +367,22 @@ class Parquet:
     def _list(self, n: int, path: Path):
         name = os.path.relpath(bare(str(path)), self.root).replace(os.sep, "/")
         file = self.open_file(path)
-        image, caption, ident = _columns(path, file.schema_arrow)
+        image, *texts = _columns(path, file.schema_arrow)
         for group in range(file.num_row_groups):
-            check_row_group(path, file, group, (caption, ident))
+            check_row_group(path, file, group, texts)
         self.column.append(image)
         self.reference_columns.append(self._references(path, file))
         self.stamps.append(f"{name}|{self.version(path)}")
-        missing = "" if caption else _no_column(file.schema_arrow)
+        missing = "" if texts[0] else _no_column(file.schema_arrow)
         at = 0
         for group in range(file.num_row_groups):
-            batches = file.iter_batches(BATCH, [group], [c for c in (caption, ident) if c])
+            batches = file.iter_batches(BATCH, [group], [c for c in texts if c])
             counts = self._reference_counts(n, file, group)
             lines = file.metadata.row_group(group).num_rows
-            for r, (text, given) in enumerate(_texts_and_ids(batches, caption, ident, lines)):
+            for r, (text, given, document) in enumerate(_values(batches, texts, lines)):
                 own_id = f"{name}:{at}" if given is None else str(given)
-                row = _checked(Row(f"{name} row {at}", (n, group, r), own_id), text, missing)
+                row = Row(f"{name} row {at}", (n, group, r), own_id)
+                row = _checked(row, text, document, missing)
                 row.references = tuple(
                     Row(row.source, (n, group, r, column, number))
                     for column, counted in counts.items()
@@ -411,7 +415,7 @@ class Parquet:
         return counts
 
     def list_areas(self):
-        """List the masks and the boxes of words of all rows, which only some runs read.
+        """List the masks and the facts of all rows, which only some runs read.
 
         Raises DataError for a shard that cannot be read.
         """
@@ -422,10 +426,10 @@ class Parquet:
                 mask, columns = area_columns(file.schema_arrow)
                 for group in range(file.num_row_groups):
                     table = file.read_row_group(group, columns=columns)
-                    for r, (there, boxes) in enumerate(row_areas(table, mask)):
+                    for r, (there, facts) in enumerate(row_areas(table, mask)):
                         row = self.rows[at]
                         own = Row(row.source, (n, group, r, mask, 0))
-                        row.masks, row.boxes = (own,) * there, boxes
+                        row.masks, row.facts = (own,) * there, facts
                         at += 1
             except BROKEN_PARQUET as e:
                 raise DataError(f"{path}: masks or words cannot be read: {e}") from e
@@ -688,7 +692,7 @@ class HuggingFace:
         self.claimed = {}
         self.notes = []
         schema = self.data.features.arrow_schema
-        self.column, caption, ident = _columns(root, schema)
+        self.column, *texts = _columns(root, schema)
         if isinstance(self.data.features[self.column], datasets.Image):
             self.data = self.data.cast_column(self.column, datasets.Image(decode=False))
         references = _reference_columns(root, root, schema, _first_cells(self.data), self.notes)
@@ -699,36 +703,36 @@ class HuggingFace:
             status = os.stat(file["filename"])
             stamps.append(f"{Path(file['filename']).name}|{status.st_size}|{status.st_mtime_ns}")
         self._stamp = "|".join([self.data._fingerprint, *sorted(stamps)])
-        texts = [c for c in (caption, ident) if c]
-        table = self.data.select_columns(texts).with_format("arrow")[:] if texts else pa.table({})
-        self._list_rows(schema, table, references, caption, ident)
+        named = [c for c in texts if c]
+        table = self.data.select_columns(named).with_format("arrow")[:] if named else pa.table({})
+        self._list_rows(schema, table, references, texts)
 
-    def _list_rows(self, schema, table, references, caption, ident):
+    def _list_rows(self, schema, table, references, texts):
         """Make the rows of the table."""
         self.rows = Rows()
         cells = self.data.select_columns(references).with_format("arrow")[:] if references else {}
         counts = {column: _counts(cells[column]) for column in references}
-        missing = "" if caption else _no_column(schema)
-        batches = table.to_batches(BATCH)
-        for i, (text, given) in enumerate(_texts_and_ids(batches, caption, ident, len(self.data))):
+        missing = "" if texts[0] else _no_column(schema)
+        values = _values(table.to_batches(BATCH), texts, len(self.data))
+        for i, (text, given, document) in enumerate(values):
             row = Row(f"row {i}", i, f"{i}" if given is None else str(given))
             row.references = tuple(
                 Row(row.source, (i, column, number))
                 for column, counted in counts.items()
                 for number in range(counted[i])
             )
-            self.rows.append(_checked(row, text, missing))
+            self.rows.append(_checked(row, text, document, missing))
 
     def list_areas(self):
-        """List the masks and the boxes of words of all rows, which only some runs read."""
+        """List the masks and the facts of all rows, which only some runs read."""
         mask, columns = area_columns(self.data.features.arrow_schema)
         if mask:
             self.data = self.data.cast_column(mask, _undecoded(self.data.features[mask]))
         if columns:
             table = self.data.select_columns(columns).with_format("arrow")[:]
-            for i, (there, boxes) in enumerate(row_areas(table, mask)):
+            for i, (there, facts) in enumerate(row_areas(table, mask)):
                 row = self.rows[i]
-                row.masks, row.boxes = (Row(row.source, (i, mask, 0)),) * there, boxes
+                row.masks, row.facts = (Row(row.source, (i, mask, 0)),) * there, facts
 
     def used(self) -> dict[str, str]:
         """Name of each file that is read -> its kind, see `data.files.Account`."""

@@ -21,10 +21,10 @@ from sciftune.core.files import (
 )
 from ..core.progress import progress
 from ..core.registry import ReaderRecord
-from .cells import MASK_KEYS, word_boxes
+from .cells import MASK_KEYS
 from .files import FolderFiles, Kinds, composed, masked_image, stored_name, valid_text
 from .images import OTHER_SUFFIXES, SUFFIXES, DataError, file_bytes
-from .named_words import words_sentence
+from .named_words import row_facts
 from sciftune.data.references import (
     EDITED_KEYS,
     ColumnContent,
@@ -41,8 +41,8 @@ from .rows import CellValue, Records, Row, Rows, Texts
 # %% auto #0
 __all__ = ['RECORDS', 'NO_CAPTION', 'MAX_CAPTION', 'MAX_CAPTION_WEIGHT', 'IMAGE_KEYS', 'CAPTION_KEYS', 'ID_KEYS', 'BESIDE',
            'MAX_BESIDE', 'UNREAD', 'captions_of', 'inside', 'NamesInside', 'reference_row', 'give_references',
-           'listed_row', 'record_texts', 'caption_value', 'made_rows', 'listed_rows', 'file_captions',
-           'captions_beside', 'folder_rows', 'json_content', 'json_records', 'json_rows', 'csv_rows', 'Files',
+           'listed_row', 'record_texts', 'caption_value', 'made_rows', 'listed_rows', 'give_facts', 'file_record',
+           'read_beside', 'folder_rows', 'json_content', 'json_records', 'json_rows', 'csv_rows', 'Files',
            'folder_reader', 'at_most_one', 'ListReader', 'list_source', 'FolderReader']
 
 # %% ../../nbs/2_data/02_readers.ipynb #9338706e
@@ -374,7 +374,10 @@ def listed_rows(
             _count_images(columns, contents, find)
             edited = edited or any(record.get(key) for key in EDITED_KEYS)
         if isinstance(record, dict):
-            _give_areas(root, row, record, find)
+            mask = _first(record, MASK_KEYS, (None, ""))
+            if mask is not None:
+                row.masks = (reference_row(root, row.source, mask, find),)
+            give_facts(row, record)
         rows.append(row)
     used = {name for name in contents if holds_references(name, contents[name], edited)}
     if notes is not None:
@@ -384,12 +387,14 @@ def listed_rows(
     return rows
 
 
-def _give_areas(root: Path, row: Row, record: dict, find: Callable):
-    """Set the mask, the words and the document of a row."""
-    mask = _first(record, MASK_KEYS, (None, ""))
-    if mask is not None:
-        row.masks = (reference_row(root, row.source, mask, find),)
-    row.boxes, row.words = word_boxes(record), words_sentence(record)
+def give_facts(row: Row, record: Mapping[str, CellValue]):
+    """Set the facts and the document of a row. Raises DataError for a name that is no Unicode.
+
+    Args:
+        row: row of the image
+        record: values that stand in a list, a table or a .json beside the image
+    """
+    row.facts = row_facts(record)
     document = record.get("document")
     if isinstance(document, (str, int)) and str(document).strip():
         row.document = valid_text("document", str(document).strip())
@@ -455,8 +460,8 @@ MAX_BESIDE = 16 << 20  # Bytes of such a file
 UNREAD = "format that is not read"  # How the fault of a picture begins that nobody has damaged
 
 
-def file_captions(suffix: str, data: bytes) -> tuple[str, ...]:
-    """Read the captions in a file beside an image. Raises DataError for what is none.
+def file_record(suffix: str, data: bytes) -> dict[str, CellValue]:
+    """Read a file beside an image, of which a text is its caption. Raises DataError if damaged.
 
     Args:
         suffix: one of `BESIDE`
@@ -467,36 +472,43 @@ def file_captions(suffix: str, data: bytes) -> tuple[str, ...]:
     except UnicodeDecodeError:
         raise DataError("caption is not valid Unicode: expected UTF-8") from None
     if suffix != ".json":
-        return captions_of(text)
+        return dict(caption=text)
     try:
         record = parsed_json(text)
     except ValueError as e:
         raise DataError(f"bad JSON: {e}") from None
     if not isinstance(record, dict):
         raise DataError("not a JSON object")
-    return record_texts(record)
+    return record
 
 
-def captions_beside(
-    files: Iterable[tuple[str, int, Callable]], missing: Callable[[], str]
-) -> tuple[str, ...]:
-    """Return the captions in the first file that holds any. Raises DataError if none does.
+def read_beside(row: Row, files: Iterable[tuple[str, int, Callable]], missing: Callable[[], str]):
+    """Set the captions of a row from the first file that holds any, and its facts from a .json.
+
+    Raises DataError if no file holds a caption.
 
     Args:
+        row: row of the image
         files: suffix, size in bytes and reading function of each file; in order of trust
         missing: function that names what is not there if there is no such file
     """
     faults = []
     for suffix, size, read in files:
+        if row.captions and suffix != ".json":
+            continue
         try:
             if size > MAX_BESIDE:
                 raise DataError(f"caption file of {size:,} bytes: at most {MAX_BESIDE:,} are read")
-            return file_captions(suffix, read())
+            record = file_record(suffix, read())
+            if suffix == ".json":
+                give_facts(row, record)
+            row.captions = row.captions or record_texts(record)
         except DataError as e:
             faults.append(e)
         except OSError as e:
             faults.append(DataError(f"caption file cannot be read: {e.strerror or e}"))
-    raise faults[0] if faults else DataError(f"{NO_CAPTION}: {missing()}")
+    if not row.captions:
+        raise faults[0] if faults else DataError(f"{NO_CAPTION}: {missing()}")
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -548,8 +560,8 @@ class _Folder:
         """Check a name as `inside` does, if it is a link: only links can lead out of the folder."""
         return inside(self.root, name) if name in self.files.links else name
 
-    def captions_of(self, name: str) -> tuple[str, ...]:
-        """Return the captions in the files beside an image."""
+    def read_beside(self, row: Row, name: str):
+        """Set the captions and facts of a row from the files beside its image."""
         files = []
         beside = list(self.beside(name))
         for _, file in beside:
@@ -561,7 +573,7 @@ class _Folder:
             self.find(file)
             path = os.path.join(self.root, file)
             files.append((suffix, os.stat(path).st_size, functools.partial(file_bytes, path)))
-        return captions_beside(files, lambda: f"no {Path(name).with_suffix('.txt').name} beside it")
+        read_beside(row, files, lambda: f"no {Path(name).with_suffix('.txt').name} beside it")
 
     def names(self, left_out: set[str]) -> Iterator[str]:
         """Names of all images that are rows, sorted."""
@@ -592,7 +604,7 @@ def folder_rows(root: Path, files: FolderFiles | None = None) -> tuple[Rows, Tex
         progress(f"{name} listed")
         row = Row(name, name, name)
         try:
-            row.captions = folder.captions_of(name)
+            folder.read_beside(row, name)
         except DataError as e:
             row.fault = str(e)
         except OSError as e:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import marshal
 import operator
 import threading
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TypedDict, TypeVar
 
 import numpy as np
@@ -43,9 +44,8 @@ class Row:
         digest: SHA-256 of the image bytes, hex
         references: rows of its reference images, in order; without captions
         masks: the row of its mask, white where it is to be learned; () = it has none
-        boxes: (left, top, right, bottom) of its words, pixels of the image as it is shown
         document: the paper, page or notebook that it comes from; '' = none is named
-        words: sentence that quotes its words, see `data.named_words`; '' = none are known
+        facts: what else it says of its image, see `data.named_words.row_facts`
     """
 
     source: str
@@ -58,9 +58,8 @@ class Row:
     digest: str = ""
     references: tuple[Row, ...] = ()
     masks: tuple[Row, ...] = ()
-    boxes: tuple[tuple[float, ...], ...] = ()
     document: str = ""
-    words: str = ""
+    facts: dict[str, CellValue] = field(default_factory=dict)
 
 # %% ../../nbs/2_data/18_rows.ipynb #c0180008
 _Item = TypeVar("_Item")
@@ -167,9 +166,6 @@ class _Beside:
             self.rows.append(row)
 
 
-_NO_BOXES = marshal.dumps(())
-
-
 class Rows(Sequence):
     """A table of rows; what is read from it writes to it."""
 
@@ -178,8 +174,7 @@ class Rows(Sequence):
         self.sizes = array("i")  # width and height of each, as far as some are known
         self.digests = bytearray()
         self.beside = {}  # 'references' and 'masks': rows of other images, where there are some
-        self.boxes = {}  # number of a row -> bytes of its boxes
-        self.words = {}  # number of a row -> sentence that quotes its words
+        self.facts = {}  # number of a row -> its facts as JSON
         self.documents = {}  # name of a document -> its number, from 1
         self._names = []  # of the documents
         self.document_of = array("I")  # number of each row's document, as far as some have one
@@ -191,7 +186,7 @@ class Rows(Sequence):
         self.records.append((row.source, row.key, row.id, row.captions, row.fault))
         number = len(self) - 1
         view = self[number]
-        for name in ("references", "masks", "boxes", "document", "words"):
+        for name in ("references", "masks", "document", "facts"):
             if value := getattr(row, name):
                 setattr(view, name, value)
         if row.width or row.height or row.digest:
@@ -343,12 +338,12 @@ def _beside_field(name: str) -> property:
     return property(get, put)
 
 
-def _boxes(row: _Stored) -> tuple[tuple[float, ...], ...]:
-    return marshal.loads(row.rows.boxes.get(row.number, _NO_BOXES))
+def _facts(row: _Stored) -> dict[str, CellValue]:
+    return json.loads(row.rows.facts.get(row.number, "{}"))
 
 
-def _put_boxes(row: _Stored, value: tuple[tuple[float, ...], ...]):
-    row.rows.boxes[row.number] = marshal.dumps(value)
+def _put_facts(row: _Stored, value: dict[str, CellValue]):
+    row.rows.facts[row.number] = json.dumps(value, default=str)  # dates and decimals of tables
 
 
 def _size_field(place: int) -> property:
@@ -374,14 +369,10 @@ class _Stored(Row):  # pyrefly: ignore[bad-class-definition]
         lambda row, value: row.rows.set_digest(row.number, value),
     )
     references, masks = map(_beside_field, ("references", "masks"))
-    boxes = property(_boxes, _put_boxes)
+    facts = property(_facts, _put_facts)
     document = property(
         lambda row: row.rows.document(row.number),
         lambda row, value: row.rows.set_document(row.number, value),
-    )
-    words = property(
-        lambda row: row.rows.words.get(row.number, ""),
-        lambda row, value: row.rows.words.__setitem__(row.number, value),
     )
 
     def __init__(self, rows: Rows, number: int):

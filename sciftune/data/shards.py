@@ -30,7 +30,7 @@ from sciftune.data.files import (
     unread_name,
 )
 from .images import SUFFIXES, DataError, check_regular
-from .readers import BESIDE, captions_beside
+from .readers import BESIDE, read_beside
 from .references import is_target, reference_number
 from .rows import Row, Rows
 
@@ -140,7 +140,7 @@ class Tars:
             masks = [place for s, place in parts.items() if masked_image(f"a.{s}")]
             row.masks = tuple(Row(row.source, (n, *place)) for place in masks[:1])
             try:
-                row.captions = self._captions(file, parts, image)
+                self._read_beside(row, file, parts)
             except DataError as e:
                 row.fault = str(e)
             self.rows.append(row)
@@ -150,8 +150,8 @@ class Tars:
                     self.members.add("member that is no part of a sample", f"{key}.{suffix}")
 
     @staticmethod
-    def _captions(file: BinaryIO, parts: dict, image: tuple | None) -> tuple[str, ...]:
-        if image is None:
+    def _read_beside(row: Row, file: BinaryIO, parts: dict):
+        if row.key is None:
             raise DataError(
                 f"no image: expected one of {', '.join(sorted(SUFFIXES))} beside {', '.join(parts)}"
             )
@@ -161,7 +161,7 @@ class Tars:
                 files.append(
                     (f".{suffix}", parts[suffix][1], partial(_content, file, parts[suffix]))
                 )
-        return captions_beside(files, lambda: "no .txt, .caption or .json beside the image")
+        read_beside(row, files, lambda: "no .txt, .caption or .json beside the image")
 
     def read(self, row: Row) -> bytes:
         """Read the bytes of an image by its offset in the shard."""

@@ -34,12 +34,13 @@ from ..core.registry import ReaderRecord, find_record, load, records
 from ..core.rundir import cores
 from ..core.secrets import bare, masked
 from ..core.writing import write_atomic
-from .cells import mask_fault
+from .cells import mask_fault, word_boxes
 from .files import FolderFiles, check_place, unread_kind
 from .images import MAX_PIXELS, PIXELS_VERSION, DataError, Sample, examine
+from .named_words import words_sentence
 from .parquet import BROKEN_PARQUET, HuggingFace, Parquet
 from .readers import NO_CAPTION, UNREAD, Files
-from .rows import Column, RejectedRow, Row, Rows, Texts, repeated_hashes
+from .rows import CellValue, Column, RejectedRow, Row, Rows, Texts, repeated_hashes
 from .shards import Tars, remote_files
 
 # %% auto #0
@@ -419,6 +420,7 @@ class SampleCollection(Protocol):
         boxes: boxes of the words of each sample, see `Row`
         documents: document that each sample comes from; '' = none is named
         words: sentence that quotes the words of each sample; '' = none are known
+        facts: what else each sample's row says of its image, see `data.named_words.row_facts`
         shards: number of the shard of each sample
         rejected: source and reason of the rows that were set aside
         notes: sentences about the collection
@@ -435,6 +437,7 @@ class SampleCollection(Protocol):
     boxes: Sequence[tuple[tuple[float, ...], ...]]
     documents: Sequence[str]
     words: Sequence[str]
+    facts: Sequence[dict[str, CellValue]]
     shards: Sequence[int]
     rejected: list[RejectedRow]
     notes: list[str]
@@ -460,27 +463,32 @@ _NEIGHBOURS = 1000  # samples that count as one shard where there are no shards
 
 _OF_ROW = dict(ids=attrgetter("id"), sizes=attrgetter("width", "height"))
 _OF_ROW |= dict(digests=attrgetter("digest"), documents=attrgetter("document"))
-_OF_ROW |= {n: attrgetter(n) for n in ("captions", "references", "masks", "boxes", "words")}
-SAMPLE_COLUMNS = (*(name for name in _OF_ROW if name != "ids"), "shards")
+_OF_ROW |= {n: attrgetter(n) for n in ("captions", "references", "masks")}
+_OF_FACTS = dict(  # column -> its area, and what it is of a row's facts
+    boxes=("words", word_boxes), words=("quoted", words_sentence), facts=("facts", dict)
+)
+SAMPLE_COLUMNS = (*(name for name in _OF_ROW if name != "ids"), *_OF_FACTS, "shards")
 
 
-def _value(rows: Sequence[Row], name: str, i: int) -> object:
-    """Return the value of row `i` in a column of a collection."""
+def _value(rows: Sequence[Row], name: str, asked: bool, i: int) -> object:
+    """Return the value of row `i` in a column of a collection; facts only if they are asked for."""
+    if name in _OF_FACTS:
+        return _OF_FACTS[name][1](rows[i].facts if asked else {})
     if name != "shards":
         return _OF_ROW[name](rows[i])
     key = rows[i].key
     return key[0] if isinstance(key, tuple) else i // _NEIGHBOURS
 
 
-def _fingerprint(rows: Iterable[Row]) -> str:
+def _fingerprint(rows: Iterable[Row], boxes: Iterable[tuple], words: Iterable[str]) -> str:
     """SHA-256 of ids, digests, captions, digests of references, masks and boxes, in order."""
     digest, encode = hashlib.sha256(), json.JSONEncoder().encode
-    for r in rows:
+    for r, places, sentence in zip(rows, boxes, words, strict=True):
         own = [r.id, r.digest, r.captions, *(reference.digest for reference in r.references)]
-        if r.masks or r.boxes:
-            own.append(dict(masks=[mask.digest for mask in r.masks], boxes=r.boxes))
-        if r.words:
-            own.append(dict(words=r.words))
+        if r.masks or places:
+            own.append(dict(masks=[mask.digest for mask in r.masks], boxes=places))
+        if sentence:
+            own.append(dict(words=sentence))
         digest.update(encode(own).encode() + b"\n")
     return digest.hexdigest()
 
@@ -492,6 +500,7 @@ class Collection:
         rows: rows that are kept
         rejected: source and reason of the others
         findings: file of what is known about its images; None = there is none
+        areas: as of `open_collection`
     """
 
     def __init__(
@@ -500,6 +509,7 @@ class Collection:
         rows: Sequence[Row],
         rejected: list[RejectedRow],
         findings: Path | None = None,
+        areas: tuple[str, ...] = (),
     ):
         self.findings = findings
         self.source = source
@@ -507,8 +517,10 @@ class Collection:
         self.rejected = rejected
         self.notes = list(source.notes)  # How columns were understood, for people
         for name in ("ids", *SAMPLE_COLUMNS):
-            setattr(self, name, Column(len(rows), functools.partial(_value, rows, name)))
-        self.fingerprint = _fingerprint(rows)
+            asked = name not in _OF_FACTS or _OF_FACTS[name][0] in areas
+            value = functools.partial(_value, rows, name, asked)
+            setattr(self, name, Column(len(rows), value))
+        self.fingerprint = _fingerprint(rows, self.boxes, self.words)
 
     @property
     def parts(self) -> list[Collection]:
@@ -733,10 +745,8 @@ def _list_areas(source: Reader, areas: tuple[str, ...]):
         source.list_areas()
     if isinstance(rows, Rows) and "mask" not in areas:
         rows.beside.pop("masks", None)
-    if isinstance(rows, Rows) and "words" not in areas:
-        rows.boxes.clear()
-    if isinstance(rows, Rows) and "quoted" not in areas:
-        rows.words.clear()
+    if isinstance(rows, Rows) and not {"words", "quoted", "facts"} & set(areas):
+        rows.facts.clear()
 
 
 def open_collection(
@@ -770,7 +780,8 @@ def open_collection(
         find: (path, metadata) -> its reader
         captions: captions of images that have none; () = these are set aside
         decode: decode every image; False = read headers, for a caller that encodes all of them
-        areas: what else of a row is read: 'mask', 'words'
+        areas: what else of a row is read: 'mask', 'words' (their boxes), 'quoted' (the sentence
+            that quotes them), 'facts'
     """
     if not str(path).strip():
         raise DataError("data: the path is empty")
@@ -783,7 +794,7 @@ def open_collection(
     files = files_line(source, path)
     kept, rejected = set_aside(source.rows, max_bad_fraction, quarantine, path)
     file = findings_file(place, cache) if cache else None
-    collection = Collection(source, kept, rejected, file)
+    collection = Collection(source, kept, rejected, file, areas)
     collection.notes += [files] if files else []
     return collection
 

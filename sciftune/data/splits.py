@@ -232,7 +232,10 @@ def check_areas(recipe: Recipe, collection: SampleCollection):
 
 
 def open_recipe_data(
-    recipe: Recipe, quarantine: Path | None = None, decode: bool = True
+    recipe: Recipe,
+    quarantine: Path | None = None,
+    decode: bool = True,
+    areas: tuple[str, ...] = (),
 ) -> SampleCollection:
     """Open the collections of `recipe.data`.
 
@@ -240,6 +243,7 @@ def open_recipe_data(
         recipe: the run
         quarantine: file for the rows that are set aside; None = not written
         decode: see `open_collection`
+        areas: what is read besides what the run reads, see `open_collection`
 
     Returns:
         Collection or JoinedCollections, see `data.sources`
@@ -248,6 +252,8 @@ def open_recipe_data(
         RecipeError: as `check_references` and `check_areas`, or no row has the reference images
             asked for
     """
+    rule = _reading_rule(recipe)
+    rule["areas"] = (*rule.get("areas", ()), *areas)
     collection = open_collections(
         [data_path(recipe, path) for path, _ in recipe.sources],
         max_bad_fraction=recipe.max_bad_fraction,
@@ -255,7 +261,7 @@ def open_recipe_data(
         cache=cache_root(recipe.run_root) / "verified",
         metadata=recipe.metadata or None,
         decode=decode,
-        **_reading_rule(recipe),
+        **rule,
     )
     check_references(recipe, collection)
     check_areas(recipe, collection)
