@@ -215,7 +215,7 @@ def _wrapped(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, A
 
 
 def _parallel(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Sizes of the device mesh: replicas of groups that shard."""
+    """Translate the sizes of the device mesh: replicas of groups that shard."""
     prefix = "parallelism_config_dp"
     replicas = str(given.get(f"{prefix}_replicate_size", 1))
     shard = str(given.get(f"{prefix}_shard_size", 1))

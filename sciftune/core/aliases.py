@@ -251,7 +251,7 @@ def _whole(name: str, value: Any) -> int:
 
 
 def _resumption(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """BAGEL's resume_from, auto_resume, resume_model_only, finetune_from_ema."""
+    """Translate BAGEL's resume_from, auto_resume, resume_model_only and finetune_from_ema."""
     source = given.get("resume_from") or ""
     averaged = _on(given, "finetune_from_ema")
     model_only = averaged or _on(given, "resume_model_only")
@@ -549,7 +549,7 @@ def translated(
     names: ForeignNames = COMMON_NAMES,
     here: Processes | None = None,
 ) -> dict[str, Any]:
-    """Foreign names as recipe fields, with a warning.
+    """Translate foreign names into recipe fields, with a warning.
 
     Raises RecipeError where two of them say different things, and for what has no meaning here.
 

@@ -304,13 +304,13 @@ class DataSection(Section):
         return math.lcm(16, find_record("models", model).size_multiple) if model else 16
 
     def sides(self) -> tuple[int, int, int]:
-        """Smallest side, largest side and step of varied sizes, with what 0 stands for put in."""
+        """Return smallest side, largest side and step of varied sizes, with zeros resolved."""
         step = self.bucket_step or self._default_step()
         low = self.bucket_min or max(step, self.resolution // 2 // step * step)
         return low, self.bucket_max or 2 * self.resolution, step
 
     def _default_step(self) -> int:
-        """About a sixteenth of the resolution, a divisor of all sides that are given."""
+        """Return about a sixteenth of the resolution that divides all sides that are given."""
         multiple = self.size_multiple
         sides = (self.resolution, self.bucket_min, self.bucket_max)
         steps = range(self.resolution // 16 // multiple * multiple, multiple, -multiple)

@@ -112,14 +112,14 @@ _OTHER_PROCESS = r"Process \d+ has ([\d.]+) GiB memory in use"
 
 
 def _fragmented(case: Case) -> str:
-    """GiB that are reserved in pieces too small to use, where they are much; else ''."""
+    """Return the GiB reserved in pieces too small to use; '' if that is little."""
     loose = case.said(r"([\d.]+) GiB is reserved by PyTorch but unallocated")
     total = case.said(r"total capacity of ([\d.]+) GiB")
     return loose if loose and total and float(loose) > 0.08 * float(total) else ""
 
 
 def _where(log: str) -> str:
-    """In which part of a step a traceback ends."""
+    """Return the part of a step in which a traceback ends."""
     if re.search(r'optim\w*\.py", line \d+, in step\b', log):
         return " in the optimizer step"
     return " in backward" if ".backward(" in log else ""

@@ -15,7 +15,6 @@ import ctypes
 import errno
 import fcntl
 import hashlib
-import json
 import os
 import re
 import secrets
@@ -27,12 +26,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
+from pydantic import BaseModel, ConfigDict, Field
 
-from .files import FileError, read_object
+from .files import FileError, read_kind
 
 # %% ../../nbs/1_core/07_ownership.ipynb #bd6d5d18
 LAUNCHER = "SCIFTUNE_LAUNCHER"  # Variable of the environment: process id of who launched the run
@@ -127,8 +126,7 @@ class FolderInUseError(ValueError):
     """A run folder belongs to a run that is alive; the message says to whom."""
 
 
-@dataclass(frozen=True)
-class Owner:
+class Owner(BaseModel):
     """The contents of a lock file.
 
     Attributes:
@@ -137,10 +135,11 @@ class Owner:
         started: time at which it took the folder, seconds since 1970
     """
 
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
     role: str
     host: str
-    pid: int
-    started: float
+    pid: int = Field(ge=0, lt=2**31)
+    started: float = Field(ge=0, lt=2**35)
 
     @classmethod
     def here(cls, role: str) -> "Owner":
@@ -149,7 +148,8 @@ class Owner:
         Args:
             role: one of `ROLES`
         """
-        return cls(role, os.uname().nodename, os.getpid(), time.time())
+        here = os.uname().nodename
+        return cls(role=role, host=here, pid=os.getpid(), started=time.time())
 
     def __str__(self) -> str:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.started))
@@ -166,12 +166,9 @@ def read_owner(file: Path) -> Owner | None:
         None if the file is missing or empty
     """
     try:
-        owner = Owner(**read_object(file))
-    except (FileError, TypeError):
+        return read_kind(Owner, file)
+    except FileError:
         return None
-    wanted = dict(role=str, host=str, pid=int, started=(int, float))
-    fits = all(isinstance(getattr(owner, name), kind) for name, kind in wanted.items())
-    return owner if fits and 0 <= owner.pid < 2**31 and 0 <= owner.started < 2**35 else None
 
 # %% ../../nbs/1_core/07_ownership.ipynb #fce53712
 SIGN_EVERY = 15.0  # Seconds between two signs of life
@@ -179,7 +176,7 @@ SILENT_AFTER = 60.0  # Seconds after which an owner on another machine counts as
 
 
 def _flock(handle: int, kind: int) -> bool | None:
-    """Try to lock: whether it worked; None where the file system has no locks."""
+    """Try to lock; return whether it worked, or None if the file system has no locks."""
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
         return True
@@ -225,7 +222,8 @@ def holder(file: Path) -> Owner | None:
         owner = read_owner(file)
         locked = _flock(handle, fcntl.LOCK_SH)
         if locked is False:
-            return owner or Owner("unknown", "unknown host", 0, os.fstat(handle).st_mtime)
+            since = os.fstat(handle).st_mtime
+            return owner or Owner(role="unknown", host="unknown host", pid=0, started=since)
         distant = owner and (locked is None or owner.host != os.uname().nodename)
         return owner if distant and _signs(handle) else None
     finally:
@@ -303,7 +301,7 @@ class FolderLock:
         self.handle = handle
         self.owner = Owner.here(self.role)
         os.ftruncate(handle, 0)
-        os.pwrite(handle, json.dumps(asdict(self.owner)).encode(), 0)
+        os.pwrite(handle, self.owner.model_dump_json().encode(), 0)
         threading.Thread(target=self._give_signs, daemon=True).start()
 
     def hand_over(self) -> int:

@@ -48,7 +48,7 @@ LEAST = 2**18  # Bytes that count as a piece
 
 
 def _bytes_moved(process: psutil.Process) -> int:
-    """Bytes that a process has read and written so far; always 0 where the system does not say."""
+    """Return the bytes that a process has read and written; 0 if the system does not count them."""
     try:
         return sum(process.io_counters()[2:])
     except (AttributeError, psutil.Error):
@@ -67,7 +67,7 @@ def _watch_bytes(note: str, ended: threading.Event) -> None:
 
 @contextlib.contextmanager
 def progress_by_bytes(note: str) -> Iterator[None]:
-    """While the block runs, bytes that this process reads or writes count as progress.
+    """Count bytes that this process reads or writes as progress while the block runs.
 
     Args:
         note: name of the work

@@ -302,7 +302,7 @@ def _fixed_text(allowed: Any, why: str) -> str:
 
 
 def _fields_text(fields: Mapping[str, Any]) -> str:
-    """Fields with their values; one that must be given beside them stands alone."""
+    """Return fields with their values as text; a field without a value must be given, too."""
     return ", ".join(f"`{n}`" if v is None else f"`{n}={v!r}`" for n, v in fields.items())
 
 # %% ../../nbs/1_core/05_recipe.ipynb #a289270a
@@ -432,7 +432,7 @@ def epochs_line(recipe: Recipe) -> str:
 def learning_rate_at(
     recipe: "Recipe | NumbersSection | ScheduleSection", step: int, first: int = 1
 ) -> float:
-    """Warm-up, then constant, cosine or linear.
+    """Return the learning rate of a step: warm-up, then constant, cosine or linear.
 
     Args:
         recipe: Rate, schedule, warm-up and steps
@@ -469,7 +469,7 @@ def identity(recipe: Recipe) -> list[str]:
 
 
 def changed(old: Recipe, new: Recipe) -> dict[str, tuple]:
-    """Fields that would make a resumed run differ from an uninterrupted one.
+    """Return the fields that would make a resumed run differ from an uninterrupted one.
 
     Args:
         old: recipe in the checkpoint

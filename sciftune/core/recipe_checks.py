@@ -83,7 +83,7 @@ def check_single_file(recipe: Fields, family: FamilyRecord):
 
 
 def check_parts(recipe: Fields, parts: tuple[str, ...]):
-    """With `model_path='parts'` all parts of the model are named.
+    """Check that with `model_path='parts'` all parts of the model are named.
 
     Args:
         recipe: Each field is valid by itself
@@ -131,7 +131,7 @@ def check_batches(recipe: Fields):
 
 # %% ../../nbs/1_core/04b_recipe_checks.ipynb #983c91f3
 def check_context(recipe: Fields):
-    """Model and objective can let several processes work on the same samples.
+    """Check that model and objective let several processes work on the same samples.
 
     Args:
         recipe: Each field is valid by itself
@@ -417,7 +417,7 @@ def check_multiples(recipe: Fields):
 
 
 def check_sizes(recipe: Fields):
-    """Sizes suit the model and fit together; several collections have no common list.
+    """Check that sizes suit the model and each other, and that several collections share no list.
 
     Args:
         recipe: Each field is valid by itself
@@ -503,7 +503,7 @@ def check_adapters(recipe: Fields):
 
 
 def check_numbers(recipe: Fields):
-    """Types suit each other.
+    """Check that number types suit each other.
 
     Args:
         recipe: Each field is valid by itself

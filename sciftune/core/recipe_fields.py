@@ -105,7 +105,7 @@ def one_of(names: Collection[str]) -> str:
 
 
 def _spoken(needs: str) -> str:
-    """Conditions of a field as people say them."""
+    """Return the conditions of a field as people say them."""
     words = []
     for condition in needs.split("|"):
         name, equals, value = condition.partition("=")

@@ -284,7 +284,7 @@ class RunDir:
         self._metrics_log = MetricsLog(self.metrics)
 
     def read_record(self) -> dict[str, Any]:
-        """Code, versions, hardware and data; empty where training has not begun."""
+        """Return code, versions, hardware and data; empty before training has begun."""
         return read_object(self.record, absent={})
 
     def __repr__(self) -> str:
@@ -358,7 +358,7 @@ def new_run(recipe: Recipe) -> RunDir:
 
 # %% ../../nbs/1_core/06_rundir.ipynb #3342b139
 def _nvidia_smi() -> list[list[str]]:
-    """Index, id, name and MiB of each GPU of this machine; none without a driver."""
+    """Return index, id, name and MiB of each GPU of this machine; none without a driver."""
     if not shutil.which("nvidia-smi"):
         return []
     query = "--query-gpu=index,uuid,name,memory.total"
@@ -371,7 +371,7 @@ def _nvidia_smi() -> list[list[str]]:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """GPUs that processes started from here would see, without importing torch.
+    """Return the GPUs that processes started from here would see, without importing torch.
 
     Returns:
         {"name", "memory_gib"} of each
@@ -387,7 +387,7 @@ def gpus() -> list[dict[str, Any]]:
 
 # %% ../../nbs/1_core/06_rundir.ipynb #2269388f
 def cores() -> int:
-    """CPU cores that this process may use; where the system does not say, those of the machine.
+    """Return the CPU cores that this process may use; if unknown, those of the machine.
 
     Returns:
         At least 1

@@ -265,7 +265,7 @@ class BucketOrder:
         return [self.at(step * self.slots + j) for j in range(self.slots)]
 
     def positions(self, epochs: float) -> int:
-        """Micro-batches of the first `epochs` passes, those that are not full among them.
+        """Count the micro-batches of the first `epochs` passes, partial ones included.
 
         Args:
             epochs: Passes over the collection

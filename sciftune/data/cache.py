@@ -36,7 +36,7 @@ __all__ = ['ASIDE', 'cache_key', 'entry_digest', 'header_digest', 'save_shard', 
 
 # %% ../../nbs/2_data/08_cache.ipynb #2a33e01d
 def _canonical(name: str, value: CellValue) -> CellValue:
-    """JSON for a value, the same on every machine. Raises ValueError for other types."""
+    """Return JSON for a value, the same on every machine. Raises ValueError for other types."""
     if isinstance(value, (bytes, bytearray, memoryview)):
         return {"\0bytes": hashlib.sha256(value).hexdigest()}
     if value is None or isinstance(value, (bool, int, str)):
@@ -72,7 +72,7 @@ def cache_key(**parts: CellValue) -> str:
 
 # %% ../../nbs/2_data/08_cache.ipynb #20b51c33
 def entry_digest(tensors: dict[str, Tensor]) -> str:
-    """CRC-32 of the bytes of all tensors, in their order.
+    """Return the CRC-32 of the bytes of all tensors, in their order.
 
     Args:
         tensors: name -> tensor on the CPU, any shape and dtype
@@ -88,7 +88,7 @@ def entry_digest(tensors: dict[str, Tensor]) -> str:
 
 
 def header_digest(path: Path) -> str:
-    """CRC-32 of what stands before the tensors: names, types, shapes and places.
+    """Return the CRC-32 of a file's header: names, types, shapes and places of its tensors.
 
     Args:
         path: A safetensors file

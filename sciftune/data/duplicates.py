@@ -115,7 +115,7 @@ def signatures(copies: Iterable[np.ndarray]) -> Signatures:
 
 
 def joined_signatures(*parts: Signatures) -> Signatures:
-    """Signatures of several collections, one after another.
+    """Concatenate the signatures of several collections.
 
     Args:
         *parts: signatures of collections
@@ -125,7 +125,7 @@ def joined_signatures(*parts: Signatures) -> Signatures:
 
 
 def _signed(copies: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Hash, coarse copy and blankness of a batch."""
+    """Compute hashes, coarse copies and blankness of a batch."""
     n, side = len(copies), SMALL // COARSE
     coarse = copies.reshape(n, 2, COARSE, side, COARSE, side, 3).mean((3, 5))
     bits = np.stack([perceptual_bits(copies[:, view]) for view in (0, 1)], 1)
@@ -155,7 +155,7 @@ def collection_signatures(collection: Sequence, workers: int | None = None) -> S
 
 
 def _decoded_ahead(collection: Sequence, pool: ThreadPoolExecutor) -> Iterator[np.ndarray]:
-    """Small copies in the order of the collection; a few are decoded ahead."""
+    """Yield small copies in the order of the collection, decoding a few ahead."""
     for some in _batches(range(len(collection)), 64):
         yield from list(pool.map(small_copies, [collection[i].image for i in some]))
 

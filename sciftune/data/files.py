@@ -196,7 +196,7 @@ class FolderFiles(ListedFiles):
         self.names.sort()
 
     def _walk(self, folder: str) -> list[str]:
-        """Names of the files in a folder, and of the folders with a slash behind them."""
+        """Return the names of the files in a folder, and of its folders with a slash behind."""
         progress(f"{folder or self.root} listed")
         below = []
         try:
@@ -293,7 +293,7 @@ def composed(name: str) -> str:
 
 @functools.lru_cache(1024)
 def _entries(folder: str, changed: int) -> dict[str, str]:
-    """Composed name -> name as stored; `changed` is the folder's time of modification."""
+    """Map composed names to stored ones; `changed` is the folder's time of modification."""
     return {composed(name): name for name in os.listdir(folder)}
 
 

@@ -228,7 +228,7 @@ def _colour_transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform |
 
 
 def _in_srgb(image: Image.Image, profile: bytes) -> Image.Image:
-    """Colours of a picture without transparency in mode RGB, as its profile has them."""
+    """Convert an opaque picture to sRGB by its colour profile."""
     if image.mode not in ("L", "CMYK", "LAB"):
         image = image.convert("RGB")
     transform = _colour_transform(profile, image.mode) if profile or image.mode == "LAB" else None
@@ -248,7 +248,7 @@ def _transparent_colour(image: Image.Image):
 
 
 def _without_alpha(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
-    """Colours in 8 bits, and where they are opaque (mode L); None = everywhere."""
+    """Return the picture in 8 bits, and a mask (mode L) of its opaque part; None = all of it."""
     if image.mode[0] in "IF":
         colour = image.info.get("transparency")
         opaque = np.asarray(image) != colour if isinstance(colour, int) else None
@@ -289,7 +289,7 @@ PIXELS_VERSION = 2  # Raise it when a change alters pixels: keys of cached laten
 
 @contextlib.contextmanager
 def _explained():
-    """Whatever a decoder raises becomes a DataError; a missing file stays one."""
+    """Raise whatever a decoder raises as a DataError, except FileNotFoundError."""
     try:
         yield
     except (DataError, FileNotFoundError):

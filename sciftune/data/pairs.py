@@ -156,7 +156,7 @@ class PairParquet(Parquet):
 
 
 def _shard_columns(path: Path, schema: pa.Schema) -> tuple:
-    """Columns of images, of labels, of captions and of ids ('' = none)."""
+    """Return the columns of images, labels, captions and ids ('' = none)."""
     try:
         columns = pair_columns(schema.names)
     except DataError as e:

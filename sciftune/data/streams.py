@@ -52,13 +52,13 @@ class ShardOrder:
         return np.random.Generator(np.random.Philox(seed))
 
     def _shards(self, epoch: int) -> tuple[list, list]:
-        """Windows of shards of an epoch, and how many samples there are up to the end of each."""
+        """Return the windows of shards of an epoch, and the samples up to the end of each."""
         order = self._rng(epoch).permutation(len(self.counts)).tolist()
         windows = [order[a : a + self.window] for a in range(0, len(order), self.window)]
         return windows, np.cumsum([sum(self.counts[s] for s in w) for w in windows]).tolist()
 
     def _samples(self, epoch: int, w: int) -> np.ndarray:
-        """Numbers of the samples of a window, shuffled."""
+        """Return the numbers of the samples of a window, shuffled."""
         return self._rng(epoch, w).permutation(self.members(self._epoch(epoch)[0][w]))
 
     def members(self, shards: list[int]) -> np.ndarray:

@@ -119,7 +119,7 @@ def stands_in(text: str, other: str) -> bool:
 
 # %% ../../nbs/2_data/15_words.ipynb #36d215ad
 def edit_distance(a: str, b: str) -> int:
-    """Letters to insert, delete or replace to make `b` of `a`."""
+    """Count the letters to insert, delete or replace to turn `a` into `b`."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
         before, row = row, [i]
@@ -187,7 +187,7 @@ class _Line:
         self.free = [True] * len(self.words)
 
     def runs(self) -> Iterable[tuple[int, int]]:
-        """First word and word after the last of every run of free words."""
+        """Yield the first word and the word after the last of every run of free words."""
         for first in range(len(self.words)):
             for last in range(first, len(self.words)):
                 if not self.free[last]:
@@ -273,7 +273,7 @@ def _word(label: Label, state: str, run: tuple | None = None) -> Word:
 
 
 def _nearest(labels: list[str | None], rest: list[tuple]) -> list[tuple[int, int]]:
-    """Pairs of a label and a run, nearest first, of at most half the longer text."""
+    """Pair labels with runs, nearest first, if at most half of the longer text differs."""
     pairs = []
     for i, label in enumerate(labels):
         for j, (line, first, last) in enumerate(rest if label is not None else []):
