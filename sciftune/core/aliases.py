@@ -484,11 +484,6 @@ def _joined(new: dict[str, Any], own: Mapping[str, Any], more: Mapping[str, Any]
         new[field] = value
 
 
-def _common_fields() -> set[str]:
-    """Return the fields of all recipes."""
-    return {name for section in SECTIONS for name in section.model_fields}
-
-
 def with_files(given: dict[str, Any], names: ForeignNames = COMMON_NAMES) -> dict[str, Any]:
     """Add the settings in files of accelerate and DeepSpeed to `given`, which has precedence.
 
@@ -504,7 +499,8 @@ def with_files(given: dict[str, Any], names: ForeignNames = COMMON_NAMES) -> dic
         if not path:
             continue
         found = read(str(path))
-        known = {*_common_fields(), *names.fields, *names.fixed, *SWITCHES, *strategy_settings()}
+        known = {field for section in SECTIONS for field in section.model_fields}
+        known |= {*names.fields, *names.fixed, *SWITCHES, *strategy_settings()}
         if unknown := [setting for setting in found if setting not in known]:
             raise RecipeError(f"{name}: {path}: {unknown[0]} is not used here; remove it")
         said = {names.fields.get(setting, setting) for setting in given}

@@ -77,10 +77,6 @@ def _memory_changes(recipe: Recipe) -> Iterator[dict]:
         yield dict(offload=offloads[offloads.index(recipe.offload) + 1])
 
 
-def _changes_something(recipe: Recipe, changes: dict) -> bool:
-    return any(getattr(recipe, name) != value for name, value in changes.items())
-
-
 def _in_words(recipe: Recipe, changes: dict) -> str:
     text = ", ".join(f"{name}={value!r}" for name, value in changes.items())
     same = f" (the global batch stays {recipe.global_batch})" if "micro_batch" in changes else ""
@@ -96,7 +92,8 @@ def cheaper_settings(recipe: Recipe) -> list[str]:
     found = [
         _in_words(recipe, changes)
         for changes in _memory_changes(recipe)
-        if _changes_something(recipe, changes) and accepts(recipe, **changes)
+        if any(getattr(recipe, name) != value for name, value in changes.items())
+        and accepts(recipe, **changes)
     ]
     strategies = records("strategies").values()
     sharded = [f"'{other.name}'" for other in strategies if other.sharded]

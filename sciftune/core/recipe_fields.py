@@ -12,13 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from .fields import Section, facts, is_on
-from sciftune.core.registry import (
-    ObjectiveRecord,
-    RegistryError,
-    StrategyRecord,
-    import_class,
-    records,
-)
+from .registry import RegistryError, import_class, records
 from .sections import SECTIONS
 
 # %% ../../nbs/1_core/04a_recipe_fields.ipynb #8fd2a040
@@ -83,19 +77,14 @@ def readers(name: str) -> dict[str, list[str]]:
     own = [o for section, o in objective_sections().items() if name in section.model_fields]
     if facts(Fields, name)["optional"]:
         own += [o for section, o in collection_sections().items() if name in section.model_fields]
-    kinds = dict(objective=records("objectives"), strategy=records("strategies"))
     found = {
-        kind: sorted({*(own[0] if own and kind == "objective" else ())} | _naming(known, name))
-        for kind, known in kinds.items()
+        kind: {record.name for record in records(kinds).values() if name in record.reads}
+        for kind, kinds in (("objective", "objectives"), ("strategy", "strategies"))
     }
+    found["objective"].update(own[0] if own else ())
     if any(found.values()) and not own and not facts(Fields, name)["optional"]:
         raise RegistryError(f"a record reads '{name}', which every run reads")
-    return found
-
-
-def _naming(known: Mapping[str, ObjectiveRecord | StrategyRecord], field: str) -> set[str]:
-    """Return the records that name a field in `reads`."""
-    return {record.name for record in known.values() if field in record.reads}
+    return {kind: sorted(names) for kind, names in found.items()}
 
 # %% ../../nbs/1_core/04a_recipe_fields.ipynb #19368f7d
 def one_of(names: Collection[str]) -> str:

@@ -223,7 +223,9 @@ class FolderFiles(ListedFiles):
         try:
             entry.name.encode()
             if entry.is_dir():
-                return self._linked(entry) if entry.is_symlink() else self._below(entry)
+                if entry.is_symlink():
+                    return self._linked(entry)
+                return "folder of the system" if entry.path in SYSTEM_FOLDERS else "folder"
             if entry.is_file():
                 return ""
         except UnicodeEncodeError:
@@ -231,9 +233,6 @@ class FolderFiles(ListedFiles):
         except OSError as error:
             return f"not to be read ({error.strerror})"
         return "link to nothing" if entry.is_symlink() else "pipe, socket or device"
-
-    def _below(self, entry: os.DirEntry) -> str:
-        return "folder of the system" if entry.path in SYSTEM_FOLDERS else "folder"
 
     def _linked(self, entry: os.DirEntry) -> str:
         real = os.path.join(os.path.realpath(entry.path), "")

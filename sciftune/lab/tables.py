@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['table_text', 'table_markdown', 'field_type', 'FieldGroup', 'field_groups', 'fields_text', 'fields_markdown',
-           'preset_header', 'models_rows', 'presets_text', 'reference_rows', 'presets_markdown', 'parameters_source',
+           'models_rows', 'presets_text', 'reference_rows', 'presets_markdown', 'parameters_source',
            'parameters_of_notebook']
 
 # %% ../../nbs/9_lab/23_tables.ipynb #795eb46a
@@ -20,7 +20,7 @@ from typing import get_args
 from pydantic.fields import FieldInfo
 
 from ..core.fields import Section
-from ..core.presets import Preset, preset_files, preset_values, presets
+from ..core.presets import preset_files, preset_values, presets
 from ..core.recipe import Recipe
 from ..core.recipe_fields import collection_sections, objective_sections
 from ..core.registry import nearest, records
@@ -124,7 +124,8 @@ def fields_text(word: str = "", width: int = 100) -> str:
             rows = [row for row in rows if word.lower() in f"{row[0]} {row[3]}".lower()]
         rows = [[name, default, _with_choices(kind, what)] for name, default, kind, what in rows]
         if rows:
-            parts.append(f"{group.title}: {group.summary}\n{_indented(table_text(rows, width))}")
+            table = textwrap.indent(table_text(rows, width), "  ")
+            parts.append(f"{group.title}: {group.summary}\n{table}")
     if not parts:
         raise KeyError(f"no field is about '{word}'{nearest(word, Recipe.model_fields)}")
     return "\n\n".join(parts)
@@ -133,10 +134,6 @@ def fields_text(word: str = "", width: int = 100) -> str:
 def _with_choices(kind: str, what: str) -> str:
     """Append the allowed values to a description if the type is a choice."""
     return f"{what} [{kind}]" if ", " in kind else what
-
-
-def _indented(text: str) -> str:
-    return textwrap.indent(text, "  ")
 
 
 def fields_markdown() -> str:
@@ -148,11 +145,6 @@ def fields_markdown() -> str:
     return "\n\n".join(parts)
 
 # %% ../../nbs/9_lab/23_tables.ipynb #e9159568
-def preset_header(name: str) -> Preset | None:
-    """Return the header of a preset's file; None if only its family defines it."""
-    return preset_files().get(name)
-
-
 def models_rows(code: bool = False) -> list[list[str]]:
     """Return the heading and one row per model: name, source of its weights, presets."""
     mark = "`" if code else ""
@@ -180,12 +172,12 @@ def presets_text(model: str = "", name: str = "", width: int = 100) -> str:
     if not model:
         return table_text(models_rows(), width)
     if not name:
-        known = {each: preset_header(each) for each in presets(model)}
+        known = {each: preset_files().get(each) for each in presets(model)}
         rows = [[each, f"{p.summary} ({p.time})" if p else ""] for each, p in known.items()]
         return table_text([["preset", "what it is for, and how long it takes"], *rows], width)
     values = preset_values(model, name)
     lines = [f"{field}: {value!r}" for field, value in sorted(values.items())]
-    header = preset_header(name)
+    header = preset_files().get(name)  # None if only its family defines it
     said = "summary", "hardware", "time", "memory", "expected_loss", "command"
     about = [f"# {word.replace('_', ' ')}: {getattr(header, word)}" for word in said if header]
     return "\n".join([*about, *lines])
