@@ -178,7 +178,7 @@ ALONE = {  # Functions that read for themselves, by why
         models/chat_templates._memory_now training/heartbeat._runs
         training/host_memory._sum_of_lines""",
     "source code of a plug-in or a packaged notebook, which runs anyway": """
-        core/registry._record_calls core/registry._record_texts lab/command.check_settings""",
+        core/registry._assigned core/registry._record_texts lab/command.check_settings""",
     "hashed in pieces, whatever it holds": """
         core/digests.file_digests core/digests.damage.differs
         data/encode.encoder_fingerprint

@@ -50,6 +50,18 @@ __all__ = ['RECORDS', 'FLUX2_LAYERS', 'KLEIN_9B', 'KLEIN_4B', 'QWEN3_LAYERS', 'R
            'spread_single', 'attend_fused', 'norm_rows', 'cast_to_weight', 'embed_float32', 'Klein', 'Klein4B']
 
 # %% ../../nbs/4_models/04_flux2.ipynb #d35e90c4
+_KLEIN = {
+    "pipeline_class": "Flux2KleinPipeline",
+    "block_classes": ("Flux2TransformerBlock", "Flux2SingleTransformerBlock"),
+    "objectives": ("flow", "autoencoder"),
+    "usual_learning_rates": (5e-6, 5e-5),
+    "float32_arguments": ("timestep", "guidance", "hidden_states"),
+    "references": 10,
+    "context_parallel": True,
+    "packing": True,
+    "lora_formats": ("diffusers", "kohya", "comfyui"),
+    "single_file": True,
+}
 RECORDS = [
     FamilyRecord(
         name="klein",
@@ -58,18 +70,9 @@ RECORDS = [
         hub="black-forest-labs/FLUX.2-klein-base-9B",
         also=("Flux2Klein", "FLUX.2-klein"),
         license="flux-non-commercial-license",
-        pipeline_class="Flux2KleinPipeline",
-        block_classes=("Flux2TransformerBlock", "Flux2SingleTransformerBlock"),
         blocks=32,
-        objectives=("flow", "autoencoder"),
-        usual_learning_rates=(5e-6, 5e-5),
-        float32_arguments=("timestep", "guidance", "hidden_states"),
-        references=10,
-        context_parallel=True,
-        packing=True,
         nano=True,
-        lora_formats=("diffusers", "kohya", "comfyui"),
-        single_file=True,
+        **_KLEIN,
     ),
     FamilyRecord(
         name="klein4b",
@@ -77,17 +80,8 @@ RECORDS = [
         title="FLUX.2 klein 4B",
         hub="black-forest-labs/FLUX.2-klein-base-4B",
         license="apache-2.0",
-        pipeline_class="Flux2KleinPipeline",
-        block_classes=("Flux2TransformerBlock", "Flux2SingleTransformerBlock"),
         blocks=25,
-        objectives=("flow", "autoencoder"),
-        usual_learning_rates=(5e-6, 5e-5),
-        float32_arguments=("timestep", "guidance", "hidden_states"),
-        references=10,
-        context_parallel=True,
-        packing=True,
-        lora_formats=("diffusers", "kohya", "comfyui"),
-        single_file=True,
+        **_KLEIN,
     ),
 ]
 

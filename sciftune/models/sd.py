@@ -29,6 +29,16 @@ __all__ = ['RECORDS', 'SD15_UNET', 'SDXL_UNET', 'SDXL_SCHEDULE', 'TINY_SD15', 'T
            'few_step_scheduler', 'SD15', 'SDXL']
 
 # %% ../../nbs/4_models/07_sd.ipynb #0bec8fc0
+_SHARED = {
+    "block_classes": ("BasicTransformerBlock", "ResnetBlock2D"),
+    "objectives": ("epsilon", "dmd2", "dmd_decoupled"),
+    "prediction": "noise",
+    "captures": True,
+    "size_multiple": 8,
+    "values": {"text_tokens": 77, "timestep_shift": "none", "compile": False},
+    "lora_formats": ("diffusers", "kohya", "comfyui"),
+    "single_file": True,
+}
 RECORDS = [
     FamilyRecord(
         name="sd15",
@@ -38,20 +48,13 @@ RECORDS = [
         also=("SDv1.5", "runwayml/stable-diffusion-v1-5"),
         license="creativeml-openrail-m",
         pipeline_class="StableDiffusionPipeline",
-        block_classes=("BasicTransformerBlock", "ResnetBlock2D"),
-        objectives=("epsilon", "dmd2", "dmd_decoupled"),
-        prediction="noise",
-        captures=True,
         usual_learning_rates=(1e-6, 1e-4),
-        size_multiple=8,
-        values={"text_tokens": 77, "timestep_shift": "none", "compile": False},
         presets={
             "debug": {"resolution": 512},
             "local": {"resolution": 512},
             "cluster": {"resolution": 512},
         },
-        lora_formats=("diffusers", "kohya", "comfyui"),
-        single_file=True,
+        **_SHARED,
     ),
     FamilyRecord(
         name="sdxl",
@@ -60,16 +63,9 @@ RECORDS = [
         hub="stabilityai/stable-diffusion-xl-base-1.0",
         license="openrail++",
         pipeline_class="StableDiffusionXLPipeline",
-        block_classes=("BasicTransformerBlock", "ResnetBlock2D"),
-        objectives=("epsilon", "dmd2", "dmd_decoupled"),
-        prediction="noise",
-        captures=True,
         usual_learning_rates=(5e-7, 5e-5),
-        size_multiple=8,
         float32_arguments=("timestep", "time_ids"),
-        values={"text_tokens": 77, "timestep_shift": "none", "compile": False},
-        lora_formats=("diffusers", "kohya", "comfyui"),
-        single_file=True,
+        **_SHARED,
     ),
 ]
 

@@ -34,30 +34,26 @@ from .strategy import Strategy
 from .trained_module import FlatRange, TrainedModule
 
 # %% ../../nbs/5_strategies/15_zero.ipynb #dbb31a21
+_SHARED = {"packages": ("deepspeed",), "own_master_weights": True, "gpu_updates": ()}
 RECORDS = [
     StrategyRecord(
         name="zero1",
-        packages=("deepspeed",),
         implementation="Zero1",
         aliases={("zero_stage",): {"1": {}}},
         summary="DeepSpeed ZeRO-1: optimizer states spread over the processes",
         offloads=("optimizer",),
-        own_master_weights=True,
-        gpu_updates=(),
+        **_SHARED,
     ),
     StrategyRecord(
         name="zero2",
-        packages=("deepspeed",),
         implementation="Zero2",
         aliases={("zero_stage",): {"2": {}}},
         summary="DeepSpeed ZeRO-2: optimizer states and gradients spread",
         offloads=("optimizer",),
-        own_master_weights=True,
-        gpu_updates=(),
+        **_SHARED,
     ),
     StrategyRecord(
         name="zero3",
-        packages=("deepspeed",),
         implementation="Zero3",
         aliases={("zero_stage",): {"3": {}}},
         summary="DeepSpeed ZeRO-3: parameters, gradients and optimizer states spread",
@@ -65,8 +61,7 @@ RECORDS = [
         hooks_layers=True,
         reads=("nvme_path",),
         offloads=("optimizer", "params", "nvme"),
-        own_master_weights=True,
-        gpu_updates=(),
+        **_SHARED,
     ),
 ]
 

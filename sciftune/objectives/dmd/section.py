@@ -12,92 +12,53 @@ from ...core.fields import Section, field
 from ...core.registry import ObjectiveRecord, find_record
 
 # %% ../../../nbs/8_objectives/dmd/01_section.ipynb #e459488d
-RECORDS = [
-    ObjectiveRecord(
-        name="dmd2",
-        summary="distribution matching distillation (DMD2)",
-        section="sciftune.objectives.dmd.section:DistillationSection",
-        task="sciftune.objectives.dmd.task:DistillationTask",
-        work="sciftune.objectives.dmd.work:DMDStepCost",
-        one_network=False,
-        trains_whole=True,
-        strategies=("single", "ddp", "fsdp"),
-        why_strategies=(
-            "a DeepSpeed engine drives one network whose gradients are reduced when its own "
-            "backward ends, while here a gradient passes through the frozen critic and turns "
-            "alternate"
-        ),
-        reads=(
-            "num_train_epochs",
-            "max_bad_fraction",
-            "prompts",
-            "loss_sigmas",
-            "validation_data",
-            "text_tokens",
-            "cache_batch",
-            "lora_rank",
-            "lora_path",
-            "start_from",
-            "gradient_checkpointing",
-            "compile",
-            "cuda_graphs",
-            "validation_prompts",
-            "validation_sample_steps",
-            "max_shard_size",
-        ),
-        presets={
-            "tiny": {
-                "steps": 100,
-                "learning_rate": 1e-4,
-                "lr_schedule": "constant",
-                "max_grad_norm": 10.0,
-                "generator_every": 5,
-                "validation_steps": 50,
-            }
-        },
+_SHARED = {
+    "section": "sciftune.objectives.dmd.section:DistillationSection",
+    "task": "sciftune.objectives.dmd.task:DistillationTask",
+    "work": "sciftune.objectives.dmd.work:DMDStepCost",
+    "one_network": False,
+    "trains_whole": True,
+    "strategies": ("single", "ddp", "fsdp"),
+    "why_strategies": (
+        "a DeepSpeed engine drives one network whose gradients are reduced when its own "
+        "backward ends, while here a gradient passes through the frozen critic and turns "
+        "alternate"
     ),
+    "reads": (
+        "num_train_epochs",
+        "max_bad_fraction",
+        "prompts",
+        "loss_sigmas",
+        "validation_data",
+        "text_tokens",
+        "cache_batch",
+        "lora_rank",
+        "lora_path",
+        "start_from",
+        "gradient_checkpointing",
+        "compile",
+        "cuda_graphs",
+        "validation_prompts",
+        "validation_sample_steps",
+        "max_shard_size",
+    ),
+    "presets": {
+        "tiny": {
+            "steps": 100,
+            "learning_rate": 1e-4,
+            "lr_schedule": "constant",
+            "max_grad_norm": 10.0,
+            "generator_every": 5,
+            "validation_steps": 50,
+        }
+    },
+}
+RECORDS = [
+    ObjectiveRecord(name="dmd2", summary="distribution matching distillation (DMD2)", **_SHARED),
     ObjectiveRecord(
         name="dmd_decoupled",
         summary="DMD with the guidance term apart from distribution matching",
-        section="sciftune.objectives.dmd.section:DistillationSection",
-        task="sciftune.objectives.dmd.task:DistillationTask",
-        work="sciftune.objectives.dmd.work:DMDStepCost",
-        one_network=False,
-        trains_whole=True,
-        strategies=("single", "ddp", "fsdp"),
-        why_strategies=(
-            "a DeepSpeed engine drives one network whose gradients are reduced when its own "
-            "backward ends, while here a gradient passes through the frozen critic and turns "
-            "alternate"
-        ),
-        reads=(
-            "num_train_epochs",
-            "max_bad_fraction",
-            "prompts",
-            "loss_sigmas",
-            "validation_data",
-            "text_tokens",
-            "cache_batch",
-            "lora_rank",
-            "lora_path",
-            "start_from",
-            "gradient_checkpointing",
-            "compile",
-            "cuda_graphs",
-            "validation_prompts",
-            "validation_sample_steps",
-            "max_shard_size",
-        ),
-        presets={
-            "tiny": {
-                "steps": 100,
-                "learning_rate": 1e-4,
-                "lr_schedule": "constant",
-                "max_grad_norm": 10.0,
-                "generator_every": 5,
-                "validation_steps": 50,
-            }
-        },
+        **_SHARED,
     ),
 ]
 
