@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['STEPS', 'PUBLISHED', 'PREDICTIONS', 'alphas_cumprod', 'timesteps_of', 'level', 'add_noise', 'x0_from_eps',
-           'min_snr_weights', 'epsilon_loss', 'scheduler_betas', 'NoiseSchedule']
+           'min_snr_weights', 'scheduler_betas', 'NoiseSchedule']
 
 # %% ../../nbs/4_models/06_ddpm.ipynb #fb716c9c
 import copy
@@ -115,21 +115,6 @@ def min_snr_weights(
     a = level(alphas_cumprod() if alphas is None else alphas, t, t)
     snr = a / (1 - a)
     return snr.clamp(max=gamma) / (snr + 1 if prediction == "v_prediction" else snr)
-
-# %% ../../nbs/4_models/06_ddpm.ipynb #c1875a16
-def epsilon_loss(pred: Tensor, noise: Tensor, weight: Tensor = None) -> Tensor:
-    """Return the mean squared error of the predicted noise.
-
-    Args:
-        pred: (B, ...) predicted noise
-        noise: (B, ...) the noise in the input
-        weight: (B,), None = all one
-
-    Returns:
-        Scalar, fp32
-    """
-    per_sample = (pred.float() - noise.float()).square().flatten(1).mean(1)
-    return (per_sample if weight is None else per_sample * weight).mean()
 
 # %% ../../nbs/4_models/06_ddpm.ipynb #bd92d9a2
 PREDICTIONS = ("epsilon", "v_prediction")  # What a network may predict

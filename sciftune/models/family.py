@@ -83,8 +83,21 @@ class Family(References, Denoising, Sampling):
 
     # --- cost
     def flops(self, config: Mapping, height: int, width: int, text_tokens: int) -> float:
-        """Return the forward FLOPs of one sample (a multiply-add is 2); see `count_flops`."""
+        """Return the forward FLOPs of one sample: by `token_flops`, else by `count_flops`."""
+        formula = self.token_flops(config, self.tokens(height, width), text_tokens)
+        if formula is not None:
+            return formula
         return count_flops(type(self), json.dumps(dict(config)), height, width, text_tokens)
+
+    def token_flops(self, config: Mapping, tokens: int, text_tokens: int) -> float | None:
+        """Return the FLOPs of a sample by a formula; None = they are counted.
+
+        Args:
+            config: of the denoiser
+            tokens: of the picture and of reference images
+            text_tokens: where captions are cut
+        """
+        return None
 
     def flops_with(
         self, config: Mapping, height: int, width: int, text_tokens: int, references: int
@@ -98,9 +111,11 @@ class Family(References, Denoising, Sampling):
             text_tokens: where captions are cut
             references: tokens of reference images
         """
-        if references:
+        if not references:
+            return self.flops(config, height, width, text_tokens)
+        if not self.record.references:
             raise ValueError(f"{self.name} takes no reference images")
-        return self.flops(config, height, width, text_tokens)
+        return self.token_flops(config, self.tokens(height, width) + references, text_tokens)
 
     # --- folders
 

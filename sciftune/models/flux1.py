@@ -10,12 +10,11 @@ from pathlib import Path
 
 import diffusers
 import torch
-import transformers
 from torch import Tensor, nn
 
 from ..core.registry import FamilyRecord
 from . import tiny
-from .encoders import Encoders, check_captions
+from .encoders import Encoders, TextTokenizer, check_captions
 from .family import Family
 from sciftune.models.packing import (
     PackedForward,
@@ -279,12 +278,7 @@ class Flux1(GuidanceInput, Family):
             found.update(guidance=1.0, steps=4)
         return found
 
-    def token_limit(
-        self,
-        component: str,
-        tokenizer: transformers.PreTrainedTokenizerBase,
-        text_tokens: int = None,
-    ) -> int:
+    def token_limit(self, component: str, tokenizer: TextTokenizer, text_tokens: int = None) -> int:
         """Return `text_tokens` for T5; CLIP always reads 77."""
         return 77 if component == "tokenizer" else self.check_text_tokens(text_tokens)
 
@@ -379,11 +373,11 @@ class Flux1(GuidanceInput, Family):
             forward.attend(block.attn)
         forward.spread(denoiser.norm_out.linear, "image")
 
-    def flops(self, config: Mapping, height: int, width: int, text_tokens: int) -> float:
+    def token_flops(self, config: Mapping, tokens: int, text_tokens: int) -> float:
         """Compute `mmdit_flops`; double and single blocks cost the same."""
         blocks = config["num_layers"] + config["num_single_layers"]
         d = config["num_attention_heads"] * config["attention_head_dim"]
-        return mmdit_flops(blocks, d, self.tokens(height, width), self.text_length(text_tokens))
+        return mmdit_flops(blocks, d, tokens, self.text_length(text_tokens))
 
     def build_tiny(self, schnell: bool = False) -> diffusers.FluxPipeline:
         """Build the stand-in; schnell's has no guidance embedder and its own schedule."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..core.registry import FamilyRecord
 from . import tiny
 from .compat import flux2_reference
-from .encoders import Encoders, check_captions, user_turn
+from .encoders import Encoders, TextTokenizer, check_captions, user_turn
 from .family import Family
 from .heads import fused_heads, part_tables
 from sciftune.models.packing import (
@@ -179,11 +179,7 @@ def qwen3_config(folder: Path) -> transformers.PretrainedConfig:
 # %% ../../nbs/4_models/04_flux2.ipynb #9c111c71
 @torch.no_grad()
 def qwen3_states(
-    lm: nn.Module,
-    tokenizer: transformers.PreTrainedTokenizerBase,
-    captions: list[str],
-    text_tokens: int,
-    length: int,
+    lm: nn.Module, tokenizer: TextTokenizer, captions: list[str], text_tokens: int, length: int
 ) -> Tensor:
     """Return hidden states 9, 18 and 27 of one user turn, pads included.
 
@@ -455,16 +451,11 @@ class Klein(Family):
         variance = vae.bn.running_var.float().view(1, -1, 1, 1)
         return mean, (variance + vae.config.batch_norm_eps).sqrt()
 
-    def tokenized_text(self, tokenizer: transformers.PreTrainedTokenizerBase, caption: str) -> str:
+    def tokenized_text(self, tokenizer: TextTokenizer, caption: str) -> str:
         """Return the caption as a user's turn."""
         return user_turn(tokenizer, caption, thinking=False)
 
-    def token_limit(
-        self,
-        component: str,
-        tokenizer: transformers.PreTrainedTokenizerBase,
-        text_tokens: int = None,
-    ) -> int:
+    def token_limit(self, component: str, tokenizer: TextTokenizer, text_tokens: int = None) -> int:
         """Return `text_tokens`, or the tokenizer's maximum if lower (a nano one's is)."""
         return min(self.check_text_tokens(text_tokens), tokenizer.model_max_length)
 
@@ -599,15 +590,8 @@ class Klein(Family):
         steps = self.default_sample_steps if steps is None else steps
         return empirical_mu(self.tokens(height, width), steps)
 
-    def flops(self, config: Mapping, height: int, width: int, text_tokens: int) -> float:
+    def token_flops(self, config: Mapping, tokens: int, text_tokens: int) -> float:
         """Compute `flux2_flops`."""
-        return self.flops_with(config, height, width, text_tokens, 0)
-
-    def flops_with(
-        self, config: Mapping, height: int, width: int, text_tokens: int, references: int
-    ) -> float:
-        """Compute `flux2_flops`; a reference's tokens cost what the picture's cost."""
-        tokens = self.tokens(height, width) + references
         return flux2_flops(config, tokens, self.text_length(text_tokens))
 
     def build_tiny(self, distilled: bool = False) -> diffusers.Flux2KleinPipeline:

@@ -5,8 +5,6 @@
 # %% ../../nbs/4_models/12_kontext.ipynb #018ecb27
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import diffusers
 import numpy as np
 from diffusers.image_processor import VaeImageProcessor
@@ -15,7 +13,6 @@ from PIL import Image
 
 from ..core.registry import FamilyRecord
 from .flux1 import Flux1
-from .tokens import mmdit_flops
 
 # %% auto #0
 __all__ = ['RECORDS', 'Kontext']
@@ -71,19 +68,6 @@ class Kontext(Flux1):
         """Scale with the pipeline's own image processor; nothing is cropped."""
         processor = VaeImageProcessor(vae_scale_factor=self.size_multiple)
         return np.array(processor.resize(image, *self.reference_size(*image.size, side)))
-
-    def flops(self, config: Mapping, height: int, width: int, text_tokens: int) -> float:
-        """Compute FLUX.1's `mmdit_flops`."""
-        return self.flops_with(config, height, width, text_tokens, 0)
-
-    def flops_with(
-        self, config: Mapping, height: int, width: int, text_tokens: int, references: int
-    ) -> float:
-        """Compute FLUX.1's FLOPs; a reference's tokens cost what the picture's cost."""
-        blocks = config["num_layers"] + config["num_single_layers"]
-        d = config["num_attention_heads"] * config["attention_head_dim"]
-        tokens = self.tokens(height, width) + references
-        return mmdit_flops(blocks, d, tokens, self.text_length(text_tokens))
 
     def build_tiny(self) -> diffusers.FluxKontextPipeline:
         """Build a random FLUX.1-dev in Kontext's pipeline."""

@@ -8,8 +8,10 @@ __all__ = ['stack_references', 'references_of', 'mask_with_references', 'Referen
 # %% ../../nbs/4_models/01d_references.ipynb #ref-3
 from collections.abc import Mapping
 
+import diffusers
 import numpy as np
 import torch
+import transformers
 from PIL import Image
 from torch import Tensor
 
@@ -154,5 +156,6 @@ class References(Encoding):
         return 0
 
     def vision_libraries(self) -> str:
-        """Return what captions with references depend on besides the text encoder's files."""
-        return ""
+        """Return the versions of the libraries that make vision tokens or resize images."""
+        resizes = "torchvision" if transformers.utils.is_torchvision_available() else "Pillow"
+        return f"{diffusers.__version__} {transformers.__version__} {resizes}"

@@ -17,7 +17,7 @@ from ..core.fields import RecipeError
 from ..core.registry import FamilyRecord
 from . import tiny
 from .ddpm import STEPS, NoiseSchedule, timesteps_of
-from .encoders import Encoders, check_tokenizer_files
+from .encoders import Encoders, TextTokenizer, check_tokenizer_files
 from .family import Family
 from .published import CLIP_G, CLIP_L, SD_VAE, SDXL_VAE
 from .sampler import build_scheduler
@@ -263,12 +263,7 @@ class SD15(Family):
         ).input_ids
         return encoder(ids.to(encoder.device), output_hidden_states=True)
 
-    def token_limit(
-        self,
-        component: str,
-        tokenizer: transformers.PreTrainedTokenizerBase,
-        text_tokens: int = None,
-    ) -> int:
+    def token_limit(self, component: str, tokenizer: TextTokenizer, text_tokens: int = None) -> int:
         """Return the tokenizer's own length, whatever `text_tokens` is."""
         return tokenizer.model_max_length
 

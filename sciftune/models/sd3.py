@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..core.registry import FamilyRecord
 from . import tiny
-from .encoders import Encoders, check_captions
+from .encoders import Encoders, TextTokenizer, check_captions
 from .family import Family
 from .published import CLIP_G, CLIP_L, FLUX1_VAE, T5_XXL
 from .sampler import build_scheduler
@@ -112,12 +112,7 @@ class StableDiffusion3(Family):
         shapes = super().caption_shapes(config, text_tokens)
         return shapes | dict(pooled=(config["pooled_projection_dim"],))
 
-    def token_limit(
-        self,
-        component: str,
-        tokenizer: transformers.PreTrainedTokenizerBase,
-        text_tokens: int = None,
-    ) -> int:
+    def token_limit(self, component: str, tokenizer: TextTokenizer, text_tokens: int = None) -> int:
         """Return 77 for CLIP, `text_tokens` for T5."""
         return self.check_text_tokens(text_tokens) if component == "tokenizer_3" else 77
 

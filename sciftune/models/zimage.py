@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..core.registry import FamilyRecord
 from . import tiny
-from .encoders import Encoders, check_captions, user_turn
+from .encoders import Encoders, TextTokenizer, check_captions, user_turn
 from .family import Family
 from .published import FLUX1_VAE, QWEN3_4B
 from .tokens import compute_dtype, mmdit_flops, stack_sizes
@@ -107,10 +107,7 @@ def qwen3_but_last(folder: Path) -> transformers.PretrainedConfig:
 # %% ../../nbs/4_models/10_zimage.ipynb #ed1a7803
 @torch.no_grad()
 def turn_states(
-    lm: nn.Module,
-    tokenizer: transformers.PreTrainedTokenizerBase,
-    captions: list[str],
-    text_tokens: int,
+    lm: nn.Module, tokenizer: TextTokenizer, captions: list[str], text_tokens: int
 ) -> list[Tensor]:
     """Return the hidden states of one user turn per caption, unpadded.
 
@@ -184,7 +181,7 @@ class ZImage(Family):
         lm.norm = nn.Identity()
         return lm
 
-    def tokenized_text(self, tokenizer: transformers.PreTrainedTokenizerBase, caption: str) -> str:
+    def tokenized_text(self, tokenizer: TextTokenizer, caption: str) -> str:
         """Return the caption as a user's turn."""
         return user_turn(tokenizer, caption, thinking=True)
 
@@ -218,9 +215,9 @@ class ZImage(Family):
         """Guide by the pipeline's rule: cond + scale*(cond - uncond)."""
         return cond + scale * (cond - uncond)
 
-    def flops(self, config: Mapping, height: int, width: int, text_tokens: int) -> float:
+    def token_flops(self, config: Mapping, tokens: int, text_tokens: int) -> float:
         """Compute `z_image_flops`."""
-        return z_image_flops(config, self.tokens(height, width), text_tokens)
+        return z_image_flops(config, tokens, text_tokens)
 
     def build_tiny(self) -> diffusers.ZImagePipeline:
         """Build the stand-in with random pad tokens, so that they show."""

@@ -5,9 +5,6 @@
 # %% ../../nbs/6_planner/05_ledger.ipynb #ae9372b4
 from __future__ import annotations
 
-import re
-
-from ..core.recipe import resolve
 from ..core.registry import find_record
 from .costs.base import costs_of
 from .records import Block, ForwardPass, Phase, Profile
@@ -15,8 +12,7 @@ from .work import step_cost_of
 from ..strategies.strategy import Strategy
 
 # %% auto #0
-__all__ = ['EXCHANGE_COPIES', 'spread_blocks', 'kept_by_graphs', 'Ledger', 'measured_strategy', 'measured_room',
-           'checkpointed_count', 'planned_peak', 'checkpointed_blocks']
+__all__ = ['EXCHANGE_COPIES', 'spread_blocks', 'kept_by_graphs', 'Ledger', 'checkpointed_blocks']
 
 # %% ../../nbs/6_planner/05_ledger.ipynb #fea18b39
 def spread_blocks(blocks: int, count: int) -> set[int]:
@@ -264,79 +260,6 @@ class _Backward:
             gathered=self.base.get("gathered", 0.0) + gathered,
         )
         return Phase(self.prefix + "reduction of the root", self.base | parts)
-
-# %% ../../nbs/6_planner/05_ledger.ipynb #e023c6f7
-_MEASURED = (
-    "model",
-    "strategy",
-    "precision",
-    "resolution",
-    "compile",
-    "micro_batch",
-    "global_batch",
-)
-_OPTIONAL = (  # beside the fields that only its strategy reads
-    "offload",
-    "cuda_graphs",
-    "objective",
-    "lora_rank",
-    "data",
-    "reference_images",
-)
-
-
-def measured_strategy(row: dict) -> Strategy:
-    """Return the strategy, on H200s, that a row of docs/bench.jsonl measured."""
-    preset = re.search(r"-(dmd2_\w+?)-(?:single|ddp|fsdp|zero\d)-", row.get("command", ""))
-    reads = find_record("strategies", row["strategy"]).reads
-    more = {k: row[k] for k in (*_OPTIONAL, *reads) if row.get(k) is not None}
-    if not preset:
-        more["text_tokens"] = row["text_tokens"]
-    recipe = resolve(
-        preset=preset[1] if preset else row.get("preset", "debug"),
-        model_path="random",
-        num_processes=row["processes"],
-        validation_steps=0,
-        checkpoint_steps=0,
-        export=False,
-        device_memory_gib=139.8,
-        host_memory_gib=500.0,
-        gradient_checkpointing="none" if row["recompute"] in (0, "0", "none") else "full",
-        **more,
-        **{k: row[k] for k in _MEASURED},
-    )
-    return Strategy.of(recipe, row["processes"], True)
-
-
-def measured_room(profile: Profile, strategy: Strategy, row: dict) -> Strategy:
-    """Return the strategy with the resident bytes of the row.
-
-    Args:
-        profile: the model
-        strategy: from `measured_strategy`
-        row: of docs/bench.jsonl; its `resident_gib` does not include the window
-    """
-    resident = row.get("resident_gib")
-    if resident is None:
-        return strategy
-    return costs_of(strategy, profile).with_resident(resident * 2**30)
-
-
-def checkpointed_count(profile: Profile, checkpointed: int | str) -> int:
-    """Return the number of checkpointed blocks; `checkpointed` is a number, 'all' or 'none'."""
-    return int(dict(all=len(profile.blocks), none=0).get(checkpointed, checkpointed))
-
-
-def planned_peak(profile: Profile, strategy: Strategy, checkpointed: int | str) -> float:
-    """Return the expected peak in GiB.
-
-    Args:
-        profile: the model
-        strategy: recipe on a number of processes
-        checkpointed: blocks: a number, 'all' or 'none'
-    """
-    count = checkpointed_count(profile, checkpointed)
-    return Ledger(profile, strategy, count).peak().total / 2**30
 
 # %% ../../nbs/6_planner/05_ledger.ipynb #4bf3bf0c
 def checkpointed_blocks(profile: Profile, strategy: Strategy, limit: float) -> int:

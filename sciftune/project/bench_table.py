@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['HEAD', 'CARD_GIB', 'TRIED_HEAD', 'BAGEL_HEAD', 'BF16_SUMS', 'FOUR_GPUS', 'TWO_GPUS', 'BENCH_PAGE', 'BAGEL_TITLE',
-           'markdown_table', 'Prediction', 'Predictor', 'rounded', 'objective_words', 'attention_package',
-           'channel_limits', 'strategy_words', 'table_row', 'good_rows', 'refused_rows', 'samples_per_second',
-           'is_fast_setting', 'rate_words', 'other_way', 'comparisons', 'scaling', 'slowest_single', 'start_words',
-           'packed_plan', 'bagel_row', 'setting_words', 'draw_utilisation', 'draw_parts', 'bench_figure', 'bench_page',
-           'write_bench_pages']
+           'markdown_table', 'measured_strategy', 'measured_room', 'checkpointed_count', 'planned_peak', 'Prediction',
+           'Predictor', 'rounded', 'objective_words', 'attention_package', 'channel_limits', 'strategy_words',
+           'table_row', 'good_rows', 'refused_rows', 'samples_per_second', 'is_fast_setting', 'rate_words', 'other_way',
+           'comparisons', 'scaling', 'slowest_single', 'start_words', 'packed_plan', 'bagel_row', 'setting_words',
+           'draw_utilisation', 'draw_parts', 'bench_figure', 'bench_page', 'write_bench_pages']
 
 # %% ../../nbs/10_project/05_bench_table.ipynb #f6e3a060
 import json
@@ -23,13 +23,10 @@ from matplotlib.figure import Figure
 
 from ..core.presets import preset_named
 from ..core.recipe import Recipe, resolve
+from ..core.registry import find_record
 from ..models.family import get_family
-from sciftune.planner.ledger import (
-    checkpointed_count,
-    measured_room,
-    measured_strategy,
-    planned_peak,
-)
+from ..planner.costs.base import costs_of
+from ..planner.ledger import Ledger
 from ..planner.profile import profile
 from ..planner.records import Profile
 from ..planner.speed import device_rates, step_seconds
@@ -40,6 +37,79 @@ def markdown_table(head: list[str], rows: list[list[str]]) -> list[str]:
     """Return the lines of a Markdown table with a heading and rows of cells."""
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     return lines + ["| " + " | ".join(row) + " |" for row in rows]
+
+# %% ../../nbs/10_project/05_bench_table.ipynb #measrow1
+_MEASURED = (
+    "model",
+    "strategy",
+    "precision",
+    "resolution",
+    "compile",
+    "micro_batch",
+    "global_batch",
+)
+_OPTIONAL = (  # beside the fields that only its strategy reads
+    "offload",
+    "cuda_graphs",
+    "objective",
+    "lora_rank",
+    "data",
+    "reference_images",
+)
+
+
+def measured_strategy(row: dict) -> Strategy:
+    """Return the strategy, on H200s, that a row of docs/bench.jsonl measured."""
+    preset = re.search(r"-(dmd2_\w+?)-(?:single|ddp|fsdp|zero\d)-", row.get("command", ""))
+    reads = find_record("strategies", row["strategy"]).reads
+    more = {k: row[k] for k in (*_OPTIONAL, *reads) if row.get(k) is not None}
+    if not preset:
+        more["text_tokens"] = row["text_tokens"]
+    recipe = resolve(
+        preset=preset[1] if preset else row.get("preset", "debug"),
+        model_path="random",
+        num_processes=row["processes"],
+        validation_steps=0,
+        checkpoint_steps=0,
+        export=False,
+        device_memory_gib=139.8,
+        host_memory_gib=500.0,
+        gradient_checkpointing="none" if row["recompute"] in (0, "0", "none") else "full",
+        **more,
+        **{k: row[k] for k in _MEASURED},
+    )
+    return Strategy.of(recipe, row["processes"], True)
+
+
+def measured_room(profile: Profile, strategy: Strategy, row: dict) -> Strategy:
+    """Return the strategy with the resident bytes of the row.
+
+    Args:
+        profile: the model
+        strategy: from `measured_strategy`
+        row: of docs/bench.jsonl; its `resident_gib` does not include the window
+    """
+    resident = row.get("resident_gib")
+    if resident is None:
+        return strategy
+    return costs_of(strategy, profile).with_resident(resident * 2**30)
+
+
+def checkpointed_count(profile: Profile, checkpointed: int | str) -> int:
+    """Return the number of checkpointed blocks; `checkpointed` is a number, 'all' or 'none'."""
+    return int(dict(all=len(profile.blocks), none=0).get(checkpointed, checkpointed))
+
+
+def planned_peak(profile: Profile, strategy: Strategy, checkpointed: int | str) -> float:
+    """Return the expected peak in GiB.
+
+    Args:
+        profile: the model
+        strategy: recipe on a number of processes
+        checkpointed: blocks: a number, 'all' or 'none'
+    """
+    count = checkpointed_count(profile, checkpointed)
+    return Ledger(profile, strategy, count).peak().total / 2**30
 
 # %% ../../nbs/10_project/05_bench_table.ipynb #39ea9282
 @dataclass

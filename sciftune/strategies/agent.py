@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from unittest import mock
 
 import psutil
 
@@ -68,11 +69,8 @@ def loopback_store() -> Iterator[None]:
             options["master_listen_fd"] = socket.create_server((LOOPBACK[0], port)).detach()
         return plain(host, port, world, is_master, *rest, **options)
 
-    rendezvous.TCPStore = store
-    try:
+    with mock.patch.object(rendezvous, "TCPStore", store):
         yield
-    finally:
-        rendezvous.TCPStore = plain
 
 
 HANDLED = "SIGQUIT"  # By torchrun, which kills ranks that save longer than 30 s
@@ -83,17 +81,12 @@ def patient_agent() -> Iterator[None]:
     """Let accelerate's notebook launcher leave signals to the process that calls it."""
     from torch.distributed.launcher import api
 
-    plain = api.LaunchConfig
-
     @dataclass
-    class Config(plain):
+    class Config(api.LaunchConfig):
         signals_to_handle: str = HANDLED
 
-    api.LaunchConfig = Config
-    try:
+    with mock.patch.object(api, "LaunchConfig", Config):
         yield
-    finally:
-        api.LaunchConfig = plain
 
 # %% ../../nbs/5_strategies/19_agent.ipynb #8b66cd9a
 WAITING: list[WaitingRank] = []  # Started before the plan
@@ -130,11 +123,8 @@ def waiting_ranks_first() -> Iterator[None]:
     def popen(args: tuple, env: dict[str, str], **options: object) -> subprocess.Popen:
         return waiting_rank([*args], env) or plain(args=args, env=env, **options)
 
-    handler.Popen = popen
-    try:
+    with mock.patch.object(handler, "Popen", popen):
         yield
-    finally:
-        handler.Popen = plain
 
 
 def launch_ranks(arguments: list[str]) -> int:

@@ -37,10 +37,7 @@ def context_mesh(engine: Engine) -> DeviceMesh:
     return init_device_mesh(engine.device.type, shape, mesh_dim_names=("groups", "ring", "ulysses"))
 
 # %% ../../nbs/5_strategies/20_context.ipynb #f50d2ec2
-def padded_length(
-    tokens: int,
-    ranks: int,
-) -> int:
+def padded_length(tokens: int, ranks: int) -> int:
     """Return the smallest multiple of `ranks` that is not below `tokens`."""
     return -(-tokens // ranks) * ranks
 

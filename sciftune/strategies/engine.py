@@ -88,9 +88,7 @@ def tracker_names(recipe: Recipe) -> list[str]:
     return [name.strip() for name in recipe.trackers.split(",") if name.strip()]
 
 
-def tracker_project(
-    recipe: Recipe,
-) -> str:
+def tracker_project(recipe: Recipe) -> str:
     """Return the project of a run in its trackers."""
     return recipe.tracker_project or os.environ.get("WANDB_PROJECT") or "sciftune"
 
@@ -216,10 +214,7 @@ class Engine:
         own = Strategy.of(recipe, self.world, self.cuda) if recipe else self.strategy
         return own.network_class(self, module, name, fill, own)
 
-    def trackers(
-        self,
-        run: RunDir,
-    ):
+    def trackers(self, run: RunDir):
         """Start the recipe's trackers."""
         start_trackers(self.accelerator, self.recipe, run)
 

@@ -24,9 +24,7 @@ CAPTION_PARTS = frozenset(  # What diffusers calls layers of joint blocks that s
 CAPTION_ROWS = 2048  # Caption tokens of a micro-batch on a GPU from which float8 pays
 
 
-def captions_in_float8(
-    recipe: Recipe,
-) -> bool:
+def captions_in_float8(recipe: Recipe) -> bool:
     """Return whether layers that see captions alone use float8 under an fp8 policy."""
     rows = recipe.micro_batch * recipe.text_tokens // recipe.context_parallel
     return rows >= CAPTION_ROWS

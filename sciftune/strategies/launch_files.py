@@ -56,9 +56,7 @@ def loopback_interface() -> str:
     return next((name for name in ("lo", "lo0") if name in names), "")
 
 
-def computes_on_host(
-    strategy: Strategy,
-) -> bool:
+def computes_on_host(strategy: Strategy) -> bool:
     """Return whether processors compute: all of it, or the update of an offloaded optimizer."""
     return on_cpu(strategy.recipe) or strategy.recipe.offload != "none"
 
@@ -108,10 +106,7 @@ def launch_environment(strategy: Strategy) -> dict[str, str]:
     return environment | strategy.environment()
 
 # %% ../../nbs/5_strategies/17_launch_files.ipynb #03188eb5
-def torchrun_command(
-    strategy: Strategy,
-    run: RunDir,
-) -> list[str]:
+def torchrun_command(strategy: Strategy, run: RunDir) -> list[str]:
     """Return the command that starts one machine's processes without accelerate's launcher."""
     recipe = strategy.recipe
     options = dict(
@@ -228,10 +223,7 @@ def _quoted(strategy: Strategy) -> dict[str, str]:
     return {name: shlex.quote(value) for name, value in environment.items()}
 
 
-def command_text(
-    strategy: Strategy,
-    run: RunDir,
-) -> str:
+def command_text(strategy: Strategy, run: RunDir) -> str:
     """Return command.txt: what to type, on one machine or several."""
     words = [f"{name}={value}" for name, value in _quoted(strategy).items()]
     threads = threads_on_node(strategy, "$(env -u OMP_NUM_THREADS nproc)")

@@ -20,7 +20,6 @@ from ...core.recipe import Recipe
 from ...core.rundir import replaced_folder
 from ...core.writing import write_atomic
 from ...data.splits import open_recipe_data, open_with_held_out
-from ...models.tokens import patchify
 from ...models.weights import link_or_copy
 from .data import PictureBatches, PictureCache
 from .loss import Coder, Reconstruction, reconstruction_loss
@@ -45,7 +44,10 @@ def write_statistics(coder: Coder, batches: Iterable[Tensor]) -> int:
     count = seen = 0
     for x in batches:
         mean, logvar = coder.moments(x)
-        values, extra = (mean, logvar.exp()) if coder.frames else (patchify(mean), 0)
+        if coder.frames:
+            values, extra = mean, logvar.exp()
+        else:
+            values, extra = nn.functional.pixel_unshuffle(mean, 2), 0
         total = total + values.double().sum((0, 2, 3))
         square = square + (values.double().square() + extra).sum((0, 2, 3))
         count += values[:, 0].numel()

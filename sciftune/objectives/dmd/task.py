@@ -77,9 +77,7 @@ SAME_NAMES = (
 )
 
 
-def dmd_settings(
-    recipe: Recipe,
-) -> DMDSettings:
+def dmd_settings(recipe: Recipe) -> DMDSettings:
     """Return the recipe's fields under the names of the losses."""
     return DMDSettings(
         steps=recipe.denoising_steps,
@@ -89,9 +87,7 @@ def dmd_settings(
     )
 
 # %% ../../../nbs/8_objectives/dmd/04_task.ipynb #9dfd49b4
-def critic_recipe(
-    recipe: Recipe,
-) -> Recipe:
+def critic_recipe(recipe: Recipe) -> Recipe:
     """Return the recipe with the fields of the critic and its optimizer."""
     warmup, clip = recipe.critic_warmup_steps, recipe.critic_max_grad_norm
     return recipe.model_copy(
