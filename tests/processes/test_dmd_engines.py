@@ -104,7 +104,7 @@ def run(engine, rank=0, world=1, recompute=False, steps=1, gan=True):
     torch.set_num_threads(1)
     nets = networks(engine, recompute, gan)
     optimizers = {k: torch.optim.AdamW(nets[k].parameters(), 1e-4) for k in ("generator", "critic")}
-    objective = DMD2(DMDSettings(generator_every=2, gan=gan, steps=steps), SD.predict_at)
+    objective = DMD2(DMDSettings(generator_every=2, gan=gan, denoising_steps=steps), SD.predict_at)
     mine = range(rank * SAMPLES // world, (rank + 1) * SAMPLES // world)
     out = []
     for i, batch in enumerate(batches(mine)):
