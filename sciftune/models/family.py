@@ -236,15 +236,19 @@ class Family(References, Denoising, Sampling):
         components = self.tiny_components()
         return getattr(diffusers, self.pipeline_class)(**components)
 
-    def tiny_components(self) -> dict[str, object]:
-        """Build the components of the stand-in from `tiny_parts`, `tiny_config` and `schedule`."""
+    def tiny_components(self, **config: object) -> dict[str, object]:
+        """Build the components of the stand-in from `tiny_parts`, `tiny_config` and `schedule`.
+
+        Args:
+            **config: what differs from `tiny_config`
+        """
         if not self.tiny_config:
             raise ValueError(f"{self.name} has no stand-in")
         parts = {}
         for name, build in self.tiny_parts.items():
             tokenizer = parts.get(name.replace("text_encoder", "tokenizer"))
             parts[name] = build(tokenizer) if tokenizer else build()
-        denoiser = getattr(diffusers, self.denoiser_class)(**self.tiny_config)
+        denoiser = getattr(diffusers, self.denoiser_class)(**self.tiny_config | config)
         scheduler = getattr(diffusers, self.scheduler_class)(**self.schedule)
         return parts | {self.denoiser_component: denoiser, "scheduler": scheduler}
 

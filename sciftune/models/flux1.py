@@ -244,6 +244,14 @@ class Flux1(GuidanceInput, Family):
     schedule = tiny.FLUX_SCHEDULE
     default_guidance = 3.5
     default_sample_steps = 28
+    tiny_config = TINY_FLUX1
+    tiny_parts = dict(
+        vae=tiny.tiny_flux_vae,
+        tokenizer=tiny.clip_tokenizer,
+        text_encoder=tiny.tiny_clip,
+        tokenizer_2=tiny.t5_tokenizer,
+        text_encoder_2=tiny.tiny_t5,
+    )
     tiny_variants = dict(schnell=False)
     token_arguments = TokenArguments(
         image=dict(hidden_states=1, img_ids=-2),
@@ -379,18 +387,9 @@ class Flux1(GuidanceInput, Family):
         d = config["num_attention_heads"] * config["attention_head_dim"]
         return mmdit_flops(blocks, d, tokens, self.text_length(text_tokens))
 
-    def build_tiny(self, schnell: bool = False) -> diffusers.FluxPipeline:
+    def build_tiny(self, schnell: bool = False) -> diffusers.DiffusionPipeline:
         """Build the stand-in; schnell's has no guidance embedder and its own schedule."""
-        clip, t5 = tiny.clip_tokenizer(), tiny.t5_tokenizer()
-        vae = tiny.tiny_flux_vae()
-        schedule = SCHNELL_SCHEDULE if schnell else tiny.FLUX_SCHEDULE
-        config = TINY_FLUX1 | dict(guidance_embeds=not schnell)
-        return diffusers.FluxPipeline(
-            scheduler=diffusers.FlowMatchEulerDiscreteScheduler(**schedule),
-            vae=vae,
-            text_encoder=tiny.tiny_clip(clip),
-            tokenizer=clip,
-            text_encoder_2=tiny.tiny_t5(t5),
-            tokenizer_2=t5,
-            transformer=diffusers.FluxTransformer2DModel(**config),
-        )
+        parts = self.tiny_components(guidance_embeds=not schnell)
+        if schnell:
+            parts["scheduler"] = diffusers.FlowMatchEulerDiscreteScheduler(**SCHNELL_SCHEDULE)
+        return getattr(diffusers, self.pipeline_class)(**parts)

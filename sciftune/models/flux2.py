@@ -47,7 +47,8 @@ from .weights import pipeline_index
 # %% auto #0
 __all__ = ['RECORDS', 'FLUX2_LAYERS', 'KLEIN_9B', 'KLEIN_4B', 'QWEN3_LAYERS', 'REFERENCE_TIME', 'TINY_KLEIN', 'flux2_flops',
            'empirical_mu', 'qwen3_config', 'qwen3_states', 'flux2_position_ids', 'picture_ids', 'spread_double',
-           'spread_single', 'attend_fused', 'norm_rows', 'cast_to_weight', 'embed_float32', 'Klein', 'Klein4B']
+           'spread_single', 'attend_fused', 'norm_rows', 'tiny_klein_vae', 'cast_to_weight', 'embed_float32', 'Klein',
+           'Klein4B']
 
 # %% ../../nbs/4_models/04_flux2.ipynb #d35e90c4
 _KLEIN = {
@@ -351,6 +352,22 @@ TINY_KLEIN = dict(
     joint_attention_dim=48,
     axes_dims_rope=(4, 4, 4, 4),
 )
+
+
+def tiny_klein_vae() -> diffusers.AutoencoderKLFlux2:
+    """Build FLUX.2's autoencoder; random statistics show a forgotten normalisation."""
+    vae = diffusers.AutoencoderKLFlux2(
+        block_out_channels=(8, 8, 8, 8),
+        layers_per_block=1,
+        latent_channels=32,
+        norm_num_groups=4,
+        sample_size=64,
+    )
+    vae.bn.running_mean.normal_(0, 0.5)
+    vae.bn.running_var.uniform_(0.5, 2.0)
+    return vae
+
+
 _TURN = "user\nassistant\n<think>\n\n</think>\n\n"  # the chat template's own words
 
 # %% ../../nbs/4_models/04_flux2.ipynb #embedfp2
@@ -391,6 +408,12 @@ class Klein(Family):
     latent_factor = 16
     latent_patch = 2
     captions = "fixed"
+    tiny_config = TINY_KLEIN
+    tiny_parts = dict(
+        vae=tiny_klein_vae,
+        tokenizer=lambda: tiny.qwen_tokenizer(_TURN, tiny.QWEN3_CHAT_TEMPLATE),
+        text_encoder=tiny.tiny_qwen3,
+    )
     tiny_variants = dict(distilled=False)
     token_arguments = TokenArguments(
         image=dict(hidden_states=1, img_ids=-2),
@@ -595,28 +618,8 @@ class Klein(Family):
         return flux2_flops(config, tokens, self.text_length(text_tokens))
 
     def build_tiny(self, distilled: bool = False) -> diffusers.Flux2KleinPipeline:
-        """Build a random klein pipeline of a megabyte.
-
-        The batch-norm statistics are random, so that a forgotten normalisation shows.
-        """
-        tokenizer = tiny.qwen_tokenizer(_TURN, tiny.QWEN3_CHAT_TEMPLATE)
-        vae = diffusers.AutoencoderKLFlux2(
-            block_out_channels=(8, 8, 8, 8),
-            layers_per_block=1,
-            latent_channels=32,
-            norm_num_groups=4,
-            sample_size=64,
-        )
-        vae.bn.running_mean.normal_(0, 0.5)
-        vae.bn.running_var.uniform_(0.5, 2.0)
-        return diffusers.Flux2KleinPipeline(
-            scheduler=diffusers.FlowMatchEulerDiscreteScheduler(**tiny.FLUX_SCHEDULE),
-            vae=vae,
-            text_encoder=tiny.tiny_qwen3(tokenizer),
-            tokenizer=tokenizer,
-            transformer=diffusers.Flux2Transformer2DModel(**TINY_KLEIN),
-            is_distilled=distilled,
-        )
+        """Build a random klein pipeline of a megabyte."""
+        return diffusers.Flux2KleinPipeline(**self.tiny_components(), is_distilled=distilled)
 
 # %% ../../nbs/4_models/04_flux2.ipynb #4ca76132
 class Klein4B(Klein):

@@ -5,7 +5,6 @@
 # %% ../../nbs/4_models/12_kontext.ipynb #018ecb27
 from __future__ import annotations
 
-import diffusers
 import numpy as np
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS
@@ -68,8 +67,3 @@ class Kontext(Flux1):
         """Scale with the pipeline's own image processor; nothing is cropped."""
         processor = VaeImageProcessor(vae_scale_factor=self.size_multiple)
         return np.array(processor.resize(image, *self.reference_size(*image.size, side)))
-
-    def build_tiny(self) -> diffusers.FluxKontextPipeline:
-        """Build a random FLUX.1-dev in Kontext's pipeline."""
-        parts = super().build_tiny().components
-        return diffusers.FluxKontextPipeline(**parts)

@@ -179,17 +179,6 @@ def few_step_scheduler(
     )
 
 # %% ../../nbs/4_models/07_sd.ipynb #9d84a148
-_VAE = dict(
-    in_channels=3,
-    out_channels=3,
-    down_block_types=("DownEncoderBlock2D",) * 4,
-    up_block_types=("UpDecoderBlock2D",) * 4,
-    block_out_channels=(8, 8, 8, 8),
-    layers_per_block=1,
-    norm_num_groups=4,
-    latent_channels=4,
-    sample_size=64,
-)
 TINY_SD15 = dict(
     SD15_UNET,
     sample_size=8,
@@ -231,6 +220,12 @@ class SD15(Family):
     caption_width = "cross_attention_dim"
     text_tokens = 77
     max_text_tokens = 77
+    tiny_config = TINY_SD15
+    tiny_parts = dict(
+        vae=lambda: tiny.tiny_vae(4, scaling_factor=0.18215),
+        tokenizer=tiny.clip_tokenizer,
+        text_encoder=tiny.tiny_clip,
+    )
     default_guidance = 7.5
     scheduler_class = "PNDMScheduler"
 
@@ -362,17 +357,8 @@ class SD15(Family):
 
     def build_tiny(self) -> diffusers.StableDiffusionPipeline:
         """Build a random SD 1.5 pipeline of a megabyte."""
-        tokenizer = tiny.clip_tokenizer()
-        return diffusers.StableDiffusionPipeline(
-            vae=diffusers.AutoencoderKL(**_VAE, scaling_factor=0.18215),
-            text_encoder=tiny.tiny_clip(tokenizer),
-            tokenizer=tokenizer,
-            unet=diffusers.UNet2DConditionModel(**TINY_SD15),
-            scheduler=diffusers.PNDMScheduler(**tiny.SD_SCHEDULE),
-            safety_checker=None,
-            feature_extractor=None,
-            requires_safety_checker=False,
-        )
+        without = dict(safety_checker=None, feature_extractor=None, requires_safety_checker=False)
+        return diffusers.StableDiffusionPipeline(**self.tiny_components(), **without)
 
 # %% ../../nbs/4_models/07_sd.ipynb #c35d8ea9
 EMPTY_SWITCH = "force_zeros_for_empty_prompt"  # Of model_index.json; true where it says nothing
@@ -427,7 +413,7 @@ class SDXL(SD15):
         tokenizer, tokenizer_2 = tiny.clip_tokenizer(), tiny.clip_tokenizer()
         first = tiny.tiny_clip(tokenizer)
         return diffusers.StableDiffusionXLPipeline(
-            vae=diffusers.AutoencoderKL(**_VAE, scaling_factor=0.13025),
+            vae=tiny.tiny_vae(4, scaling_factor=0.13025),
             text_encoder=first,
             tokenizer=tokenizer,
             tokenizer_2=tokenizer_2,

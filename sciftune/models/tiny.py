@@ -21,7 +21,7 @@ from ..core.rundir import replaced_folder
 # %% auto #0
 __all__ = ['QWEN_SCHEDULE', 'FLUX_SCHEDULE', 'SD_SCHEDULE', 'QWEN_SPECIAL', 'QWEN3_CHAT_TEMPLATE', 'STAND_IN', 'qwen_bpe',
            'qwen_tokenizer', 'clip_tokenizer', 't5_tokenizer', 'tiny_qwen25vl', 'tiny_qwen3', 'tiny_clip', 'tiny_t5',
-           'tiny_flux_vae', 'save_stand_in']
+           'tiny_vae', 'tiny_flux_vae', 'save_stand_in']
 
 # %% ../../nbs/4_models/01g_tiny.ipynb #29851578
 _FLOW = dict(
@@ -246,8 +246,13 @@ def tiny_t5(
     ).eval()
 
 # %% ../../nbs/4_models/01g_tiny.ipynb #576de6d4
-def tiny_flux_vae() -> diffusers.AutoencoderKL:
-    """Build FLUX.1's autoencoder with eight channels everywhere."""
+def tiny_vae(latent_channels: int, **settings: object) -> diffusers.AutoencoderKL:
+    """Build an autoencoder with eight channels everywhere.
+
+    Args:
+        latent_channels: channels of the latents
+        **settings: what else differs between families
+    """
     return diffusers.AutoencoderKL(
         in_channels=3,
         out_channels=3,
@@ -256,14 +261,16 @@ def tiny_flux_vae() -> diffusers.AutoencoderKL:
         block_out_channels=(8, 8, 8, 8),
         layers_per_block=1,
         norm_num_groups=4,
-        latent_channels=16,
+        latent_channels=latent_channels,
         sample_size=64,
-        scaling_factor=0.3611,
-        shift_factor=0.1159,
-        force_upcast=True,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
+        **settings,
     )
+
+
+def tiny_flux_vae() -> diffusers.AutoencoderKL:
+    """Build FLUX.1's autoencoder."""
+    flags = dict(force_upcast=True, use_quant_conv=False, use_post_quant_conv=False)
+    return tiny_vae(16, scaling_factor=0.3611, shift_factor=0.1159, **flags)
 
 # %% ../../nbs/4_models/01g_tiny.ipynb #829b70f0
 STAND_IN = "stand_in.json"

@@ -6,6 +6,8 @@
 __all__ = ['PictureCache', 'PictureBatches']
 
 # %% ../../../nbs/8_objectives/autoencoder/03_data.ipynb #bddb298a
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -41,10 +43,11 @@ class PictureCache:
         return picture.float() / 127.5 - 1
 
 # %% ../../../nbs/8_objectives/autoencoder/03_data.ipynb #852fbb1c
+@dataclass(eq=False)
 class PictureBatches:
     """Make micro-batches of images and posterior noise as a function of the step.
 
-    Args:
+    Attributes:
         recipe: its seed, resolution and batch sizes
         pictures: images of the collection
         train: numbers of the training images
@@ -53,22 +56,16 @@ class PictureBatches:
         world: number of processes
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        pictures: PictureCache,
-        train: list[int],
-        channels: int,
-        rank: int = 0,
-        world: int = 1,
-    ):
-        self.recipe = recipe
-        self.pictures = pictures
-        self.train = train
-        self.channels = channels
-        self.rank = rank
-        self.world = world
-        self.order = GlobalOrder(len(train), recipe.global_batch, recipe.seed)
+    recipe: Recipe
+    pictures: PictureCache
+    train: list[int]
+    channels: int
+    rank: int = 0
+    world: int = 1
+
+    def __post_init__(self):
+        recipe = self.recipe
+        self.order = GlobalOrder(len(self.train), recipe.global_batch, recipe.seed)
 
     def __call__(self, step: int) -> list[dict]:
         """Return this rank's micro-batches of `step`; `micro` lists their fields."""

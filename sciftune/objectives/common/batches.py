@@ -7,6 +7,7 @@ __all__ = ['draw_u', 'cell_weights', 'LatentBatches', 'held_out_batch']
 
 # %% ../../../nbs/8_objectives/common/04_batches.ipynb #b8a1c8ed
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -65,10 +66,11 @@ def cell_weights(recipe: Recipe, encoded: Mapping[str, Tensor], words: bool = Tr
     return weights[None]
 
 # %% ../../../nbs/8_objectives/common/04_batches.ipynb #96cdaa5c
+@dataclass(eq=False)
 class LatentBatches:
     """Make micro-batches of latents as a function of the step.
 
-    Args:
+    Attributes:
         recipe: its seed, batch sizes, dropout, density, shift and weighting
         family: turns cached tensors into latents and conditioning
         samples: training samples
@@ -79,26 +81,17 @@ class LatentBatches:
         base: folder of the starting weights, for objectives that read its noise schedule
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        family: Family,
-        samples: list[CachedSample],
-        tensors: Mapping,
-        negative_key: str,
-        rank: int = 0,
-        world: int = 1,
-        base: Path | None = None,
-    ):
-        self.recipe = recipe
-        self.family = family
-        self.samples = samples
-        self.tensors = tensors
-        self.negative_key = negative_key
-        self.rank = rank
-        self.world = world
-        self.base = base
-        self.order = sample_order(recipe, samples)
+    recipe: Recipe
+    family: Family
+    samples: list[CachedSample]
+    tensors: Mapping
+    negative_key: str
+    rank: int = 0
+    world: int = 1
+    base: Path | None = None
+
+    def __post_init__(self):
+        self.order = sample_order(self.recipe, self.samples)
 
     def __call__(self, step: int) -> list[dict]:
         """Return this rank's micro-batches of `step`; `micro` lists their fields."""

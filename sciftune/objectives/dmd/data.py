@@ -319,10 +319,11 @@ def _encoded(
     )
 
 # %% ../../../nbs/8_objectives/dmd/03_data.ipynb #b0c64d5b
+@dataclass(eq=False)
 class DistillationBatches:
     """Make this rank's micro-batches as a function of the step.
 
-    Args:
+    Attributes:
         recipe: its seed, batch sizes and objective fields
         family: turns cached tensors into latents and conditioning
         data: captions and samples with latents
@@ -331,22 +332,16 @@ class DistillationBatches:
         device: device of the random numbers
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        family: Family,
-        data: DistillationData,
-        rank: int = 0,
-        world: int = 1,
-        device: str | torch.device = "cpu",
-    ):
-        self.recipe = recipe
-        self.family = family
-        self.data = data
-        self.rank = rank
-        self.world = world
-        self.device = device
-        self.shape = family.latent_shape(recipe.resolution, recipe.resolution)
+    recipe: Recipe
+    family: Family
+    data: DistillationData
+    rank: int = 0
+    world: int = 1
+    device: str | torch.device = "cpu"
+
+    def __post_init__(self):
+        recipe, data = self.recipe, self.data
+        self.shape = self.family.latent_shape(recipe.resolution, recipe.resolution)
         self.noised = noises_latents(recipe)
         if self.noised:
             data.train = data.real

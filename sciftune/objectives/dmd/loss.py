@@ -13,6 +13,7 @@ __all__ = ['NORMALISERS', 'Settings', 'RandomSource', 'KeyedRandomSource', 'mean
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #10dc7bb7
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -42,23 +43,21 @@ class RandomSource(Protocol):
         """Draw one integer in [`low`, `high`) for all samples and ranks."""
 
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #af915296
+@dataclass(eq=False)
 class KeyedRandomSource:
     """Derive random numbers from the seed, the role, the sample and its epoch.
 
-    Args:
+    Attributes:
         seed: seed of the recipe
         step: training step, for numbers that all samples share
         samples: one key per sample of this micro-batch, e.g. (id, epoch)
         device: device of the tensors; they are always drawn on the CPU
     """
 
-    def __init__(
-        self, seed: int, step: int, samples: Sequence[tuple], device: str | torch.device = "cpu"
-    ):
-        self.seed = seed
-        self.step = step
-        self.samples = samples
-        self.device = device
+    seed: int
+    step: int
+    samples: Sequence[tuple]
+    device: str | torch.device = "cpu"
 
     def _rows(self, role: str, shape: Sequence[int], draw: Callable) -> Tensor:
         if len(self.samples) != shape[0]:
