@@ -472,27 +472,37 @@ def record_modules(kind: str) -> dict[str, Path]:
     return modules
 
 # %% ../../nbs/1_core/01_registry.ipynb #a5a9f0b1
-def _call_values(call: ast.Call, where: str) -> dict:
-    """Return the arguments of one literal record, such as `FamilyRecord(...)`."""
+def _call_values(call: ast.Call, shared: dict[str, ast.expr], where: str) -> dict:
+    """Return the arguments of one literal record, such as `FamilyRecord(..., **SHARED)`."""
+    values = {}
     try:
-        return {k.arg: ast.literal_eval(k.value) for k in call.keywords}
-    except ValueError:
+        for keyword in call.keywords:
+            if keyword.arg:
+                values[keyword.arg] = ast.literal_eval(keyword.value)
+            else:
+                values |= ast.literal_eval(shared[keyword.value.id])
+        return values
+    except (ValueError, KeyError, AttributeError):
         raise RegistryError(
             f"{where}: a record must be written with literals (strings, numbers, tuples, dicts)"
         ) from None
 
 
-def _record_calls(source: Path) -> list[ast.expr] | None:
-    """Return the entries of the list `RECORDS` of a file; None without such a list."""
-    for node in ast.parse(source.read_text(), source).body:
-        names = [getattr(target, "id", "") for target in getattr(node, "targets", ())]
-        if "RECORDS" in names:
-            return getattr(node.value, "elts", [node.value])
-    return None
+def _assigned(source: Path) -> dict[str, ast.expr]:
+    """Return what a file assigns to the names of its module, unevaluated."""
+    return {
+        target.id: node.value
+        for node in ast.parse(source.read_text(), source).body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
 
 
 def read_records(source: Path, module: str, kind: str) -> list[Record]:
     """Read the records of a kind in `RECORDS` of a file; none without such a list.
+
+    Records may share values: `**SHARED` names a dict that the file assigns before them.
 
     Args:
         source: Python file
@@ -503,16 +513,17 @@ def read_records(source: Path, module: str, kind: str) -> list[Record]:
         RegistryError: an entry is no record, its values are wrong, or none is of this kind
     """
     expected = _KINDS[kind].__name__
-    calls = _record_calls(source)
-    read = []
-    for call in calls or ():
+    assigned, read = _assigned(source), []
+    listed = assigned.get("RECORDS", ast.List([]))
+    calls = getattr(listed, "elts", [listed])
+    for call in calls:
         where = f"{source}, line {call.lineno}"
         name = getattr(getattr(call, "func", None), "id", "")
         if name not in {record.__name__ for record in _KINDS.values()} or call.args:
             raise RegistryError(f"{where}: RECORDS of {kind} must hold {expected}(name='...', ...)")
         if name == expected:
             try:
-                read.append(_KINDS[kind](**_call_values(call, where), module=module))
+                read.append(_KINDS[kind](**_call_values(call, assigned, where), module=module))
             except ValidationError as error:
                 raise RegistryError(f"{where}: {error}") from None
     if calls and not read:

@@ -40,6 +40,7 @@ from sciftune.models.weights import (
 )
 from .writers import PictureWriter
 
+TextTokenizer = transformers.PreTrainedTokenizerBase
 VOCABULARIES = (
     "tokenizer.json",
     "vocab.json",
@@ -57,9 +58,9 @@ TOKENIZER_OBJECTS = (
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")  # One of them exists
 
 # %% auto #0
-__all__ = ['VOCABULARIES', 'TOKENIZER_OBJECTS', 'PROCESSOR_FILES', 'CPU_PIXELS', 'check_captions', 'user_turn', 'chat_text',
-           'check_tokenizer_files', 'check_processor_files', 'load_image_processor', 'Encoders', 'frame_forward',
-           'for_single_frames', 'Encoding']
+__all__ = ['TextTokenizer', 'VOCABULARIES', 'TOKENIZER_OBJECTS', 'PROCESSOR_FILES', 'CPU_PIXELS', 'check_captions', 'user_turn',
+           'chat_text', 'check_tokenizer_files', 'check_processor_files', 'load_image_processor', 'Encoders',
+           'frame_forward', 'for_single_frames', 'Encoding']
 
 # %% ../../nbs/4_models/01c_encoders.ipynb #enc-7
 def check_captions(captions: list[str]) -> list[str]:
@@ -70,7 +71,7 @@ def check_captions(captions: list[str]) -> list[str]:
     return list(captions)
 
 # %% ../../nbs/4_models/01c_encoders.ipynb #enc-10
-def user_turn(tokenizer: transformers.PreTrainedTokenizerBase, caption: str, thinking: bool) -> str:
+def user_turn(tokenizer: TextTokenizer, caption: str, thinking: bool) -> str:
     """Put a caption into the tokenizer's chat template, up to where the answer begins.
 
     Args:
@@ -85,9 +86,7 @@ def user_turn(tokenizer: transformers.PreTrainedTokenizerBase, caption: str, thi
     return chat_text(tokenizer, turns, add_generation_prompt=True, enable_thinking=thinking)
 
 
-def chat_text(
-    tokenizer: transformers.PreTrainedTokenizerBase, turns: list[dict], **options: object
-) -> str:
+def chat_text(tokenizer: TextTokenizer, turns: list[dict], **options: object) -> str:
     """Put turns into the tokenizer's chat template.
 
     Args:
@@ -294,16 +293,11 @@ class Encoding(FamilyBase, ABC):
         """Return the shapes (at most) of the tensors of one encoded caption."""
         return dict(text=(self.text_length(text_tokens), config[self.caption_width]))
 
-    def tokenized_text(self, tokenizer: transformers.PreTrainedTokenizerBase, caption: str) -> str:
+    def tokenized_text(self, tokenizer: TextTokenizer, caption: str) -> str:
         """Return the text that `tokenizer` gets for a caption: in the model's template, if any."""
         return caption
 
-    def token_limit(
-        self,
-        component: str,
-        tokenizer: transformers.PreTrainedTokenizerBase,
-        text_tokens: int = None,
-    ) -> int:
+    def token_limit(self, component: str, tokenizer: TextTokenizer, text_tokens: int = None) -> int:
         """Return the number of tokens of `tokenized_text` after which a caption is cut.
 
         Args:
@@ -454,7 +448,7 @@ class Encoding(FamilyBase, ABC):
             kind, config = self.text_model(folder)
             return build_on_meta(lambda: getattr(transformers, kind)(config))
 
-    def load_tokenizer(self, folder: Path) -> transformers.PreTrainedTokenizerBase:
+    def load_tokenizer(self, folder: Path) -> TextTokenizer:
         """Load the tokenizer in a component folder."""
         check_tokenizer_files(folder)
         return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -520,9 +514,7 @@ class Encoding(FamilyBase, ABC):
         """Load the processor of captions and images in a component folder."""
         raise ValueError(f"{self.name} has no processor, and {folder} is none of its components")
 
-    def load_tokenizers(
-        self, folder: str | Path
-    ) -> dict[str, transformers.PreTrainedTokenizerBase]:
+    def load_tokenizers(self, folder: str | Path) -> dict[str, TextTokenizer]:
         """Load the tokenizers of a local pipeline folder alone, by component name."""
         names = [name for name in self.text_components if name.startswith("tokenizer")]
         return {name: self.load_tokenizer(Path(folder) / name) for name in names}

@@ -20,6 +20,7 @@ from ..core.registry import FamilyRecord
 from . import tiny
 from sciftune.models.encoders import (
     Encoders,
+    TextTokenizer,
     chat_text,
     check_captions,
     check_processor_files,
@@ -69,7 +70,7 @@ FLUX2_DEV = dict(
 )
 
 # %% ../../nbs/4_models/14_flux2_dev.ipynb #4177d11f
-def dev_turns(tokenizer: transformers.PreTrainedTokenizerBase, caption: str) -> str:
+def dev_turns(tokenizer: TextTokenizer, caption: str) -> str:
     """Put the system message and the caption into the tokenizer's chat template."""
     message = system_messages.SYSTEM_MESSAGE
     return chat_text(tokenizer, pipeline_flux2.format_input([caption], message)[0])
@@ -127,7 +128,7 @@ def mistral_tokenizer() -> transformers.PreTrainedTokenizerFast:
     )
 
 # %% ../../nbs/4_models/14_flux2_dev.ipynb #1580168b
-def tokens_before_caption(tokenizer: transformers.PreTrainedTokenizerBase) -> int:
+def tokens_before_caption(tokenizer: TextTokenizer) -> int:
     """Count the template's tokens before the caption. Raise ValueError where it has no caption."""
     mark = "§"
     before, found, _ = dev_turns(tokenizer, mark).partition(mark)
@@ -140,10 +141,7 @@ def tokens_before_caption(tokenizer: transformers.PreTrainedTokenizerBase) -> in
 
 
 def dev_tokens(
-    tokenizer: transformers.PreTrainedTokenizerBase,
-    captions: list[str],
-    text_tokens: int,
-    length: int,
+    tokenizer: TextTokenizer, captions: list[str], text_tokens: int, length: int
 ) -> transformers.BatchEncoding:
     """Tokenise captions in their turns, cut and padded.
 
@@ -210,7 +208,7 @@ def mistral_states(lm: nn.Module, tokens: Mapping[str, Tensor]) -> Tensor:
 
 # %% ../../nbs/4_models/14_flux2_dev.ipynb #65af290b
 def tiny_mistral3(
-    tokenizer: transformers.PreTrainedTokenizerBase, hidden: int = 16, layers: int = 40
+    tokenizer: TextTokenizer, hidden: int = 16, layers: int = 40
 ) -> transformers.Mistral3ForConditionalGeneration:
     """Build Mistral Small 3 with narrow layers and one vision layer."""
     text = dict(
@@ -254,7 +252,7 @@ class PixtralProcessor(transformers.ProcessorMixin):
     def __init__(
         self,
         image_processor: object = None,
-        tokenizer: transformers.PreTrainedTokenizerBase = None,
+        tokenizer: TextTokenizer = None,
         patch_size: int = 14,
         spatial_merge_size: int = 2,
         chat_template: str = None,
@@ -323,7 +321,7 @@ class Flux2Dev(GuidanceInput, Klein):
         lines = [["[IMG]" * (w // side)] * (h // side) for h, w in tensors["image_sizes"].tolist()]
         return tensors, ["[IMG_BREAK]".join(line) + "[IMG_END]" for line in lines]
 
-    def load_tokenizer(self, folder: Path) -> transformers.PreTrainedTokenizerBase:
+    def load_tokenizer(self, folder: Path) -> TextTokenizer:
         """Load the processor's tokenizer. Raise ValueError where diffusers would read none."""
         check_processor_files(folder)
         return super().load_tokenizer(folder)
@@ -333,19 +331,14 @@ class Flux2Dev(GuidanceInput, Klein):
         images, tokenizer = load_image_processor(folder), self.load_tokenizer(folder)
         return PixtralProcessor(images, tokenizer, chat_template=tokenizer.chat_template)
 
-    def tokenized_text(self, tokenizer: transformers.PreTrainedTokenizerBase, caption: str) -> str:
+    def tokenized_text(self, tokenizer: TextTokenizer, caption: str) -> str:
         """Return system message and caption, without a first token that the tokenizer adds."""
         turns, first = dev_turns(tokenizer, caption), tokenizer.bos_token_id
         if tokenizer("").input_ids[:1] == [first]:
             return turns.removeprefix(tokenizer.bos_token)
         return turns
 
-    def token_limit(
-        self,
-        component: str,
-        tokenizer: transformers.PreTrainedTokenizerBase,
-        text_tokens: int = None,
-    ) -> int:
+    def token_limit(self, component: str, tokenizer: TextTokenizer, text_tokens: int = None) -> int:
         """Return `text_tokens` plus those of the system message, at most 512."""
         longest = tokens_before_caption(tokenizer) + self.check_text_tokens(text_tokens)
         return min(longest, self.text_length())
@@ -362,7 +355,7 @@ class Flux2Dev(GuidanceInput, Klein):
 
     def build_tiny(self) -> diffusers.Flux2Pipeline:
         """Build a random pipeline of a megabyte; its folder names the usual processor."""
-        parts, tokenizer = super().build_tiny().components, mistral_tokenizer()
+        parts, tokenizer = self.tiny_components(), mistral_tokenizer()
         config = TINY_KLEIN | dict(guidance_embeds=True)
         pipe = diffusers.Flux2Pipeline(
             scheduler=parts["scheduler"],

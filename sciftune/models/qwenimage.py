@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..core.registry import FamilyRecord
 from . import tiny
-from .encoders import Encoders, check_captions
+from .encoders import Encoders, TextTokenizer, check_captions
 from .family import Family
 from sciftune.models.packing import (
     PackedForward,
@@ -98,7 +98,7 @@ def qwen_image_template() -> tuple[str, int]:
 @torch.no_grad()
 def last_hidden_states(
     lm: nn.Module,
-    tokenizer: transformers.PreTrainedTokenizerBase,
+    tokenizer: TextTokenizer,
     captions: list[str],
     text_tokens: int,
     prompt_template: tuple[str, int] = None,
@@ -303,16 +303,11 @@ class QwenImage(Family):
         """Raise an error where a tokenizer is damaged; the template is the pipeline's."""
         self.load_tokenizer(folder)
 
-    def tokenized_text(self, tokenizer: transformers.PreTrainedTokenizerBase, caption: str) -> str:
+    def tokenized_text(self, tokenizer: TextTokenizer, caption: str) -> str:
         """Return the caption in the pipeline's template."""
         return self.prompt_template()[0].format(caption)
 
-    def token_limit(
-        self,
-        component: str,
-        tokenizer: transformers.PreTrainedTokenizerBase,
-        text_tokens: int = None,
-    ) -> int:
+    def token_limit(self, component: str, tokenizer: TextTokenizer, text_tokens: int = None) -> int:
         """Return `text_tokens` plus the template's leading tokens, which are dropped."""
         return self.prompt_template()[1] + self.check_text_tokens(text_tokens)
 
@@ -438,10 +433,10 @@ class QwenImage(Family):
         """Guide as `renormalised_guidance` does."""
         return renormalised_guidance(cond, uncond, scale)
 
-    def flops(self, config: Mapping, height: int, width: int, text_tokens: int) -> float:
+    def token_flops(self, config: Mapping, tokens: int, text_tokens: int) -> float:
         """Compute `mmdit_flops`."""
         d = config["num_attention_heads"] * config["attention_head_dim"]
-        return mmdit_flops(config["num_layers"], d, self.tokens(height, width), text_tokens)
+        return mmdit_flops(config["num_layers"], d, tokens, text_tokens)
 
     def frozen_parameters(self, denoiser: nn.Module) -> list[str]:
         """Return the last block's text branch."""

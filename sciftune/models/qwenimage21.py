@@ -23,8 +23,15 @@ from torch.nn import functional
 from ..core.registry import FamilyRecord
 from . import tiny
 from .compat import checkpointing_function, qwen_prompt_embeds
-from .encoders import Encoders, chat_text, check_captions, load_image_processor
+from sciftune.models.encoders import (
+    Encoders,
+    TextTokenizer,
+    chat_text,
+    check_captions,
+    load_image_processor,
+)
 from .family import Family
+from .heads import turn_pairs
 from .published import QWEN3_VL_8B
 from .qwenimage_edit import LastState, WithoutVideos
 from .references import references_of
@@ -35,7 +42,7 @@ from .writers import QWEN_TURNS, qwen_pictures
 
 # %% auto #0
 __all__ = ['RECORDS', 'QWEN_IMAGE_21', 'TEXT', 'PADDING', 'TINY_QWEN_IMAGE_21', 'QWEN3VL_CHAT_TEMPLATE', 'joint_flops', 'Layout',
-           'centred_grid', 'sample_layout', 'joint_layout', 'prefix_runs', 'rotary_angles', 'turned', 'PartAttention',
+           'centred_grid', 'sample_layout', 'joint_layout', 'prefix_runs', 'rotary_angles', 'PartAttention',
            'layout_mask', 'QwenImage21Transformer2DModel', 'positioned_denoiser', 'PictureProcessor',
            'caption_pipeline', 'joint_states', 'slot_spans', 'tiny_qwen3vl', 'tiny_processor', 'caption_template',
            'QwenImage21', 'leading_spans']
@@ -238,29 +245,14 @@ def rotary_angles(
         theta: longest wavelength
 
     Returns:
-        cos, sin (B,S,1,D/2) fp32
+        cos, sin (B,S,D/2) fp32
     """
     parts = []
     for axis, width in enumerate(widths):
         steps = torch.arange(0, width, 2, dtype=torch.float32, device=where.device)
         parts.append(where[..., axis, None].float() * (1.0 / theta ** (steps / width)))
-    angles = torch.cat(parts, -1).unsqueeze(2)
+    angles = torch.cat(parts, -1)
     return angles.cos(), angles.sin()
-
-
-def turned(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair of channels by its position's angle, in fp32.
-
-    Args:
-        x: (B,S,heads,D)
-        angles: result of `rotary_angles`
-
-    Returns:
-        Same shape and type as x
-    """
-    cos, sin = angles
-    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2).to(x.dtype)
 
 
 class PartAttention:
@@ -293,8 +285,8 @@ class PartAttention:
         width = attn.inner_dim // attn.heads
         layers = (attn.to_q, attn.to_k, attn.to_v)
         q, k, v = (layer(hidden_states).unflatten(-1, (-1, width)) for layer in layers)
-        q = turned(attn.norm_q(q).to(v.dtype), rotary_emb)
-        k = turned(attn.norm_k(k).to(v.dtype), rotary_emb)
+        q = turn_pairs(attn.norm_q(q).to(v.dtype), *rotary_emb)
+        k = turn_pairs(attn.norm_k(k).to(v.dtype), *rotary_emb)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         attend = functional.scaled_dot_product_attention
         if segments is None:
@@ -484,7 +476,7 @@ QWEN3VL_CHAT_TEMPLATE = (
 
 
 def tiny_qwen3vl(
-    tok: transformers.PreTrainedTokenizerBase, hidden: int = 32
+    tok: TextTokenizer, hidden: int = 32
 ) -> transformers.Qwen3VLForConditionalGeneration:
     """Build Qwen3-VL with two language layers and two of vision."""
     sid = tok.convert_tokens_to_ids
@@ -615,7 +607,7 @@ class QwenImage21(Family):
         """Load the processor's tokenizer."""
         return dict(tokenizer=self.load_tokenizer(Path(folder) / "processor"))
 
-    def tokenized_text(self, tokenizer: transformers.PreTrainedTokenizerBase, caption: str) -> str:
+    def tokenized_text(self, tokenizer: TextTokenizer, caption: str) -> str:
         """Return the caption in the pipeline's template, from where its states are kept."""
         return caption_template().format(caption or " ")
 
@@ -732,11 +724,6 @@ class QwenImage21(Family):
     def caption_pixels(self, image: Image.Image, side: int = 0) -> np.ndarray:
         """Return `reference_pixels`: both encoders see the same."""
         return self.reference_pixels(image, side)
-
-    def vision_libraries(self) -> str:
-        """Return the versions of the libraries that make vision tokens or resize images."""
-        resizes = "torchvision" if transformers.utils.is_torchvision_available() else "Pillow"
-        return f"{diffusers.__version__} {transformers.__version__} {resizes}"
 
     def vision_tokens(self, height: int, width: int) -> int:
         """Count a token per 32x32 pixels, and seven around them: `<image1>`, start and end."""

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from pathlib import Path
 
 import diffusers
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from ..core.registry import FamilyRecord
 from . import tiny
 from .compat import qwen_prompt_embeds
-from .encoders import Encoders, check_captions, load_image_processor
+from .encoders import Encoders, TextTokenizer, check_captions, load_image_processor
 from .family import Family
 from sciftune.models.qwenimage import (
     QWEN_IMAGE,
@@ -29,7 +28,6 @@ from sciftune.models.qwenimage import (
     QwenImage,
     last_hidden_states,
 )
-from .tokens import mmdit_flops
 
 # %% auto #0
 __all__ = ['RECORDS', 'QWEN_IMAGE_EDIT', 'edit_template', 'WithoutVideos', 'ImageTextProcessor', 'LastState',
@@ -95,7 +93,7 @@ class WithoutVideos:
     def __init__(
         self,
         image_processor: object = None,
-        tokenizer: transformers.PreTrainedTokenizerBase = None,
+        tokenizer: TextTokenizer = None,
         chat_template: str = None,
         **kwargs: object,
     ):
@@ -233,11 +231,6 @@ class QwenImageEdit(QwenImage):
         """Scale with the pipeline's own image processor, to one size for any `side`."""
         return _stretched(image, edit_plus.CONDITION_IMAGE_SIZE)
 
-    def vision_libraries(self) -> str:
-        """Return the versions of the libraries that make vision tokens or resize images."""
-        resizes = "torchvision" if transformers.utils.is_torchvision_available() else "Pillow"
-        return f"{diffusers.__version__} {transformers.__version__} {resizes}"
-
     def vision_tokens(self, height: int, width: int) -> int:
         """Count a token per 28x28 pixels, and seven around them: `Picture 1: `, start and end."""
         side = edit_plus.CONDITION_IMAGE_SIZE
@@ -263,14 +256,6 @@ class QwenImageEdit(QwenImage):
     def reference_pixels(self, image: Image.Image, side: int = 0) -> np.ndarray:
         """Scale with the pipeline's own image processor; nothing is cropped."""
         return _resized(image, *self.reference_size(*image.size, side))
-
-    def flops_with(
-        self, config: Mapping, height: int, width: int, text_tokens: int, references: int
-    ) -> float:
-        """Compute Qwen-Image's FLOPs; a reference's tokens cost what the picture's cost."""
-        d = config["num_attention_heads"] * config["attention_head_dim"]
-        tokens = self.tokens(height, width) + references
-        return mmdit_flops(config["num_layers"], d, tokens, text_tokens)
 
     def build_tiny(self, zero_cond_t: bool = True) -> diffusers.QwenImageEditPlusPipeline:
         """Build a random pipeline of a megabyte; its folder names the usual processor."""
