@@ -1,12 +1,20 @@
-"""A preset that follows a reference system has its values, or says why not."""
+"""Presets of reference systems have their values or say why not; presets of tasks fit families."""
 
+import re
 import warnings
 
 import pytest
 
-from sciftune.core.presets import preset_files, preset_named, preset_values
-from sciftune.core.recipe import resolve
+from forked import train
+from PIL import Image
+
+from sciftune.core.presets import preset_files, preset_named, preset_values, presets
+from sciftune.core.recipe import Recipe, resolve
 from sciftune.core.recipe_fields import Fields
+from sciftune.core.registry import records
+from sciftune.core.rundir import RunDir
+from sciftune.lab.jobs import LaunchError
+from sciftune.lab.prepare import recipe_from
 from sciftune.lab.tables import reference_rows
 
 FOLLOWING = [name for name, preset in preset_files().items() if preset.reference]
@@ -61,3 +69,72 @@ def test_values_that_were_others():
             0,
         )
     assert resolve(model="sd15", preset="sd_dmd2_decoupled").reshard is True
+
+
+TASKS = [name for name, preset in preset_files().items() if preset.rules]
+
+
+def folder_of(pictures, place):
+    """A folder of pictures with captions; every one with a picture before an edit."""
+    place.mkdir()
+    for i in range(pictures):
+        picture = Image.new("RGB", (80, 64 if i % 2 else 80), (6 * i % 256, 90, 200))
+        picture.save(place / f"{i}.png")
+        picture.rotate(180).save(place / f"{i}.source.png")
+        (place / f"{i}.txt").write_text(f"shade {i}")
+    return str(place)
+
+
+@pytest.fixture(scope="module")
+def forty(tmp_path_factory):
+    return folder_of(40, tmp_path_factory.mktemp("data") / "forty")
+
+
+def test_there_are_five_tasks():
+    assert TASKS == ["distil", "edit", "full", "lora", "lora_style"]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_task_needs_a_model_and_a_folder_or_says_which_models_can(task, forty):
+    able = [model for model in records("models") if task in presets(model)]
+    for model in records("models"):
+        given = dict(model=model, preset=task, data=forty)
+        if model not in able:
+            with pytest.raises(LaunchError, match=re.escape(f"it is for {', '.join(able)}")):
+                recipe_from(given)
+            continue
+        recipe = recipe_from(given)
+        assert recipe.model_path == records("models")[model].hub
+        assert set(preset_files()[task].rules) <= recipe.reasons.keys()
+        assert 0 < recipe.warmup_steps <= recipe.validation_steps < recipe.steps
+        assert recipe.checkpoint_steps < recipe.steps
+        assert Recipe.load(recipe.save(f"{forty}/../recipe.yaml")).model_dump() == dict(recipe)
+
+
+@pytest.mark.parametrize("pictures", [1, 3, 40, 700])
+def test_values_follow_the_pictures_and_what_is_given(pictures, tmp_path):
+    place = folder_of(pictures, tmp_path / "some")
+    recipe = recipe_from(dict(model="klein", preset="lora", data=place))
+    assert recipe.steps == min(max(round(100 * pictures / 8), 300), 4000)
+    assert recipe.held_out == min(max(round(0.1 * pictures), 2), 64)
+    assert f"{pictures} pictures" in recipe.reasons["steps"]
+    assert f"steps: {recipe.steps}  # 100 passes over {pictures} pictures" in recipe.yaml()
+    own = recipe_from(dict(model="klein", preset="lora", data=place, steps=1000, lora_rank=4))
+    assert (own.steps, own.lora_rank, own.checkpoint_steps) == (1000, 4, 200)
+    assert not {"steps", "lora_rank"} & own.reasons.keys()
+    assert recipe_from(dict(model="klein", preset="lora", data="figures")).held_out == 51  # of 512
+
+
+@pytest.mark.parametrize("model,task", [("qwenimage", "lora"), ("klein", "edit"), ("sd15", "full")])
+def test_a_task_trains_forty_pictures(model, task, forty, tmp_path):
+    few = dict(steps=3, model_path="tiny", resolution=64, cpu=True, strategy="single")
+    few |= dict(global_batch=2, micro_batch=2, validation_images=1, validation_sample_steps=1)
+    few |= dict(compile=False, offload="none", shard_states=False, cuda_graphs=False)
+    recipe = recipe_from(dict(model=model, preset=task, data=forty) | few)
+    rules = {name: getattr(recipe, name) for name in preset_files()[task].rules}
+    rules |= dict(validation_steps=2, checkpoint_steps=2, warmup_steps=1)
+    run = RunDir(tmp_path / "run")
+    metrics = train(run, model=model, preset=task, data=forty, **few | rules)
+    assert max(row["step"] for row in metrics) == 3
+    assert any("held_out" in row for row in metrics)
+    assert (run.model / "README.md").exists()

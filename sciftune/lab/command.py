@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['PAIRS', 'VALUED', 'QUIET', 'INTERRUPTED', 'EARLIER_COMMANDS', 'launch_notebook_path', 'packaged_notebooks',
            'CommandError', 'papermill_options', 'numbered', 'said_on_purpose', 'say', 'Execution', 'check_settings',
-           'run_notebook', 'readable_gib', 'plan_rows', 'plan_text', 'settings_of', 'planned_recipe', 'plan_command',
-           'job_asked', 'train_command', 'notebooks_folder', 'lab_options', 'lab_command', 'opened_in_lab', 'Command',
-           'fields_command', 'presets_command', 'run_help', 'notebook_help', 'commands', 'command_help', 'call_command',
-           'program']
+           'shown_tables', 'run_notebook', 'readable_gib', 'plan_rows', 'plan_text', 'settings_of', 'planned_recipe',
+           'plan_command', 'job_asked', 'train_command', 'notebooks_folder', 'lab_options', 'lab_command',
+           'opened_in_lab', 'Command', 'fields_command', 'presets_command', 'run_help', 'notebook_help', 'commands',
+           'command_help', 'call_command', 'program']
 
 # %% ../../nbs/9_lab/20_command.ipynb #a0668d0f
 import base64
@@ -16,6 +16,7 @@ import contextlib
 import importlib
 import importlib.resources
 import importlib.util
+import json
 import os
 import re
 import secrets
@@ -65,6 +66,7 @@ from sciftune.lab.prepare import (
     data_looked_at,
     plan_run,
     prepare_run,
+    print_reasons,
     recipe_from,
     with_absolute_paths,
     with_steps,
@@ -290,6 +292,13 @@ def check_settings(notebook: Path, options: Sequence[str]) -> None:
             raise CommandError(f"unknown parameter '{name}'{nearest(name, known)}")
 
 
+def shown_tables(notebook: Path) -> list[str]:
+    """Return the tables in the outputs of a notebook, as a terminal shows them."""
+    cells = json.loads(notebook.read_text())["cells"]
+    shown = [out.get("data", {}) for cell in cells for out in cell.get("outputs", ())]
+    return ["".join(data["text/plain"]) for data in shown if "text/markdown" in data]
+
+
 def run_notebook(name: str, words: Sequence[str]) -> int:
     """Execute a packaged notebook with settings. Raises CommandError for unknown words.
 
@@ -316,7 +325,7 @@ def run_notebook(name: str, words: Sequence[str]) -> int:
             where = f"see {folder}" if folder else "see above"
             print(f"{execution.failure()}\nsciftune {name}: failed, {where}", file=sys.stderr)
         elif kept and not folder:
-            print(f"sciftune {name}: {kept}")
+            print(*shown_tables(kept), f"sciftune {name}: {kept}", sep="\n\n")
     return code
 
 # %% ../../nbs/9_lab/20_command.ipynb #7cde473d
@@ -418,7 +427,9 @@ def plan_command(words: Sequence[str]) -> int:
     Returns:
         1 if the run cannot fit
     """
-    recipe = with_steps(with_absolute_paths(planned_recipe(words)))
+    recipe = planned_recipe(words)
+    print_reasons(recipe)
+    recipe = with_steps(with_absolute_paths(recipe))
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "recipe.yaml"
         recipe.save(written)
@@ -508,8 +519,7 @@ def _write_results(run: RunDir, recipe: Recipe) -> None:
 
     if recipe.model_path == "nano" and state(run) == "finished":
         run_evaluation(run.path, count=64)
-        table = evaluation_table(run.path)
-        print(table_text([table.header, *table.rows]))
+        print(evaluation_table(run.path))
     print(f"report: {run_report(run)}", flush=True)
 
 

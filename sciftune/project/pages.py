@@ -198,7 +198,8 @@ PAGES = {
     ),
     "presets": Page(
         "Models and presets",
-        "`tiny` and `debug` are for trying, `nano_*` for the small models of this package, "
+        "`lora`, `lora_style`, `edit`, `full` and `distil` need a model and a folder; `tiny` and "
+        "`debug` are for trying, `nano_*` for the small models of this package, "
         "`local` and `cluster` for full-size training; `klein_zero3`, "
         "`qwenimage_zero3_offload`, `bagel_fsdp`, `flux1_lora_*` and `sd_dmd2_decoupled` follow "
         "five public training set-ups, cropping and all. `sciftune presets MODEL NAME` prints one.",

@@ -391,6 +391,9 @@ CASES = [
     asked("Recipe", "unknown parameter 'modle' (did you mean 'model'?)", modle="klein"),
     asked("Recipe", "model: unknown 'qwen' (did you mean 'qwenimage'?)", model="qwen"),
     asked("Recipe", "preset: unknown 'tinny' for model 'qwenimage'", preset="tinny"),
+    asked(
+        "Recipe", "preset: 'edit' is not for model 'sd15'; it is for", model="sd15", preset="edit"
+    ),
     asked("Recipe", "steps: Input should be a valid integer", steps="abc"),
     asked("Recipe", "steps: must be at least 1; got 0", steps=0),
     asked("Recipe", "learning_rate: Input should be a finite number", learning_rate=float("inf")),

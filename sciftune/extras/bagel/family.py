@@ -115,6 +115,14 @@ RECORDS = [
                 "weight_decay": 0.0,
                 "text_loss_weight": 0.25,
             },
+            "lora": {"timestep_shift": "none", "text_loss_weight": 0.25},
+            "lora_style": {"timestep_shift": "none", "text_loss_weight": 0.25},
+            "full": {
+                "timestep_shift": "none",
+                "adam_beta2": 0.95,
+                "weight_decay": 0.0,
+                "text_loss_weight": 0.25,
+            },
             "cluster": {
                 "adam_beta2": 0.95,
                 "weight_decay": 0.0,
