@@ -37,8 +37,9 @@ def shown_commands():
     found = {}
     for page in PAGES:
         text = prose(page)
-        extra = re.search(r"<!-- extra: (\w+) -->", text)  # which may have been taken away
-        if extra and not (ROOT / "sciftune/extras" / extra[1]).is_dir():
+        extras = re.search(r"<!-- extra: ([\w, ]+) -->", text)  # which may have been taken away
+        needed = extras[1].split(", ") if extras else []
+        if not all((ROOT / "sciftune/extras" / name).is_dir() for name in needed):
             continue
         for line in (line for shape in SHOWN_AS for line in shape.findall(text)):
             if not PLACEHOLDER.search(line.partition("#")[0]):

@@ -4,7 +4,6 @@ import re
 import warnings
 
 import pytest
-
 from forked import train
 from PIL import Image
 
@@ -74,13 +73,14 @@ def test_values_that_were_others():
 TASKS = [name for name, preset in preset_files().items() if preset.rules]
 
 
-def folder_of(pictures, place):
-    """A folder of pictures with captions; every one with a picture before an edit."""
+def folder_of(pictures, place, edits=False):
+    """A folder of pictures with captions; of edits every one with the picture before it."""
     place.mkdir()
     for i in range(pictures):
         picture = Image.new("RGB", (80, 64 if i % 2 else 80), (6 * i % 256, 90, 200))
         picture.save(place / f"{i}.png")
-        picture.rotate(180).save(place / f"{i}.source.png")
+        if edits:
+            picture.rotate(180).save(place / f"{i}.source.png")
         (place / f"{i}.txt").write_text(f"shade {i}")
     return str(place)
 
@@ -122,11 +122,13 @@ def test_values_follow_the_pictures_and_what_is_given(pictures, tmp_path):
     own = recipe_from(dict(model="klein", preset="lora", data=place, steps=1000, lora_rank=4))
     assert (own.steps, own.lora_rank, own.checkpoint_steps) == (1000, 4, 200)
     assert not {"steps", "lora_rank"} & own.reasons.keys()
-    assert recipe_from(dict(model="klein", preset="lora", data="figures")).held_out == 51  # of 512
+    if "figures" in records("collections"):  # drawn, 512 by default
+        assert recipe_from(dict(model="klein", preset="lora", data="figures")).held_out == 51
 
 
 @pytest.mark.parametrize("model,task", [("qwenimage", "lora"), ("klein", "edit"), ("sd15", "full")])
-def test_a_task_trains_forty_pictures(model, task, forty, tmp_path):
+def test_a_task_trains_forty_pictures(model, task, tmp_path):
+    forty = folder_of(40, tmp_path / "forty", edits=task == "edit")
     few = dict(steps=3, model_path="tiny", resolution=64, cpu=True, strategy="single")
     few |= dict(global_batch=2, micro_batch=2, validation_images=1, validation_sample_steps=1)
     few |= dict(compile=False, offload="none", shard_states=False, cuda_graphs=False)

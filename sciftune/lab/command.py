@@ -708,8 +708,9 @@ def commands() -> dict[str, Command]:
         "presets": Command("Models and their presets.", presets_command, lambda: presets),
         "fields": Command("Recipe fields by section.", fields_command, fields_text),
         "sweep": _other(
-            "lab.sweep:sweep_command", "Every combination of some values, then compare."
+            "lab.sweep:sweep_command", "Several values: a grid, random draws or Optuna; compare."
         ),
+        "push_to_hub": _other("lab.hub:push_command", "Upload an exported model with its card."),
         "verify-resume": _other(
             "lab.prove:prove_command", "Kill a run, resume it, compare the two."
         ),
