@@ -38,6 +38,7 @@ from ..core.plan import FIRST_STEPS, Plan, PlanRow
 from ..core.processes import ENDINGS
 from ..core.recipe import Recipe
 from ..core.rundir import MetricRows, RunDir
+from .tables import table_blocks
 
 # %% ../../nbs/9_lab/01_plots.ipynb #806a687b
 def as_run(run: RunDir | str | Path) -> RunDir:
@@ -680,11 +681,7 @@ class Table:
         self.rows = [[str(cell) for cell in row] for row in rows]
 
     def __repr__(self) -> str:
-        columns = zip(self.header, *self.rows, strict=True)
-        widths = [max(len(cell) for cell in column) for column in columns]
-        lines = [self.header, ["-" * width for width in widths], *self.rows]
-        padded = [[c.ljust(w) for c, w in zip(line, widths, strict=True)] for line in lines]
-        return "\n".join("  ".join(line).rstrip() for line in padded)
+        return table_blocks([self.header, *self.rows])
 
     def _repr_markdown_(self) -> str:
         lines = [[escaped(cell) for cell in line] for line in (self.header, *self.rows)]

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['INPUT_FIELDS', 'LOOK_SECONDS', 'absolute_path', 'absolute_data', 'absolute_input', 'with_absolute_paths',
-           'parameters_of', 'runs_of', 'continued_recipe', 'recipe_from', 'planned', 'plan_run', 'same_run',
-           'choose_folder', 'differences', 'keep_run_secrets', 'with_steps', 'check_data', 'check_port',
-           'data_looked_at', 'data_drawn', 'prepare_run']
+           'parameters_of', 'runs_of', 'continued_recipe', 'recipe_from', 'count_pictures', 'planned', 'plan_run',
+           'same_run', 'choose_folder', 'differences', 'keep_run_secrets', 'with_steps', 'check_data', 'check_port',
+           'data_looked_at', 'data_drawn', 'print_reasons', 'prepare_run']
 
 # %% ../../nbs/9_lab/06_prepare.ipynb #9c87cf06
 import contextlib
@@ -50,7 +50,9 @@ from ..core.registry import RegistryError, find_record, import_class, nearest, r
 from ..core.rundir import RunDir, gpus, new_run, project_root
 from ..core.secrets import keep_secrets, load_secrets
 from ..core.writing import write_atomic
+from ..data.images import DataError
 from ..data.prompts import own_prompts
+from ..data.sources import find_source
 from .early import EarlyJob
 from sciftune.lab.jobs import (
     LaunchError,
@@ -271,13 +273,40 @@ def recipe_from(namespace: dict[str, Any]) -> Recipe:
         raise LaunchError(f"a setting names {where}...: {error.strerror}") from None
 
 
+def count_pictures(recipe: Recipe) -> int:
+    """Return the number of pictures in the data of a recipe; 0 where reading them would tell.
+
+    Args:
+        recipe: its paths may be relative
+    """
+    total = 0
+    for path, _ in recipe.sources:
+        if drawn := records("collections").get(path):
+            total += getattr(recipe, drawn.count)
+        elif "://" in path or find_record("objectives", recipe.objective).sequences:
+            return 0
+        else:
+            root = project_root()
+            metadata = absolute_path(recipe.metadata, root) or None
+            try:
+                total += len(find_source(absolute_data(path, root), metadata).rows)
+            except (DataError, LaunchError, OSError):  # refused with its reason at the launch
+                return 0
+    return total
+
+
 def _resolved(given: dict[str, Any]) -> Recipe:
     """Return the recipe of these parameters, on top of the recipe of the run that they continue."""
     if earlier := continued_recipe(given):
         return resolve(processes_here, earlier, **given)
     gpu = bool(given.get("plan_device") or not given.get("cpu") and gpus())
     preset = given.get("preset") or launch_preset(given, gpu)
-    recipe = resolve(processes_here, **given | {"preset": preset})
+    given = given | {"preset": preset}
+    recipe = resolve(processes_here, **given)
+    if recipe.reasons and (pictures := count_pictures(recipe)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the first `resolve` has said them
+            recipe = resolve(processes_here, None, pictures, **given)
     if recipe.resume != "latest" or recipe.name:
         return recipe
     there = runs_of(recipe.model_copy(update=dict(run_root=_absolute_root(recipe.run_root))))
@@ -547,6 +576,14 @@ def _draw(places: list[str], recipe: Recipe):
         import_class(place)(recipe)
 
 # %% ../../nbs/9_lab/06_prepare.ipynb #97ccec8a
+def print_reasons(recipe: Recipe):
+    """Print the values that the preset of a task has chosen, with the reason of each."""
+    if recipe.reasons:
+        print(f"preset {recipe.preset}:")
+    for name, why in recipe.reasons.items():
+        print(f"  {name} {getattr(recipe, name)}: {why}")
+
+
 def prepare_run(recipe: Recipe, early: EarlyJob | None = None) -> RunDir:
     """Plan the run and write its folder, completely or not at all. Raises LaunchError.
 
@@ -557,6 +594,7 @@ def prepare_run(recipe: Recipe, early: EarlyJob | None = None) -> RunDir:
     Returns:
         a folder with recipe.yaml, plan.json, accelerate.yaml, command.txt, launch.json
     """
+    print_reasons(recipe)
     recipe = with_absolute_paths(recipe)
     try:
         _check_run_root(Path(recipe.run_root))

@@ -30,6 +30,7 @@ from sciftune.core.checkpoint_folders import (
     model_state,
 )
 from ..core.presets import nano_folder
+from ..core.progress import progress
 from ..core.randomness import stream
 from ..core.recipe import Recipe, launch_preset, resolve, restored
 from ..core.registry import nearest, records
@@ -446,12 +447,13 @@ def draw_samples(
     files = dict.fromkeys(file for s in samples for file in s.references)
     encoded = encoded_references(source, list(files), device)
     denoiser = real_rotary(load_source(source, strength, dtype, device))
-    latents = {}
+    latents, total = {}, sum(map(len, batches))
     for numbers in batches:
         some = [samples[i] for i in numbers]
         beside = stack_references([[encoded[file] for file in s.references] for s in some])
         made = _sampled(source, denoiser, some, rows, to_device(beside, device))
         latents |= dict(zip(numbers, made, strict=True))
+        progress(f"{len(latents)} of {total} pictures drawn")
     del denoiser
     vae = family.load_vae(source.base, dtype, device)
     return {i: as_image(family.decode(vae, x[None])[0]) for i, x in latents.items()}
