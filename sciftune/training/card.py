@@ -108,25 +108,27 @@ def loading_code(recipe: Recipe, folder: Path) -> str:
             f"# put pytorch_lora_weights.safetensors into the LoRA folder of {recipe.lora_format}"
         )
     if recipe.lora_kind == "lokr" and (folder / "adapter_config.json").exists():
-        return "# in a shell: sciftune merge_lora BASE FOLDER MERGED, a pipeline folder"
+        return "# in a shell: sciftune merge_lora BASE . MERGED, a pipeline folder"
     references, draw = _drawing(recipe)
     lines = ["import torch", "from diffusers import DiffusionPipeline", ""]
     if references:
         lines.insert(2, "from diffusers.utils import load_image")
     if (folder / "model_index.json").exists():
-        pipe = 'pipe = DiffusionPipeline.from_pretrained("FOLDER", torch_dtype=torch.bfloat16)'
+        pipe = 'pipe = DiffusionPipeline.from_pretrained(".", dtype=torch.bfloat16)'
         return "\n".join([*lines, pipe, *references, draw])
     if not (folder / "pytorch_lora_weights.safetensors").exists():
-        fields = f'dict(model="{recipe.model}", model_path="FOLDER")'
+        fields = f'dict(model="{recipe.model}", model_path=".")'
         return f"from sciftune.lab.prepare import recipe_from\n\nrecipe = recipe_from({fields})"
     hub = find_record("models", recipe.model).hub
-    name = hub if recipe.model_path == hub else "BASE"  # the pipeline that was trained from
-    base = f'"{name}", torch_dtype=torch.bfloat16'
-    lines.append(f"pipe = DiffusionPipeline.from_pretrained({base})")
-    lines.append('pipe.load_lora_weights("FOLDER")')
+    base = f'"{hub}"' if recipe.model_path == hub else '"BASE"'
+    if recipe.model_path == "nano":
+        base = f'nano_folder("{recipe.model}")'
+        lines.insert(2, "from sciftune.core.presets import nano_folder")
+    lines.append(f"pipe = DiffusionPipeline.from_pretrained({base}, dtype=torch.bfloat16)")
+    lines.append('pipe.load_lora_weights(".")')
     if (folder / "scheduler").is_dir():
         lines[1] = "from diffusers import DiffusionPipeline, LCMScheduler"
-        lines.append('pipe.scheduler = LCMScheduler.from_pretrained("FOLDER/scheduler")')
+        lines.append('pipe.scheduler = LCMScheduler.from_pretrained(".", subfolder="scheduler")')
     return "\n".join([*lines, *references, draw])
 
 
@@ -217,8 +219,8 @@ CARD = """# {title}
 Fine-tuned with sciftune {version} from {base}{licence}: {what}.
 {pictures}
 ## Use
-FOLDER is this folder, or its name on a hub; BASE, where it stands, the pipeline that was trained
-from{given}.
+The code runs in this folder; elsewhere give its path, or its name on a hub, in the place of '.'.
+BASE, where it stands, is the pipeline that was trained from{given}.
 
 {code}
 {student}
