@@ -22,6 +22,7 @@ import re
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -57,6 +58,7 @@ from sciftune.lab.jobs import (
     LaunchError,
     RunFailedError,
     continue_command,
+    free_port,
     job_process,
     launch,
     read_status,
@@ -556,17 +558,29 @@ def notebooks_folder() -> Path:
     return folder
 
 
-def lab_options(words: Sequence[str]) -> tuple[list[str], bool]:
-    """Return the options of JupyterLab, with 127.0.0.1 if no address is given.
+def lab_options(words: Sequence[str]) -> tuple[list[str], str]:
+    """Return the options of JupyterLab with address and port, and where a browser finds it.
+
+    Without an address it is 127.0.0.1, which only this computer reaches; without a port it is 8888,
+    or a free one where something listens there.
 
     Args:
         words: options of JupyterLab
 
     Returns:
-        (options, whether only this computer reaches it)
+        (options, http://host:port)
     """
-    opened = any(word.startswith(("--ServerApp.ip=", "--ip=")) for word in words)
-    return [*words] if opened else ["--ServerApp.ip=127.0.0.1", *words], not opened
+    given = {}
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        name, equals, value = word.lstrip("-").removeprefix("ServerApp.").partition("=")
+        given[name] = value if equals else after
+    own = dict(ip=given.get("ip", "127.0.0.1"), port=given.get("port"))
+    if not own["port"]:
+        with socket.socket() as taken:
+            own["port"] = free_port() if taken.connect_ex(("127.0.0.1", 8888)) == 0 else 8888
+    host = socket.gethostname() if own["ip"] in ("0.0.0.0", "*", "") else own["ip"]
+    added = [f"--ServerApp.{name}={value}" for name, value in own.items() if name not in given]
+    return [*added, *words], f"http://{host}:{own['port']}"
 
 
 def lab_command(words: Sequence[str]) -> None:
@@ -580,13 +594,20 @@ def lab_command(words: Sequence[str]) -> None:
     """
     if not importlib.util.find_spec("jupyterlab"):
         raise CommandError("JupyterLab is not installed: pip install 'sciftune[lab]'")
-    options, local = lab_options(words)
+    if "--allow-root" not in words and os.geteuid() == 0:
+        raise CommandError("JupyterLab does not start as root: sciftune lab --allow-root")
+    options, address = lab_options(words)
     token = os.environ.setdefault("JUPYTER_TOKEN", secrets.token_hex(24))
-    where = "listens on 127.0.0.1 only; " if local else ""
-    print(f"{where}whoever has this token can run commands as you: {token}", file=sys.stderr)
     root, notebook = opened_in_lab()
     call = [sys.executable, "-m", "jupyterlab", str(notebook), *options]
-    print("runs that are started here go on when JupyterLab ends", file=sys.stderr, flush=True)
+    call.append(f"--ServerApp.root_dir={root}")  # so that every notebook below it can be opened
+    where = "only from this computer; " if "//127.0.0.1:" in address else ""
+    print(
+        f"{address}/lab/tree/{notebook}?token={token}\n{where}whoever has this link can run "
+        "commands as you; runs that are started here go on when JupyterLab ends",
+        file=sys.stderr,
+        flush=True,
+    )
     os.chdir(root)
     os.execv(sys.executable, call)
 
