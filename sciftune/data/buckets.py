@@ -21,7 +21,7 @@ from ..core.recipe import Recipe
 
 # %% ../../nbs/2_data/06_buckets.ipynb #5a0d4032
 @lru_cache(1024)
-def bucket_sizes(side: int, smallest: int, largest: int, step: int) -> tuple:
+def bucket_sizes(side: int, smallest: int, largest: int, step: int) -> tuple[tuple[int, int], ...]:
     """Return the sizes of about `side`*`side` pixels.
 
     Args:
@@ -44,7 +44,7 @@ def bucket_sizes(side: int, smallest: int, largest: int, step: int) -> tuple:
 
 # %% ../../nbs/2_data/06_buckets.ipynb #9228ac3c
 @lru_cache(65536)
-def nearest_size(width: int, height: int, sizes: tuple) -> tuple[int, int]:
+def nearest_size(width: int, height: int, sizes: tuple[tuple[int, int], ...]) -> tuple[int, int]:
     """Return the bucket whose shape is nearest to an image's.
 
     Args:
@@ -59,7 +59,7 @@ def nearest_size(width: int, height: int, sizes: tuple) -> tuple[int, int]:
     return min(sizes, key=lambda s: (abs(ratio - math.log(s[1] / s[0])), -s[0] * s[1]))
 
 
-def crop_loss(width: int, height: int, size: tuple) -> float:
+def crop_loss(width: int, height: int, size: tuple[int, int]) -> float:
     """Return the part of the image that a centre crop to `size` cuts off.
 
     Args:
@@ -75,7 +75,9 @@ def crop_loss(width: int, height: int, size: tuple) -> float:
 
 # %% ../../nbs/2_data/06_buckets.ipynb #711a87e0
 @lru_cache(65536)
-def size_inside(width: int, height: int, size: tuple, multiple: int = 16) -> tuple[int, int]:
+def size_inside(
+    width: int, height: int, size: tuple[int, int], multiple: int = 16
+) -> tuple[int, int]:
     """Return the largest size of the whole image inside another size.
 
     Args:
@@ -123,7 +125,7 @@ class Sizing:
         """
         return choices[int(uniform(self.recipe.seed, what, sample, draw) * len(choices))]
 
-    def buckets(self, side: int) -> tuple:
+    def buckets(self, side: int) -> tuple[tuple[int, int], ...]:
         """List the buckets of a side; the recipe's bounds scale with the side."""
 
         def scaled(v):
@@ -147,7 +149,7 @@ class Sizing:
         side = self.pick(filled, sample, draw, "side") if r.random_hw_adapt else filled[-1]
         return nearest_size(width, height, self.buckets(side))
 
-    def fitted(self, width: int, height: int, bucket: tuple) -> tuple[int, int]:
+    def fitted(self, width: int, height: int, bucket: tuple[int, int]) -> tuple[int, int]:
         """Return (height, width) of an image in its bucket: the bucket's, or its own with `pad`."""
         if self.recipe.fit != "pad":
             return bucket
@@ -184,13 +186,13 @@ class BucketOrder:
 
     def __init__(
         self,
-        sizes: list,
+        sizes: Sequence[Sequence[tuple[int, int]]],
         micro_batch: int,
         global_batch: int,
         seed: int,
         key: str = "",
         offset: int = 0,
-        windows: list | None = None,
+        windows: list[np.ndarray] | None = None,
     ):
         if not sizes or not sizes[0]:
             raise ValueError("the collection holds no sample to train on")
@@ -213,7 +215,7 @@ class BucketOrder:
             for b in self.buckets
         ]  # micro-batches per epoch
 
-    def epoch(self, e: int) -> list:
+    def epoch(self, e: int) -> list[np.ndarray]:
         """Return the micro-batches of an epoch, each an array of sample numbers."""
         if e not in self._kept:
             if len(self._kept) > 2:
@@ -303,7 +305,7 @@ def rank_share(micros: list, rank: int, world_size: int) -> list[tuple[int, list
     return list(enumerate(micros))[rank::world_size]
 
 # %% ../../nbs/2_data/06_buckets.ipynb #08f80550
-def size_report(shapes: Sequence, sizing: Sizing) -> dict[str, Any]:
+def size_report(shapes: Sequence[tuple[int, int]], sizing: Sizing) -> dict[str, Any]:
     """Report the effect of a choice of sizes on a collection.
 
     `partial` counts the samples in micro-batches that are not full.

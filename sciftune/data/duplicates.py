@@ -387,7 +387,9 @@ def same_picture(one: Image.Image, other: Image.Image) -> bool:
     return False
 
 
-def near_duplicates(found: Signatures, read: Callable[[int], bytes]) -> list[tuple]:
+def near_duplicates(
+    found: Signatures, read: Callable[[int], bytes]
+) -> list[tuple[int, int, float]]:
     """List the pairs of images that are the same picture but for size, encoding and margin.
 
     Args:
@@ -401,7 +403,7 @@ def near_duplicates(found: Signatures, read: Callable[[int], bytes]) -> list[tup
     return [pair for pair in likely_pairs(found) if same_picture(opened(pair[0]), opened(pair[1]))]
 
 
-def picture_pairs(count: int, read: Callable[[int], bytes]) -> list[tuple]:
+def picture_pairs(count: int, read: Callable[[int], bytes]) -> list[tuple[int, int, float]]:
     """Find equal pictures among some, as `near_duplicates`.
 
     Args:

@@ -14,7 +14,7 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ..core.progress import progress
+from ..core.progress import Beat, progress
 from ..core.randomness import stream
 from ..core.recipe import Recipe, RecipeError
 from ..core.rundir import cache_root
@@ -34,7 +34,7 @@ from .cache import TensorCache, cache_key
 from .cells import box_cells, mask_cells
 from .images import PIXELS_VERSION, DataError, load_picture, pixels
 from .reading import read_text
-from .rows import CellValue
+from .rows import CellValue, Row
 from .sources import SampleCollection, Undecodable, mark_decoded, repeats_of
 
 # %% ../../nbs/2_data/10_encode.ipynb #b81a4743
@@ -61,7 +61,7 @@ class EncodingFamily(Protocol):
     mixes_sizes: bool
     captions_see_references: bool
     negative_caption: str
-    text_components: tuple
+    text_components: tuple[str, ...]
     latent_factor: int
 
     def caption_switches(self, folder: Path) -> dict[str, bool]:
@@ -80,7 +80,7 @@ class EncodingFamily(Protocol):
         """Return the versions of the libraries that prepare pictures for the text encoder."""
 
     def load_encoders(
-        self, path: Path, dtype: torch.dtype, device: torch.device, *, parts: tuple
+        self, path: Path, dtype: torch.dtype, device: torch.device, *, parts: tuple[str, ...]
     ) -> LoadedEncoders:
         """Load the autoencoder ('vae'), the text encoders ('text') or both."""
 
@@ -128,16 +128,16 @@ class CachedSample:
 
     id: str
     image_key: str
-    caption_keys: tuple
-    more_keys: tuple = ()
-    sizes: tuple = ()
-    place: tuple = (0, 0)
-    buckets: tuple = ()
-    references: tuple = ()
-    reference_sizes: tuple = ()
-    plain_captions: tuple = ()
+    caption_keys: tuple[str, ...]
+    more_keys: tuple[str, ...] = ()
+    sizes: tuple[tuple[int, int], ...] = ()
+    place: tuple[int, int] = (0, 0)
+    buckets: tuple[tuple[int, int], ...] = ()
+    references: tuple[str, ...] = ()
+    reference_sizes: tuple[tuple[int, int], ...] = ()
+    plain_captions: tuple[str, ...] = ()
     negative: str = ""
-    worded: tuple = ()
+    worded: tuple[str, ...] = ()
     word_chance: float = 0.0
 
     def image(self, epoch: int) -> str:
@@ -165,7 +165,7 @@ class CachedSample:
         return keys[int(u * len(keys))]
 
 # %% ../../nbs/2_data/10_encode.ipynb #45491e71
-def encoder_fingerprint(folder: Path, components: tuple) -> str:
+def encoder_fingerprint(folder: Path, components: tuple[str, ...]) -> str:
     """Return a hash of the encoders' files, equal for equal weights.
 
     Args:
@@ -201,7 +201,7 @@ def shuffled_tags(recipe: Recipe, caption: str, name: str, order: int) -> str:
 
 
 def caption_texts(
-    recipe: Recipe, captions: tuple, name: str = "", sentence: str = ""
+    recipe: Recipe, captions: tuple[str, ...], name: str = "", sentence: str = ""
 ) -> tuple[str, ...]:
     """Return a sample's captions with the recipe's trigger, prefix and templates applied.
 
@@ -236,7 +236,9 @@ def shard_of(collection: SampleCollection, i: int) -> tuple[int, int]:
     return part, collection.shards[i]
 
 
-def drawn_sizes(sizing: Sizing, name: str, shape: tuple[int, int]) -> tuple[tuple, tuple]:
+def drawn_sizes(
+    sizing: Sizing, name: str, shape: tuple[int, int]
+) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
     """Return the training sizes of a sample.
 
     Args:
@@ -362,7 +364,7 @@ class EncodingJobs:
             beside["negative"] = self.caption(self.family.negative_caption, i)
         return keys, beside
 
-    def seen_by_caption(self, i: int | None) -> list:
+    def seen_by_caption(self, i: int | None) -> Sequence[Row]:
         """Return the reference images that the text encoder sees with a sample's captions.
 
         Args:
@@ -631,7 +633,9 @@ def caption_references(
     return [ready[jobs.shown[key]] if key in jobs.shown else [] for key in keys]
 
 # %% ../../nbs/2_data/10_encode.ipynb #0d8e9208
-def own_keys(known: list[str], missing: set, rank: int, world: int, run: int = 64) -> list[str]:
+def own_keys(
+    known: list[str], missing: set[str], rank: int, world: int, run: int = 64
+) -> list[str]:
     """Return the missing keys that `rank` encodes.
 
     Args:
@@ -657,8 +661,8 @@ def fill_cache(
     ranks: Ranks,
     part: str,
     dtype: torch.dtype,
-    say: Callable,
-    heartbeat: Callable,
+    say: Callable[[str], None],
+    heartbeat: Beat,
 ):
     """Encode this rank's share of the images or the captions, and wait for the others.
 
@@ -708,8 +712,8 @@ def encode_missing(
     jobs: EncodingJobs,
     tensors: TensorCache,
     ranks: Ranks,
-    say: Callable = print,
-    heartbeat: Callable = lambda *a: None,
+    say: Callable[[str], None] = print,
+    heartbeat: Beat = lambda *a: None,
 ) -> bool:
     """Fill the cache, and return when everything is there from all ranks. All ranks call it.
 
@@ -793,19 +797,21 @@ class CachedData:
 
     train: list[CachedSample]
     held: list[CachedSample]
-    tensors: Mapping
+    tensors: Mapping[str, dict[str, Tensor]]
     negative_key: str
     prompts: list[tuple[str, str]]
     fingerprint: str
     rejected: int
     base: Path | None
-    prompt_sizes: list = field(default_factory=list)
-    prompt_references: list = field(default_factory=list)
-    prompt_negatives: list = field(default_factory=list)
+    prompt_sizes: list[tuple[int, int]] = field(default_factory=list)
+    prompt_references: list[tuple[str, ...]] = field(default_factory=list)
+    prompt_negatives: list[str] = field(default_factory=list)
     prompt_settings: list = field(default_factory=list)
 
 # %% ../../nbs/2_data/10_encode.ipynb #7e0b3479
-def reference_latents(tensors: Mapping, keys: Iterable[str]) -> list[Tensor]:
+def reference_latents(
+    tensors: Mapping[str, dict[str, Tensor]], keys: Iterable[str]
+) -> list[Tensor]:
     """Return clean latents of reference images: the mean of the posterior, as in the pipelines.
 
     Args:

@@ -13,10 +13,10 @@ import math
 import os
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from PIL import Image, ImageCms, PngImagePlugin, UnidentifiedImageError
@@ -174,7 +174,10 @@ TURNS = {
 }
 
 
-def orientation(image: Image.Image, read: Callable = lambda image: image.getexif()) -> int:
+def orientation(
+    image: Image.Image,
+    read: Callable[[Image.Image], Mapping[int, Any]] = lambda image: image.getexif(),
+) -> int:
     """Read how a picture is to be turned; 1 where EXIF and XMP say nothing that is understood.
 
     Returns:

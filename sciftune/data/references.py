@@ -66,7 +66,7 @@ def _numbered(name: str) -> bool:
     return bool(_NUMBERED.fullmatch(name))
 
 
-def reference_values(record: Mapping[str, CellValue]) -> dict[str, list]:
+def reference_values(record: Mapping[str, CellValue]) -> dict[str, list[CellValue]]:
     """Return the values of a record that may be reference images.
 
     Args:

@@ -12,10 +12,11 @@ import re
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -35,9 +36,12 @@ from sciftune.data.duplicates import (
     near_duplicates,
 )
 from ..data.images import DataError, header_size
+from ..data.named_words import words_sentence
 from ..data.pairs import find_pairs
 from ..data.readers import Files, Row
+from ..data.rows import RejectedRow
 from sciftune.data.sources import (
+    SampleCollection,
     bad_rows,
     check_bad_rows,
     counted_reasons,
@@ -230,7 +234,11 @@ def scaled_images(
     return found
 
 # %% ../../nbs/9_lab/16_look.ipynb #7e9d9660
-def fit_costs(recipe: Recipe, shapes: Sequence[tuple[int, int]], flops=None) -> list[dict]:
+def fit_costs(
+    recipe: Recipe,
+    shapes: Sequence[tuple[int, int]],
+    flops: Callable[[int, int], float] | None = None,
+) -> list[dict[str, Any]]:
     """Compare cropped squares, buckets and padded buckets for a collection.
 
     Args:
@@ -246,36 +254,39 @@ def fit_costs(recipe: Recipe, shapes: Sequence[tuple[int, int]], flops=None) -> 
     buckets = [nearest_size(*shape, sizing.buckets(sizing.filled(*shape)[-1])) for shape in shapes]
     chosen = dict(crop=[square] * len(shapes), bucket=buckets, pad=buckets)
     flops = flops or (lambda height, width: height * width)
-    multiple = recipe.size_multiple
-    return [_fit_cost(fit, shapes, sizes, flops, square, multiple) for fit, sizes in chosen.items()]
+    return [_fit_cost(fit, shapes, sizes, flops, sizing) for fit, sizes in chosen.items()]
 
 
 def _fit_cost(
-    fit: str, shapes: Sequence, sizes: Sequence, flops, square: tuple, multiple: int
-) -> dict:
+    fit: str,
+    shapes: Sequence[tuple[int, int]],
+    sizes: Sequence[tuple[int, int]],
+    flops: Callable[[int, int], float],
+    sizing: Sizing,
+) -> dict[str, Any]:
     """Compute one row of `fit_costs`."""
-    pairs = list(zip(shapes, sizes, strict=True))
-    padded = fit == "pad"
-    kept = np.array([1.0 if padded else 1 - crop_loss(*shape, size) for shape, size in pairs])
-    filled = [math.prod(size_inside(*shape, size, multiple)) for shape, size in pairs]
+    pairs = zip(shapes, sizes, strict=True)
+    kept = np.array([sizing.kept(fit, *shape) for shape in shapes])
+    filled = [math.prod(size_inside(*shape, size, sizing.multiple)) for shape, size in pairs]
     area = sum(math.prod(size) for size in sizes)
     counts = Counter(sizes)
-    time = sum(flops(*size) * n for size, n in counts.items()) / len(pairs)
+    time = sum(flops(*size) * n for size, n in counts.items()) / len(sizes)
+    side = sizing.recipe.resolution
     return dict(
         fit=fit,
         kept=float(kept.mean()),
         worst=float(kept.min()),
         cut=float((kept < 1 - CROPPED).mean()),
         tokens=float(np.mean([h * w / 256 for h, w in sizes])),
-        padding=1 - sum(filled) / area if padded else 0.0,
-        time=time / flops(*square),
+        padding=1 - sum(filled) / area if fit == "pad" else 0.0,
+        time=time / flops(side, side),
     )
 
 # %% ../../nbs/9_lab/16_look.ipynb #56d9b351
 MANY_CUT = 0.01  # share of images that lose too much, from which another fit is recommended
 
 
-def wanted_fit(recipe: Recipe, costs: Sequence[dict]) -> str:
+def wanted_fit(recipe: Recipe, costs: Sequence[Mapping[str, Any]]) -> str:
     """Return the `fit` that keeps more than the one in use; '' = it keeps enough.
 
     Args:
@@ -428,7 +439,11 @@ def wanted_tokens(recipe: Recipe, counts: Iterable[TokenCount]) -> int:
     return wanted
 
 
-def token_choices(recipe: Recipe, counts: Sequence[TokenCount], flops=None) -> list[dict]:
+def token_choices(
+    recipe: Recipe,
+    counts: Sequence[TokenCount],
+    flops: Callable[[Recipe], float] | None = None,
+) -> list[dict[str, float]]:
     """Compare values of text_tokens: what each cuts, and how long a step takes with it.
 
     Args:
@@ -539,7 +554,7 @@ def leaked_images(
 
 # %% ../../nbs/9_lab/16_look.ipynb #4994083c
 def unreadable_rows(
-    rejected: Sequence[dict], total: int, allowed: float = 1.0
+    rejected: Sequence[RejectedRow], total: int, allowed: float = 1.0
 ) -> list[DataFinding]:
     """Report how many rows cannot be used, and why: one finding, or none.
 
@@ -572,7 +587,7 @@ MEASURED = 200  # images whose letters are measured
 SIDES = (512, 768, 1024, 1280, 1536, 2048)  # resolutions that are compared
 
 
-def read_facts(collection: object, workers: int | None = None) -> list[PictureFacts]:
+def read_facts(collection: SampleCollection, workers: int | None = None) -> list[PictureFacts]:
     """Look at the pixels of every image, and at the letters of some; an empty one where that fails.
 
     Args:
@@ -723,7 +738,7 @@ class DataLook:
         return path
 
 
-def opened_data(recipe: Recipe, quarantine: Path | None = None) -> object:
+def opened_data(recipe: Recipe, quarantine: Path | None = None) -> SampleCollection:
     """Open the usable rows of a recipe's data.
 
     Args:
@@ -774,7 +789,7 @@ def training_sizes(
     ]
 
 
-def look_at(recipe: Recipe, collection: object, workers: int | None = None) -> DataLook:
+def look_at(recipe: Recipe, collection: SampleCollection, workers: int | None = None) -> DataLook:
     """Inspect the whole collection: decode every image once, count every caption.
 
     Args:
@@ -855,7 +870,7 @@ def _measured(recipe, ids, shapes, captions, words, rejected, total: int) -> Dat
     )
 
 
-def _model_flops(recipe: Recipe):
+def _model_flops(recipe: Recipe) -> Callable[[int, int], float]:
     """Return a function of height and width for the FLOPs of the model's forward pass."""
     from sciftune.models.family import get_family
     from sciftune.planner.work import step_cost_of
@@ -865,13 +880,13 @@ def _model_flops(recipe: Recipe):
     work = step_cost_of(recipe)
     text = recipe.text_tokens + work.vision_tokens(family)
     beside = work.reference_tokens(family)
-    return lambda *size: family.flops_with(config, *size, text, beside)
+    return lambda height, width: family.flops_with(config, height, width, text, beside)
 
 # %% ../../nbs/9_lab/16_look.ipynb #19275ec5
 MANY = 0.1  # share of enlarged images from which smaller sides pay off
 
 
-def recommended_fields(recipe: Recipe, look: DataLook) -> dict:
+def recommended_fields(recipe: Recipe, look: DataLook) -> dict[str, Any]:
     """Return the recipe fields, field -> value, that would fix findings."""
     shares = {finding.check: finding.share for finding in look.findings}
     wanted = {}
@@ -890,7 +905,7 @@ def recommended_fields(recipe: Recipe, look: DataLook) -> dict:
     return wanted if accepts(recipe, **wanted) else {}
 
 
-def clean_list(collection: object, look: DataLook, path: Path) -> Path | None:
+def clean_list(collection: SampleCollection, look: DataLook, path: Path) -> Path | None:
     """List the rows without duplicates, for the recipe's field `metadata`.
 
     Args:
@@ -1002,7 +1017,7 @@ def quick_look(recipe: Recipe) -> DataLook:
         total += len(source.rows)
     ids, shapes = [row.id for row in rows], [(row.width, row.height) for row in rows]
     captions = [row.captions for row in rows]
-    words = [row.words for row in rows]
+    words = [words_sentence(row.facts) for row in rows]
     look = _measured(recipe, ids, shapes, captions, words, rejected, total - len(rejected))
     doubled, _ = duplicate_images(ids, [row.digest for row in rows])
     look.findings = worst_findings([*look.findings, *doubled], len(HARM) + 1)

@@ -20,6 +20,7 @@ from PIL import Image
 from ..core.recipe import Recipe
 from ..data.buckets import Sizing
 from ..data.images import Sample, load_picture, pixels
+from ..data.sources import SampleCollection
 from .look import DataFinding, DataLook, percent
 from sciftune.lab.plots import (
     COLORS,
@@ -207,7 +208,7 @@ def _sample_text(sample: Sample, look: DataLook) -> str:
     return "\n".join(lines)
 
 
-def shown_samples(collection: object, look: DataLook, count: int = 8) -> list[int]:
+def shown_samples(collection: SampleCollection, look: DataLook, count: int = 8) -> list[int]:
     """Choose the worst image of each finding in turn, and fill up evenly from the collection.
 
     Args:
@@ -227,7 +228,7 @@ def shown_samples(collection: object, look: DataLook, count: int = 8) -> list[in
     return list(dict.fromkeys(faulty + even))[:count]
 
 # %% ../../nbs/9_lab/26_look_page.ipynb #2a759bdb
-def pairs_page(collection: object, finding: DataFinding, count: int = 6) -> Figure:
+def pairs_page(collection: SampleCollection, finding: DataFinding, count: int = 6) -> Figure:
     """Show the faults of a finding, each beside the image that it equals.
 
     Args:

@@ -60,7 +60,7 @@ from sciftune.core.checkpoint_folders import (
 from ..core.compat import PythonUnpickler
 from ..core.digests import DigestingFile, digest_record, sealed
 from ..core.files import open_file
-from ..core.progress import progress
+from ..core.progress import Beat, progress
 from ..core.recipe import RecipeError
 from ..core.rundir import RunDir, replaced_folder, sweep_unfinished
 from ..core.writing import write_atomic
@@ -699,7 +699,7 @@ def common_fault(engine: Engine, fault: Callable[[int, int], str]) -> str:
     return next(filter(None, engine.gather_objects(fault(engine.rank, engine.world))), "")
 
 
-def usable_fault(engine: Engine, path: Path, heartbeat: Callable = lambda *a: None) -> str:
+def usable_fault(engine: Engine, path: Path, heartbeat: Beat = lambda *a: None) -> str:
     """Return why a checkpoint cannot be used, comparing its bytes. All ranks call it together.
 
     Args:
@@ -723,7 +723,7 @@ def checkpoint_to_resume(
     run: RunDir,
     resume: str,
     say: Callable[[str], None] = print,
-    heartbeat: Callable = lambda *a: None,
+    heartbeat: Beat = lambda *a: None,
 ) -> Path | None:
     """Return the checkpoint to resume from, comparing every byte. All ranks call it together.
 

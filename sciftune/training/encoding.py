@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from ..core.progress import Beat
 from ..core.randomness import stream
 from ..core.recipe import Recipe, RecipeError
 from ..core.registry import records
@@ -348,7 +349,11 @@ def _listed(
 
 
 def _say_found(
-    collection: SampleCollection, train: list, held: list, run_dir: RunDir, say: Callable
+    collection: SampleCollection,
+    train: list[int],
+    held: list[int],
+    run_dir: RunDir,
+    say: Callable[[str], None],
 ):
     for note in collection.notes:
         say(note)
@@ -363,9 +368,9 @@ def cache_data(
     family: Family,
     engine: Engine,
     run_dir: RunDir,
-    say: Callable = print,
-    heartbeat: Callable = lambda *a: None,
-    view: Callable = lambda collection: collection,
+    say: Callable[[str], None] = print,
+    heartbeat: Beat = lambda *a: None,
+    view: Callable[[SampleCollection], SampleCollection] = lambda collection: collection,
     jobs_class: type[EncodingJobs] = EncodingJobs,
 ) -> CachedData:
     """Open the data, encode what is not cached yet, unload the encoders. All ranks call it.

@@ -31,6 +31,7 @@ from sciftune.core.digests import (
 )
 from ..core.files import read_object
 from ..core.ownership import temporary_folder
+from ..core.progress import Beat
 from ..core.recipe import RecipeError
 from ..core.rundir import replaced_folder
 from ..core.sections import size_in_bytes
@@ -297,7 +298,7 @@ def export_damage(
     return next(filter(None, (folder_damage(p, rank, world, progress) for p in parts)), "")
 
 
-def verify_base(engine: Engine, base: Path | None, heartbeat: Callable = lambda *a: None) -> None:
+def verify_base(engine: Engine, base: Path | None, heartbeat: Beat = lambda *a: None) -> None:
     """Raise RecipeError if an exported folder is damaged. All ranks call it together.
 
     Args:
