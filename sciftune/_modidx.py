@@ -1094,6 +1094,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'sciftune/data/named_words.py'),
                                            'sciftune.data.named_words._known': ( '2_data/named_words.html#_known',
                                                                                  'sciftune/data/named_words.py'),
+                                           'sciftune.data.named_words._objects': ( '2_data/named_words.html#_objects',
+                                                                                   'sciftune/data/named_words.py'),
                                            'sciftune.data.named_words.row_facts': ( '2_data/named_words.html#row_facts',
                                                                                     'sciftune/data/named_words.py'),
                                            'sciftune.data.named_words.word_part': ( '2_data/named_words.html#word_part',

@@ -7,6 +7,7 @@ __all__ = ['FACT_KEYS', 'TICK', 'PARTS', 'MOST_OF_A_PART', 'MOST_QUOTED', 'row_f
            'words_sentence']
 
 # %% ../../nbs/2_data/22_named_words.ipynb #309956d0
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,13 @@ class KnownWords:
     roles: tuple[str, ...] = ()
 
 
+def _objects(value: CellValue) -> list[dict]:
+    """Return the objects in a list, which may be JSON."""
+    with contextlib.suppress(ValueError):
+        value = parsed_json(value) if isinstance(value, str) else value
+    return [v for v in value if isinstance(v, dict)] if isinstance(value, (list, tuple)) else []
+
+
 def words_of(record: Mapping[str, object]) -> KnownWords | None:
     """Return the words of a row; None if it has none. Raises ValueError for a wrong column."""
     for key in WORD_KEYS:
@@ -62,7 +70,8 @@ def words_of(record: Mapping[str, object]) -> KnownWords | None:
             value = value.get("words") if isinstance(value, dict) else None
         if not value:
             continue
-        words = [word if isinstance(word, dict) else dict(text=word) for word in value]
+        placed = {w["text"]: w for w in _objects(record.get("words")) if "text" in w}
+        words = [w if isinstance(w, dict) else placed.get(str(w), dict(text=w)) for w in value]
         texts = [word.get("text") for word in words]
         if all(isinstance(text, str) for text in texts):
             words = [word for word in words if word["text"].strip()]

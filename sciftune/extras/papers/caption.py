@@ -104,6 +104,7 @@ class Journal:
 
 # %% ../../../nbs/extras/papers/07_caption.ipynb #03788980
 WINDOW = 32  # batches
+_UNSHOWN = re.compile(r"[\x00-\x1f\x7f-\x9f\ufffd]")  # letters that no caption has
 
 
 def batches(sizes: Sequence[tuple[int, int]], count: int) -> Iterator[list[int]]:
@@ -127,7 +128,7 @@ def ask_each(ask: Callable, numbers: list[int]) -> list[dict]:
         numbers: of a batch
     """
     try:
-        texts = [" ".join(text.split()) for text in ask(numbers)]
+        texts = [" ".join(_UNSHOWN.sub(" ", text).split()) for text in ask(numbers)]
     except (ValueError, OSError) as error:  # DataError is a ValueError
         if len(numbers) == 1:
             return [dict(reason=f"cannot be described: {error}")]
