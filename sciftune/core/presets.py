@@ -16,13 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from .fields import RecipeError
 from .files import FileError, read_mapping
-from sciftune.core.registry import (
-    FamilyRecord,
-    find_record,
-    nearest,
-    package_folder,
-    records,
-)
+from .registry import FamilyRecord, find_record, nearest, package_folder, records
 
 # %% ../../nbs/1_core/03_presets.ipynb #3c70f5e0
 class Rule(BaseModel):

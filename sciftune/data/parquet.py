@@ -18,20 +18,13 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from sciftune.core.files import (
-    parsed_json,
-)
+from ..core.files import parsed_json
 from ..core.progress import progress
 from ..core.registry import ReaderRecord
 from ..core.secrets import bare
 from .cells import MASK_KEYS
 from .files import FolderFiles
-from sciftune.data.images import (
-    DataError,
-    check_regular,
-    file_bytes,
-    open_image,
-)
+from .images import DataError, check_regular, file_bytes, open_image
 from .named_words import FACT_KEYS, row_facts
 from sciftune.data.readers import (
     CAPTION_KEYS,
@@ -44,11 +37,7 @@ from sciftune.data.readers import (
     inside,
     reference_row,
 )
-from sciftune.data.references import (
-    EDITED_KEYS,
-    names_image,
-    reference_columns,
-)
+from .references import EDITED_KEYS, names_image, reference_columns
 from .rows import CellValue, Row, Rows
 
 # %% auto #0
@@ -137,9 +126,7 @@ def check_row_group(
         )
 
 
-def cell_values(
-    cells: pa.ChunkedArray | pa.Array,
-) -> list:
+def cell_values(cells: pa.ChunkedArray | pa.Array) -> list:
     """Return the values of a column; text that is not UTF-8 becomes bytes, which no caption is."""
 
     def value(cell: pa.Scalar) -> CellValue:

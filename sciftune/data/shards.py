@@ -86,7 +86,7 @@ def _content(file: BinaryIO, place: tuple[int, int]) -> bytes:
 
 
 RECORDS = [
-    ReaderRecord(name="tar", implementation="TarReader", suffixes=(".tar",), order=50, shards=True),
+    ReaderRecord(name="tar", implementation="TarReader", suffixes=(".tar",), order=50, shards=True)
 ]
 
 
@@ -208,9 +208,7 @@ def _folder_files(folder: str, paths: list[str]) -> ListedFiles:
     return ListedFiles(root, [bare(path).removeprefix(f"{root}/") for path in paths])
 
 
-def remote_files(
-    url: str,
-) -> tuple[fsspec.AbstractFileSystem, list[str], ListedFiles | None]:
+def remote_files(url: str) -> tuple[fsspec.AbstractFileSystem, list[str], ListedFiles | None]:
     """List the files behind a URL. Raises DataError if that fails.
 
     Args:

@@ -802,10 +802,7 @@ def open_collection(
 class JoinedCollections:
     """Several collections, one after another."""
 
-    def __init__(
-        self,
-        parts: list[Collection],
-    ):
+    def __init__(self, parts: list[Collection]):
         self.parts = parts
         self.first = [0, *itertools.accumulate(map(len, parts))]
         self.ids = Column(len(self), self._id)

@@ -232,10 +232,7 @@ def check_areas(recipe: Recipe, collection: SampleCollection):
 
 
 def open_recipe_data(
-    recipe: Recipe,
-    quarantine: Path | None = None,
-    decode: bool = True,
-    areas: tuple[str, ...] = (),
+    recipe: Recipe, quarantine: Path | None = None, decode: bool = True, areas: tuple[str, ...] = ()
 ) -> SampleCollection:
     """Open the collections of `recipe.data`.
 

@@ -340,9 +340,7 @@ def readable_gib(value: float) -> str:
     return f"{value * 1024:.0f} MiB" if value < 0.5 else f"{value:.1f} GiB"
 
 
-def plan_rows(
-    plan: Plan,
-) -> list[list[str]]:
+def plan_rows(plan: Plan) -> list[list[str]]:
     """Return the heading and a row per strategy; that of the recipe is marked with '*'."""
     head = ["strategy", "precision", "batch", "processes", "device", "host", "disk", "s/step", ""]
     return [head, *(_plan_row(row, row.strategy == plan.chosen) for row in plan.rows)]

@@ -440,9 +440,7 @@ def wanted_tokens(recipe: Recipe, counts: Iterable[TokenCount]) -> int:
 
 
 def token_choices(
-    recipe: Recipe,
-    counts: Sequence[TokenCount],
-    flops: Callable[[Recipe], float] | None = None,
+    recipe: Recipe, counts: Sequence[TokenCount], flops: Callable[[Recipe], float] | None = None
 ) -> list[dict[str, float]]:
     """Compare values of text_tokens: what each cuts, and how long a step takes with it.
 

@@ -143,9 +143,7 @@ def absolute_input(field: str, path: str, root: Path) -> str:
     return found
 
 
-def with_absolute_paths(
-    recipe: Recipe,
-) -> Recipe:
+def with_absolute_paths(recipe: Recipe) -> Recipe:
     """Return `recipe` with absolute paths. Raises LaunchError for missing inputs."""
     root = project_root()
     parts = recipe.sources
@@ -352,10 +350,7 @@ def plan_run(
     return plan
 
 # %% ../../nbs/9_lab/06_prepare.ipynb #0445e891
-def same_run(
-    a: Recipe,
-    b: Recipe,
-) -> bool:
+def same_run(a: Recipe, b: Recipe) -> bool:
     """Return whether two recipes train the same."""
     free = {"name", "launcher", "resume", "auto", *a.open_fields, *b.open_fields}
     return a.model_dump(exclude=free) == b.model_dump(exclude=free)
@@ -442,10 +437,7 @@ def differences(old: Recipe, new: Recipe) -> str:
     return ", ".join(f"{name} {before[name]} → {after[name]}" for name in changed)
 
 # %% ../../nbs/9_lab/06_prepare.ipynb #1275ed99
-def keep_run_secrets(
-    run: RunDir,
-    recipe: Recipe,
-):
+def keep_run_secrets(run: RunDir, recipe: Recipe):
     """Keep the secrets of addresses for the ranks, readable by the owner. Raises LaunchError."""
     texts = [path for path, _ in recipe.sources]
     texts += [value for name, value in recipe if name != "data" and isinstance(value, str)]
