@@ -130,13 +130,13 @@ def _once_seconds(profile: Profile, strategy: Strategy, rates: DeviceRates) -> f
 
 
 def _compute_seconds(
-    profile: Profile, strategy: Strategy, share: float, rates: DeviceRates, every_turn: bool
+    profile: Profile, strategy: Strategy, share: float, rates: DeviceRates
 ) -> float:
     recipe, times = strategy.recipe, strategy.accumulation
     if profile.times:
         return times * recipe.micro_batch / strategy.context * profile.times.step(share)
     work, parts = step_cost_of(recipe), forward_seconds(profile, strategy, rates)
-    once, twice = (work.forward_passes(profile, share, n, every_turn) for n in (1, 2))
+    once, twice = (work.forward_passes(profile, share, n) for n in (1, 2))
     seconds = parts["products"] * (once if recipe.lora_rank else twice)  # the base is frozen
     seconds += (parts["attention"] + parts["traffic"]) * twice
     return times * (seconds + once * _once_seconds(profile, strategy, rates))
@@ -169,9 +169,9 @@ def _float8_layers(profile: Profile, strategy: Strategy) -> int:
     return profile.float8_count - captions
 
 
-def _launch_seconds(profile: Profile, strategy: Strategy, share: float, every_turn: bool) -> float:
+def _launch_seconds(profile: Profile, strategy: Strategy, share: float) -> float:
     work = step_cost_of(strategy.recipe)
-    passes = work.forward_passes(profile, share, 1, every_turn)
+    passes = work.forward_passes(profile, share, 1)
     if strategy.recipe.compile:
         blocks, layers = len(profile.blocks), _float8_layers(profile, strategy)
         once = blocks * COMPILED_BLOCK + layers * FLOAT8_LAYER
@@ -186,11 +186,7 @@ def _launch_seconds(profile: Profile, strategy: Strategy, share: float, every_tu
 
 
 def step_parts(
-    profile: Profile,
-    strategy: Strategy,
-    checkpointed: int,
-    rates: DeviceRates,
-    every_turn: bool = True,
+    profile: Profile, strategy: Strategy, checkpointed: int, rates: DeviceRates
 ) -> dict[str, float]:
     """Return the seconds of each part of an optimizer step.
 
@@ -199,14 +195,13 @@ def step_parts(
         strategy: recipe on a number of processes
         checkpointed: number of blocks that run again in backward
         rates: of the GPU
-        every_turn: False leaves out optimizer steps that are taken only every k-th time
 
     Returns:
         compute, host, context, exchange, copies, update, offload
     """
     share = checkpointed / max(1, len(profile.blocks))
-    compute = _compute_seconds(profile, strategy, share, rates, every_turn)
-    host = _launch_seconds(profile, strategy, share, every_turn)
+    compute = _compute_seconds(profile, strategy, share, rates)
+    host = _launch_seconds(profile, strategy, share)
     near, far = step_cost_of(strategy.recipe).sent_bytes(profile, strategy, share)
     costs = costs_of(strategy, profile)
     return dict(
@@ -221,14 +216,10 @@ def step_parts(
 
 
 def step_seconds(
-    profile: Profile,
-    strategy: Strategy,
-    checkpointed: int,
-    rates: DeviceRates,
-    every_turn: bool = True,
+    profile: Profile, strategy: Strategy, checkpointed: int, rates: DeviceRates
 ) -> float:
     """Return the estimated seconds of an optimizer step; arguments as in `step_parts`."""
-    return total_seconds(step_parts(profile, strategy, checkpointed, rates, every_turn))
+    return total_seconds(step_parts(profile, strategy, checkpointed, rates))
 
 
 def total_seconds(parts: dict[str, float]) -> float:

@@ -171,11 +171,7 @@ class StepCost:
 
     # time
     def forward_passes(
-        self,
-        profile: Profile,
-        checkpointed_share: float,
-        backward: float = 2.0,
-        every_turn: bool = True,
+        self, profile: Profile, checkpointed_share: float, backward: float = 2.0
     ) -> float:
         """Return the mean work of a micro-batch, in forward passes.
 
@@ -183,7 +179,6 @@ class StepCost:
             profile: the model
             checkpointed_share: share of the blocks that run again in backward
             backward: forward passes that backward counts as: 2, or 1 for what happens once in it
-            every_turn: False leaves out optimizer steps that are taken only every k-th time
         """
         again = checkpointed_share * profile.backward_blocks
         return 1 + again + backward * profile.backward_share

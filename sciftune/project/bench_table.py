@@ -12,6 +12,7 @@ __all__ = ['HEAD', 'CARD_GIB', 'TRIED_HEAD', 'BAGEL_HEAD', 'BF16_SUMS', 'FOUR_GP
 
 # %% ../../nbs/10_project/05_bench_table.ipynb #f6e3a060
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -59,7 +60,10 @@ _OPTIONAL = (  # beside the fields that only its strategy reads
 
 
 def measured_strategy(row: dict) -> Strategy:
-    """Return the strategy, on H200s, that a row of docs/bench.jsonl measured."""
+    """Return the strategy, on H200s, that a row of docs/bench.jsonl measured.
+
+    Its time is that of the median step, in which a distillation does not update the generator.
+    """
     preset = re.search(r"-(dmd2_\w+?)-(?:single|ddp|fsdp|zero\d)-", row.get("command", ""))
     reads = find_record("strategies", row["strategy"]).reads
     more = {k: row[k] for k in (*_OPTIONAL, *reads) if row.get(k) is not None}
@@ -78,6 +82,7 @@ def measured_strategy(row: dict) -> Strategy:
         **more,
         **{k: row[k] for k in _MEASURED},
     )
+    recipe = recipe.model_copy(update=dict(generator_every=math.inf))
     return Strategy.of(recipe, row["processes"], True)
 
 
@@ -162,7 +167,7 @@ class Predictor:
         count = checkpointed_count(model, row["recompute"])
         peak = planned_peak(model, strategy, count)
         rates = device_rates(row["gpus"][0])
-        seconds = step_seconds(model, strategy, count, rates, every_turn=False)
+        seconds = step_seconds(model, strategy, count, rates)
         return Prediction(strategy.recipe, peak, seconds)
 
 # %% ../../nbs/10_project/05_bench_table.ipynb #445d91c3

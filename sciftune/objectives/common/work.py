@@ -69,11 +69,7 @@ class ComparedStepCost(StepCost):
         return ledger.backward(ledger.stored_on_gpu(), (trained,))
 
     def forward_passes(
-        self,
-        profile: Profile,
-        checkpointed_share: float,
-        backward: float = 2.0,
-        every_turn: bool = True,
+        self, profile: Profile, checkpointed_share: float, backward: float = 2.0
     ) -> float:
         """Return `passes` with the given cost of backward.
 
@@ -81,10 +77,8 @@ class ComparedStepCost(StepCost):
             profile: The model
             checkpointed_share: Share of the blocks that run again in backward
             backward: Backward in forward passes: 2 in arithmetic, 1 for the host
-            every_turn: True: a step has all its optimizer steps
         """
-        whole = super().forward_passes(profile, checkpointed_share, backward, every_turn)
-        return self.passes(whole)
+        return self.passes(super().forward_passes(profile, checkpointed_share, backward))
 
     def sent_bytes(
         self, profile: Profile, strategy: Strategy, checkpointed_share: float

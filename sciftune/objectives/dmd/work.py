@@ -41,11 +41,7 @@ def teacher_passes(recipe: Recipe) -> int:
 
 
 def step_passes(
-    recipe: Recipe,
-    discriminator: float = 0.0,
-    checkpointed: float = 0.0,
-    backward: float = 2.0,
-    every_turn: bool = True,
+    recipe: Recipe, discriminator: float = 0.0, checkpointed: float = 0.0, backward: float = 2.0
 ) -> float:
     """Return the mean work of a step in forward passes per sample.
 
@@ -54,7 +50,6 @@ def step_passes(
         discriminator: share of the blocks that the discriminator reads
         checkpointed: share of the blocks that run again in backward
         backward: Backward in forward passes: 2 in arithmetic, 1 for the host
-        every_turn: False: the median step, which does not update the generator
     """
     simulated = (recipe.denoising_steps - 1) / 2 if recipe.backward_simulation else 0
     whole = 1 + checkpointed + backward
@@ -63,7 +58,7 @@ def step_passes(
     judged = discriminator * (1 + checkpointed + backward / 2)
     own = 1 + checkpointed + (0.6 if recipe.lora_rank else 1) * backward
     turn = asked + judged + own - 1
-    return 1 + simulated + critic + turn / recipe.generator_every * every_turn
+    return 1 + simulated + critic + turn / recipe.generator_every
 
 # %% ../../../nbs/8_objectives/dmd/05_work.ipynb #35139ed5
 @dataclass(frozen=True)
@@ -396,11 +391,7 @@ class DMDStepCost(StepCost):
 
     # time
     def forward_passes(
-        self,
-        model: Profile,
-        checkpointed_share: float,
-        backward: float = 2.0,
-        every_turn: bool = True,
+        self, model: Profile, checkpointed_share: float, backward: float = 2.0
     ) -> float:
         """Return `step_passes` of the recipe.
 
@@ -408,15 +399,11 @@ class DMDStepCost(StepCost):
             model: profile of the generator
             checkpointed_share: Share of the blocks that run again in backward
             backward: Backward in forward passes: 2 in arithmetic, 1 for the host
-            every_turn: False: without an update of the generator
         """
         found = model.extra.discriminator
         share = found.blocks / len(model.blocks) if found and self.recipe.gan else 0.0
-        again, backward = (
-            checkpointed_share * model.backward_blocks,
-            backward * model.backward_share,
-        )
-        return step_passes(self.recipe, share, again, backward, every_turn)
+        again = checkpointed_share * model.backward_blocks
+        return step_passes(self.recipe, share, again, backward * model.backward_share)
 
     def sent_bytes(
         self, model: Profile, strategy: Strategy, checkpointed_share: float
