@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ...core.plan import Plan
 from ...core.randomness import GlobalOrder, stream
-from ...core.recipe import Recipe, RecipeError, learning_rate_at
+from ...core.recipe import Recipe, learning_rate_at
 from ...models.ddpm import NoiseSchedule
 from ...models.family import Family, get_family
 from ...models.sd import few_step_scheduler
@@ -35,7 +35,11 @@ from sciftune.objectives.dmd.loss import (
     run_generator,
     teacher_of,
 )
-from .work import discriminator_share, step_passes
+from sciftune.objectives.dmd.work import (
+    discriminator_features,
+    discriminator_share,
+    step_passes,
+)
 from ...strategies.cuda_graphs import graph_calls
 from ...strategies.engine import Engine
 from ...strategies.fsdp import FrozenShardedModule
@@ -90,16 +94,9 @@ def build_critic(
     if not recipe.gan:
         return Critic(denoiser, family.predict_at)
     config = family.config(base)
-    widths = config["block_out_channels"]
-    latent_side = family.latent_shape(recipe.resolution, recipe.resolution)[1]
-    size = latent_side // 2 ** (len(widths) - 1)
-    if size < 4:
-        raise RecipeError(
-            f"resolution: {recipe.resolution} leaves the discriminator {size}x{size} features; "
-            f"at least 4x4 are needed: use {recipe.resolution * 4 // max(size, 1)}"
-        )
+    width, side = discriminator_features(recipe, family, config)
     groups = config.get("norm_num_groups", 32)
-    head = discriminator_head(widths[-1], size, groups, recipe.seed)
+    head = discriminator_head(width, side, groups, recipe.seed)
     head = head.to(engine.policy_of(recipe).weights)
     return Critic(denoiser, family.predict_at, head, family.features)
 

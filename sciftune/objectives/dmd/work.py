@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,9 +25,9 @@ from ...planner.work import MetaModel, StepCost
 from ...strategies.strategy import Strategy
 
 # %% auto #0
-__all__ = ['teacher_passes', 'step_passes', 'DiscriminatorSize', 'head_size', 'discriminator_size', 'discriminator_pass',
-           'discriminator_share', 'encoder_bytes', 'DistillationSize', 'forward_only_peak', 'critic_of',
-           'DistillationPhases', 'DMDStepCost']
+__all__ = ['teacher_passes', 'step_passes', 'DiscriminatorSize', 'head_size', 'discriminator_features', 'discriminator_size',
+           'discriminator_pass', 'discriminator_share', 'encoder_bytes', 'DistillationSize', 'forward_only_peak',
+           'critic_of', 'DistillationPhases', 'DMDStepCost']
 
 # %% ../../../nbs/8_objectives/dmd/05_work.ipynb #c2431651
 def teacher_passes(recipe: Recipe) -> int:
@@ -91,6 +91,28 @@ def head_size(width: int, side: int) -> tuple[int, int]:
     return layers + width + 1, 3 * width * sum(s * s for s in sides)
 
 
+def discriminator_features(recipe: Recipe, family: Family, config: Mapping) -> tuple[int, int]:
+    """Return width and side of the features that the discriminator's head gets.
+
+    Args:
+        recipe: its resolution
+        family: a family with a UNet
+        config: configuration of the UNet
+
+    Raises:
+        RecipeError: the features are too small.
+    """
+    widths = config["block_out_channels"]
+    latent = family.latent_shape(recipe.resolution, recipe.resolution)[1]
+    side = latent // 2 ** (len(widths) - 1)
+    if side < 4:
+        raise RecipeError(
+            f"resolution: {recipe.resolution} leaves the discriminator {side}x{side} features; "
+            f"at least 4x4 are needed: use {recipe.resolution * 4 // max(side, 1)}"
+        )
+    return widths[-1], side
+
+
 def discriminator_size(model: MetaModel) -> DiscriminatorSize:
     """Measure the discriminator.
 
@@ -100,17 +122,10 @@ def discriminator_size(model: MetaModel) -> DiscriminatorSize:
     Raises:
         RecipeError: the features are too small.
     """
-    recipe, widths = model.recipe, model.config["block_out_channels"]
-    latent = model.family.latent_shape(recipe.resolution, recipe.resolution)[1]
-    side = latent // 2 ** (len(widths) - 1)
-    if side < 4:
-        raise RecipeError(
-            f"resolution: {recipe.resolution} leaves the discriminator {side}x{side} features; "
-            f"at least 4x4 are needed: use {recipe.resolution * 4 // max(side, 1)}"
-        )
+    width, side = discriminator_features(model.recipe, model.family, model.config)
     passes = [discriminator_pass(model, batch) for batch in (1, 2)]
     seen = [trace(model.denoiser, forward, model.block_classes) for forward in passes]
-    head, kept = head_size(widths[-1], side)
+    head, kept = head_size(width, side)
     outside = BatchLine.two(*(t.outside for t in seen))
     return DiscriminatorSize(len(seen[0].calls), outside, head, float(model.dtype.itemsize * kept))
 

@@ -96,9 +96,7 @@ class ZeroCosts(Costs):
     def sent_bytes(
         self, backward_share: float, checkpointed_share: float, forward_only: int = 0
     ) -> tuple[float, float]:
-        """Return the bytes that a rank sends per step.
-
-        Gradients are reduced once, updated parameters gathered once.
+        """Return the bytes that a rank sends per step: `moved_numbers` in the compute type.
 
         Args:
             backward_share: share of the blocks that backward passes
@@ -108,9 +106,17 @@ class ZeroCosts(Costs):
         Returns:
             inside a machine, between machines
         """
-        model = self.model
-        total = self.compute * model.trained + self.compute * model.numel
+        total = self.moved_numbers(backward_share, checkpointed_share) * self.compute
         return self.link_bytes(total, self.strategy.shards)
+
+    def moved_numbers(self, backward_share: float, checkpointed_share: float) -> float:
+        """Return the reduced gradients and gathered parameters: each once in a step.
+
+        Args:
+            backward_share: share of the blocks that backward passes
+            checkpointed_share: share of the blocks that run again in backward
+        """
+        return self.model.trained + self.model.numel
 
 
 class Zero2Costs(ZeroCosts):
@@ -125,24 +131,9 @@ class Zero2Costs(ZeroCosts):
         """Return the bytes of this rank's gradients; 0 where they are on the host."""
         return 0.0 if self.recipe.offload != "none" else super().gradient_bytes()
 
-    def sent_bytes(
-        self, backward_share: float, checkpointed_share: float, forward_only: int = 0
-    ) -> tuple[float, float]:
-        """Return the bytes that a rank sends per step.
-
-        Gradients are reduced with every micro-batch.
-
-        Args:
-            backward_share: share of the blocks that backward passes
-            checkpointed_share: share of the blocks that run again in backward
-            forward_only: parameters of networks that only run forward, per micro-batch
-
-        Returns:
-            inside a machine, between machines
-        """
-        model, times = self.model, self.strategy.accumulation
-        total = times * self.compute * model.trained + self.compute * model.numel
-        return self.link_bytes(total, self.strategy.shards)
+    def moved_numbers(self, backward_share: float, checkpointed_share: float) -> float:
+        """Return the gradients, reduced with every micro-batch, and the gathered parameters."""
+        return self.strategy.accumulation * self.model.trained + self.model.numel
 
 
 class Zero3Costs(Zero2Costs):
@@ -224,30 +215,10 @@ class Zero3Costs(Zero2Costs):
             parts["parameters"] = lock(2 * model.numel / strategy.shards)
         return parts
 
-    def sent_bytes(
-        self, backward_share: float, checkpointed_share: float, forward_only: int = 0
-    ) -> tuple[float, float]:
-        """Return the bytes that a rank sends per step.
+    def moved_numbers(self, backward_share: float, checkpointed_share: float) -> float:
+        """Return the numbers that are moved in a step.
 
         Parameters are gathered forward, backward, and once more to run blocks again.
-
-        Args:
-            backward_share: share of the blocks that backward passes
-            checkpointed_share: share of the blocks that run again in backward
-            forward_only: parameters of networks that only run forward, per micro-batch
-
-        Returns:
-            inside a machine, between machines
-        """
-        total = self.moved_numbers(backward_share, checkpointed_share) * self.compute
-        return self.link_bytes(total, self.strategy.shards)
-
-    def moved_numbers(self, backward_share: float, checkpointed_share: float) -> float:
-        """Return how many parameters are gathered and gradients reduced in a step.
-
-        Args:
-            backward_share: share of the blocks that backward passes
-            checkpointed_share: share of the blocks that run again in backward
         """
         model, times = self.model, self.strategy.accumulation
         gathers = 1 + backward_share * (1 + (checkpointed_share > 0))
