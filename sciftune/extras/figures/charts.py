@@ -104,7 +104,7 @@ def _hatching(n: int) -> Image.Image:
     period = n * HATCH // 128
     x = np.arange(n)
     on = (x[:, None] + x[None, :]) % period < 0.45 * period
-    return Image.fromarray(np.uint8(255 * on))
+    return Image.fromarray(np.uint8(255 * on)).convert("1")  # slow: not for each area
 
 
 def mixed_colour(colour: str, other: str, share: float) -> str:
@@ -199,8 +199,9 @@ class Pen:
             self.draw.polygon(corners, mixed_colour(colour, self.paper, 0.5))
             inside = Image.new("1", self.image.size)
             ImageDraw.Draw(inside).polygon(corners, 1)
-            strokes = ImageChops.logical_and(inside, _hatching(self.n).convert("1"))
-            self.image.paste(colour, (0, 0), strokes)
+            if box := inside.getbbox():
+                strokes = ImageChops.logical_and(inside.crop(box), _hatching(self.n).crop(box))
+                self.image.paste(colour, box, strokes)
         else:
             self.draw.polygon(corners, colour)
         self.canvas_line(np.r_[q, q[:1]], edge or colour, width)

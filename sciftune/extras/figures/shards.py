@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ...core.ownership import end_with_parent
 from ...core.progress import progress
 from ...core.rundir import cores
 from .figures import KINDS, draw_figure
@@ -99,21 +101,37 @@ def make_collection(
 def _exit_codes(running: list, folder: Path) -> list[int]:
     """Wait for the processes that draw into `folder`; each shard is a piece of progress."""
     before = 0
-    while any(p.poll() is None for p in running):
+    while any(_code(p) is None for p in running):
         time.sleep(0.02)
         made = sum(1 for _ in folder.glob("*.parquet"))
         if made != before:
             progress(f"{made} shards drawn")
         before = made
-    return [p.returncode for p in running]
+    return [_code(p) for p in running]
 
 
-def _draw_shards(folder: Path, shards: list, draw: Callable, args: list, workers: int):
-    """Draw all shards, here or by subprocesses that take every n-th one."""
-    if workers <= 1:
-        for name, indices in shards:
-            write_shard(folder / name, indices, draw, args)
-        return
+def _code(process: subprocess.Popen | multiprocessing.process.BaseProcess) -> int | None:
+    """Return the exit code of a process; None while it runs."""
+    return process.poll() if isinstance(process, subprocess.Popen) else process.exitcode
+
+
+def _fork(errors: Path, parts: list, draw: Callable, args: list):
+    """Fork a process that writes shards, and what goes wrong into a file."""
+    parent = os.getpid()
+
+    def write():
+        end_with_parent(parent)
+        sys.stderr = open(errors, "w")  # noqa: SIM115 (the end of the process writes into it)
+        for path, first, last in parts:
+            write_shard(path, range(first, last), draw, args)
+
+    process = multiprocessing.get_context("fork").Process(target=write)
+    process.start()
+    return process
+
+
+def _spawn(errors: Path, parts: list, draw: Callable, args: list) -> subprocess.Popen:
+    """Do the same in a new interpreter, which finds `draw` by its module and name."""
     code = (
         "from sciftune.core.ownership import end_with_parent; end_with_parent()\n"
         "import sys, json, importlib; from sciftune.extras.figures.shards import write_shard\n"
@@ -121,32 +139,33 @@ def _draw_shards(folder: Path, shards: list, draw: Callable, args: list, workers
         "for path, first, last in json.loads(sys.argv[1]):\n"
         "    write_shard(path, range(first, last), draw, json.loads(sys.argv[4]))"
     )
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "OMP_NUM_THREADS": "1",
-    }
-    jobs = [
-        json.dumps([[str(folder / n), r.start, r.stop] for n, r in shards[k::workers]])
-        for k in range(workers)
-    ]
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, job, draw.__module__, draw.__name__, json.dumps(args)],
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=open(folder / f"{k}.err", "w+"),  # noqa: SIM115 (the process writes into it)
-        )
-        for k, job in enumerate(jobs)
-    ]
+    path = os.pathsep.join(filter(None, sys.path))
+    words = [json.dumps(parts), draw.__module__, draw.__name__, json.dumps(args)]
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *words],
+        env=os.environ | dict(PYTHONPATH=path, OMP_NUM_THREADS="1"),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=open(errors, "w"),  # noqa: SIM115 (the process writes into it)
+    )
+
+
+def _draw_shards(folder: Path, shards: list, draw: Callable, args: list, workers: int):
+    """Draw all shards, here or in processes that take every n-th one."""
+    if workers <= 1:
+        for name, indices in shards:
+            write_shard(folder / name, indices, draw, args)
+        return
+    begin = _spawn if "torch" in sys.modules else _fork
+    parts = [[str(folder / n), r.start, r.stop] for n, r in shards]
+    running = [begin(folder / f"{k}.err", parts[k::workers], draw, args) for k in range(workers)]
     try:
         codes = _exit_codes(running, folder)
     finally:
         for p in running:
-            if p.poll() is None:
+            if _code(p) is None:
                 p.kill()
-                p.wait()
+                p.wait() if isinstance(p, subprocess.Popen) else p.join()
     for k, c in enumerate(codes):
         if c:
             raise RuntimeError(
