@@ -17,16 +17,20 @@ PATIENCE = 1800  # seconds for a process: so long that only one that hangs needs
 LONGEST = (
     "families",
     "engines",
-    "ownership",
-    "requests",
-    "launch",
-    "unified",
+    "adapters",
     "distill",
+    "references",
+    "unified",
+    "lora",
+    "launch",
+    "ownership",
+    "precision",
+    "buckets",
+    "requests",
+    "offload",
+    "context",
     "machines",
     "package",
-    "lora",
-    "context",
-    "buckets",
 )
 SLOW = "slow: pytest -m slow, or SCIFTUNE_SLOW=1 for everything"
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -468,6 +468,7 @@ def text_file(path, family, pipe, encoders, layout, with_denoiser=True):
 @pytest.mark.parametrize("with_denoiser", [True, False])
 def test_text_encoders(with_text, tmp_path, number, with_denoiser):
     """Taken where diffusers applies what the file says, refused where it would not."""
+    one_of_three(FAMILIES.index(with_text[0].name), number, with_denoiser)
     family, pipe, folder, encoders = with_text
     if TEXT_LAYOUTS[number][0] is of_kohya and not converts(family):
         pytest.skip(f"{loader_of(family)} reads no names of kohya-ss")
@@ -522,6 +523,7 @@ def test_text_encoders_in_a_merged_folder(with_text, tmp_path):
 @pytest.mark.parametrize("strength", [0.0, 0.4, 1.0])
 def test_text_encoders_of_samples(with_text, tmp_path, strength):
     """Captions are encoded as by the pipeline after `fuse_lora` at the same scale."""
+    one_of_three(FAMILIES.index(with_text[0].name), int(2.5 * strength))
     family, pipe, folder, encoders = with_text
     file = tmp_path / "text.safetensors"
     text_file(file, family, pipe, encoders, usual_layout(family))
@@ -669,10 +671,14 @@ def continued(family, folder, recipe, refused=False):
     return net
 
 
+LAYOUTS = ("diffusers", "kohya", "comfyui")
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", ["diffusers", "kohya", "comfyui"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_kind_in_every_format(stand_in, tmp_path, kind, layout):
     """Written, read by another program, merged, and continued: the same weights."""
+    one_of_three(FAMILIES.index(stand_in[0].name), list(KINDS).index(kind), LAYOUTS.index(layout))
     family, pipe, folder = stand_in
     if family.name not in WRITTEN:
         pytest.skip("shares its layers with another family")

@@ -73,9 +73,22 @@ def await_orders() -> None:
     os.environ.update(orders["environment"] | {WAITED: str(began)})
     tempfile.tempdir = None  # TMPDIR is another one now
     os.chdir(orders["folder"])
+    said = os.dup(2)
     for number, handle in enumerate(orders["handles"], 1):
         os.dup2(handle, number)
         os.close(handle)
+    _repeat(said)
+
+
+def _repeat(said: int) -> None:
+    """Write what imports have said, such as warnings, where output goes now.
+
+    Args:
+        said: handle of the file that had the output so far
+    """
+    with contextlib.suppress(OSError), open(said, "rb") as file:  # no file: a terminal, say
+        file.seek(0)
+        os.write(2, file.read())
 
 # %% ../../nbs/1_core/27_waiting.ipynb #wait0011
 @dataclass(frozen=True)
@@ -95,24 +108,26 @@ class WaitingRank:
     fixed: dict[str, str | None]
 
     @classmethod
-    def start(cls, words: list[str], recipe: str) -> Self:
+    def start(cls, words: list[str], recipe: str, number: int = 0) -> Self:
         """Start a rank.
 
         Args:
             words: its command
             recipe: file of the recipe that is being planned
+            number: of the rank on this machine
         """
         ours, theirs = two_ends()
-        nowhere = dict(stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        process = subprocess.Popen(
-            words,
-            env=os.environ | {WAITS: f"{theirs.fileno()} {recipe}"},
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-            stderr=subprocess.DEVNULL,
-            **nowhere,
-        )
-        theirs.close()
+        guessed = {WAITS: f"{theirs.fileno()} {recipe}", "LOCAL_RANK": str(number)}
+        with theirs, tempfile.TemporaryFile() as said:  # which has no name
+            process = subprocess.Popen(
+                words,
+                env=os.environ | guessed,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+            )
         return cls(process, ours, words, {name: os.environ.get(name) for name in READ_BY_IMPORTS})
 
     def suits(self, words: list[str], environment: Mapping[str, str]) -> bool:

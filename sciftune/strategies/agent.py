@@ -237,16 +237,16 @@ def run_early_job(door: int, status: Path, count: int, recipe: str, words: list[
     """
     os.environ[LAUNCHER] = str(os.getpid())
     with contextlib.suppress(Exception):  # what fails here fails again with the log
-        WAITING.extend(WaitingRank.start(words, recipe) for _ in range(count))
+        WAITING.extend(WaitingRank.start(words, recipe, number) for number in range(count))
         if count > 1:
             importlib.import_module("accelerate.commands.launch")
             importlib.import_module("torch.distributed.run")
     with socket.socket(fileno=door) as ours:
         orders = receive_orders(ours)
-    if orders is None or orders["processes"] != count:
-        for rank in WAITING:
-            rank.end()
-        WAITING.clear()
+    wanted = orders["processes"] if orders else 0
+    for rank in WAITING[wanted:]:
+        rank.end()
+    del WAITING[wanted:]
     if orders is None:
         return 0
     log, lock = orders["handles"]

@@ -45,7 +45,7 @@ BASE = dict(
     random_hw_draws=2,
     text_tokens=32,
     held_out=4,
-    max_train_steps=10,
+    max_train_steps=6,
     micro_batch=2,
     global_batch=8,
     validation_steps=0,
@@ -74,8 +74,8 @@ def go(data, name, **kw):
 
 
 def test_buckets_are_the_same_on_two_processes_and_across_a_resume(data):
-    one = go(data, "one", checkpointing_steps=4, checkpoints_kept=9)
-    assert "sizes around 64" in log(RunDir(data / "one")) and set(losses(one)) == set(range(1, 11))
+    one = go(data, "one", checkpointing_steps=4)
+    assert "sizes around 64" in log(RunDir(data / "one")) and set(losses(one)) == set(range(1, 7))
     two = go(data, "two", num_processes=2, **ENGINES["zero3"])
     assert deviation(two, one) <= 1e-5
     rest = go(

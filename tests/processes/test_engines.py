@@ -105,9 +105,9 @@ def test_validation_images_and_export_while_sharded(root, reference):
     from PIL import Image
 
     conf = BASE | dict(
-        steps=6,
-        validation_steps=3,
-        validation_images=3,
+        steps=4,
+        validation_steps=2,
+        validation_images=2,
         validation_sample_steps=2,
         export=True,
         ema_decay=0.5,
@@ -118,17 +118,17 @@ def test_validation_images_and_export_while_sharded(root, reference):
         run = RunDir(root / f"images-{e}")
         m = train(run, num_processes=n, **conf, **ENGINES[e])
         made[e] = [
-            np.asarray(Image.open(run.validation_images / "step_000006" / f"{i:02d}.png")).astype(
+            np.asarray(Image.open(run.validation_images / "step_000004" / f"{i:02d}.png")).astype(
                 int
             )
-            for i in range(3)
+            for i in range(2)
         ]
-        assert [r["step"] for r in m if "held_out" in r] == [0, 3, 6] and (
+        assert [r["step"] for r in m if "held_out" in r] == [0, 2, 4] and (
             run.model / "model_index.json"
         ).exists()
         assert deviation(m, reference) <= 1e-5
         average, made_of = (
-            CheckpointTensors(run.checkpoints / "step_000006", "denoiser", "ema"),
+            CheckpointTensors(run.checkpoints / "step_000004", "denoiser", "ema"),
             Weights(run.model / "transformer"),
         )
         assert (
@@ -224,7 +224,7 @@ def kill_some(ps, rng):
 @pytest.mark.parametrize(
     "engine,n", [pytest.param("single", 1, marks=pytest.mark.slow), ("zero2", 2)]
 )
-def test_killed_at_random_moments(root, engine, n):
+def test_killed_at_random_moments(root, reference, engine, n):
     """Kill one rank or all, again and again (SCIFTUNE_KILLS times), resume each time.
 
     Nothing is lost but the steps since the last checkpoint.
@@ -233,7 +233,8 @@ def test_killed_at_random_moments(root, engine, n):
     patience = PATIENCE + 20 * kills
     total = 10 * kills
     conf = dict(BASE, steps=total, checkpoint_steps=2, num_processes=n, **ENGINES[engine])
-    reference = train(RunDir(root / f"unkilled-{engine}"), patience=patience, **conf)
+    if total > BASE["steps"]:
+        reference = train(RunDir(root / f"unkilled-{engine}"), patience=patience, **conf)
     run = RunDir(root / f"killed-{engine}")
     recipe = recipe_of(run, resume="latest", **conf)
     deaths = inside = starts = 0

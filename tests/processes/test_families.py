@@ -1,9 +1,9 @@
 """Every family by itself: planned, trained by engines, resumed, exported and read again.
 
 The families are those of the registry: a new one is tested without a line here. Two settings cover
-both types of numbers, whole weights and adapters, one size and buckets; of the two engines that
-shard, a family trains its weights with one and its adapters with the other, and its neighbour the
-other way round. All engines with all families: pytest -m slow tests/processes/test_families.py
+both types of numbers, whole weights and adapters, one size and buckets. Every family trains and
+exports both in one process; with an engine that shards, one family trains its weights, and the next
+its adapters. All engines with all families: pytest -m slow tests/processes/test_families.py
 """
 
 import json
@@ -168,24 +168,24 @@ def with_engines(chosen, *engines):
             yield pytest.param(name, engine, marks=marks)
 
 
-def sharded(place, name):
-    """Every second family with ZeRO-3; the others go on with FSDP where one process stopped."""
-    return ("zero3", "fsdp")[place % 2]
-
-
 def is_unet(name):
     """Whether a family's network has convolutions."""
     return find_record("models", name).objectives[0] == "epsilon"
 
 
-def sharded_otherwise(place, name):
-    """The other engine than in `sharded`; of U-Nets one, with FSDP.
+def sharded(place, name):
+    """ZeRO-3, or FSDP that goes on where one process stopped, for every second family.
 
-    Convolutions in bf16 are slow on a CPU, under ZeRO-3 they take minutes.
+    Of U-Nets the first, with ZeRO-3: test_distill.py trains them with FSDP.
     """
     if is_unet(name):
-        return "fsdp" if name == next(filter(is_unet, stand_ins())) else ""
-    return sharded(place + 1, name)
+        return "zero3" if name == next(filter(is_unet, stand_ins())) else ""
+    return "" if place % 2 else ("zero3", "fsdp")[place // 2 % 2]
+
+
+def sharded_adapters(place, name):
+    """The same for the families between; of U-Nets none, whose bf16 is slow on a CPU."""
+    return "" if is_unet(name) else sharded(place + 1, name)
 
 
 @pytest.mark.parametrize("model, engine", list(with_engines(sharded, "ddp", "zero3", "fsdp")))
@@ -206,7 +206,7 @@ def test_an_engine_trains_its_weights_alike(root, trained, model, engine):
             assert abs(a - b).max() <= 2
 
 
-@pytest.mark.parametrize("model, engine", list(with_engines(sharded_otherwise, "fsdp", "zero3")))
+@pytest.mark.parametrize("model, engine", list(with_engines(sharded_adapters, "fsdp", "zero3")))
 def test_an_engine_trains_its_adapters_in_mixed_precision(root, trained, model, engine):
     """On images in buckets, within what rounding to bf16 moves, from a checkpoint of another."""
     run, one = trained(model, "adapters")

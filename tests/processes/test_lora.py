@@ -222,7 +222,10 @@ def test_a_base_in_fewer_bits(root, wide):
     assert codes == [2] and "no linear layer with both sides at least 256" in log(narrow)
 
 
-@pytest.mark.parametrize("kind, engine", [("dora", "fsdp"), ("lokr", "zero3"), ("dora", "zero3")])
+KINDS = [("dora", "fsdp"), ("lokr", "zero3")]
+
+
+@pytest.mark.parametrize("kind, engine", usual(KINDS, [*KINDS, ("dora", "zero3")]))
 def test_kinds_under_engines(root, kind, engine):
     """One process, two with shards of a base in one file, and a resume by the other: the same."""
     conf = dict(BASE, steps=4, lora_kind=kind, lora_ranks="to_q=2", learning_rate=1e-2)

@@ -60,6 +60,7 @@ BASE = dict(
     export=False,
 )
 LORA = dict(lora_rank=4)
+SHORT = dict(steps=3, validation_steps=3, checkpoint_steps=0, export=True)
 TOLD = dict(model="flux2_dev", text_tokens=16)
 JOINT = dict(model="qwenimage21", caption_dropout=0.3, text_tokens=64, bucket_step=32)
 SEEING = dict(model="qwenimage_edit", caption_dropout=0.3, text_tokens=64)
@@ -158,7 +159,7 @@ def test_the_export_is_a_pipeline_that_takes_images(data, one):
 @pytest.fixture(scope="module")
 def told(data):
     "A model that is told a guidance, and whose text encoder is a part of a larger one."
-    return go(data, "told", export=True, **TOLD)
+    return go(data, "told", **SHORT, **TOLD)
 
 
 def dev_pipeline(folder):
@@ -188,7 +189,7 @@ def test_what_it_exports_samples_with_images(data, told):
 @pytest.fixture(scope="module")
 def seeing(data):
     "A model whose captions see the references; they, and its negative captions, are cached so."
-    return go(data, "seeing", export=True, **SEEING)
+    return go(data, "seeing", **SHORT, **SEEING)
 
 
 def edit_pipeline(folder):
@@ -247,7 +248,7 @@ def test_drawing_an_edit_shows_its_images_to_the_text_encoder(data, seeing, monk
 @pytest.fixture(scope="module")
 def joint(data):
     "A model that reads caption, references and picture as one sequence."
-    return go(data, "joint", export=True, **JOINT)
+    return go(data, "joint", **SHORT, **JOINT)
 
 
 def joint_pipeline(folder):

@@ -5,7 +5,6 @@ A renewed token continues the run.
 
 import io
 import tarfile
-import time
 from pathlib import Path
 
 import fsspec
@@ -16,10 +15,8 @@ from PIL import Image
 from sciftune.core.recipe import Recipe, RecipeError, resolve
 from sciftune.core.rundir import RunDir
 from sciftune.core.secrets import secrets_file
-from sciftune.lab.jobs import begin, processes, state, stop
 from sciftune.lab.prepare import keep_run_secrets
 from sciftune.lab.report import run_report
-from sciftune.strategies.launch_files import write_configs
 
 SHARD = "vault://host/set.tar"
 TINY = {
@@ -133,22 +130,3 @@ def test_an_address_that_nobody_knows_is_asked_for(tmp_path, monkeypatch):
     with pytest.raises(RecipeError) as refused:
         resolve(data="vault://host/a.tar?token=secret-one:x,/b:0.5")
     assert "secret-one" not in str(refused.value)
-
-
-def test_the_store_of_one_machine_listens_to_nobody_else(tmp_path):
-    "A job of two ranks: every socket that its processes listen on is of the loopback interface."
-    run = RunDir(tmp_path / "listening")
-    run.path.mkdir()
-    endless = TINY | {"steps": 10**6, "figures": 16, "validation_steps": 0, "checkpoint_steps": 0}
-    write_configs(resolve(run_root=str(tmp_path), name="listening", **endless), run)
-    begin(run)
-    try:
-        while not run.metrics.exists():
-            assert state(run) == "running", run.log.read_text()
-            time.sleep(0.1)
-        listening = [
-            c.laddr.ip for p in processes(run) for c in p.net_connections() if c.status == "LISTEN"
-        ]
-        assert listening and set(listening) <= {"127.0.0.1", "::1"}, listening
-    finally:
-        stop(run, grace=1)

@@ -364,7 +364,7 @@ def test_an_unreadable_image_is_set_aside_before_training(root):
     # the run that met it in mid-training goes on without it
     run = RunDir(root / "past")
     began = root / "whole" / "checkpoints" / "step_000002"
-    m = train(run, num_processes=2, **recipe | ENGINES["fsdp"], resume=str(began))
+    m = train(run, **recipe, resume=str(began))
     assert set(losses(m)) == {3, 4}
     drawn = losses(whole, "total_samples")
     assert drawn[4] - drawn[2] >= 31  # steps 3 and 4 draw every example
