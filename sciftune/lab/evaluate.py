@@ -124,13 +124,14 @@ def run_targets(recipe: Recipe, count: int, out: Path | str = "") -> list[Target
 
 def _target(recipe: Recipe, collection: SampleCollection, i: int) -> Target:
     """Return the target of a sample."""
-    caption = collection.captions[i][0]
-    prompt = caption_texts(recipe, (caption,))[0]
+    caption, sentence = collection.captions[i][0], collection.words[i]
+    prompt = caption_texts(recipe, (caption,), sentence=sentence)[0]
+    asked = f"{caption} {sentence}"
     words = words_of(collection.facts[i])
     if words and words.truth == "labels":
         return Target(prompt, words.labels, words.truth, roles=words.roles)
     if words:
-        labels = asked_labels(list(words.labels), caption)
+        labels = asked_labels(list(words.labels), asked)
         role = dict(zip(words.labels, words.roles, strict=False))
         return Target(
             prompt, labels, words.truth, roles=tuple(role[t] for t in labels) if role else ()
@@ -138,7 +139,7 @@ def _target(recipe: Recipe, collection: SampleCollection, i: int) -> Target:
     if not can_read_text() or any(scorer.wordless(caption) for scorer in scorers().values()):
         return Target(prompt)
     image = load_picture(collection[i].image)
-    return Target(prompt, asked_labels([r.text for r in read_text(image)], caption), "ocr")
+    return Target(prompt, asked_labels([r.text for r in read_text(image)], asked), "ocr")
 
 
 def prompt_targets(
