@@ -52,7 +52,9 @@ def table_blocks(rows: Sequence[Sequence[str]], width: int = 100) -> str:
         rows: rows of equal length; the first is the heading
         width: characters of a line
     """
-    cells = [[textwrap.wrap(cell, 32) or [""] for cell in row] for row in rows]
+    natural = sum(max(map(len, column)) + 2 for column in zip(*rows, strict=True)) - 2
+    limit = width if natural <= width else 32
+    cells = [[textwrap.wrap(cell, limit) or [""] for cell in row] for row in rows]
     sizes = [
         max(len(line) for cell in column for line in cell) for column in zip(*cells, strict=True)
     ]
