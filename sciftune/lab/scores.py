@@ -13,7 +13,7 @@ import functools
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -404,6 +404,7 @@ class Picture:
         parts: score -> (numerator, denominator)
         words: as `Word`
         beside: for an edit: files of the given pictures and of the true picture
+        statements: level, kind, text and holds of each that was checked
     """
 
     file: str
@@ -411,6 +412,7 @@ class Picture:
     parts: dict
     words: tuple = ()
     beside: tuple = ()
+    statements: tuple = ()
 
     def line(self) -> str:
         """Return the line of pictures.jsonl."""
@@ -438,7 +440,8 @@ def _with_words(picture: Picture) -> Picture:
     """Convert words from JSON to `Word`."""
     words = tuple(Word(**w | dict(box=tuple(w["box"]))) for w in picture.words)
     parts = {name: tuple(pair) for name, pair in picture.parts.items()}
-    return Picture(picture.file, picture.prompt, parts, words, tuple(picture.beside))
+    beside, statements = tuple(picture.beside), tuple(picture.statements)
+    return replace(picture, parts=parts, words=words, beside=beside, statements=statements)
 
 
 def scores_of(pictures: list[Picture]) -> dict[str, dict]:
