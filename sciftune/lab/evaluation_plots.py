@@ -84,7 +84,8 @@ def skipped_scores(run: Path | str) -> dict[str, str]:
 def _stated(folder: Path | str) -> list[Picture]:
     """Return the pictures with statements of the last row in a folder of results."""
     rows = read_evaluation(folder)
-    pictures = read_pictures(Path(folder) / "evaluation" / rows[-1].name) if rows else []
+    place = Path(folder) / "evaluation" / (rows[-1].name if rows else "")
+    pictures = read_pictures(place) if (place / "pictures.jsonl").is_file() else []
     return [picture for picture in pictures if picture.statements]
 
 

@@ -29,8 +29,8 @@ Box = tuple[float, float, float, float]
 # %% auto #0
 __all__ = ['Box', 'LIGATURES', 'JOINED_LETTERS', 'TEX_LIGATURES', 'GAP', 'MOST_OBJECTS', 'CAPTION', 'MOST_LINES', 'REACH',
            'CAPTION_REACH', 'PARAGRAPH', 'SMALLEST_SIDE', 'united', 'apart', 'overlap_across', 'crossing', 'Placement',
-           'Letters', 'texts_of', 'PageContent', 'page_content', 'FoundCaption', 'joined_lines', 'find_captions',
-           'paragraph_lines', 'figure_box', 'read_pdf']
+           'Letters', 'texts_of', 'parted_numbers', 'PageContent', 'page_content', 'FoundCaption', 'joined_lines',
+           'find_captions', 'paragraph_lines', 'figure_box', 'read_pdf']
 
 # %% ../../../nbs/extras/papers/02_pdf.ipynb #1d0cb441
 def united(boxes: Sequence[Box]) -> Box:
@@ -90,7 +90,7 @@ LIGATURES = str.maketrans({"ﬀ": "ff", "ﬁ": "fi", "ﬂ": "fl", "ﬃ": "ffi", 
 JOINED_LETTERS = ("ff", "fi", "fl", "ffi", "ffl")  # and where TeX fonts without names have them
 TEX_LIGATURES = {
     chr(first + k): letters for first in (0x0B, 0x1B) for k, letters in enumerate(JOINED_LETTERS)
-}  # encodings OT1 and T1
+} | dict(zip("\x10\x11\x15\x16", "“”–—", strict=True))  # encodings OT1 and T1
 GAP = 0.6  # widest gap in a text, in sizes of its font
 
 
@@ -168,11 +168,39 @@ def texts_of(letters: Iterator[tuple[str, Box, float, float]]) -> list[FigureWor
             base, end = _across(box, angle), _along(box, angle)[1]
             texts.append(current := Letters(letter, box, size, angle, base, end))
             space = ""
-    return [
+    words = [
         FigureWord(text.text.translate(LIGATURES).strip(), text.box, text.size, text.angle)
         for text in texts
         if text.text.strip()
     ]
+    return [part for word in words for part in parted_numbers(word)]
+
+
+def parted_numbers(word: FigureWord) -> list[FigureWord]:
+    """Part ticks that stand so near that they were joined: 0.0 0.5 or 0.000.050.10."""
+    parts = word.text.split()
+    for k in (1, 2, 3):
+        one = rf"[-−]?\d+\.\d{{{k}}}"
+        if all(re.fullmatch(f"(?:{one})+", part) for part in parts):
+            parts = [number for part in parts for number in re.findall(one, part)]
+    numbers = all(re.fullmatch(r"[-−]?\d+(?:\.\d+)?", part) for part in parts)
+    if len(parts) < 2 or not numbers or word.angle % 90 or "000" in parts:
+        return [word]
+    first, last = _along(word.box, word.angle)
+    letters, at, found = sum(map(len, parts)) + len(parts) - 1, 0, []
+    for part in parts:
+        ends = (first + (last - first) * n / letters for n in (at, at + len(part)))
+        found.append(replace(word, text=part, box=_stretch(word, *ends)))
+        at += len(part) + 1
+    return found
+
+
+def _stretch(word: FigureWord, first: float, last: float) -> Box:
+    """Return the box of a part of a text, between two places in the direction of reading."""
+    left, top, right, bottom = word.box
+    if word.angle == 90:
+        return left, -last, right, -first
+    return (left, first, right, last) if word.angle == -90 else (first, top, last, bottom)
 
 # %% ../../../nbs/extras/papers/02_pdf.ipynb #18b2b693
 @dataclass
@@ -273,9 +301,11 @@ def page_content(page: Any, number: int) -> PageContent:
     return content
 
 # %% ../../../nbs/extras/papers/02_pdf.ipynb #a4bc4b2b
-CAPTION = re.compile(
+_BEGINNING = (
     r"(?:Supplementary |Supporting |Extended Data )?(?:FIGURE|Figure|FIG\.?|Fig\.?|Abbildung|Abb\.)"
-    r"\s*([A-Z]?\d+(?:[.\-–]\d+)*)\s*(?:([:.|]|[—–-]\s)\s*|(?=\s[A-Z(])|$)(.*)",
+)
+CAPTION = re.compile(
+    _BEGINNING + r"\s*([A-Z]?\d+(?:[.\-–]\d+)*)\s*(?:([:.|]|[—–-]\s)\s*|(?=\s[A-Z(])|$)(.*)",
     re.S,
 )
 MOST_LINES = 30  # of a caption
@@ -342,8 +372,8 @@ def find_captions(texts: Sequence[FigureWord]) -> list[FoundCaption]:
     """
     captions = []
     for start in texts:
-        if abs(start.angle) > 2 or not CAPTION.match(start.text):
-            continue
+        if abs(start.angle) > 2 or not re.match(_BEGINNING, start.text):
+            continue  # its number may stand apart
         if any(w is start for caption in captions for w in caption.lines):
             continue
         line = _same_line(start, texts)

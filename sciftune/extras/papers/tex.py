@@ -29,9 +29,9 @@ from sciftune.extras.papers.figures import (
 from .vector import rendered_pdf, rendered_svg
 
 # %% auto #0
-__all__ = ['MOST_BYTES', 'MOST_FILES', 'ENVIRONMENT', 'PICTURES', 'DRAWN', 'SourceError', 'tar_files', 'folder_files', 'argument',
-           'commands_of', 'whole_text', 'main_file', 'without_macros', 'text_of_tex', 'TexFigure', 'tex_figures',
-           'find_picture', 'opened_picture', 'montage', 'read_tex']
+__all__ = ['MOST_BYTES', 'MOST_FILES', 'INPUT', 'UNITS', 'ENVIRONMENT', 'PICTURES', 'DRAWN', 'SourceError', 'tar_files',
+           'folder_files', 'argument', 'commands_of', 'whole_text', 'main_files', 'without_macros', 'text_of_tex',
+           'TexFigure', 'tex_figures', 'find_picture', 'opened_picture', 'montage', 'read_tex']
 
 # %% ../../../nbs/extras/papers/03_tex.ipynb #76c962a4
 MOST_BYTES = 256 << 20  # of all files of a source
@@ -130,6 +130,9 @@ def commands_of(text: str, name: str) -> Iterator[tuple[int, str]]:
         yield found.start(), argument(text, found.end())[0]
 
 
+INPUT = re.compile(r"\\(?:input|include|subfile)\s*\{([^}]*)\}")
+
+
 def whole_text(files: Mapping[str, bytes], name: str, depth: int = 0) -> str:
     r"""Return a TeX file without comments, with the files that it takes in by \input in place.
 
@@ -148,16 +151,26 @@ def whole_text(files: Mapping[str, bytes], name: str, depth: int = 0) -> str:
                 return whole_text(files, other, depth + 1)
         return ""
 
-    return re.sub(r"\\(?:input|include|subfile)\s*\{([^}]*)\}", taken_in, text)
+    return INPUT.sub(taken_in, text)
 
 
-def main_file(files: Mapping[str, bytes]) -> str:
-    """Return the name of the file that holds the document. Raises SourceError without one."""
+def main_files(files: Mapping[str, bytes]) -> list[str]:
+    """Return the names of the files that begin a document and stand in no other, the main first.
+
+    Raises SourceError without one.
+    """
     names = [name for name in files if name.lower().endswith((".tex", ".ltx"))]
     whole = [n for n in names if b"\\begin{document}" in files[n]]
     if not whole:
         raise SourceError("no .tex file with \\begin{document}")
-    return max(whole, key=lambda name: (b"\\documentclass" in files[name], len(files[name])))
+    inside = {
+        posixpath.normpath(text.strip()).removesuffix(".tex")
+        for name in names
+        for text in INPUT.findall(files[name].decode("utf-8", "replace"))
+        if text.strip().removesuffix(".tex") != name.removesuffix(".tex")
+    }
+    first = [n for n in whole if n.removesuffix(".tex") not in inside] or whole
+    return sorted(first, key=lambda n: (b"\\documentclass" not in files[n], -len(files[n])))
 
 
 def without_macros(text: str) -> str:
@@ -173,6 +186,30 @@ def without_macros(text: str) -> str:
     return text
 
 
+_NAMES = """
+micro µ milli m nano n pico p femto f centi c kilo k mega M giga G tera T
+metre m meter m second s gram g kilogram kg ampere A kelvin K mole mol hertz Hz newton N pascal Pa
+joule J watt W coulomb C volt V farad F ohm Ω tesla T electronvolt eV degreeCelsius °C celsius °C
+degree ° percent \\% minute min hour h day d litre L liter L um µm us µs uA µA uV µV uL µL
+per / squared ² cubed ³ square {} cubic {}
+"""
+UNITS = dict(
+    pair.split() for pair in re.findall(r"\S+ \S+", _NAMES)
+)  # of siunitx; others are called as written
+
+
+def _with_units(tex: str) -> str:
+    r"""Replace quantities of siunitx by text: \SI{5}{\milli\volt} by 5 mV."""
+
+    def unit(found: re.Match) -> str:
+        names = re.sub(r"\\([a-zA-Z]+)\s*", lambda m: UNITS.get(m[1], m[1]), found[2])
+        return " ".join(filter(None, (found[1], names)))
+
+    options = r"\*?(?:\[[^\]]*\])?"
+    tex = re.sub(rf"\\(?:SI|qty){options}\{{([^{{}}]*)\}}\{{([^{{}}]*)\}}", unit, tex)
+    return re.sub(rf"\\(?:si|unit){options}()\{{([^{{}}]*)\}}", unit, tex)
+
+
 def text_of_tex(tex: str, numbers: Mapping[str, str] | None = None) -> str:
     """Return TeX as text: marks and commands replaced, citations left out.
 
@@ -181,7 +218,11 @@ def text_of_tex(tex: str, numbers: Mapping[str, str] | None = None) -> str:
         numbers: number of each label; a reference to another one is left out
     """
     tex = re.sub(r"[~ ]*\\(?:cite\w*|footnote\w*|label)\*?(?:\[[^\]]*\])*\{[^{}]*\}", "", tex)
+    tex = re.sub(r"\\(?:text(?:tt|sf|up|md)|[mh]box|href\s*\{[^{}]*\})(?=\s*\{)", r"\\textrm", tex)
+    tex = _with_units(re.sub(r"\\verb\*?([^\w\s])(.*?)\1", r"\2", tex))
     numbered = numbers or {}
+    aside = r"\s*\((?:see\s+)?(?:[A-Z]\w+\.?)?[~\s]*\\\w*ref\*?\{([^{}]*)\}\)"
+    tex = re.sub(aside, lambda m: m[0] if m[1] in numbered else "", tex)
     tex = re.sub(r"\\\w*ref\*?\{([^{}]*)\}", lambda m: numbered.get(m[1], ""), tex)
     return plain_math(re.sub(r"\s+", " ", tex).replace("~", " ")).strip()
 
@@ -378,10 +419,17 @@ def read_tex(files: Mapping[str, bytes], side: int = 1024) -> Document:
     """
     document = Document()
     try:
-        name = main_file(files)
+        names = main_files(files)
     except SourceError as error:
         document.leave_out("", str(error))
         return document
+    for name in names:
+        _read_main(document, files, name, side)
+    return document
+
+
+def _read_main(document: Document, files: Mapping[str, bytes], name: str, side: int):
+    """Add the figures of a file that begins a document."""
     text = without_macros(whole_text(files, name))
     folder = posixpath.dirname(name)
     named = re.findall(r"\\graphicspath\s*\{((?:\s*\{[^}]*\})+)", text)
@@ -393,7 +441,7 @@ def read_tex(files: Mapping[str, bytes], side: int = 1024) -> Document:
     numbers = {label: figure.number for figure in figures for label in figure.label}
     outside = text_of_tex(ENVIRONMENT.sub(" ", text.partition("\\begin{document}")[2]), numbers)
     mentions = mentions_of(sentences(outside))
-    document.licence = licence_in(text)
+    document.licence = document.licence or licence_in(text)
     for figure in figures:
         place = f"figure {figure.number}"
         if not figure.caption and not figure.panels:
@@ -407,4 +455,3 @@ def read_tex(files: Mapping[str, bytes], side: int = 1024) -> Document:
             continue
         said = mentions.get(figure.number, ())
         document.figures += [replace(f, number=figure.number, mentions=said) for f in found]
-    return document
