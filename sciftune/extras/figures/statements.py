@@ -6,7 +6,7 @@
 __all__ = ['RECORDS', 'NEAR_SHADE', 'LEAST_MARK', 'BEYOND', 'VALUE', 'colour_names', 'SeenFigure', 'StatedFigure',
            'check_statements', 'SpecificationScorer']
 
-# %% ../../../nbs/extras/figures/12_statements.ipynb #c8994305
+# %% ../../../nbs/extras/figures/12_statements.ipynb #a7389ca0
 import functools
 import re
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from sciftune.extras.figures.specifications import (
     specifications,
 )
 
-# %% ../../../nbs/extras/figures/12_statements.ipynb #ce0f9a07
+# %% ../../../nbs/extras/figures/12_statements.ipynb #fbcfa813
 RECORDS = [
     ScoreRecord(
         name="specifications",
@@ -54,8 +54,8 @@ RECORDS = [
     )
 ]
 
-# %% ../../../nbs/extras/figures/12_statements.ipynb #3e2ef969
-NEAR_SHADE = 30.0  # CIELAB: a pixel farther from every shade has no name
+# %% ../../../nbs/extras/figures/12_statements.ipynb #8bd72745
+NEAR_SHADE = 45.0  # CIELAB: a pixel farther from every shade has no name
 
 
 @functools.cache
@@ -75,7 +75,7 @@ def colour_names(image: Image.Image) -> np.ndarray:
     r, g, b = np.moveaxis(np.asarray(image.convert("RGB")) >> 3, -1, 0)
     return _table()[r, g, b]
 
-# %% ../../../nbs/extras/figures/12_statements.ipynb #4df7f419
+# %% ../../../nbs/extras/figures/12_statements.ipynb #5257b10c
 LEAST_MARK = 2e-5  # of the picture's pixels; smaller areas are dirt
 BEYOND = 0.08  # of a cell: words so far beyond its edge belong to it, too
 VALUE = 0.06  # of the axis, by which a value may be missed
@@ -185,7 +185,7 @@ class SeenFigure:
         left, top, right, bottom = self.bounds(cell)
         return scale[0] * y + scale[1], -scale[0] * 0.7 * (bottom - top)
 
-# %% ../../../nbs/extras/figures/12_statements.ipynb #26585335
+# %% ../../../nbs/extras/figures/12_statements.ipynb #f0c5841f
 def _centre(box: tuple) -> tuple[float, float]:
     return (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
 
@@ -323,7 +323,7 @@ class StatedFigure(SeenFigure):
         filled = all(any(self.marks(own, c) for c in COLOURS) for own in cells)
         return filled and all(self.word((0, 0, 1, 1), title) for title in titles)
 
-# %% ../../../nbs/extras/figures/12_statements.ipynb #6d3242b9
+# %% ../../../nbs/extras/figures/12_statements.ipynb #347b4253
 @functools.cache
 def _by_prompt() -> dict:
     return {spec.prompt: spec for spec in specifications()}
