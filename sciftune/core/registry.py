@@ -318,6 +318,7 @@ class ScoreRecord(Record):
 
     Attributes:
         summary: one line for people
+        suite: its set of prompts that `evaluate -p suite` draws; '' = it has none
         validation: numbers of a validation -> titles; the first counts the images
         scores: scores of an image by its caption -> titles
         falling: those of which less is better
@@ -330,6 +331,7 @@ class ScoreRecord(Record):
     validation: dict[str, str] = {}
     scores: dict[str, str] = {}
     falling: tuple[str, ...] = ()
+    suite: str = ""
     verdicts: tuple[str, ...] = ()
     changes: dict[str, str] = {}
     keeps: dict[str, str] = {}

@@ -66,6 +66,14 @@ class Scorer:
         """Return True for a caption whose picture has no words to be read."""
         return False
 
+    def prompts(self) -> list[str]:
+        """Return the prompts of its suite, which `evaluate -p suite` draws."""
+        return []
+
+    def statements(self, image: Image.Image, caption: str) -> list[dict]:
+        """Return level, kind, text and holds of each statement that was checked."""
+        return []
+
     def parts(self, image: Image.Image, caption: str) -> Parts:
         """Score a picture by its caption."""
         return {}

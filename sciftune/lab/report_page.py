@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['DARK_COLORS', 'PAGE_SECTIONS', 'PAGE_TABLES', 'STYLE', 'MACROS', 'TEMPLATE', 'color_variables', 'extremes',
            'for_page', 'svg', 'data_uri', 'pictures_for_page', 'before_and_after', 'PagePlot', 'shown_plots',
-           'drawings', 'event_rows', 'text_of', 'answers_of', 'validation_score_rows', 'PageTable', 'report_tables',
-           'report_table', 'page_values', 'page', 'write_page']
+           'drawings', 'event_rows', 'text_of', 'answers_of', 'validation_score_rows', 'suite_rows', 'PageTable',
+           'report_tables', 'report_table', 'page_values', 'page', 'write_page']
 
 # %% ../../nbs/9_lab/29_page.ipynb #7c75c26d
 import base64
@@ -31,6 +31,7 @@ from ..core.rundir import RunDir
 from ..core.secrets import masked
 from ..core.writing import write_atomic
 from . import distillation, plots
+from .evaluation_plots import statement_rows, statement_totals
 from .plots import as_run
 from sciftune.lab.summary import (
     FINDING_COLUMNS,
@@ -301,6 +302,11 @@ def validation_score_rows(record: ScoreRecord, run: RunDir) -> list[list]:
     ]
 
 
+def suite_rows(table: Callable[[Path], plots.Table], run: RunDir) -> list[list[str]]:
+    """Return the rows of a table of statements for each suite that was drawn."""
+    return [row for folder in sorted(run.path.glob("suite_*")) for row in table(folder).rows]
+
+
 @dataclass(frozen=True)
 class PageTable:
     """A table of the report.
@@ -324,6 +330,18 @@ PAGE_TABLES = (
         "Evaluation",
         ("score", "before", "now", "95 % of a resampling", "pictures"),
         lambda run: [score.cells() for score in evaluation_of(run)],
+    ),
+    PageTable(
+        "Specifications",
+        ("statements", "level 1", "level 2", "level 3", "all"),
+        functools.partial(suite_rows, statement_totals),
+        "Statements about specified figures that hold in the last evaluation of the suite.",
+    ),
+    PageTable(
+        "Specifications, statement by statement",
+        ("picture", "level", "hold", "what holds", "what does not"),
+        functools.partial(suite_rows, statement_rows),
+        folded=True,
     ),
     *(
         PageTable(
