@@ -30,6 +30,7 @@ class PlanRow(BaseModel):
         disk_gib: Checkpoints and export
         peak_at: Phase of the step with the most memory
         recompute_blocks: Checkpointed blocks
+        selective_blocks: Blocks that recompute all but products and attention
         seconds_per_step: None for a device without known rates
         resident_bytes: States and weights that stay on the GPU when they are streamed
         saves_in_place: Steps wait while a checkpoint is written: nothing is copied
@@ -51,6 +52,7 @@ class PlanRow(BaseModel):
     disk_gib: float = 0.0
     peak_at: str = ""
     recompute_blocks: int = 0
+    selective_blocks: int = 0
     seconds_per_step: float | None = None
     resident_bytes: float = 0.0
     saves_in_place: bool = False
@@ -77,6 +79,7 @@ class Choice(BaseModel):
     processes: int = 0
     micro_batch: int = 0
     recompute_blocks: int = 0
+    selective_blocks: int = 0
     gpu_gib: float = 0.0
     seconds: float | None = None
     why: str = ""
@@ -85,9 +88,10 @@ class Choice(BaseModel):
         """Return the choice in a line."""
         seconds = f", {self.seconds:.3g} s" if self.seconds else ""
         why = f": {self.why}" if self.why else ""
+        partly = f" and {self.selective_blocks} selectively" * bool(self.selective_blocks)
         return (
             f"{self.settings} ({self.strategy} x {self.processes}, {self.recompute_blocks} blocks "
-            f"recomputed, {self.gpu_gib:.1f} GiB{seconds}){why}"
+            f"recomputed{partly}, {self.gpu_gib:.1f} GiB{seconds}){why}"
         )
 
 # %% ../../nbs/1_core/11_plan.ipynb #b89e75ec
@@ -106,6 +110,7 @@ class Plan(BaseModel):
         suggestions: Settings that fit (and are faster), in words
         advice: One sentence
         recompute_blocks: Blocks that gradient_checkpointing='auto' checkpoints
+        selective_blocks: Blocks that it recomputes selectively
         reshard: True if FSDP frees gathered parameters after the forward pass
         blocks: Blocks of the model
         notes: differences from the recipe, and warnings
@@ -130,6 +135,7 @@ class Plan(BaseModel):
     suggestions: tuple[str, ...] = ()
     advice: str = ""
     recompute_blocks: int | None = None
+    selective_blocks: int = 0
     reshard: bool = True
     blocks: int = 0
     notes: tuple[str, ...] = ()

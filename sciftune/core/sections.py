@@ -205,7 +205,7 @@ class EngineSection(Section):
     nccl_p2p_disable: bool = setting(False, "sets NCCL_P2P_DISABLE=1")
     cpu: bool = setting(False, "train on the CPU even where there is a GPU")
     gradient_checkpointing: Literal["none", "full", "auto"] = setting(
-        "full", "recompute blocks in backward; 'auto' = as few as fit", optional=True
+        "full", "recompute blocks in backward; 'auto' = as little as fits", optional=True
     )
     compile: bool = setting(False, "compile each repeated block", optional=True)
     cuda_graphs: bool = setting(

@@ -9,16 +9,11 @@ from ..core.registry import find_record
 from .costs.base import costs_of
 from .records import Block, ForwardPass, Phase, Profile
 from .work import step_cost_of
+from ..strategies.compilation import spread_blocks
 from ..strategies.strategy import Strategy
 
 # %% auto #0
-__all__ = ['EXCHANGE_COPIES', 'spread_blocks', 'kept_by_graphs', 'Ledger', 'checkpointed_blocks']
-
-# %% ../../nbs/6_planner/05_ledger.ipynb #fea18b39
-def spread_blocks(blocks: int, count: int) -> set[int]:
-    """Return the positions of `count` checkpointed blocks, evenly spread over `blocks`."""
-    count = min(count, blocks)
-    return {int((i + 0.5) * blocks / count) for i in range(count)}
+__all__ = ['EXCHANGE_COPIES', 'kept_by_graphs', 'Ledger', 'selects', 'recomputed_counts', 'highest_level', 'fitting_level']
 
 # %% ../../nbs/6_planner/05_ledger.ipynb #e1d274a7
 def kept_by_graphs(phases: list[Phase]) -> list[Phase]:
@@ -46,13 +41,16 @@ class Ledger:
         profile: the model
         strategy: recipe on a number of processes
         checkpointed: number of blocks that run again in backward
+        selective: number of blocks that recompute all but products and attention
     """
 
-    def __init__(self, profile: Profile, strategy: Strategy, checkpointed: int):
-        self.profile, self.strategy, self.checkpointed = profile, strategy, checkpointed
+    def __init__(self, profile: Profile, strategy: Strategy, checkpointed: int, selective: int = 0):
+        self.profile, self.strategy = profile, strategy
+        self.checkpointed, self.selective = checkpointed, selective
         self.recipe, self.policy = strategy.recipe, strategy.policy
         self.costs, self.work = costs_of(strategy, profile), step_cost_of(strategy.recipe)
-        self.positions = spread_blocks(len(profile.blocks), checkpointed)
+        spread = spread_blocks(len(profile.blocks), checkpointed, selective)
+        self.positions, self.selective_positions = spread
 
     # stored between two steps
     def stored(self) -> dict[str, tuple[float, float]]:
@@ -83,11 +81,15 @@ class Ledger:
 
     def kept(self, batch: int) -> list[float]:
         """Return the bytes that each block keeps for backward, for a batch of so many samples."""
-        lines = (
-            block.boundary if i in self.positions else getattr(block, self.kind)
-            for i, block in enumerate(self.profile.blocks)
-        )
-        return [line(batch) for line in lines]
+        blocks = enumerate(self.profile.blocks)
+        return [getattr(block, self._kept_kind(i))(batch) for i, block in blocks]
+
+    def _kept_kind(self, position: int) -> str:
+        if position in self.positions:
+            return "boundary"
+        if position in self.selective_positions:
+            return "selective_fp8" if self.policy.fp8 else "selective"
+        return self.kind
 
     def working(self, batch: int, trains: bool = True) -> list[float]:
         """Return the bytes alive while backward is in a block, block by block.
@@ -262,8 +264,45 @@ class _Backward:
         return Phase(self.prefix + "reduction of the root", self.base | parts)
 
 # %% ../../nbs/6_planner/05_ledger.ipynb #4bf3bf0c
-def checkpointed_blocks(profile: Profile, strategy: Strategy, limit: float) -> int:
-    """Return how many blocks are checkpointed under the recipe's gradient_checkpointing.
+def selects(profile: Profile, strategy: Strategy) -> bool:
+    """Return whether blocks can be selectively recomputed.
+
+    Args:
+        profile: the model
+        strategy: recipe on a number of processes
+    """
+    recipe = strategy.recipe
+    plain = strategy.context == 1 and not (recipe.lora_rank and recipe.lora_dropout)
+    return recipe.compile and plain and not profile.compiles_itself
+
+
+def recomputed_counts(profile: Profile, strategy: Strategy, level: int) -> tuple[int, int]:
+    """Return the numbers of blocks that a level recomputes wholly and selectively.
+
+    Args:
+        profile: the model
+        strategy: recipe on a number of processes
+        level: 0 = nothing is recomputed
+    """
+    if not selects(profile, strategy):
+        return level, 0
+    blocks = len(profile.blocks)
+    whole = max(0, level - blocks)
+    return whole, min(level, blocks) - whole
+
+
+def highest_level(profile: Profile, strategy: Strategy) -> int:
+    """Return the level at which every block is recomputed wholly.
+
+    Args:
+        profile: the model
+        strategy: recipe on a number of processes
+    """
+    return len(profile.blocks) * (1 + selects(profile, strategy))
+
+
+def fitting_level(profile: Profile, strategy: Strategy, limit: float) -> int:
+    """Return the level of recomputation under the recipe's gradient_checkpointing.
 
     Args:
         profile: the model
@@ -271,17 +310,18 @@ def checkpointed_blocks(profile: Profile, strategy: Strategy, limit: float) -> i
         limit: bytes available for tensors on a GPU
 
     Returns:
-        all blocks if even that does not fit
+        the highest if even that does not fit
     """
-    blocks, kind = len(profile.blocks), strategy.recipe.gradient_checkpointing
+    high, kind = highest_level(profile, strategy), strategy.recipe.gradient_checkpointing
     if strategy.recipe.compile and find_record("strategies", strategy.recipe.strategy).hooks_layers:
-        return blocks  # see `compilation.blocks_to_checkpoint`
+        return high  # see `compilation.blocks_to_checkpoint`
     if kind != "auto":
-        return 0 if kind == "none" else blocks
-    low, high = 0, blocks
+        return 0 if kind == "none" else high
+    low = 0
     while low < high:
         middle = (low + high) // 2
-        if Ledger(profile, strategy, middle).peak().total <= limit:
+        counts = recomputed_counts(profile, strategy, middle)
+        if Ledger(profile, strategy, *counts).peak().total <= limit:
             high = middle
         else:
             low = middle + 1

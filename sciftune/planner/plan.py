@@ -150,7 +150,8 @@ def _better(
     below = math.inf
     if mine.fits:
         rates = device_rates(machine.device) or DEVICES["H200"]
-        below = 0.95 * step_seconds(profile, strategy, mine.recompute_blocks, rates)
+        counts = mine.recompute_blocks, rates, mine.selective_blocks
+        below = 0.95 * step_seconds(profile, strategy, *counts)
     return suggestions(profile, recipe, machine, strategy.world, below)
 
 
@@ -219,6 +220,7 @@ def _choices(settings: list[Setting], recipe: Recipe) -> tuple[Choice, ...]:
                 processes=setting.strategy.world,
                 micro_batch=row.micro_batch,
                 recompute_blocks=row.recompute_blocks,
+                selective_blocks=row.selective_blocks,
                 gpu_gib=row.gpu_total_gib,
                 seconds=row.seconds_per_step,
                 why=why or ("" if row.fits else row.why),
@@ -317,6 +319,7 @@ def _row_plan(
         suggestions=words,
         advice=_advice(words, strategy, machine, mine),
         recompute_blocks=mine.recompute_blocks,
+        selective_blocks=mine.selective_blocks,
         reshard=bool(strategy.recipe.reshard),
         blocks=len(model.blocks),
         notes=notes,

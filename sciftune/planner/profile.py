@@ -171,6 +171,7 @@ def profile(
         decode=decode_bytes(family, base, recipe, dtype) if vae else 0.0,
         backward_share=share,
         context=recipe.context_parallel,
+        compiles_itself=hasattr(model.denoiser, "compile_blocks"),
         **model.work.measure(model, blocks),
     )
 

@@ -46,6 +46,8 @@ class Block(BlockSize):
         eager: kept for backward in eager code
         compiled: kept by a compiled block
         fp8: kept by a compiled block whose large products are float8
+        selective: kept by a compiled block that recomputes all but products and attention
+        selective_fp8: the same in float8
         backward_peak: alive while it runs forward and backward, eagerly
         adding_peak: the same where gradients are added to those of earlier passes
         forward_peak: alive while it runs without gradients
@@ -60,6 +62,8 @@ class Block(BlockSize):
     eager: BatchLine
     compiled: BatchLine
     fp8: BatchLine
+    selective: BatchLine
+    selective_fp8: BatchLine
     backward_peak: BatchLine
     adding_peak: BatchLine
     forward_peak: BatchLine
@@ -106,6 +110,7 @@ class Profile(ModelSize):
         extra: what the objective's `StepCost` measured for its own use
         times: seconds of blocks, measured on this machine's GPU
         context: ranks that share a sample; bytes are for the tokens of one of them
+        compiles_itself: the model chooses what of a block is compiled
     """
 
     blocks: tuple[Block, ...]
@@ -122,6 +127,7 @@ class Profile(ModelSize):
     extra: object = None
     times: BlockTimes = None
     context: int = 1
+    compiles_itself: bool = False
 
     @property
     def attention_share(self) -> float:

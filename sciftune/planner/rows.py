@@ -14,14 +14,14 @@ from ..core.plan import PlanRow
 from ..core.recipe import Recipe, RecipeError
 from ..core.rundir import gpus
 from .costs.base import costs_of
-from .ledger import Ledger, checkpointed_blocks
+from .ledger import Ledger, fitting_level, highest_level, recomputed_counts
 from .records import Phase, Profile
 from sciftune.planner.speed import (
     DeviceRates,
     device_rates,
     named_device,
     step_parts,
-    step_seconds,
+    total_seconds,
 )
 from ..strategies.strategy import Strategy
 
@@ -189,32 +189,33 @@ def _verdict(machine: Machine, total: float, usable: float, phase: Phase) -> str
     return f"{text}, most at {phase.name}"
 
 
-def _with_room(profile: Profile, strategy: Strategy, limit: float, count: int) -> Ledger:
-    """Return the ledger with `count` checkpointed blocks and streamed states in free memory."""
-    ledger = Ledger(profile, strategy, count)
+def _with_room(profile: Profile, strategy: Strategy, limit: float, level: int) -> Ledger:
+    """Return the ledger of a level of recomputation, with streamed states in free memory."""
+    counts = recomputed_counts(profile, strategy, level)
+    ledger = Ledger(profile, strategy, *counts)
     phase = ledger.peak()
     room = max(0.0, limit - phase.total + phase.parts["optimizer"])
     roomier = ledger.costs.with_room(room)
-    return ledger if roomier is strategy else Ledger(profile, roomier, count)
+    return ledger if roomier is strategy else Ledger(profile, roomier, *counts)
 
 
 def _fitted_ledger(
     profile: Profile, strategy: Strategy, limit: float, rates: DeviceRates | None
 ) -> Ledger:
-    """Return the ledger with as few checkpointed blocks as fit, or with more if that is faster."""
-    count = checkpointed_blocks(profile, strategy, limit)
-    fewest = _with_room(profile, strategy, limit, count)
+    """Return the ledger that recomputes as little as fits, or more if that is faster."""
+    level = fitting_level(profile, strategy, limit)
+    fewest = _with_room(profile, strategy, limit, level)
     if fewest.strategy is strategy or strategy.recipe.gradient_checkpointing != "auto" or not rates:
         return fewest
-    counts = range(count + 1, len(profile.blocks) + 1)
-    others = [_with_room(profile, strategy, limit, more) for more in counts]
+    higher = range(level + 1, highest_level(profile, strategy) + 1)
+    others = [_with_room(profile, strategy, limit, more) for more in higher]
     return min([fewest, *others], key=lambda ledger: _seconds(ledger, rates)[0])
 
 
 def _seconds(ledger: Ledger, rates: DeviceRates) -> tuple[float, dict[str, float]]:
-    arguments = ledger.profile, ledger.strategy, ledger.checkpointed, rates
-    parts = {k: v for k, v in step_parts(*arguments).items() if v}
-    return round(step_seconds(*arguments), 4), _rounded(parts, 4)
+    arguments = ledger.profile, ledger.strategy, ledger.checkpointed, rates, ledger.selective
+    parts = step_parts(*arguments)
+    return round(total_seconds(parts), 4), _rounded({k: v for k, v in parts.items() if v}, 4)
 
 
 def tensors_limit(profile: Profile, strategy: Strategy, machine: Machine, usable: float) -> float:
@@ -277,6 +278,7 @@ def plan_row(profile: Profile, strategy: Strategy, machine: Machine) -> PlanRow:
         disk_gib=round(disk_gib(ledger), 3),
         peak_at=phase.name,
         recompute_blocks=ledger.checkpointed,
+        selective_blocks=ledger.selective,
         seconds_per_step=seconds,
         resident_bytes=round(ledger.costs.resident_bytes()),
         saves_in_place=in_place,

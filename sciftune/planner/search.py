@@ -222,7 +222,8 @@ def planned_setting(
         rates: of its GPU, or of another where they are unknown
     """
     row = plan_row(profile, strategy, machine)
-    seconds = step_seconds(profile, strategy, row.recompute_blocks, rates)
+    counts = row.recompute_blocks, rates, row.selective_blocks
+    seconds = step_seconds(profile, strategy, *counts)
     same = row.precision == strategy.recipe.precision
     return Setting(strategy, row, row.seconds_per_step or seconds, same)
 

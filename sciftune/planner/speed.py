@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     from sciftune.models.family import Family
 
 # %% auto #0
-__all__ = ['DEVICES', 'PRODUCTS', 'ATTENTION', 'EXPOSED', 'FLOAT8', 'FLOAT32', 'COMPILED_TRAFFIC', 'EAGER_TRAFFIC', 'OPERATION',
-           'CAST_OPERATION', 'COMPILED_OPERATION', 'COMPILED_BLOCK', 'FLOAT8_LAYER', 'GRAPHED_BLOCK', 'NETWORK', 'SEEN',
-           'MEASURED_ON', 'DeviceRates', 'device_rates', 'named_device', 'forward_seconds', 'step_parts',
-           'step_seconds', 'total_seconds', 'step_interval', 'finished_at', 'time_block', 'time_blocks']
+__all__ = ['DEVICES', 'PRODUCTS', 'ATTENTION', 'EXPOSED', 'FLOAT8', 'FLOAT32', 'COMPILED_TRAFFIC', 'EAGER_TRAFFIC',
+           'SELECTIVE_TRAFFIC', 'OPERATION', 'CAST_OPERATION', 'COMPILED_OPERATION', 'COMPILED_BLOCK', 'FLOAT8_LAYER',
+           'GRAPHED_BLOCK', 'NETWORK', 'SEEN', 'MEASURED_ON', 'DeviceRates', 'device_rates', 'named_device',
+           'forward_seconds', 'step_parts', 'step_seconds', 'total_seconds', 'step_interval', 'finished_at',
+           'time_block', 'time_blocks']
 
 # %% ../../nbs/6_planner/06_speed.ipynb #80b32333
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ PRODUCTS, ATTENTION = 0.64, 0.49  # share of the peak that they reach
 EXPOSED = 0.4  # share of an exchange that is waited for, at least
 FLOAT8, FLOAT32 = 1.65, 0.5  # rates relative to bf16
 COMPILED_TRAFFIC, EAGER_TRAFFIC = 1.6, 7  # times the bytes that contractions read and write
+SELECTIVE_TRAFFIC = 4  # times the bytes that are computed again instead of kept
 OPERATION, CAST_OPERATION = 20e-6, 32e-6  # host seconds per operation, and under autocast
 COMPILED_OPERATION = 1.6e-6  # seconds that a compiled block loses per eager operation
 COMPILED_BLOCK, FLOAT8_LAYER = 1.17e-3, 0.045e-3  # host seconds per pass in compiled code
@@ -140,6 +142,19 @@ def _compute_seconds(
     seconds = parts["products"] * (once if recipe.lora_rank else twice)  # the base is frozen
     seconds += (parts["attention"] + parts["traffic"]) * twice
     return times * (seconds + once * _once_seconds(profile, strategy, rates))
+
+
+def _selective_seconds(
+    profile: Profile, strategy: Strategy, selective: int, rates: DeviceRates
+) -> float:
+    """Return the seconds in which blocks compute norms, activations and rotations again."""
+    batch, total = strategy.recipe.micro_batch, 0.0
+    kinds = ("fp8", "selective_fp8") if strategy.policy.fp8 else ("compiled", "selective")
+    for block in profile.blocks:
+        most, least = (getattr(block, kind)(batch) for kind in kinds)
+        total += most - least
+    again = total * selective / max(1, len(profile.blocks))
+    return strategy.accumulation * SELECTIVE_TRAFFIC * again / rates.memory
 
 
 def _updated_bytes(profile: Profile, strategy: Strategy, checkpointed: int) -> float:
@@ -186,7 +201,11 @@ def _launch_seconds(profile: Profile, strategy: Strategy, share: float) -> float
 
 
 def step_parts(
-    profile: Profile, strategy: Strategy, checkpointed: int, rates: DeviceRates
+    profile: Profile,
+    strategy: Strategy,
+    checkpointed: int,
+    rates: DeviceRates,
+    selective: int = 0,
 ) -> dict[str, float]:
     """Return the seconds of each part of an optimizer step.
 
@@ -195,12 +214,14 @@ def step_parts(
         strategy: recipe on a number of processes
         checkpointed: number of blocks that run again in backward
         rates: of the GPU
+        selective: number of blocks that recompute all but products and attention
 
     Returns:
         compute, host, context, exchange, copies, update, offload
     """
     share = checkpointed / max(1, len(profile.blocks))
     compute = _compute_seconds(profile, strategy, share, rates)
+    compute += _selective_seconds(profile, strategy, selective, rates)
     host = _launch_seconds(profile, strategy, share)
     near, far = step_cost_of(strategy.recipe).sent_bytes(profile, strategy, share)
     costs = costs_of(strategy, profile)
@@ -216,10 +237,14 @@ def step_parts(
 
 
 def step_seconds(
-    profile: Profile, strategy: Strategy, checkpointed: int, rates: DeviceRates
+    profile: Profile,
+    strategy: Strategy,
+    checkpointed: int,
+    rates: DeviceRates,
+    selective: int = 0,
 ) -> float:
     """Return the estimated seconds of an optimizer step; arguments as in `step_parts`."""
-    return total_seconds(step_parts(profile, strategy, checkpointed, rates))
+    return total_seconds(step_parts(profile, strategy, checkpointed, rates, selective))
 
 
 def total_seconds(parts: dict[str, float]) -> float:

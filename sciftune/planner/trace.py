@@ -29,6 +29,7 @@ from sciftune.models.compat import (
 )
 from ..models.heads import use_block_kernels
 from .records import BatchLine, Block
+from ..strategies.compilation import is_product
 from ..strategies.float8 import Float8Linear, float8_layers
 from ..strategies.offload import worth_streaming
 
@@ -194,6 +195,7 @@ class OperationRecorder(TorchDispatchMode):
         self.parents = {}  # id -> ids of what it was computed from
         self.size = {}  # id -> bytes
         self.read, self.written, self.made = set(), set(), set()  # ids
+        self.products = set()  # ids of what selective recomputation keeps
         self.casts = set()  # (id, offset, shape) of what was cast to float8
         self.repeated = set()  # ids of second casts of the same, which the compiler leaves out
         self.alive = []  # keeps ids from being used again
@@ -213,6 +215,8 @@ class OperationRecorder(TorchDispatchMode):
         self.size |= {k: s.nbytes() for k, s in (inputs | outputs).items()}
         for key in outputs:
             self.parents.setdefault(key, set()).update(inputs.keys() - {key})
+        if is_product(name):
+            self.products |= outputs.keys()
         if name in CONTRACTIONS:
             self._count(func, args, kwargs or {}, out)
             self.written |= outputs.keys() | (inputs.keys() if "attention" in name else set())
@@ -253,6 +257,26 @@ class OperationRecorder(TorchDispatchMode):
         graph, seen = self._graph(wanted, fixed, free)
         below = networkx.minimum_cut(graph, "source", "sink")[1][0]
         return {k for k in seen if (k, "made") in below and (k, "kept") not in below} - free
+
+    def sources(self, wanted: set[int], fixed: set[int], free: set[int]) -> set[int]:
+        """Return the storages of `fixed` from which `wanted` are computed.
+
+        Args:
+            wanted: ids of storages that backward reads
+            fixed: ids of storages that are kept
+            free: ids of storages that cost nothing (weights); left out of the result
+        """
+        found, seen, todo = set(), set(free), list(wanted)
+        while todo:
+            key = todo.pop()
+            if key in seen:
+                continue
+            seen.add(key)
+            if key in fixed or not self.parents.get(key):
+                found.add(key)
+            else:
+                todo += self.parents[key]
+        return found
 
     def _graph(self, wanted: set[int], fixed: set[int], free: set[int]) -> tuple:
         import networkx
@@ -349,7 +373,8 @@ def kept_bytes(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, float]
 def compiled_bytes(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, float]:
     """Return the bytes that a compiled block keeps for backward, inputs included and weights not.
 
-    'fp8': all layers that are large enough are float8, including those that only see captions.
+    'selective': where it recomputes all but products and attention. 'fp8': all layers that are
+    large enough are float8, including those that only see captions.
 
     Args:
         module: block on meta
@@ -357,21 +382,26 @@ def compiled_bytes(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, fl
         kwargs: its named inputs, on meta
 
     Returns:
-        compiled, fp8
+        compiled, selective, fp8, selective_fp8
     """
     block = copy.deepcopy(module)
     use_block_kernels(block, [block])
-    compiled = _smallest_kept(block, args, kwargs)
+    compiled, selective = _smallest_kept(block, args, kwargs)
     for name in float8_layers(block, [block]):
         block.get_submodule(name).__class__ = Float8Linear
-    return dict(compiled=compiled, fp8=_smallest_kept(block, args, kwargs))
+    narrow, selective_fp8 = _smallest_kept(block, args, kwargs)
+    return dict(compiled=compiled, selective=selective, fp8=narrow, selective_fp8=selective_fp8)
 
 
-def _smallest_kept(module: nn.Module, args: tuple, kwargs: dict) -> float:  # Bytes
+def _smallest_kept(
+    module: nn.Module, args: tuple, kwargs: dict
+) -> tuple[float, float]:  # Bytes, and where only products and attention are kept
     recorder, kept, _ = _recorded(module, args, kwargs)
-    fixed = recorder.read | recorder.written | storages((args, kwargs)).keys()
+    inputs = storages((args, kwargs)).keys()
+    fixed = recorder.read | recorder.written | inputs
     smallest = recorder.smallest(kept, fixed, recorder.weights) - recorder.repeated
-    return sum(recorder.size[k] for k in smallest)
+    products = recorder.sources(kept, recorder.products | inputs, recorder.weights)
+    return tuple(sum(recorder.size[k] for k in chosen) for chosen in (smallest, products))
 
 
 def _recorded(

@@ -108,7 +108,7 @@ def bare_step(
     policy = policy_for(recipe, cuda)
     model = loaded(family, base, policy.weights, device)
     choose_trained(model, family, recipe)
-    prepare_denoiser(model, recipe, plan.recompute_blocks, policy.fp8)
+    prepare_denoiser(model, recipe, plan.recompute_blocks, policy.fp8, plan.selective_blocks)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = build_optimizer(parameters, recipe, policy.optimizer, cuda)
     release = None

@@ -36,6 +36,7 @@ from ..lab.jobs import LaunchError, LaunchFile, in_child
 BENCH_FIELDS = {
     "loop": "trainer",
     "recompute": None,
+    "selective": 0,
     "timeout": 300,
     "label": "",
     "resident": None,
@@ -336,7 +337,7 @@ def settled_plan(run: RunDir, own: dict, predict: bool) -> Plan:
     plan = Plan.load(run.plan)
     said = {}
     if own["recompute"] is not None:
-        said["recompute_blocks"] = own["recompute"]
+        said |= dict(recompute_blocks=own["recompute"], selective_blocks=own["selective"])
     if own["resident"] is not None:
         said["resident_bytes"] = own["resident"] * 2**30
     if said:
@@ -490,6 +491,8 @@ def bench_row(run: RunDir, recipe: Recipe, own: dict, predicted: Plan, began: fl
     row = {"label": own["label"] or run.path.name, "date": time.strftime("%Y-%m-%d")}
     row |= {"loop": own["loop"]} | described(recipe, followed)
     row |= {"recompute": recompute_words(recipe, recompute)} | numbers
+    if auto and followed.selective_blocks:
+        row["selective"] = followed.selective_blocks
     for event in rows:
         if event.get("event") == "launch":
             row["launch"] = event["seconds"]  # split of the time until the first step

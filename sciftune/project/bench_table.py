@@ -105,16 +105,19 @@ def checkpointed_count(profile: Profile, checkpointed: int | str) -> int:
     return int(dict(all=len(profile.blocks), none=0).get(checkpointed, checkpointed))
 
 
-def planned_peak(profile: Profile, strategy: Strategy, checkpointed: int | str) -> float:
+def planned_peak(
+    profile: Profile, strategy: Strategy, checkpointed: int | str, selective: int = 0
+) -> float:
     """Return the expected peak in GiB.
 
     Args:
         profile: the model
         strategy: recipe on a number of processes
         checkpointed: blocks: a number, 'all' or 'none'
+        selective: blocks of the others that are selectively recomputed
     """
     count = checkpointed_count(profile, checkpointed)
-    return Ledger(profile, strategy, count).peak().total / 2**30
+    return Ledger(profile, strategy, count, selective).peak().total / 2**30
 
 # %% ../../nbs/10_project/05_bench_table.ipynb #39ea9282
 @dataclass
@@ -165,7 +168,7 @@ class Predictor:
         model = self.profile_of(strategy.recipe)
         strategy = measured_room(model, strategy, row)
         count = checkpointed_count(model, row["recompute"])
-        peak = planned_peak(model, strategy, count)
+        peak = planned_peak(model, strategy, count, row.get("selective", 0))
         rates = device_rates(row["gpus"][0])
         seconds = step_seconds(model, strategy, count, rates)
         return Prediction(strategy.recipe, peak, seconds)
@@ -448,7 +451,7 @@ def packed_plan(row: dict) -> float:
     )
     model = profile(recipe, get_family(row["model"]), vae=False)
     strategy = Strategy.of(recipe, row["processes"], True)
-    return planned_peak(model, strategy, row["recompute"])
+    return planned_peak(model, strategy, row["recompute"], row.get("selective", 0))
 
 
 def bagel_row(row: dict) -> list[str]:

@@ -106,7 +106,7 @@ def build_denoiser(
     else:
         choose_trained(model, family, recipe)
     fp8 = engine.policy_of(recipe).fp8
-    prepare_denoiser(model, recipe, plan.recompute_blocks, fp8)
+    prepare_denoiser(model, recipe, plan.recompute_blocks, fp8, plan.selective_blocks)
     return share_tokens(model, family, recipe, engine).train()
 
 # %% ../../nbs/7_training/09_task.ipynb #0ad3c2a2

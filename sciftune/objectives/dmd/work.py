@@ -237,7 +237,7 @@ class DistillationPhases:
         self.ledger, self.model, self.strategy = ledger, ledger.profile, ledger.strategy
         self.recipe, self.size = ledger.recipe, ledger.profile.extra
         critic, its = critic_of(self.model, self.strategy)
-        self.critic = Ledger(critic, its, ledger.checkpointed)
+        self.critic = Ledger(critic, its, ledger.checkpointed, ledger.selective)
         self.base = ledger.stored_on_gpu()
         self.batch, costs = self.recipe.micro_batch, ledger.costs
         self.generator_root = costs.outer_gathered_bytes()

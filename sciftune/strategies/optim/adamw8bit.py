@@ -43,9 +43,7 @@ class ByteAdamW(WholeUpdates):
     def build(cls, params: list, recipe: Recipe, cuda: bool) -> "ByteAdamW":
         """Return the optimizer of `params`, see `OptimizerMethods.build`."""
         one = [nn.Parameter(torch.zeros(1))]
-        made = cls(params, recipe, AdamW8bit(one, **adam_arguments(recipe)))
-        made.compiles = cuda
-        return made
+        return cls(params, recipe, AdamW8bit(one, **adam_arguments(recipe)))
 
     def library_step(
         self, parameter: nn.Parameter, gradient: Tensor, state: dict, rate: float
@@ -62,7 +60,7 @@ class ByteAdamW(WholeUpdates):
             fp32 (...)
         """
         step = functools.partial(super().library_step, parameter, gradient, state)
-        if self.compiles:
+        if parameter.is_cuda:
             return step(torch.tensor(rate))
         with torch.compiler.set_stance("force_eager"):
             return step(torch.tensor(rate))
