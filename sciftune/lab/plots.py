@@ -291,7 +291,7 @@ def plot_plan(run: RunDir | str | Path) -> Figure:
         "Plan: memory per device, by strategy",
         f"memory ({unit})" + "\n" * bool(advice) + advice,
         "",
-        height=1.1 + 0.2 * len(plan.rows) + 0.15 * len(advice.splitlines()),
+        height=max(1.8, 1.1 + 0.2 * len(plan.rows)) + 0.15 * len(advice.splitlines()),
     )
     _stacked_parts(ax, plan, factor)
     if plan.device_memory_gib:
@@ -341,7 +341,7 @@ def _level(ax: Axes, value: float, factor: float, top: float, label: str, bar: i
     if value >= 4 * top:  # an arrow at the right edge
         y, place = (0.5, ax.transAxes) if bar is None else (bar, ax.get_yaxis_transform())
         arrow = dict(marker=">", ls="", color=style["color"], clip_on=False, transform=place)
-        ax.plot([1], [y], label=f"{label}\n(off the scale)", **arrow)
+        ax.plot([0.98], [y], label=f"{label}\n(off the scale)", **arrow)
     elif bar is None:
         ax.axvline(factor * value, label=label, **style)
     else:
