@@ -29,7 +29,6 @@ from sciftune.data.captions import jsonl_captions, text_captions
 from sciftune.data.images import DataError
 from sciftune.data.readers import csv_rows, json_rows
 from sciftune.data.sources import remote_source
-from sciftune.lab.evaluate import _records
 from sciftune.lab.jobs import LaunchFile, read_status, state
 from sciftune.lab.scores import read_evaluation, read_pictures
 from sciftune.models.family import get_family
@@ -236,9 +235,6 @@ def test_small_files_of_all_kinds(odd, tmp_path):
         "list.json": lambda file: json_rows(tmp_path, file),
         "list.jsonl": lambda file: json_rows(tmp_path, file),
         "list.csv": lambda file: csv_rows(tmp_path, file),
-        "table.jsonl": lambda file: list(_records(file)),
-        "table.json": lambda file: list(_records(file)),
-        "table.csv": lambda file: list(_records(file)),
         "a.yaml": lambda file: read_presets(file.parent),
     }
     for table in added("TEXT_FILES"):
