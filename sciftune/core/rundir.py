@@ -284,7 +284,7 @@ class RunDir:
         self._metrics_log = MetricsLog(self.metrics)
 
     def read_record(self) -> dict[str, Any]:
-        """Return code, versions, hardware and data; empty before training has begun."""
+        """Return the content of record.json, {} before training has begun."""
         return read_object(self.record, absent={})
 
     def __repr__(self) -> str:

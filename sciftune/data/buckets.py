@@ -78,7 +78,7 @@ def crop_loss(width: int, height: int, size: tuple[int, int]) -> float:
 def size_inside(
     width: int, height: int, size: tuple[int, int], multiple: int = 16
 ) -> tuple[int, int]:
-    """Return the largest size of the whole image inside another size.
+    """Return the largest size that the whole image has inside another size, uncropped.
 
     Args:
         width: width of the image

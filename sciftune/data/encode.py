@@ -288,7 +288,7 @@ class EncodingJobs:
         self.undecodable = Undecodable(cache_root(recipe.run_root) / "verified")
 
     def digests(self, key: str) -> list[str]:
-        """Return the digests of what is decoded for a key: an image and its mask, a reference."""
+        """Return the digests of the files behind a key: an image and its mask, or a reference."""
         if key in self.references:
             i, k = self.references[key]
             return [self.collection.references[i][k].digest]

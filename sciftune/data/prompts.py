@@ -33,7 +33,7 @@ from .sources import SampleCollection
 # %% ../../nbs/2_data/23_prompts.ipynb #fe6585ff
 @dataclass(frozen=True)
 class DrawnPrompt:
-    """A picture of a validation; what is None or 0 is as for all others.
+    """One validation prompt; None or 0 stands for the run's own value.
 
     Attributes:
         text: the prompt

@@ -362,6 +362,10 @@ def plan_text(plan: Plan, width: int = 140) -> str:
         width: characters of a line
     """
     said = [f"note: {note}" for note in plan.notes]
+    if plan.run.gpu_gib:
+        parts = sorted(plan.run.gpu_gib.items(), key=lambda part: -part[1])
+        largest = ", ".join(f"{name} {readable_gib(size)}" for name, size in parts)
+        said.append(f"* most at {plan.run.peak_at}: {largest}")
     said += filter(None, (plan.advice, plan.chosen_text()))
     if not plan.run.fits and plan.chosen:
         said.append(f"does not fit: {plan.refusal()}")

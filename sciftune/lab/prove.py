@@ -97,7 +97,7 @@ class Proof:
         }
 
     def missing(self) -> list[tuple[int, str]]:
-        """Return the numbers that only one of the records has."""
+        """Return the (step, name) keys that only one of the two records has."""
         return sorted(self.whole.keys() ^ self.resumed.keys())
 
     def worst(self) -> float:

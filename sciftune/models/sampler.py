@@ -197,7 +197,7 @@ class Sampling(FamilyBase):
         return flow_scheduler(schedule or self.schedule, steps, mu, self.scheduler_class)
 
     def check_schedule(self, path: str | Path, revision: str = None, steps: int = 0):
-        """Raise RecipeError unless the folder's own scheduler suits this family.
+        """Raise RecipeError if the noise levels of the folder's scheduler cannot be built.
 
         Args:
             path: diffusers folder or hub id

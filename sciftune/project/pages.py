@@ -64,7 +64,7 @@ def names_markdown() -> str:
 MAP = """## Where is
 
 - **the target of klein**, and of every flow-matching model:
-  @objectives.common.velocity.flow_loss, noise − latent; klein's latents are made by
+  @objectives.common.velocity.velocity_target, noise − latent; klein's latents are made by
   @models.encoders.Encoding.encode_images, normalised by @models.flux2.Klein.latent_statistics
 - **the configuration of ZeRO-3**: @strategies.zero.Zero3.zero_config, the section
   `zero_optimization` of @strategies.zero.Zero.deepspeed_config, which is written as

@@ -184,7 +184,7 @@ class ReplicatedModule(TrainedModule):
 
 # %% ../../nbs/5_strategies/13_ddp.ipynb #ddpshard2
 class SharedUpdates(ReplicatedModule):
-    """Whole weights on every rank, of which each updates a part and keeps the states of it.
+    """Every rank holds all weights, updates its part, and keeps optimizer states for that part.
 
     `params` are those parts, one-dimensional; a parameter may have none of them on this rank.
     """

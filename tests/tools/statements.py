@@ -163,7 +163,7 @@ STATEMENTS = [
     there("A", "7.3 s a step: the plan says the time before", "planner.speed.step_seconds"),
     known("A", "the loss begins at 1.5 to 2.0", "loss starts too high"),
     known("A", "a loss near 6 has a wrong sign", "loss starts too high"),
-    there("A", "the target is noise - latents", "objectives.common.velocity.flow_loss"),
+    there("A", "the target is noise - latents", "objectives.common.velocity.velocity_target"),
     there("A", "latents are patchified and normalised", "models.flux2.Klein"),
     known("A", "`train_micro_batch_size_per_gpu` by hand", "micro-batch unknown to DeepSpeed"),
     taken(

@@ -10,6 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from ...models.tokens import own_mean
+from ...objectives.common.velocity import velocity_target
 
 # %% ../../../nbs/extras/rl/01_pairs.ipynb #935dc438
 def error_changes(
@@ -28,7 +29,7 @@ def error_changes(
         (B,) fp32
     """
     made, start = made.float(), start.float()
-    target = noise.float() - x0.float()
+    target = velocity_target(x0, noise)
     return own_mean((made - start) * (made + start - 2 * target), sizes)
 
 

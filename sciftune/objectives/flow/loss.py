@@ -9,7 +9,7 @@ __all__ = ['FlowMatching']
 from torch import Tensor, nn
 
 from ..common.denoising import DenoisingObjective
-from ..common.velocity import flow_loss, noised
+from ..common.velocity import flow_loss, noised, velocity_target
 
 # %% ../../../nbs/8_objectives/flow/02_loss.ipynb #c76bd824
 class FlowMatching(DenoisingObjective):
@@ -30,7 +30,7 @@ class FlowMatching(DenoisingObjective):
         def predict(network: nn.Module) -> Tensor:
             return self.family.predict(network, x_sigma, batch["sigma"], batch["conditioning"])
 
-        target = batch["noise"].float() - batch["x0"].float()
+        target = velocity_target(batch["x0"], batch["noise"])
         more = dict(sizes=batch["conditioning"].get("sizes"), cells=batch.get("cells"))
         more["target"] = self.target(denoiser, batch, predict, target)
         return flow_loss(predict(denoiser), batch["x0"], batch["noise"], **more)
