@@ -1,5 +1,6 @@
 """Presets of reference systems have their values or say why not; presets of tasks fit families."""
 
+import os
 import re
 import warnings
 
@@ -8,10 +9,11 @@ from forked import train
 from PIL import Image
 
 from sciftune.core.presets import preset_files, preset_named, preset_values, presets
-from sciftune.core.recipe import Recipe, resolve
+from sciftune.core.recipe import Recipe, RecipeError, resolve
 from sciftune.core.recipe_fields import Fields
 from sciftune.core.registry import records
 from sciftune.core.rundir import RunDir
+from sciftune.lab import prepare
 from sciftune.lab.jobs import LaunchError
 from sciftune.lab.prepare import recipe_from
 from sciftune.lab.tables import reference_rows
@@ -124,6 +126,45 @@ def test_values_follow_the_pictures_and_what_is_given(pictures, tmp_path):
     assert not {"steps", "lora_rank"} & own.reasons.keys()
     if "figures" in records("collections"):  # drawn, 512 by default
         assert recipe_from(dict(model="klein", preset="lora", data="figures")).held_out == 51
+
+
+ODD = (0, -1, "abc", "20", "1e3", "auto", "", True, [3], float("nan"), float("inf"), 1e30, "8")
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("field", ["global_batch", "num_train_epochs", "steps", "held_out"])
+def test_an_odd_value_is_coerced_or_refused_before_rules_use_it(task, field):
+    model = next(model for model in records("models") if task in presets(model))
+    for value in ODD:
+        try:
+            recipe = resolve(model=model, preset=task, **{field: value})
+        except RecipeError as error:
+            assert f"{field}: " in str(error)
+        else:
+            assert type(getattr(recipe, field)) in (int, float)
+    assert resolve(model=model, preset=task, steps="200").warmup_steps <= 100
+
+
+def test_an_unknown_number_of_pictures_is_said_and_captions_are_counted(tmp_path):
+    given = dict(model="sd15", preset="distil", data="https://example.org/a.tar")
+    assert "1000 assumed: give steps" in recipe_from(given).reasons["steps"]
+    captions = tmp_path / "captions.txt"
+    captions.write_text("a line\n" * 250)
+    recipe = recipe_from(given | dict(prompts=str(captions)))
+    assert (recipe.steps, recipe.reasons["steps"][:18]) == (5000, "20 of 250 pictures")
+
+
+def test_a_folder_is_listed_once_until_it_changes(tmp_path, monkeypatch):
+    listed = []
+    find = prepare.find_source
+    monkeypatch.setattr(prepare, "find_source", lambda *a: listed.append(a) or find(*a))
+    given = dict(model="klein", preset="lora", data=folder_of(30, tmp_path / "some"))
+    assert [recipe_from(given | dict(seed=seed)).held_out for seed in (1, 2)] == [3, 3]
+    assert len(listed) == 1
+    for i in range(10):
+        (tmp_path / f"some/{30 + i}.png").write_bytes((tmp_path / "some/0.png").read_bytes())
+    os.utime(tmp_path / "some", (1, 1))
+    assert recipe_from(given).held_out == 4
 
 
 @pytest.mark.parametrize("model,task", [("qwenimage", "lora"), ("klein", "edit"), ("sd15", "full")])

@@ -10,6 +10,7 @@ __all__ = ['INPUT_FIELDS', 'LOOK_SECONDS', 'absolute_path', 'absolute_data', 'ab
 
 # %% ../../nbs/9_lab/06_prepare.ipynb #9c87cf06
 import contextlib
+import functools
 import glob
 import os
 import re
@@ -50,6 +51,7 @@ from ..core.registry import RegistryError, find_record, import_class, nearest, r
 from ..core.rundir import RunDir, gpus, new_run, project_root
 from ..core.secrets import keep_secrets, load_secrets
 from ..core.writing import write_atomic
+from ..data.captions import read_captions
 from ..data.images import DataError
 from ..data.prompts import own_prompts
 from ..data.sources import find_source
@@ -271,23 +273,47 @@ def recipe_from(namespace: dict[str, Any]) -> Recipe:
         raise LaunchError(f"a setting names {where}...: {error.strerror}") from None
 
 
+@functools.cache
+def _rows_there(path: str, metadata: str, *changed: float) -> int:
+    """Return the number of rows in a collection.
+
+    Args:
+        path: absolute
+        metadata: absolute, or ''
+        *changed: times of both, so that a changed folder is listed again
+    """
+    return len(find_source(path, metadata or None).rows)
+
+
+def _count_rows(path: str, metadata: str) -> int:
+    """Return the number of rows in a collection, which is listed once in a process."""
+    root = project_root()
+    files = [absolute_data(path, root), absolute_path(metadata, root)]
+    return _rows_there(*files, *(os.path.getmtime(f) for f in files if os.path.exists(f)))
+
+
 def count_pictures(recipe: Recipe) -> int:
     """Return the number of pictures in the data of a recipe; 0 where reading them would tell.
+
+    Distillation from a file of captions counts those.
 
     Args:
         recipe: its paths may be relative
     """
     total = 0
+    if recipe.prompts and recipe.distils:
+        try:
+            return len(read_captions(absolute_path(recipe.prompts, project_root()))[0])
+        except (DataError, OSError):  # refused with its reason at the launch
+            return 0
     for path, _ in recipe.sources:
         if drawn := records("collections").get(path):
             total += getattr(recipe, drawn.count)
         elif "://" in path or find_record("objectives", recipe.objective).sequences:
             return 0
         else:
-            root = project_root()
-            metadata = absolute_path(recipe.metadata, root) or None
             try:
-                total += len(find_source(absolute_data(path, root), metadata).rows)
+                total += _count_rows(path, recipe.metadata)
             except (DataError, LaunchError, OSError):  # refused with its reason at the launch
                 return 0
     return total
