@@ -265,15 +265,18 @@ class _Backward:
 
 # %% ../../nbs/6_planner/05_ledger.ipynb #4bf3bf0c
 def selects(profile: Profile, strategy: Strategy) -> bool:
-    """Return whether blocks can be selectively recomputed.
+    """Return whether blocks can be selectively recomputed, and keep less if they are.
 
     Args:
         profile: the model
         strategy: recipe on a number of processes
     """
-    recipe = strategy.recipe
-    plain = strategy.context == 1 and not (recipe.lora_rank and recipe.lora_dropout)
-    return recipe.compile and plain and not profile.compiles_itself
+    recipe, batch = strategy.recipe, strategy.recipe.micro_batch
+    # an adapted layer has two products, of which a compiled block keeps at most the sum
+    if not recipe.compile or recipe.lora_rank or strategy.context > 1 or profile.compiles_itself:
+        return False
+    kept = sum(block.selective(batch) for block in profile.blocks)
+    return kept < 0.9 * sum(block.compiled(batch) for block in profile.blocks)
 
 
 def recomputed_counts(profile: Profile, strategy: Strategy, level: int) -> tuple[int, int]:

@@ -152,7 +152,7 @@ def _selective_seconds(
     kinds = ("fp8", "selective_fp8") if strategy.policy.fp8 else ("compiled", "selective")
     for block in profile.blocks:
         most, least = (getattr(block, kind)(batch) for kind in kinds)
-        total += most - least
+        total += max(0.0, most - least)
     again = total * selective / max(1, len(profile.blocks))
     return strategy.accumulation * SELECTIVE_TRAFFIC * again / rates.memory
 

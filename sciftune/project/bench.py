@@ -90,6 +90,8 @@ def bench_recipe(run_root: str | Path, **given) -> tuple[Recipe, dict]:
         RecipeError: a name is unknown
     """
     own = {name: given.pop(name, default) for name, default in BENCH_FIELDS.items()}
+    if own["selective"] and own["recompute"] is None:
+        raise RecipeError("selective: give recompute, the number of whole blocks, beside it")
     if own["loop"] not in ("trainer", "bare"):
         raise RecipeError(f"loop: '{own['loop']}'; allowed: 'trainer', 'bare'")
     chosen = {name: given[name] for name in ("model", "preset", "objective") if name in given}

@@ -170,7 +170,7 @@ class Predictor:
         count = checkpointed_count(model, row["recompute"])
         peak = planned_peak(model, strategy, count, row.get("selective", 0))
         rates = device_rates(row["gpus"][0])
-        seconds = step_seconds(model, strategy, count, rates)
+        seconds = step_seconds(model, strategy, count, rates, row.get("selective", 0))
         return Prediction(strategy.recipe, peak, seconds)
 
 # %% ../../nbs/10_project/05_bench_table.ipynb #445d91c3

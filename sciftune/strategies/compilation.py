@@ -281,6 +281,8 @@ def recompute_one_more(denoiser: nn.Module, names: tuple) -> int | None:
     keeping = [i for i, block in enumerate(blocks) if not block.recomputed]
     if not keeping:
         return None
+    total = len(blocks) - len(keeping) + 1
+    keeping = [i for i in keeping if not blocks[i].selective] or keeping  # those that keep most
     runs = [[]]  # of neighbours that keep their activations
     for i in keeping:
         runs = [*runs, [i]] if runs[-1] and i > runs[-1][-1] + 1 else [*runs[:-1], [*runs[-1], i]]
@@ -289,7 +291,7 @@ def recompute_one_more(denoiser: nn.Module, names: tuple) -> int | None:
     for module in denoiser.modules():
         if hasattr(module, "run_block"):
             module.enable_gradient_checkpointing(module.run_block)
-    return len(blocks) - len(keeping) + 1
+    return total
 
 # %% ../../nbs/5_strategies/08_compilation.ipynb #c71d004c
 def compiled_graphs() -> int:
@@ -325,8 +327,12 @@ def is_product(operation: str) -> bool:
 
 
 def _keep_products(context: Any, operation: Any, *args, **kwargs) -> CheckpointPolicy:
-    name = operation.overloadpacket.__name__
+    name = getattr(operation, "overloadpacket", operation).__name__
     return CheckpointPolicy.MUST_SAVE if is_product(name) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_CONTEXTS = functools.partial(create_selective_checkpoint_contexts, _keep_products)
+_CONTEXTS.cache_hash = "products and attention 1"  # without it torch caches none of these graphs
 
 
 def forward_selectively(block: nn.Module, *args, **kwargs) -> Any:
@@ -340,8 +346,7 @@ def forward_selectively(block: nn.Module, *args, **kwargs) -> Any:
     Returns:
         the block's outputs
     """
-    contexts = functools.partial(create_selective_checkpoint_contexts, _keep_products)
-    settings = dict(use_reentrant=False, context_fn=contexts)
+    settings = dict(use_reentrant=False, context_fn=_CONTEXTS)
     return checkpoint(block.whole_forward, *args, **settings, **kwargs)
 
 
@@ -500,7 +505,8 @@ def prepare_denoiser(
     if recipe.compile and find_record("strategies", recipe.strategy).hooks_layers:
         gather_whole_blocks(denoiser, names)
     auto = recipe.gradient_checkpointing == "auto" and count is not None
-    checkpoint_blocks(denoiser, names, count, selective_blocks if auto else 0)
+    selects = auto and recipe.context_parallel == 1
+    checkpoint_blocks(denoiser, names, count, selective_blocks if selects else 0)
     if recipe.compile:
         options = {"triton.cudagraphs": True} if recipe.cuda_graphs else None
         compile_blocks(denoiser, names, cache_root(recipe.run_root) / "compiled", options=options)

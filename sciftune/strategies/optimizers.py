@@ -206,7 +206,7 @@ def add_update(weight: Tensor, update: Tensor, decay: Tensor, seed: Tensor):
         decay: share of the weight that is added besides, fp32 scalar () on the host
         seed: of the rounding, int32 scalar () on the host
     """
-    values = weight + (update + decay * weight)
+    values = weight + (update + decay * weight.float())
     weight.copy_(values if weight.dtype == values.dtype else round_stochastically(values, seed))
 
 
@@ -301,7 +301,7 @@ class WholeUpdates(OptimizerMethods, torch.optim.Optimizer):
         if parameter in self.watched:
             some = self.watched[parameter]
             update_there, weight_there = update.reshape(-1)[some], weight.reshape(-1)[some]
-            self.watched[parameter] = update_there + decay * weight_there
+            self.watched[parameter] = update_there + decay * weight_there.float()
         seed = stream_seed(self.seed, "rounding", self.places[parameter], steps) % 2**31
         number = torch.tensor(seed, dtype=torch.int32)
         self.fused(add_update, parameter)(weight, update, decay, number)

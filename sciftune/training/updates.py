@@ -131,7 +131,7 @@ def types_in_use(network: TrainedModule) -> dict:
         tensor
         for of_parameter in network.optimizer.state.values()
         for key, tensor in of_parameter.items()
-        if key not in ("step", "RMS")
+        if key != "step"
     ]
     return dict(
         weights=Counter(_stored_type(tensor) for tensor in network.params.values()),

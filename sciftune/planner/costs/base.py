@@ -283,10 +283,10 @@ class Costs:
         """Return the temporary bytes of the optimizer step.
 
         AdamW on a CPU makes three tensors; an update of whole matrices is computed in fp32 with
-        four tensors of that size beside it.
+        four tensors of that size beside it, and rounded with its random bits.
         """
         if self.policy.optimizer_record.packed:
-            return 20.0 * max(self.model.trained_tensors)
+            return 22.0 * max(self.model.trained_tensors)
         if self.recipe.offload != "none" or self.strategy.cuda:
             return 0.0
         return 3 * self.weights * max(self.model.tensors) / self.strategy.shards
