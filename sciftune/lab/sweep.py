@@ -12,9 +12,12 @@ import argparse
 import contextlib
 import importlib.util
 import itertools
+import json
 import math
+import os
 import random
 import re
+import signal
 import sys
 import threading
 import typing
@@ -22,8 +25,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..core.recipe import Recipe
-from ..core.rundir import RunDir
+from ..core.files import read_object
+from ..core.recipe import Recipe, RecipeError
+from ..core.rundir import RunDir, project_root
 from ..core.writing import write_atomic
 from sciftune.lab.command import (
     INTERRUPTED,
@@ -33,8 +37,8 @@ from sciftune.lab.command import (
     settings_of,
     train_command,
 )
-from .compare import PRUNED, plot_fields, pruned_reason, results_table
-from .jobs import LaunchError, job_process, state
+from .compare import plot_fields, pruned_reason, results_table
+from .jobs import PRUNED, LaunchError, job_process, state
 from .plots import validation_rows
 from .prepare import recipe_from, with_absolute_paths
 
@@ -127,6 +131,7 @@ class Points:
     def __init__(self, sweep: str, choices: dict[str, list[str]], trials: int = 0, seed: int = 0):
         self.sweep, self.choices, self.trials, self.seed = sweep, choices, trials, seed
         self.runs: list[RunDir] = []  # folders of the points so far
+        self.kept: Path | None = None  # file of the points of a search that chooses by results
         self.changing = [n for n, values in choices.items() if len(values) > 1 or range_of(values)]
         if not self.changing:
             raise CommandError("nothing changes: give a field several values, as in -p seed 1,2,3")
@@ -170,7 +175,8 @@ class RandomPoints(Points):
 class OptunaPoints(RandomPoints):
     """Iterate over points that Optuna chooses by the best held-out losses of those before.
 
-    Raises CommandError where Optuna is not installed.
+    Each point comes once. Those in the file `kept` come first, so that a resumed sweep has the same
+    points even where a result has changed. Raises CommandError where Optuna is not installed.
     """
 
     ahead = False
@@ -183,18 +189,40 @@ class OptunaPoints(RandomPoints):
                 "pip install 'sciftune[sweep]'"
             )
 
-    def __len__(self) -> int:
-        return self.trials
-
     def __iter__(self) -> Iterator[Point]:
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=self.seed))
-        for _ in range(self.trials):
+        self.study, names = optuna.create_study(), set()
+        search = dict(choices={n: self.choices[n] for n in self.changing}, seed=self.seed)
+        kept = read_object(self.kept, absent={}) if self.kept else {}
+        chosen = kept["points"] if kept.items() >= search.items() else []
+        for suggested in chosen[: len(self)]:
+            self.study.enqueue_trial(suggested)
+        while len(names) < len(self) and (point := self._new_point(names)):
+            names.add(point.name)
+            if len(names) > len(chosen):
+                chosen.append(self.trial.params)
+                if self.kept:
+                    self.kept.parent.mkdir(parents=True, exist_ok=True)
+                    write_atomic(self.kept, json.dumps(search | dict(points=chosen), indent=1))
+            yield point
+
+    def _new_point(self, names: set[str]) -> Point | None:
+        """Return a point whose name is none of `names`; None if many suggestions are known."""
+        from optuna.samplers import RandomSampler, TPESampler
+        from optuna.trial import TrialState
+
+        for attempt in range(500):
+            sampler = TPESampler if attempt < 20 else RandomSampler
+            draws = random.Random(f"{self.seed} {len(names)} {attempt}")  # also after a resume
+            self.study.sampler = sampler(seed=draws.getrandbits(32))
             self.trial = self.study.ask()
-            settings = {name: self._value(name, values) for name, values in self.choices.items()}
-            yield self.point(settings)
+            point = self.point({n: self._value(n, values) for n, values in self.choices.items()})
+            if point.name not in names:
+                return point
+            self.study.tell(self.trial, state=TrialState.FAIL)
+        return None
 
     def _value(self, name: str, values: list[str]) -> str:
         """Return the value of a field that Optuna suggests."""
@@ -262,8 +290,9 @@ def clearly_worse(run: RunDir, others: Sequence[RunDir], share: float) -> str:
     """
     gains = held_out_gains(run)
     step = max(gains, default=0)
-    best = max((held_out_gains(other).get(step, 0.0) for other in others), default=0.0)
-    if not step or gains[step] >= share * best:
+    elsewhere = [held_out_gains(other).get(step, 0.0) for other in others]
+    best = max((gain for gain in elsewhere if gain > 0), default=0.0)
+    if not step or not best or gains[step] >= share * best:
         return ""
     return f"held-out loss fell by {gains[step]:.3g} at step {step}, elsewhere by {best:.3g}"
 
@@ -271,6 +300,8 @@ def clearly_worse(run: RunDir, others: Sequence[RunDir], share: float) -> str:
 @contextlib.contextmanager
 def pruned(run: RunDir, others: Sequence[RunDir], share: float) -> Iterator[None]:
     """End the job of `run` during the block as soon as it is clearly worse.
+
+    One that trains in this process (launcher=notebook) goes on.
 
     Args:
         run: the run, whose folder need not exist
@@ -283,7 +314,7 @@ def pruned(run: RunDir, others: Sequence[RunDir], share: float) -> Iterator[None
         """Look at the validations."""
         while not over.wait(LOOK_EVERY):
             why = run.metrics.exists() and clearly_worse(run, others, share)
-            if why and (job := job_process(run)):
+            if why and (job := job_process(run)) and job.pid != os.getpid():
                 write_atomic(run.path / PRUNED, why)
                 job.terminate()
                 return
@@ -338,16 +369,17 @@ def run_points(points: Points, launch: Callable = train_command, share: float = 
     """
     for point in points if points.ahead else ():
         point.recipe()
-    failed, points.runs = [], []
+    failed, points.runs, points.kept = [], [], _kept_file(points)
     for number, point in enumerate(points, 1):
-        run = run_of(point)
-        words, said = point_words(point, run), said_of(run)
-        print(f"sweep {number} of {len(points)}: {point.name}: {said}", flush=True)
-        with pruned(run, points.runs, share):
-            code = 0 if words is None else _exit_code(launch, words)
-        if words and (why := pruned_reason(run)):
-            print(f"sweep: {point.name} ended early: {why}", flush=True)
-            code = 0
+        print(f"sweep {number} of {len(points)}: {point.name}: ", end="", flush=True)
+        try:
+            run = run_of(point)
+        except (LaunchError, RecipeError) as error:  # of a search that is not checked ahead
+            print(f"is no recipe: {error}", flush=True)
+            failed.append(point.name)
+            points.tell(math.nan, 0, "failed")
+            continue
+        code = _run_point(point, run, points.runs, launch, share)
         if code in INTERRUPTED:
             print("sweep: interrupted; the same command goes on where it was", flush=True)
             return code
@@ -360,6 +392,28 @@ def run_points(points: Points, launch: Callable = train_command, share: float = 
     if failed:
         print(f"sweep: {len(failed)} of {len(points)} failed: {', '.join(failed)}", flush=True)
     return int(bool(failed))
+
+
+def _kept_file(points: Points) -> Path:
+    """Return the file beside the runs that holds the points of a search."""
+    folders = points.choices.get("run_root") or points.choices.get("output_dir")
+    root = Path(folders[0] if folders else Recipe().run_root)
+    return project_root() / root.expanduser() / f"{points.sweep.replace('/', '-')}.points.json"
+
+
+def _run_point(
+    point: Point, run: RunDir, others: Sequence[RunDir], launch: Callable, share: float
+) -> int:
+    """Train a point unless it has ended; return its exit code, 0 if it was ended early."""
+    words = point_words(point, run)
+    print(said_of(run), flush=True)
+    with pruned(run, others, share):
+        code = 0 if words is None else _exit_code(launch, words)
+    if words and (why := pruned_reason(run)):
+        print(f"sweep: {point.name} ended early: {why}", flush=True)
+        by_hand = code in (128 + signal.SIGINT, 128 + signal.SIGHUP)  # meanwhile
+        return code if by_hand else 0
+    return code
 
 
 def run_of(point: Point) -> RunDir:
