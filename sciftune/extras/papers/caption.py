@@ -24,12 +24,13 @@ from PIL import Image
 from ...core.files import FileError, parsed_json
 from ...core.registry import family_named, records
 from ...core.writing import write_atomic
-from ...data.images import load_picture
+from ...data.images import DataError, load_picture
 from ...data.readers import MAX_CAPTION_WEIGHT, Files
 from ...data.rows import CellValue
 from ...data.sources import Collection, open_collection
 from .collect import Collected, write_lines
 from ...models.family import Family, get_family
+from ...models.writers import PictureWriter
 from ...strategies.adapters.merging import family_of
 
 # %% auto #0
@@ -79,7 +80,8 @@ class Journal:
         self.file: BinaryIO = path.open("a+b")
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
+            self.close()
             raise FileError(
                 f"out: another call writes to {path.parent}; wait for its end"
             ) from None
@@ -88,16 +90,23 @@ class Journal:
         self.file.truncate(sum(len(line) + 1 for line in lines[:-1]))
         self.answers = {}
         for line in lines[:-1]:
-            with contextlib.suppress(ValueError):  # a damaged line is asked for again
-                self.answers.update({row["key"]: row for row in [parsed_json(line.decode())]})
+            # a line that is damaged or has no caption is asked for again
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                row = parsed_json(line.decode())
+                self.answers[row["key"]] = dict(caption=row["caption"])
+
+    def close(self):
+        """Let other calls write."""
+        self.file.close()
 
     def add(self, answers: list[dict]):
-        """Write some answers to the disk.
+        """Add some answers; captions are written to the disk.
 
         Args:
             answers: 'key', and 'caption' or 'reason'
         """
-        self.file.write(b"".join(json.dumps(row).encode() + b"\n" for row in answers))
+        rows = [row for row in answers if "caption" in row]
+        self.file.write(b"".join(json.dumps(row).encode() + b"\n" for row in rows))
         self.file.flush()
         os.fsync(self.file.fileno())
         self.answers |= {row["key"]: row for row in answers}
@@ -126,10 +135,15 @@ def ask_each(ask: Callable, numbers: list[int]) -> list[dict]:
     Args:
         ask: function of numbers that returns a text for each; raises ValueError
         numbers: of a batch
+
+    Raises:
+        FileError: raised by `ask` for a fault that is not one of a picture
     """
     try:
         texts = [" ".join(_UNSHOWN.sub(" ", text).split()) for text in ask(numbers)]
-    except (ValueError, OSError) as error:  # DataError is a ValueError
+    except FileError:
+        raise
+    except ValueError as error:  # DataError is a ValueError
         if len(numbers) == 1:
             return [dict(reason=f"cannot be described: {error}")]
         return [answer for i in numbers for answer in ask_each(ask, [i])]
@@ -152,20 +166,27 @@ def new_captions(text: str, old: Sequence[str], weight: int) -> list[CellValue]:
     return [dict(text=t, weight=n) if n > 1 else t for t, n in counted]
 
 
-def _store(collection: Collection, i: int, folder: Path) -> str:
-    """Put a picture into a folder, as a hard link where that can be, and return its name there."""
+def _store(collection: Collection, i: int, folder: Path, stored: dict[str, str]) -> str:
+    """Put a picture into a folder, as a hard link where that can be, and return its name there.
+
+    Args:
+        collection: of the picture
+        i: its number
+        folder: of the new collection
+        stored: stem -> name of each picture there; this one is added
+    """
     row = collection.rows[i]
     stem = re.sub(r"[^\w-]+", "_", row.id.rpartition(".")[0] or row.id)[-40:].strip("_")
-    found = sorted(folder.glob(f"images/{stem}-{row.digest[:10]}.*"))
-    if found:
-        return f"images/{found[0].name}"
+    stem = f"{stem}-{row.digest[:10]}"
+    if stem in stored:
+        return stored[stem]
     data = collection[i].image
     with Image.open(io.BytesIO(data)) as image:
-        name = f"images/{stem}-{row.digest[:10]}.{image.format.lower()}"
+        name = stored[stem] = f"images/{stem}.{image.format.lower()}"
     try:
         if not isinstance(collection.source, Files):
             raise OSError
-        os.link(collection.source.root / row.key, folder / name)
+        os.link((collection.source.root / row.key).resolve(), folder / name)
     except OSError:  # in a shard, or on another file system
         write_atomic(folder / name, data)
     return name
@@ -176,6 +197,7 @@ def _write_rows(
 ) -> Captioned:
     """Write the list, in the order of the collection; see `Captioned`."""
     (out / "images").mkdir(exist_ok=True)
+    stored = {p.stem: f"images/{p.name}" for p in (out / "images").iterdir() if p.is_file()}
     rows, left_out = [], [dict(r) for r in collection.rejected]
     for i, key in enumerate(keys):
         answer = journal.answers[key]
@@ -183,10 +205,10 @@ def _write_rows(
             left_out.append(dict(source=collection.rows[i].source, reason=answer["reason"]))
             continue
         old = [c for c in collection.captions[i] if how["keep"] and c != UNCAPTIONED]
-        row = dict(file_name=_store(collection, i, out), id=collection.ids[i])
+        row = dict(file_name=_store(collection, i, out, stored), id=collection.ids[i])
         row["captions"] = new_captions(answer["caption"], old, how["weight"])
         if mask := collection.mask(i):
-            row["mask"] = f"masks/{collection.digests[i]}.png"
+            row["mask"] = f"masks/{hashlib.sha256(mask).hexdigest()[:32]}.png"
             (out / "masks").mkdir(exist_ok=True)
             write_atomic(out / row["mask"], mask)
         if document := collection.documents[i]:
@@ -233,6 +255,11 @@ def _opened(data: str, metadata: str | None, out: Path) -> Collection:
     """Open a collection with all that its rows say; pictures need no caption."""
     if "://" not in data and out.resolve().is_relative_to(Path(data).expanduser().resolve()):
         raise FileError(f"out: {out} lies in data, {data}; name another folder")
+    for name, path in dict(data=data, metadata=metadata or "://").items():
+        if "://" not in path and Path(path).expanduser().resolve().is_relative_to(out.resolve()):
+            raise FileError(f"out: {name}, {path}, lies in {out}; name another folder")
+    if (out / "metadata.jsonl").exists() and not (out / "written.jsonl").exists():
+        raise FileError(f"out: {out} holds a metadata.jsonl of others; name another folder")
     areas = ("mask", "quoted", "facts")
     options = dict(metadata=metadata or None, captions=(UNCAPTIONED,), max_bad_fraction=1.0)
     collection = open_collection(data, areas=areas, decode=False, **options)
@@ -281,13 +308,12 @@ def describe_collection(
     Raises:
         ValueError: the text encoder does not write, or weights are missing
         DataError: nothing can be read
+        FileError: `out` holds other files, a picture vanished, or the model refuses every picture
     """
     family, path = writing_model(model, model_path)
     out = Path(out).expanduser()
     collection = _opened(data, metadata, out)
-    journal = Journal(out / "written.jsonl")
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    writer = family.load_writer(path, place)
     instruction = prompt or INSTRUCTION.format(language=language, words=words)
     longest = 64 + 4 * words  # tokens: languages of many tokens per word have room
 
@@ -298,17 +324,39 @@ def describe_collection(
         return question(instruction, list(dict.fromkeys(old)), collection.words[i], mentions)
 
     def ask(numbers: list[int]) -> list[str]:
-        pictures = [load_picture(collection[i].image) for i in numbers]
-        for picture in pictures:
-            picture.thumbnail((side, side), Image.Resampling.LANCZOS)
-        return writer.write(pictures, list(map(asked, numbers)), SYSTEM, longest)
+        pictures = _load(collection, numbers, side)
+        try:
+            return writer.write(pictures, list(map(asked, numbers)), SYSTEM, longest)
+        except ValueError:
+            _check_writes(writer, instruction)
+            raise
 
-    settings = f"{family.name}|{side}|{longest}|{writer.identity}"
-    keys = [_key(settings, collection.digests[i], asked(i)) for i in range(len(collection))]
-    _answer_all(ask, batches(collection.sizes, batch), keys, journal, tell)
-    written = _write_rows(collection, keys, journal, out, keep=keep, weight=weight)
-    journal.file.close()
-    return written
+    with contextlib.closing(Journal(out / "written.jsonl")) as journal:
+        writer = family.load_writer(path, place)
+        settings = f"{family.name}|{side}|{longest}|{writer.identity}"
+        keys = [_key(settings, collection.digests[i], asked(i)) for i in range(len(collection))]
+        _answer_all(ask, batches(collection.sizes, batch), keys, journal, tell)
+        return _write_rows(collection, keys, journal, out, keep=keep, weight=weight)
+
+
+def _load(collection: Collection, numbers: list[int], side: int) -> list[Image.Image]:
+    """Decode some pictures at most `side` long. Raises FileError if one cannot be read any more."""
+    try:
+        files = [collection[i].image for i in numbers]
+    except DataError as error:
+        raise FileError(f"data: {error}") from error
+    pictures = list(map(load_picture, files))
+    for picture in pictures:
+        picture.thumbnail((side, side), Image.Resampling.LANCZOS)
+    return pictures
+
+
+def _check_writes(writer: PictureWriter, instruction: str):
+    """Raise FileError if a model cannot even describe a white square."""
+    try:
+        writer.write([Image.new("RGB", (256, 256), "white")], [instruction], SYSTEM, 1)
+    except ValueError as error:
+        raise FileError(f"model: describes no picture at all: {error}") from error
 
 
 def _key(*parts: str) -> str:
@@ -331,4 +379,5 @@ def _answer_all(
         spent = time.monotonic() - began
         if spent - said > 30:
             said = spent
-            tell(f"{len(journal.answers)} of {len(keys)} described, {spent / asked:.1f} s each")
+            done = sum(key in journal.answers for key in keys)
+            tell(f"{done} of {len(keys)} described, {spent / asked:.1f} s each")
