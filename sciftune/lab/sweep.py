@@ -371,14 +371,15 @@ def run_points(points: Points, launch: Callable = train_command, share: float = 
         point.recipe()
     failed, points.runs, points.kept = [], [], _kept_file(points)
     for number, point in enumerate(points, 1):
-        print(f"sweep {number} of {len(points)}: {point.name}: ", end="", flush=True)
+        head = f"sweep {number} of {len(points)}: {point.name}:"
         try:
             run = run_of(point)
         except (LaunchError, RecipeError) as error:  # of a search that is not checked ahead
-            print(f"is no recipe: {error}", flush=True)
+            print(f"{head} is no recipe: {error}", flush=True)
             failed.append(point.name)
             points.tell(math.nan, 0, "failed")
             continue
+        print(f"{head} {said_of(run)}", flush=True)
         code = _run_point(point, run, points.runs, launch, share)
         if code in INTERRUPTED:
             print("sweep: interrupted; the same command goes on where it was", flush=True)
@@ -406,7 +407,6 @@ def _run_point(
 ) -> int:
     """Train a point unless it has ended; return its exit code, 0 if it was ended early."""
     words = point_words(point, run)
-    print(said_of(run), flush=True)
     with pruned(run, others, share):
         code = 0 if words is None else _exit_code(launch, words)
     if words and (why := pruned_reason(run)):
