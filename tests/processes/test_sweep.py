@@ -87,6 +87,8 @@ def compared(notebook):
     outputs = [output for cell in cells for output in cell.outputs]
     assert all(output.output_type != "error" for output in outputs)
     shown = [output["data"] for output in outputs if "data" in output]
-    tables = [data["text/markdown"] for data in shown if "text/markdown" in data]
+    tables = [
+        data["text/markdown"].replace("\\_", "_") for data in shown if "text/markdown" in data
+    ]
     assert any(all(name in table for name in NAMES) for table in tables)
     assert sum("image/png" in data or "image/svg+xml" in data for data in shown) >= 3
