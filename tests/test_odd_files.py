@@ -162,8 +162,8 @@ PROJECT = (  # Modules that read the files of this repository
 )
 ALONE = {  # Functions that read for themselves, by why
     "this process, or one that it has started, has just written it": """
-        core/secrets core/waiting.receive_orders data/cache.save_shard
-        data/sources.joined_quarantine
+        core/secrets core/waiting.receive_orders core/waiting._repeat data/cache.save_shard
+        data/rows._facts data/sources.joined_quarantine lab/command.shown_tables
         lab/command.Execution.failure lab/command.Execution.keep
         lab/command.Execution.run lab/evaluate._in_processes lab/evaluate.evaluate
         lab/evaluate.job_of lab/evaluate.part_command lab/prepare._write_run lab/jobs.launch

@@ -25,7 +25,7 @@ from sciftune.core.files import (
 )
 from ..core.recipe import Recipe, RecipeError
 from ..core.registry import find_record, load
-from .images import DataError, examine
+from .images import DataError, examine, file_bytes
 from .references import reference_columns, reference_values
 from .rows import CellValue, Column, Row
 from .sources import SampleCollection
@@ -225,7 +225,7 @@ def prompt_rows(recipe: Recipe, prompt: DrawnPrompt) -> tuple[Row, ...]:
     rows = []
     for file in prompt.references:
         try:
-            width, height, digest = examine(Path(file).read_bytes())
+            width, height, digest = examine(file_bytes(file))
         except OSError as error:
             raise DataError(f"reference {file}: {error.strerror or error}") from None
         except DataError as error:
@@ -267,7 +267,7 @@ class PromptedCollection:
         """Read reference image `k` of sample or prompt `i`, encoded as it is stored."""
         if i < len(self):
             return self.collection.reference(i, k)
-        return Path(self.references[i][k].key).read_bytes()
+        return file_bytes(self.references[i][k].key)
 
 
 def own_prompts(recipe: Recipe, verify: bool = False) -> list[DrawnPrompt]:

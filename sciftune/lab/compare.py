@@ -20,6 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
+from ..core.files import read_words
 from ..core.recipe import Recipe
 from ..core.rundir import RunDir
 from .jobs import PRUNED, LaunchError, state
@@ -101,7 +102,7 @@ RESULT_COLUMNS = ("state", "steps", "loss", "held-out, start", "held-out", "best
 def pruned_reason(run: RunDir) -> str:
     """Return why the sweep of a run has ended it early; '' if it has not."""
     file = run.path / PRUNED
-    return file.read_text() if file.exists() and state(run) == "stopped" else ""
+    return read_words(file) if file.exists() and state(run) == "stopped" else ""
 
 
 def run_results(run: RunDir) -> dict[str, str]:

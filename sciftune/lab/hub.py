@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..core.files import read_words
 from ..core.rundir import RunDir
 from .jobs import LaunchError
 from .plots import Table, readable_size
@@ -97,7 +98,7 @@ def push_command(words: Sequence[str]) -> int:
         files = uploaded_files(given.run)
         kind = "public" if given.public else "private"
         print(f"{files}\n\n{given.repo}, if it is new: {kind}. Its card:\n")
-        print((exported_folder(given.run) / "README.md").read_text())
+        print(read_words(exported_folder(given.run) / "README.md"))
         if not given.dry_run:
             print(push_to_hub(given.run, given.repo, not given.public))
     except ValueError as error:

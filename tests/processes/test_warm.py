@@ -47,10 +47,7 @@ def used():
     "This process as other tests leave it, before the fixture of the program is made."
     from accelerate.state import PartialState
 
-    state = PartialState._shared_state
-    state["left by a test"] = True
-    yield
-    del state["left by a test"]
+    PartialState(cpu=True)
 
 
 def test_nothing_of_other_tests_is_in_it(used, warm_python):
