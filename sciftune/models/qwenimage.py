@@ -12,8 +12,6 @@ from pathlib import Path
 
 import diffusers
 import torch
-import transformers
-from PIL import Image
 from torch import Tensor, nn
 
 from ..core.registry import FamilyRecord
@@ -261,6 +259,7 @@ class QwenImage(Family):
     )
     negative_caption = " "
     write_turns = QWEN_TURNS
+    picture_inputs = staticmethod(qwen_pictures)
     picture_processor = "Qwen2VLImageProcessorPil"  # whose defaults are those of Qwen2.5-VL
     token_arguments = TokenArguments(
         image=dict(hidden_states=1),
@@ -289,15 +288,6 @@ class QwenImage(Family):
         whole = super().load_text(folder, dtype, device)
         whole.model.visual = None
         return whole.model
-
-    def picture_inputs(
-        self,
-        processor: transformers.BaseImageProcessor,
-        config: transformers.PretrainedConfig,
-        pictures: list[Image.Image],
-    ) -> tuple[dict[str, Tensor], list[str]]:
-        """Return `qwen_pictures`."""
-        return qwen_pictures(processor, pictures)
 
     def check_tokenizer(self, folder: Path) -> None:
         """Raise an error where a tokenizer is damaged; the template is the pipeline's."""

@@ -548,6 +548,7 @@ class QwenImage21(Family):
     negative_caption = " "
     captions_see_references = True
     write_turns = QWEN_TURNS
+    picture_inputs = staticmethod(qwen_pictures)
     default_guidance = 1.0
     default_sample_steps = 40
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
@@ -593,15 +594,6 @@ class QwenImage21(Family):
         images, tokenizer = load_image_processor(folder), self.load_tokenizer(folder)
         chat_text(tokenizer, [dict(role="system", content=[dict(type="text", text="a message")])])
         return PictureProcessor(images, tokenizer, chat_template=tokenizer.chat_template)
-
-    def picture_inputs(
-        self,
-        processor: transformers.BaseImageProcessor,
-        config: transformers.PretrainedConfig,
-        pictures: list[Image.Image],
-    ) -> tuple[dict[str, Tensor], list[str]]:
-        """Return `qwen_pictures`."""
-        return qwen_pictures(processor, pictures)
 
     def load_tokenizers(self, folder: str | Path) -> dict:
         """Load the processor's tokenizer."""

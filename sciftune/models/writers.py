@@ -28,12 +28,15 @@ QWEN_TURNS = (
 
 
 def qwen_pictures(
-    processor: transformers.BaseImageProcessor, pictures: list[Image.Image]
+    processor: transformers.BaseImageProcessor,
+    config: transformers.PretrainedConfig | None,
+    pictures: list[Image.Image],
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Return the tensors of pictures for Qwen2.5-VL or Qwen3-VL, and the tokens of each.
 
     Args:
         processor: image processor of Qwen2-VL
+        config: of the text encoder; not used, see `Encoding.picture_inputs`
         pictures: one or more
     """
     tensors = dict(processor(images=pictures, return_tensors="pt"))

@@ -67,11 +67,7 @@ class Adafactor(WholeUpdates):
         return cls(params, recipe)
 
     def new_state(self, parameter: nn.Parameter) -> dict:
-        """Return the state of `parameter`, creating it where there is none.
-
-        Args:
-            parameter: one of the optimizer's parameters
-        """
+        """Return the state of `parameter`, see `OptimizerMethods.new_state`."""
         state = self.state[parameter]
         if not state:
             shape = parameter.shape
@@ -85,17 +81,7 @@ class Adafactor(WholeUpdates):
     def library_step(
         self, parameter: nn.Parameter, gradient: Tensor, state: dict, rate: float
     ) -> Tensor:
-        """Return the update of `WholeUpdates.library_step`.
-
-        Args:
-            parameter: one of the optimizer's parameters, any shape (...)
-            gradient: of the same shape
-            state: state of the parameter, changed
-            rate: learning rate
-
-        Returns:
-            fp32 (...)
-        """
+        """Return the update, see `WholeUpdates.library_step`."""
         state["step"] += 1
         kept = torch.tensor(1 - state["step"] ** -0.8)
         squares = [

@@ -48,17 +48,7 @@ class ByteAdamW(WholeUpdates):
     def library_step(
         self, parameter: nn.Parameter, gradient: Tensor, state: dict, rate: float
     ) -> Tensor:
-        """Return the update of `WholeUpdates.library_step`, on a CPU without a compiler.
-
-        Args:
-            parameter: one of the optimizer's parameters, any shape (...)
-            gradient: of the same shape
-            state: state of the parameter, changed
-            rate: learning rate
-
-        Returns:
-            fp32 (...)
-        """
+        """Return the update, see `WholeUpdates.library_step`; on a CPU without a compiler."""
         step = functools.partial(super().library_step, parameter, gradient, state)
         if parameter.is_cuda:
             return step(torch.tensor(rate))
