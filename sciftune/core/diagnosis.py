@@ -16,10 +16,10 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from .files import read_yaml
+from .files import packaged_table
 from .plan import Plan
 from .recipe import Recipe, accepts
-from .registry import find_record, package_folder, records
+from .registry import find_record, records
 
 # %% ../../nbs/1_core/15_diagnosis.ipynb #1da9c4da
 @dataclass(frozen=True)
@@ -341,7 +341,7 @@ class KnownFailure(BaseModel):
 @functools.cache
 def known_failures() -> tuple[KnownFailure, ...]:
     """Return the rows of the table, in the order in which they are tried."""
-    rows = read_yaml(package_folder() / "assets" / "diagnosis.yaml")
+    rows = packaged_table("assets/diagnosis.yaml")
     return tuple(KnownFailure(**row) for row in rows)
 
 # %% ../../nbs/1_core/15_diagnosis.ipynb #1a4ca913

@@ -21,7 +21,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
+
+from .files import packaged_table
 
 # %% ../../nbs/1_core/01_registry.ipynb #901cda3c
 class RegistryError(ValueError):
@@ -234,7 +236,8 @@ class ObjectiveRecord(Record):
         section: 'module:Class' of its recipe fields; '' = it has none
         task: 'module:Class' of what the trainer runs
         work: 'module:Class' of what the planner counts; '' = one forward and backward pass
-        reads: Optional fields of other sections that it reads
+        reads: Optional fields of other sections that it reads; '@name' stands for a group of them
+            in `assets/read_groups.yaml`
         models: families that it can train, besides those whose record names it
         predictions: kinds of prediction; it can train every family that makes one of them
         strategies: strategies that can run it; () = all
@@ -270,6 +273,13 @@ class ObjectiveRecord(Record):
     halved: tuple[str, ...] = ()
     starting_loss: float = 0.0
     falling_loss: bool = True
+
+    @field_validator("reads")
+    @classmethod
+    def _without_groups(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Put the fields of groups in their place."""
+        groups = packaged_table("assets/read_groups.yaml")
+        return tuple(field for name in names for field in groups.get(name, (name,)))
 
     def trains(self, family: FamilyRecord) -> bool:
         """Return whether this objective can train a family."""

@@ -21,16 +21,7 @@ RECORDS = [
         strategies=("single", "ddp"),
         why_strategies="an autoencoder is small and kept whole",
         trains_part={"autoencoder_part": ("decoder",)},
-        reads=(
-            "held_out",
-            "split_by",
-            "validation_data",
-            "num_train_epochs",
-            "data_workers",
-            "max_bad_fraction",
-            "metadata",
-            "start_from",
-        ),
+        reads=("@run", "@images"),
     )
 ]
 

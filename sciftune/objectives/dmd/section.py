@@ -24,24 +24,7 @@ _SHARED = {
         "backward ends, while here a gradient passes through the frozen critic and turns "
         "alternate"
     ),
-    "reads": (
-        "num_train_epochs",
-        "max_bad_fraction",
-        "prompts",
-        "loss_sigmas",
-        "validation_data",
-        "text_tokens",
-        "cache_batch",
-        "lora_rank",
-        "lora_path",
-        "start_from",
-        "gradient_checkpointing",
-        "compile",
-        "cuda_graphs",
-        "validation_prompts",
-        "validation_sample_steps",
-        "max_shard_size",
-    ),
+    "reads": ("@run", "@denoiser", "@cached", "cuda_graphs", "loss_sigmas", "prompts"),
     "presets": {
         "tiny": {
             "steps": 100,

@@ -23,20 +23,12 @@ RECORDS = [
         halved=("expected_tokens", "max_tokens"),
         trains_part={"freeze_llm": (True,), "freeze_vit": (True,), "freeze_und": (True,)},
         reads=(
+            "@run",
+            "@denoiser",
             "held_out",
-            "validation_data",
-            "max_bad_fraction",
-            "timestep_shift",
             "loss_sigmas",
-            "text_tokens",
-            "lora_rank",
-            "start_from",
-            "gradient_checkpointing",
-            "compile",
-            "validation_prompts",
-            "validation_sample_steps",
+            "timestep_shift",
             "validation_guidance",
-            "num_train_epochs",
         ),
     )
 ]
