@@ -55,12 +55,16 @@ class Recipe(Fields):
     Raises pydantic's ValidationError; `checked` and `resolve` raise RecipeError instead.
     """
 
-    _reasons: dict[str, str] = PrivateAttr(default_factory=dict)  # field -> why the preset has it
+    # field -> the value that a preset chose, and why
+    _chosen: dict[str, tuple[Any, str]] = PrivateAttr(default_factory=dict)
 
     @property
     def reasons(self) -> dict[str, str]:
-        """Return why the preset of a task has its values: field -> reason."""
-        return self._reasons
+        """Return why the preset of a task has its values: field -> reason.
+
+        A value that a copy of the recipe has changed has no reason any more.
+        """
+        return {n: why for n, (value, why) in self._chosen.items() if getattr(self, n) == value}
 
     @model_validator(mode="after")
     def _consistent(self) -> "Recipe":
@@ -110,11 +114,11 @@ class Recipe(Fields):
 
     def yaml(self) -> str:
         """Return the whole record as YAML, in the order of the fields, with reasons beside them."""
-        values = dict(format=FORMAT) | self.model_dump(mode="json")
+        values, reasons = dict(format=FORMAT) | self.model_dump(mode="json"), self.reasons
         text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
         def explained(line: re.Match) -> str:
-            return f"{line[0]}  # {self.reasons[line[1]]}" if line[1] in self.reasons else line[0]
+            return f"{line[0]}  # {reasons[line[1]]}" if line[1] in reasons else line[0]
 
         return re.sub(r"^(\w+): .*$", explained, text, flags=re.M)
 
@@ -376,7 +380,7 @@ def resolve(
         reasons |= {name: why for name, why in preset.reasons.items() if name not in given}
     below = below | chosen
     recipe = checked(below | given, weak=below.keys() - given.keys())
-    recipe._reasons |= {n: why for n, why in reasons.items() if getattr(recipe, n) == below.get(n)}
+    recipe._chosen |= {name: (below[name], why) for name, why in reasons.items() if name in below}
     if "warmup_steps" in given and not written and (why := warmup_fault(recipe)):
         raise RecipeError(why)
     return recipe
