@@ -374,6 +374,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'sciftune.core.presets': { 'sciftune.core.presets.Preset': ('1_core/presets.html#preset', 'sciftune/core/presets.py'),
                                        'sciftune.core.presets.PresetError': ('1_core/presets.html#preseterror', 'sciftune/core/presets.py'),
                                        'sciftune.core.presets.Rule': ('1_core/presets.html#rule', 'sciftune/core/presets.py'),
+                                       'sciftune.core.presets.Rule._least': ('1_core/presets.html#rule._least', 'sciftune/core/presets.py'),
                                        'sciftune.core.presets.Rule.text': ('1_core/presets.html#rule.text', 'sciftune/core/presets.py'),
                                        'sciftune.core.presets.Rule.value': ('1_core/presets.html#rule.value', 'sciftune/core/presets.py'),
                                        'sciftune.core.presets._suits': ('1_core/presets.html#_suits', 'sciftune/core/presets.py'),

@@ -28,7 +28,7 @@ class Rule(BaseModel):
     Attributes:
         of: what is multiplied: pictures, steps of one pass over them, or steps of the run
         each: factor
-        least: lower bound
+        least: lower bound, or the run's steps if these are fewer
         most: upper bound
     """
 
@@ -40,11 +40,15 @@ class Rule(BaseModel):
 
     def value(self, amounts: Mapping[str, float]) -> int:
         """Return the value for these amounts, one for each thing that `of` can name."""
-        return min(max(round(self.each * amounts[self.of]), self.least), self.most)
+        return min(max(round(self.each * amounts[self.of]), self._least(amounts)), self.most)
+
+    def _least(self, amounts: Mapping[str, float]) -> int:
+        steps = int(amounts["steps"]) if self.of == "steps" else 0
+        return min(self.least, steps or self.least)
 
     def text(self, amounts: Mapping[str, float]) -> str:
         """Return the reason of the value."""
-        bounds = f"from {self.least} to {self.most}"
+        bounds = f"from {self._least(amounts)} to {self.most}"
         if self.of == "pass":
             return f"{self.each:g} passes over {amounts['pictures']:g} pictures, {bounds}"
         return f"{self.each:g} of {amounts[self.of]:g} {self.of}, {bounds}"

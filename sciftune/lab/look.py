@@ -121,9 +121,9 @@ class DataFinding:
 
     def line(self) -> str:
         """Return the finding in one line, with the names of its worst rows."""
-        names = ", ".join(fault.row for fault in self.faults[:ROWS_NAMED])
-        more = ", …" if len(self.faults) > ROWS_NAMED else ""
-        return f"{self.check}: {self.says} ({names}{more}); {self.cure}"
+        others = [fault.row for fault in self.faults if f"({fault.row})" not in self.says]
+        names = ", ".join(others[:ROWS_NAMED]) + (", …" if len(others) > ROWS_NAMED else "")
+        return f"{self.check}: {self.says}{f' ({names})' if names else ''}; {self.cure}"
 
 
 def counted_faults(
@@ -392,19 +392,21 @@ def _lengths(family: object, tokenizer: object, texts: Sequence[tuple[str, ...]]
 
 def cut_captions(recipe: Recipe, ids: Sequence[str], count: TokenCount) -> list[DataFinding]:
     """Find captions that are longer than a text encoder reads: one finding, or none."""
+    before = max(count.limit - recipe.text_tokens, 0)  # of a template; text_tokens leaves them out
+    lengths, limit = np.array(count.lengths) - before, count.limit - before
     faults = [
-        Fault(i, n, f"{n} tokens, {count.encoder} reads {count.limit}")
-        for i, n in zip(ids, count.lengths, strict=True)
-        if n > count.limit
+        Fault(i, int(n), f"{n} tokens, {count.encoder} reads {limit}")
+        for i, n in zip(ids, lengths, strict=True)
+        if n > limit
     ]
     if not faults:
         return []
     share = len(faults) / len(ids)
-    middle, high = np.quantile(count.lengths, (0.5, 0.95))
+    middle, high = np.quantile(lengths, (0.5, 0.95))
     says = (
         f"{len(faults)} of {len(ids)} captions ({percent(share)}) are longer than the "
-        f"{count.limit} tokens that {count.encoder} reads: half have up to {middle:.0f}, 95 % "
-        f"up to {high:.0f}, the longest {max(count.lengths)}"
+        f"{limit} tokens that {count.encoder} reads: half have up to {middle:.0f}, 95 % "
+        f"up to {high:.0f}, the longest {max(lengths)}"
     )
     wanted = wanted_tokens(recipe, [count])
     left = sum(n > count.limit + wanted - recipe.text_tokens for n in count.lengths)

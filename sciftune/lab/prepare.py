@@ -554,7 +554,10 @@ def data_looked_at(recipe: Recipe, recipe_path: Path, findings: Path) -> Iterato
             raise LaunchError(found.strip())
         print(found, end="")
     except subprocess.TimeoutExpired:
-        print("data: not looked at wholly before the launch; sciftune inspect does")
+        from sciftune.lab.look import small_model_notes
+
+        undone = "not looked at wholly before the launch; sciftune inspect does"
+        print(*(f"data: {line}" for line in (undone, *small_model_notes(recipe))), sep="\n")
     finally:
         looking.kill()
         looking.communicate()
