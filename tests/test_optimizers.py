@@ -253,3 +253,46 @@ def way(fields):
         stochastic=measured.get("stochastic", False),
         releases=net.strategy.releases_gradients,
     )
+
+
+def test_compiled_calls_update_as_each_alone(monkeypatch):
+    """Adafactor's compiled calls take whole graphs, few of them, and pairs of one shape.
+
+    During backward the weights are those of updates one by one, and so is the norm.
+    """
+    from torch._dynamo.utils import counters
+
+    from sciftune.strategies.gradient_release import GradientRelease
+    from sciftune.strategies.optim.adafactor import Adafactor
+
+    def trained(joins):
+        torch.manual_seed(0)
+        blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3))) for _ in range(3)
+        )
+        module = torch.nn.Module()
+        module.first, module.blocks = torch.nn.Linear(12, 16), blocks
+        module.to(torch.bfloat16)
+        monkeypatch.setattr(Adafactor, "joins", lambda self, device: joins)
+        optimizer = Adafactor.build(list(module.parameters()), resolve(learning_rate=0.01), False)
+        release, norms = GradientRelease(module, optimizer, 1.0, list(blocks)), []
+        for _ in range(3):
+            hidden = module.first(torch.randn(4, 12, dtype=torch.bfloat16))
+            for block in blocks:
+                hidden = block(hidden)
+            (hidden.float().square().mean() * release.scale).backward()
+            norms.append(release.finish())
+        return torch.stack(norms), torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+
+    norms, alone = trained(joins=False)
+    graphs = counters["stats"]["unique_graphs"]
+    traced = {}
+
+    def fused(self, function, parameter):
+        options = dict(dynamic=True, fullgraph=True, backend="eager")
+        return traced.setdefault(function, torch.compile(function, **options))
+
+    monkeypatch.setattr(Adafactor, "fused", fused)
+    same, together = trained(joins=True)
+    assert torch.equal(alone, together) and torch.allclose(norms, same, rtol=1e-5)
+    assert counters["stats"]["unique_graphs"] - graphs <= 5  # (one, pair) of (vector, matrix, ...)

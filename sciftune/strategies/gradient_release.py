@@ -174,9 +174,9 @@ class GradientRelease:
             self.units += units.values()
 
     def _before(self, param: nn.Parameter, group: dict) -> bool:  # True: update it now, alone
-        if self.measure:
-            self._add_squares([param.grad])
         if id(param) not in self.pending:
+            if self.measure:
+                self._add_squares([param.grad])
             return True
         self._keep(param)
         return False
@@ -194,16 +194,17 @@ class GradientRelease:
             self._complete(unit)
 
     def _add_squares(self, gradients: list):
-        for gradient in gradients:
-            part = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-            self.squares += torch.linalg.vector_norm(part, dtype=torch.float32).square()
+        parts = [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
+        if parts:
+            norms = [torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts]
+            self.squares += torch.stack(norms).square().sum()
 
     def _complete(self, unit: PendingGradients):
         params, gradients = unit.take()
         if not params:
             return
         if not self.sums:
-            self.optimizer.step_params(params, gradients, unit.group)
+            self._update(unit.group, params, gradients)
             return
         places = {id(p): place for place, p in enumerate(unit.params)}
         self.summed.append((self.units.index(unit), [places[id(p)] for p in params]))

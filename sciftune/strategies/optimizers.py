@@ -175,10 +175,10 @@ def random_bits(like: Tensor, seed: Tensor) -> Tensor:
         int32 (...), 0 to 2^16 - 1
     """
     bits = torch.arange(like.numel(), dtype=torch.int32, device=like.device).view(like.shape)
-    bits = bits * -0x61C8864F + seed
-    bits = (bits ^ (bits >> 16 & 0xFFFF)) * -0x7A143595
-    bits = (bits ^ (bits >> 13 & 0x7FFFF)) * -0x3D4D51CB
-    return (bits ^ (bits >> 16)) & 0xFFFF
+    bits.mul_(-0x61C8864F).add_(seed)  # in place: without a compiler each operation takes memory
+    bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(-0x7A143595)
+    bits.bitwise_xor_((bits >> 13).bitwise_and_(0x7FFFF)).mul_(-0x3D4D51CB)
+    return bits.bitwise_xor_(bits >> 16).bitwise_and_(0xFFFF)
 
 
 def round_stochastically(values: Tensor, seed: Tensor) -> Tensor:
@@ -191,9 +191,8 @@ def round_stochastically(values: Tensor, seed: Tensor) -> Tensor:
     Returns:
         bf16 (...)
     """
-    plain = values.to(torch.bfloat16)
-    bits = values.view(torch.int32) + random_bits(values, seed)
-    rounded = (bits & -(2**16)).view(torch.float32).to(torch.bfloat16)
+    bits = random_bits(values, seed).add_(values.view(torch.int32)).bitwise_and_(-(2**16))
+    rounded, plain = bits.view(torch.float32).to(torch.bfloat16), values.to(torch.bfloat16)
     return torch.where(plain.isfinite(), rounded, plain)  # NaN stays NaN
 
 
@@ -292,19 +291,36 @@ class WholeUpdates(OptimizerMethods, torch.optim.Optimizer):
             group: parameter group that it belongs to
         """
         state, rate = self.new_state(parameter), float(group["lr"])
-        steps = int(state["step"])
+        steps, number = int(state["step"]), self.rounding_seed(parameter)
         update = self.library_step(parameter, parameter.grad, state, rate)
         if int(state["step"]) == steps:  # a library that does not count
             state["step"] = steps + 1
         decay = torch.tensor(-rate * group["weight_decay"])
         weight = parameter.detach()
+        self.keep_watched(parameter, update, decay)
+        self.fused(add_update, parameter)(weight, update, decay, torch.tensor(number).int())
+
+    def keep_watched(self, parameter: nn.Parameter, update: Tensor, decay: Tensor):
+        """Keep the exact update of the elements of `parameter` that are watched, if any.
+
+        Args:
+            parameter: before its update
+            update: fp32, of its shape
+            decay: see `add_update`
+        """
         if parameter in self.watched:
-            some = self.watched[parameter]
+            some, weight = self.watched[parameter], parameter.detach()
             update_there, weight_there = update.reshape(-1)[some], weight.reshape(-1)[some]
             self.watched[parameter] = update_there + decay * weight_there.float()
-        seed = stream_seed(self.seed, "rounding", self.places[parameter], steps) % 2**31
-        number = torch.tensor(seed, dtype=torch.int32)
-        self.fused(add_update, parameter)(weight, update, decay, number)
+
+    def rounding_seed(self, parameter: nn.Parameter) -> int:
+        """Return the seed of the rounding in the next step of a parameter, below 2^31.
+
+        Args:
+            parameter: one of the optimizer's parameters, which has a state
+        """
+        steps = int(self.state[parameter]["step"])
+        return stream_seed(self.seed, "rounding", self.places[parameter], steps) % 2**31
 
     def fused(self, function: Callable, parameter: nn.Parameter) -> Callable:
         """Return `function`, compiled where `parameter` is on a GPU and the recipe compiles."""
