@@ -157,7 +157,7 @@ READS = {  # Calls that read a file or parse what others may have written
     *("tomllib.load", "tomllib.loads", "torch.load", "np.load", "pickle.load", "pickle.loads"),
 }
 PROJECT = (  # Modules that read the files of this repository
-    *("baseline", "bench", "bench_table", "contents", "gpu_profile", "gpu_suite"),
+    *("baseline", "bench", "bench_table", "contents", "gpu_profile", "gpu_suite", "ranks"),
     *("pages", "site", "tables", "wheelhouse"),
 )
 ALONE = {  # Functions that read for themselves, by why
@@ -169,7 +169,7 @@ ALONE = {  # Functions that read for themselves, by why
         lab/evaluate.job_of lab/evaluate.part_command lab/prepare._write_run lab/jobs.launch
         lab/jobs.last_lines lab/jobs.start lab/jobs.follow lab/jobs.job_log
         models/chat_templates.TemplateProcess._asked models/chat_templates._answer
-        strategies/ranks.on_ranks training/heartbeat.Heartbeat.__init__
+        training/heartbeat.Heartbeat.__init__
         core/writing.written_aside""",
     "no file, but what a library has made": """
         models/published._configuration models/family.count_flops models/tiny.qwen_bpe""",

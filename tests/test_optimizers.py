@@ -95,7 +95,7 @@ def test_a_plan_leaves_out_what_is_refused(optimizer):
 
 def one_step(net, step):
     "Train on this rank's micro-batches; the losses."
-    from sciftune.strategies.ranks import toy_loss
+    from sciftune.project.ranks import toy_loss
 
     engine, losses = net.engine, []
     for i in range(engine.accumulation):
@@ -108,7 +108,7 @@ def one_step(net, step):
 
 def trained_and_resumed(fields):
     "Losses of five steps by rate and group; the same with all restored in another network after 3."
-    from sciftune.strategies.ranks import toy_engine, toy_module
+    from sciftune.project.ranks import toy_engine, toy_module
     from sciftune.training.ema import OptimizerAverage
     from sciftune.training.updates import UpdateMeter
 
@@ -162,7 +162,7 @@ GROUPS = "{linear.weight: 0.5, '2': {rate: 2, warmup_steps: 3, weight_decay: 0}}
 )
 def test_engines_resumes_and_meter(optimizer):
     "Under each engine that is not refused: the weights of one process, and an exact resume."
-    from sciftune.strategies.ranks import joined, on_ranks
+    from sciftune.project.ranks import joined, on_ranks
 
     torch.set_num_threads(1)
     record = records("optimizers")[optimizer]
@@ -197,7 +197,7 @@ def test_bf16_weights_follow_fp32(optimizer):
 
     On one process and on two the weights go the way of fp32, and a resume is exact.
     """
-    from sciftune.strategies.ranks import on_ranks
+    from sciftune.project.ranks import on_ranks
 
     torch.set_num_threads(1)
     small = dict(optimizer=optimizer, learning_rate=2e-4, weight_decay=0, max_grad_norm=0)
@@ -213,7 +213,7 @@ def test_bf16_weights_follow_fp32(optimizer):
 
 def way(fields):
     "How far 40 steps on wide layers bring their weights, and whether a resume is exact."
-    from sciftune.strategies.ranks import toy_engine
+    from sciftune.project.ranks import toy_engine
     from sciftune.training.updates import UpdateMeter
 
     def fresh():

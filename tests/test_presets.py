@@ -16,7 +16,7 @@ from sciftune.core.rundir import RunDir
 from sciftune.lab import prepare
 from sciftune.lab.jobs import LaunchError
 from sciftune.lab.prepare import recipe_from
-from sciftune.lab.tables import reference_rows
+from sciftune.project.pages import reference_rows
 
 FOLLOWING = [name for name, preset in preset_files().items() if preset.reference]
 

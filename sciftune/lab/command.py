@@ -52,7 +52,6 @@ from ..core.recipe import Recipe
 from ..core.registry import nearest
 from ..core.rundir import RunDir, project_root
 from ..core.secrets import masked
-from .contents import Notebook
 from .early import EarlyJob
 from sciftune.lab.jobs import (
     LaunchError,
@@ -73,7 +72,13 @@ from sciftune.lab.prepare import (
     with_absolute_paths,
     with_steps,
 )
-from .tables import fields_text, parameters_of_notebook, presets_text, table_text
+from sciftune.lab.tables import (
+    fields_text,
+    notebook_summary,
+    parameters_of_notebook,
+    presets_text,
+    table_text,
+)
 
 # %% ../../nbs/9_lab/20_command.ipynb #85fbdc45
 def launch_notebook_path() -> Path:
@@ -715,7 +720,7 @@ def notebook_help(name: str) -> str:
     path = packaged_notebooks()[name]
     rows = [list(row) for row in parameters_of_notebook(path)]
     table = table_text([["parameter", "default", "what it is"], *rows])
-    return f"sciftune {name} [-p NAME VALUE | NAME=VALUE]...\n\n{Notebook(path).summary}\n\n{table}"
+    return f"sciftune {name} [-p NAME VALUE | NAME=VALUE]...\n\n{notebook_summary(path)}\n\n{table}"
 
 
 def _other(place: str, summary: str) -> Command:
@@ -730,7 +735,7 @@ def _other(place: str, summary: str) -> Command:
 
 def _of_notebook(name: str, path: Path) -> Command:
     """Return the command of a packaged notebook."""
-    summary = Notebook(path).summary
+    summary = notebook_summary(path)
     if name == "run":
         began = psutil.Process().create_time()
         return Command(summary, lambda words: train_command(words, began), run_help)

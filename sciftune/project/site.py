@@ -21,7 +21,7 @@ import yaml
 from nbconvert import MarkdownExporter
 from nbformat import NotebookNode
 
-from ..lab.contents import LAYERS
+from .contents import LAYERS
 
 # %% ../../nbs/10_project/09_site.ipynb #3667457a
 def anchor(heading: str) -> str:

@@ -19,7 +19,7 @@ from sciftune.core.registry import records
 from sciftune.core.rundir import RunDir
 from sciftune.models.family import get_family
 from sciftune.models.sampler import GuidanceInput
-from sciftune.strategies.ranks import on_ranks, toy_engine
+from sciftune.project.ranks import on_ranks, toy_engine
 from sciftune.training.task import parameter_source, unprepared_denoiser
 
 NAMES = tuple(records("models"))

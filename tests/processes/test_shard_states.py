@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sciftune.core.rundir import RunDir
+from sciftune.project.ranks import JointAdamW
 from sciftune.strategies import ddp, trained_module
-from sciftune.strategies.ranks import JointAdamW
 
 BASE = dict(
     model="qwenimage",

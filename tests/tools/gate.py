@@ -60,7 +60,7 @@ TORCH_FREE = [  # imported by the kernel that launches, whose forks torch could 
     "strategies.agent",
     "project.bench",
     "lab.distillation",
-    "lab.contents",
+    "project.contents",
     "project.pages",
     "lab.tables",
     "lab.command",

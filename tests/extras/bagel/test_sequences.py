@@ -10,7 +10,7 @@ from PIL import Image
 from sciftune.core.presets import preset_values
 from sciftune.core.recipe import resolve
 from sciftune.extras.bagel.unified.data import open_groups
-from sciftune.lab.tables import presets_markdown
+from sciftune.project.pages import presets_markdown
 
 OTHER = {"notes.doc": b"?", "sub/old.doc": b"?", ".hidden": b"?", "sub/lone.heic": b"?"}
 

@@ -14,10 +14,10 @@ import torch
 from sciftune.core.recipe import resolve
 from sciftune.extras.kernels import sums as sum_kernel
 from sciftune.extras.kernels.adam import LeanAdamW
+from sciftune.project.ranks import on_ranks, toy_module
 from sciftune.strategies.ddp import DDP
 from sciftune.strategies.engine import Engine
 from sciftune.strategies.precision import policy_for
-from sciftune.strategies.ranks import on_ranks, toy_module
 
 torch.set_num_threads(1)
 RANKS = 4
