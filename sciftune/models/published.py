@@ -14,126 +14,16 @@ from pathlib import Path
 import diffusers
 import transformers
 
+from ..core.files import packaged_table
+
 # %% ../../nbs/4_models/20_published.ipynb #a3c1f0b6
-# From config.json of the folder that each comment names: the sizes alone, which decide what an
-# encoder weighs; everything else is the default of its class.
-CLIP_L = (  # openai/clip-vit-large-patch14, as in Stable Diffusion and FLUX.1
-    "CLIPTextModel",
-    dict(
-        hidden_size=768,
-        intermediate_size=3072,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        projection_dim=768,
-    ),
-)
-CLIP_G = (  # laion/CLIP-ViT-bigG-14-laion2B-39B-b160k, the second encoder of Stable Diffusion XL
-    "CLIPTextModelWithProjection",
-    dict(
-        hidden_size=1280,
-        intermediate_size=5120,
-        num_hidden_layers=32,
-        num_attention_heads=20,
-        projection_dim=1280,
-    ),
-)
-T5_XXL = (  # google/t5-v1_1-xxl, the second encoder of FLUX.1
-    "T5EncoderModel",
-    dict(
-        d_model=4096,
-        d_kv=64,
-        d_ff=10240,
-        num_layers=24,
-        num_heads=64,
-        feed_forward_proj="gated-gelu",
-        tie_word_embeddings=False,
-    ),
-)
-_QWEN3 = dict(
-    vocab_size=151936,
-    num_hidden_layers=36,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-)
-QWEN3_4B = (  # Qwen/Qwen3-4B
-    "Qwen3ForCausalLM",
-    dict(_QWEN3, hidden_size=2560, intermediate_size=9728, tie_word_embeddings=True),
-)
-QWEN3_8B = (  # Qwen/Qwen3-8B
-    "Qwen3ForCausalLM",
-    dict(_QWEN3, hidden_size=4096, intermediate_size=12288, tie_word_embeddings=False),
-)
-QWEN25_VL_7B = (  # Qwen/Qwen2.5-VL-7B-Instruct
-    "Qwen2_5_VLForConditionalGeneration",
-    dict(
-        text_config=dict(
-            vocab_size=152064,
-            hidden_size=3584,
-            intermediate_size=18944,
-            num_hidden_layers=28,
-            num_attention_heads=28,
-            num_key_value_heads=4,
-        ),
-        vision_config=dict(
-            depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16, out_hidden_size=3584
-        ),
-        tie_word_embeddings=False,
-    ),
-)
-QWEN3_VL_8B = (  # Qwen/Qwen3-VL-8B-Instruct
-    "Qwen3VLForConditionalGeneration",
-    dict(
-        text_config=dict(_QWEN3, hidden_size=4096, intermediate_size=12288),
-        vision_config=dict(
-            depth=27,
-            hidden_size=1152,
-            intermediate_size=4304,
-            num_heads=16,
-            out_hidden_size=4096,
-            num_position_embeddings=2304,
-            deepstack_visual_indexes=[8, 16, 24],
-        ),
-        tie_word_embeddings=False,
-    ),
-)
-MISTRAL_SMALL = (  # mistralai/Mistral-Small-3.1-24B-Instruct-2503
-    "Mistral3ForConditionalGeneration",
-    dict(
-        text_config=dict(
-            model_type="mistral",
-            vocab_size=131072,
-            hidden_size=5120,
-            intermediate_size=32768,
-            num_hidden_layers=40,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            head_dim=128,
-        ),
-        vision_config=dict(model_type="pixtral", patch_size=14),
-        tie_word_embeddings=False,
-    ),
+_PUBLISHED = packaged_table("assets/published.yaml")
+CLIP_L, CLIP_G, T5_XXL, QWEN3_4B, QWEN3_8B, QWEN25_VL_7B, QWEN3_VL_8B, MISTRAL_SMALL = (
+    tuple(encoder) for encoder in _PUBLISHED["text_encoders"].values()
 )
 
 # %% ../../nbs/4_models/20_published.ipynb #a3c1f0b9
-_FOUR_LEVELS = dict(
-    block_out_channels=(128, 256, 512, 512),
-    layers_per_block=2,
-    down_block_types=("DownEncoderBlock2D",) * 4,
-    up_block_types=("UpDecoderBlock2D",) * 4,
-)
-FLUX1_VAE = dict(  # vae/config.json of black-forest-labs/FLUX.1-dev, which Z-Image took over
-    _FOUR_LEVELS,
-    latent_channels=16,
-    scaling_factor=0.3611,
-    shift_factor=0.1159,
-    use_quant_conv=False,
-    use_post_quant_conv=False,
-)
-SD_VAE = dict(  # vae/config.json of stable-diffusion-v1-5/stable-diffusion-v1-5
-    _FOUR_LEVELS, latent_channels=4, scaling_factor=0.18215
-)
-SDXL_VAE = dict(SD_VAE, scaling_factor=0.13025)  # of stabilityai/stable-diffusion-xl-base-1.0
+FLUX1_VAE, SD_VAE, SDXL_VAE = _PUBLISHED["autoencoders"].values()
 
 # %% ../../nbs/4_models/20_published.ipynb #a3c1f0bc
 def _configuration(kind: str, values: Mapping) -> dict:

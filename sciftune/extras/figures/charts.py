@@ -20,7 +20,7 @@ from PIL import Image, ImageChops, ImageDraw, ImageFont
 from ...core.recipe import Recipe, RecipeError
 from ...core.rundir import cache_root
 from .figures import KINDS, Drawing
-from .looks import STYLES, WORDS, several
+from .looks import CHOICES, STYLES, WORDS, palette, several
 from .shards import make_collection, make_figures
 
 # %% auto #0
@@ -51,40 +51,10 @@ class ChartStyle:
     hatch: bool = False
 
 
-def _colours(text: str) -> tuple[tuple[str, str], ...]:
-    return tuple(tuple(c.rsplit(" ", 1)) for c in text.split(", "))
-
-
-CHART_STYLES = dict(
-    light=ChartStyle(
-        "The background is white",
-        ("#ffffff", "#ffffff", "#fbfaf5"),
-        "#222222",
-        _colours("blue #1f77b4, orange #ff7f0e, green #2ca02c, red #d62728, purple #9467bd"),
-    ),
-    dark=ChartStyle(
-        "The background is black",
-        ("#0b0b0f", "#15171c"),
-        "#e8e8ea",
-        _colours("cyan #4dd0e1, yellow #ffd54f, pink #f06292, green #81c784, violet #b39ddb"),
-    ),
-    hand=ChartStyle(
-        "Drawn by hand on cream paper",
-        ("#fdf6e3", "#f8efd8"),
-        "#333333",
-        _colours("blue #2e6fbf, red #d0312d, green #3a8a3a, orange #e07b1f, purple #7b3fa0"),
-        1.1,
-        True,
-    ),
-    chalk=ChartStyle(
-        "Chalk on a blackboard",
-        ("#1d2b26", "#202a33", "#23302a"),
-        "#dfe4dc",
-        _colours("cyan #8fd8ee, yellow #f7e08a, pink #f4a3b5, mint #a5e3b5, white #f4f4ee"),
-        1.1,
-        True,
-    ),
-)
+CHART_STYLES = {
+    name: ChartStyle(**values | dict(colours=palette(values["colours"])))
+    for name, values in CHOICES["chart_styles"].items()
+}
 
 # %% ../../../nbs/extras/figures/02_charts.ipynb #c896c101
 FINE = 4  # canvas pixels per pixel
@@ -139,9 +109,8 @@ class Pen:
         """Map points (n,2) in the unit square of the plot to canvas pixels (n,2)."""
         x0, y0, x1, y1 = FRAME
         p = np.asarray(p, float)
-        return np.stack(
-            ((x0 + p[:, 0] * (x1 - x0)) * self.n, (1 - y0 - p[:, 1] * (y1 - y0)) * self.n), 1
-        )
+        x, y = x0 + p[:, 0] * (x1 - x0), 1 - y0 - p[:, 1] * (y1 - y0)
+        return np.stack((x * self.n, y * self.n), 1)
 
     def shaken(self, q: np.ndarray) -> np.ndarray:
         """Shake a polyline (n,2) on the canvas as the style's hand draws it."""
@@ -151,13 +120,10 @@ class Pen:
         s = np.r_[0, np.cumsum(lengths)]
         m = max(3, int(s[-1] / (3 * FINE)) + 1)
         t = np.linspace(0, s[-1], m)
-        noise = np.stack(
-            [np.convolve(self.rng.standard_normal(m + 4), np.ones(5), "valid") for _ in range(2)], 1
-        ) / math.sqrt(5)
-        return (
-            np.stack([np.interp(t, s, q[:, i]) for i in range(2)], 1)
-            + self.style.wobble * FINE * 0.5 * noise
-        )
+        both = [np.convolve(self.rng.standard_normal(m + 4), np.ones(5), "valid") for _ in range(2)]
+        noise = np.stack(both, 1) / math.sqrt(5)
+        line = np.stack([np.interp(t, s, q[:, i]) for i in range(2)], 1)
+        return line + self.style.wobble * FINE * 0.5 * noise
 
     def canvas_line(self, q: np.ndarray, colour: str, width: float):
         """Draw a stroke on the canvas.
@@ -167,12 +133,8 @@ class Pen:
             colour: as #rrggbb
             width: in pixels of a chart of 128
         """
-        self.draw.line(
-            [tuple(v) for v in self.shaken(q).round(1).tolist()],
-            colour,
-            max(1, round(width * FINE * self.side / 128)),
-            "curve",
-        )
+        points = [tuple(v) for v in self.shaken(q).round(1).tolist()]
+        self.draw.line(points, colour, max(1, round(width * FINE * self.side / 128)), "curve")
 
     def line(self, points: ArrayLike, colour: str, width: float = 1.0):
         """Draw a stroke through points.
@@ -227,11 +189,8 @@ class Pen:
             colour: as #rrggbb
             radius: in pixels of a chart of 128
         """
-        (cx, cy), r = (
-            self.at([(x, y)])[0]
-            + (self.rng.normal(0, self.style.wobble, 2) if self.style.wobble else 0),
-            radius * FINE * self.side / 128,
-        )
+        away = self.rng.normal(0, self.style.wobble, 2) if self.style.wobble else 0
+        (cx, cy), r = self.at([(x, y)])[0] + away, radius * FINE * self.side / 128
         self.draw.ellipse((cx - r, cy - r, cx + r, cy + r), colour)
 
     def done(self) -> Image.Image:
@@ -246,6 +205,10 @@ def _heights(rng: np.random.Generator, n: int, order: str) -> np.ndarray:
     """Return heights of bars that differ clearly."""
     v = np.linspace(0.25, 0.95, n) + rng.uniform(-0.05, 0.05, n)
     return v if order == "rising" else v[::-1] if order == "falling" else rng.permutation(v)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{WORDS[count]} {noun}{'s' * (count > 1)}"
 
 
 def _in(names: Iterable[str]) -> str:
@@ -270,27 +233,25 @@ def chart_line(rng: np.random.Generator, pen: Pen, count: int, c: list[tuple[str
         }[way]
         pen.line(np.stack((x, np.clip(y, 0.01, 0.99)), 1), c[i][1], 2.6)
     colours = _in(n for n, _ in c[:count])
-    noun = "line" if count == 1 else "lines"
-    return f"A line chart with {WORDS[count]} {noun} in {colours}, {way}"
+    return f"A line chart with {_counted(count, 'line')} in {colours}, {way}"
 
 
 def chart_area(rng: np.random.Generator, pen: Pen, count: int, c: list[tuple[str, str]]) -> str:
     """Draw stacked layers."""
     x = np.linspace(0, 1, 31)
-    parts = [
-        rng.uniform(0.5, 1)
-        + 0.3 * np.sin(2 * np.pi * (rng.uniform(0.4, 1) * x + rng.uniform(0, 1)))
-        for _ in range(count)
-    ]
-    top = np.cumsum(parts, 0)
+
+    def layer():
+        base = rng.uniform(0.5, 1)
+        return base + 0.3 * np.sin(2 * np.pi * (rng.uniform(0.4, 1) * x + rng.uniform(0, 1)))
+
+    top = np.cumsum([layer() for _ in range(count)], 0)
     top = top / top[-1].max() * rng.uniform(0.75, 0.95)
     for i in range(count):
         low = top[i - 1] if i else np.zeros_like(x)
         ring = np.r_[np.stack((x, top[i]), 1), np.stack((x, low), 1)[::-1]]
         pen.area(ring, c[i][1], pen.paper)
     colours = _in(n for n, _ in c[:count])
-    noun = "layer" if count == 1 else "layers"
-    return f"An area chart with {WORDS[count]} {noun} in {colours}"
+    return f"An area chart with {_counted(count, 'layer')} in {colours}"
 
 
 def chart_bar(rng: np.random.Generator, pen: Pen, count: int, c: list[tuple[str, str]]) -> str:
@@ -299,9 +260,7 @@ def chart_bar(rng: np.random.Generator, pen: Pen, count: int, c: list[tuple[str,
     for i, v in enumerate(_heights(rng, count, order)):
         a, b = (i + 0.2) / count, (i + 0.8) / count
         pen.area([(a, 0), (a, v), (b, v), (b, 0)], c[0][1])
-    return (
-        f"A bar chart with {WORDS[count]} {'bar' if count == 1 else 'bars'} in {c[0][0]}, {order}"
-    )
+    return f"A bar chart with {_counted(count, 'bar')} in {c[0][0]}, {order}"
 
 
 def chart_barh(rng: np.random.Generator, pen: Pen, count: int, c: list[tuple[str, str]]) -> str:
@@ -310,8 +269,7 @@ def chart_barh(rng: np.random.Generator, pen: Pen, count: int, c: list[tuple[str
     for i, v in enumerate(_heights(rng, count, order)[::-1]):
         a, b = (i + 0.2) / count, (i + 0.8) / count
         pen.area([(0, a), (v, a), (v, b), (0, b)], c[0][1])
-    noun = "bar" if count == 1 else "bars"
-    return f"A horizontal bar chart with {WORDS[count]} {noun} in {c[0][0]}, {order}"
+    return f"A horizontal bar chart with {_counted(count, 'bar')} in {c[0][0]}, {order}"
 
 
 def chart_scatter(rng: np.random.Generator, pen: Pen, count: int, c: list[tuple[str, str]]) -> str:
@@ -327,8 +285,7 @@ def chart_scatter(rng: np.random.Generator, pen: Pen, count: int, c: list[tuple[
                 placed = np.r_[placed, p[None]]
                 pen.dot(*p, c[i][1], 2.9)
     colours = _in(n for n, _ in c[:count])
-    noun = "group" if count == 1 else "groups"
-    return f"A scatter plot with {WORDS[count]} {noun} in {colours}"
+    return f"A scatter plot with {_counted(count, 'group')} in {colours}"
 
 
 def chart_pie(rng: np.random.Generator, pen: Pen, count: int, c: list[tuple[str, str]]) -> str:
@@ -353,24 +310,15 @@ def chart_histogram(
 ) -> str:
     """Draw a histogram with `count` humps."""
     x = (np.arange(14) + 0.5) / 14
-    centres = {
-        1: (rng.uniform(0.4, 0.6),),
-        2: (rng.uniform(0.2, 0.28), rng.uniform(0.7, 0.8)),
-        3: (0.14, 0.5, 0.86),
-    }[count]
-    y = sum(
-        rng.uniform(0.75, 1)
-        * np.exp(-(((x - m) / (0.17 if count == 1 else 0.1 if count == 2 else 0.065)) ** 2))
-        for m in centres
-    ) + rng.uniform(0.02, 0.07, 14)
+    one, two = rng.uniform(0.4, 0.6), (rng.uniform(0.2, 0.28), rng.uniform(0.7, 0.8))
+    centres = {1: (one,), 2: two, 3: (0.14, 0.5, 0.86)}[count]
+    wide = (0.17, 0.1, 0.065)[count - 1]
+    y = sum(rng.uniform(0.75, 1) * np.exp(-(((x - m) / wide) ** 2)) for m in centres)
+    y = y + rng.uniform(0.02, 0.07, 14)
     for i, v in enumerate(y / y.max() * 0.9):
-        pen.area(
-            [(i / 14, 0), (i / 14, v), ((i + 1) / 14, v), ((i + 1) / 14, 0)],
-            c[0][1],
-            pen.paper,
-            0.5,
-        )
-    return f"A histogram with {WORDS[count]} {'hump' if count == 1 else 'humps'} in {c[0][0]}"
+        a, b = i / 14, (i + 1) / 14
+        pen.area([(a, 0), (a, v), (b, v), (b, 0)], c[0][1], pen.paper, 0.5)
+    return f"A histogram with {_counted(count, 'hump')} in {c[0][0]}"
 
 
 def chart_heat_map(rng: np.random.Generator, pen: Pen, count: int, c: list[tuple[str, str]]) -> str:
@@ -380,15 +328,8 @@ def chart_heat_map(rng: np.random.Generator, pen: Pen, count: int, c: list[tuple
     for i, j in np.ndindex(count, count):
         shade = mixed_colour(pen.paper, c[0][1], strength[i, j])
         a, b, g = j / count, i / count, 0.015
-        pen.area(
-            [
-                (a + g, b + g),
-                (a + g, b + 1 / count - g),
-                (a + 1 / count - g, b + 1 / count - g),
-                (a + 1 / count - g, b + g),
-            ],
-            shade,
-        )
+        low, high, left, right = b + g, b + 1 / count - g, a + g, a + 1 / count - g
+        pen.area([(left, low), (left, high), (right, high), (right, low)], shade)
     return f"A heat map with {WORDS[count]} rows in {c[0][0]}"
 
 
@@ -403,16 +344,7 @@ CHARTS = dict(
     heat_map=(chart_heat_map, 2, 5),
 )  # and the range of `count`
 CHART_KINDS = tuple(CHARTS)
-NOUNS = dict(
-    line="line chart",
-    area="area chart",
-    bar="bar chart",
-    barh="horizontal bar chart",
-    scatter="scatter plot",
-    pie="pie chart",
-    histogram="histogram",
-    heat_map="heat map",
-)
+NOUNS = CHOICES["chart_nouns"]
 
 # %% ../../../nbs/extras/figures/02_charts.ipynb #2d24a615
 TOPS = {10: "ten", 20: "twenty", 40: "forty", 60: "sixty", 80: "eighty"}  # where values can end
@@ -454,10 +386,8 @@ def compose_chart(
     s = CHART_STYLES[style]
     make, low, high = CHARTS[kind]
     count = int(rng.integers(low, high + 1)) if count is None else count
-    paper, grid = (
-        s.papers[rng.integers(len(s.papers))],
-        bool(rng.random() < 0.5) and kind not in ("pie", "heat_map"),
-    )
+    paper = s.papers[rng.integers(len(s.papers))]
+    grid = bool(rng.random() < 0.5) and kind not in ("pie", "heat_map")
     pen, colours = pen(rng, s, paper, side), [s.colours[i] for i in rng.permutation(len(s.colours))]
     faint = mixed_colour(paper, s.ink, 0.2)
     if grid:
@@ -472,18 +402,9 @@ def compose_chart(
         what += f", up to {TOPS[top]}"
         _numbers(pen, top, across=kind == "barh")
     says = f"{what}. {s.says}" + (", with a grid" if grid else "") + "."
-    return pen.done(), dict(
-        kind=kind,
-        count=count,
-        top=top,
-        style=style,
-        grid=grid,
-        colours=[
-            n
-            for n, _ in colours[: 1 if kind in ("bar", "barh", "histogram", "heat_map") else count]
-        ],
-        caption=says,
-    )
+    shown = 1 if kind in ("bar", "barh", "histogram", "heat_map") else count
+    facts = dict(kind=kind, count=count, top=top, style=style, grid=grid)
+    return pen.done(), facts | dict(colours=[n for n, _ in colours[:shown]], caption=says)
 
 
 def draw_chart(

@@ -15,24 +15,10 @@ from PIL import Image
 
 from ...data.scoring import cielab
 from .charts import CHART_STYLES
-from .looks import PALETTES
+from .looks import CHOICES, PALETTES
 
 # %% ../../../nbs/extras/figures/07_colours.ipynb #d17fc0f9
-ORDINARY = (
-    "black",
-    "white",
-    "grey",
-    "red",
-    "green",
-    "blue",
-    "yellow",
-    "orange",
-    "purple",
-    "pink",
-    "brown",
-    "cyan",
-    "magenta",
-)
+ORDINARY = CHOICES["ordinary_colours"]
 
 
 @functools.cache

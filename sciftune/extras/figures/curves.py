@@ -5,12 +5,17 @@
 # %% ../../../nbs/extras/figures/01a_curves.ipynb #figcurv3
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import numpy as np
 
+from .looks import CHOICES
+
 # %% auto #0
-__all__ = ['CURVES', 'FIELDS', 'TABLES', 'SHARES', 'some_values', 'damped', 'logistic', 'decay', 'diffusion', 'walk', 'planck',
-           'michaelis', 'resonance', 'integrate', 'predator', 'lorenz', 'epidemic', 'training', 'plane', 'interference',
-           'spots', 'ising', 'himmelblau', 'dipole', 'saddle']
+__all__ = ['CURVES', 'FIELDS', 'TABLES', 'SHARES', 'some_values', 'labelled', 'damped', 'logistic', 'decay', 'diffusion', 'walk',
+           'planck', 'michaelis', 'resonance', 'integrate', 'predator', 'lorenz_slope', 'lorenz', 'epidemic',
+           'training', 'plane', 'interference', 'spots', 'ising', 'himmelblau', 'dipole', 'saddle']
 
 # %% ../../../nbs/extras/figures/01a_curves.ipynb #f3791c5d
 def some_values(rng: np.random.Generator, values: list, n: int):
@@ -18,130 +23,83 @@ def some_values(rng: np.random.Generator, values: list, n: int):
     return [values[i] for i in sorted(rng.choice(len(values), min(n, len(values)), replace=False))]
 
 
+def labelled(draw: Callable) -> Callable:
+    """Put the labels of a function's name before what it returns."""
+
+    @functools.wraps(draw)
+    def with_labels(*args):
+        return (*CHOICES["labels"][draw.__name__], *draw(*args))
+
+    return with_labels
+
+
+@labelled
 def damped(rng: np.random.Generator, n: int):
     """Return a damped oscillation."""
     t, w = np.linspace(0, 20, 241), rng.uniform(1.2, 2.6)
-    return (
-        "Damped oscillator",
-        "time t (s)",
-        "displacement x (cm)",
-        t,
-        [
-            (f"γ = {g}", 5 * np.exp(-g * t) * np.cos(w * t))
-            for g in some_values(rng, (0.05, 0.1, 0.2, 0.4, 0.8), n)
-        ],
-    )
+    rates = some_values(rng, (0.05, 0.1, 0.2, 0.4, 0.8), n)
+    return t, [(f"γ = {g}", 5 * np.exp(-g * t) * np.cos(w * t)) for g in rates]
 
 
+@labelled
 def logistic(rng: np.random.Generator, n: int):
     """Return logistic growth."""
     t, k = np.linspace(0, 20, 161), rng.integers(2, 10) * 100
-    return (
-        "Logistic growth",
-        "time t (h)",
-        "population N",
-        t,
-        [
-            (f"r = {r}", k / (1 + 40 * np.exp(-r * t)))
-            for r in some_values(rng, (0.3, 0.5, 0.8, 1.2), n)
-        ],
-    )
+    rates = some_values(rng, (0.3, 0.5, 0.8, 1.2), n)
+    return t, [(f"r = {r}", k / (1 + 40 * np.exp(-r * t))) for r in rates]
 
 
+@labelled
 def decay(rng: np.random.Generator, n: int):
     """Return radioactive decay."""
     t = np.linspace(0, 30, 121)
-    return (
-        "Radioactive decay",
-        "time t (days)",
-        "remaining (%)",
-        t,
-        [
-            (k, 100 * 2 ** (-t / h))
-            for k, h in some_values(
-                rng, (("Y-90", 2.67), ("Rn-222", 3.82), ("I-131", 8.02), ("P-32", 14.3)), n
-            )
-        ],
-    )
+    half_lives = (("Y-90", 2.67), ("Rn-222", 3.82), ("I-131", 8.02), ("P-32", 14.3))
+    return t, [(k, 100 * 2 ** (-t / h)) for k, h in some_values(rng, half_lives, n)]
 
 
+@labelled
 def diffusion(rng: np.random.Generator, n: int):
     """Return the spreading of a point source."""
     x, d = np.linspace(-10, 10, 201), rng.uniform(0.3, 1)
-    return (
-        "Diffusion of a pulse",
-        "position x (mm)",
-        "concentration c (mM)",
-        x,
-        [
-            (f"t = {t} s", 10 * np.exp(-x * x / (4 * d * t)) / np.sqrt(4 * np.pi * d * t))
-            for t in some_values(rng, (1, 2, 5, 10, 20), n)
-        ],
-    )
+
+    def f(t):
+        return 10 * np.exp(-x * x / (4 * d * t)) / np.sqrt(4 * np.pi * d * t)
+
+    return x, [(f"t = {t} s", f(t)) for t in some_values(rng, (1, 2, 5, 10, 20), n)]
 
 
+@labelled
 def walk(rng: np.random.Generator, n: int):
     """Return random walks."""
-    return (
-        "Random walk",
-        "step n",
-        "position",
-        np.arange(201.0),
-        [
-            (f"walker {'ABCDE'[i]}", np.r_[0, np.cumsum(rng.choice([-1.0, 1.0], 200))])
-            for i in range(n)
-        ],
-    )
+    steps = {name: rng.choice([-1.0, 1.0], 200) for name in "ABCDE"[:n]}
+    return np.arange(201.0), [(f"walker {a}", np.r_[0, np.cumsum(s)]) for a, s in steps.items()]
 
 
+@labelled
 def planck(rng: np.random.Generator, n: int):
     """Return Planck's law."""
     x = np.linspace(0.1, 3, 200) * 1e-6
+    h, c, k_b = 6.626e-34, 2.998e8, 1.381e-23
 
     def f(kelvin):
-        return (
-            2
-            * 6.626e-34
-            * 2.998e8**2
-            / x**5
-            / np.expm1(6.626e-34 * 2.998e8 / (x * 1.381e-23 * kelvin))
-            * 1e-12
-        )
+        return 2 * h * c**2 / x**5 / np.expm1(h * c / (x * k_b * kelvin)) * 1e-12
 
-    return (
-        "Black-body spectrum",
-        "wavelength λ (µm)",
-        "radiance (kW/sr/m²/nm)",
-        x * 1e6,
-        [(f"{k} K", f(k)) for k in some_values(rng, (3500, 4000, 4500, 5000, 5800), n)],
-    )
+    return x * 1e6, [(f"{k} K", f(k)) for k in some_values(rng, (3500, 4000, 4500, 5000, 5800), n)]
 
 
+@labelled
 def michaelis(rng: np.random.Generator, n: int):
     """Return Michaelis-Menten kinetics."""
     s, v = np.linspace(0, 50, 151), rng.uniform(5, 15)
-    return (
-        "Enzyme kinetics",
-        "substrate S (µM)",
-        "rate v (µM/s)",
-        s,
-        [(f"Km = {k} µM", v * s / (k + s)) for k in some_values(rng, (1, 4, 10, 25), n)],
-    )
+    return s, [(f"Km = {k} µM", v * s / (k + s)) for k in some_values(rng, (1, 4, 10, 25), n)]
 
 
+@labelled
 def resonance(rng: np.random.Generator, n: int):
     """Return a driven oscillator near its resonance."""
     w = np.linspace(0, 2.5, 201)
-    return (
-        "Driven oscillator",
-        "relative frequency",
-        "amplitude (a.u.)",
-        w,
-        [
-            (f"ζ = {z}", 1 / np.sqrt((1 - w * w) ** 2 + (2 * z * w) ** 2))
-            for z in some_values(rng, (0.1, 0.15, 0.25, 0.5), n)
-        ],
-    )
+    ratios = some_values(rng, (0.1, 0.15, 0.25, 0.5), n)
+    return w, [(f"ζ = {z}", 1 / np.sqrt((1 - w * w) ** 2 + (2 * z * w) ** 2)) for z in ratios]
 
 # %% ../../../nbs/extras/figures/01a_curves.ipynb #573b29ba
 def integrate(f, y: tuple, h: float, n: int) -> np.ndarray:
@@ -168,93 +126,58 @@ def integrate(f, y: tuple, h: float, n: int) -> np.ndarray:
     return np.array(out)
 
 
+@labelled
 def predator(rng: np.random.Generator, n: int):
     """Return Lotka-Volterra predator and prey."""
     a, b = rng.uniform(0.8, 1.3), rng.uniform(0.3, 0.6)
-    y = integrate(
-        lambda v: (a * v[0] - 0.1 * v[0] * v[1], 0.04 * v[0] * v[1] - b * v[1]),
-        (rng.uniform(12, 20), rng.uniform(5, 9)),
-        0.1,
-        300,
-    )
-    return (
-        "Predator and prey",
-        "time t (years)",
-        "population (thousands)",
-        np.arange(301) * 0.1,
-        [("prey", y[:, 0]), ("predators", y[:, 1])],
-    )
+
+    def slope(v):
+        return a * v[0] - 0.1 * v[0] * v[1], 0.04 * v[0] * v[1] - b * v[1]
+
+    y = integrate(slope, (rng.uniform(12, 20), rng.uniform(5, 9)), 0.1, 300)
+    return np.arange(301) * 0.1, [("prey", y[:, 0]), ("predators", y[:, 1])]
 
 
+def lorenz_slope(v: tuple) -> tuple:
+    """Return the derivative of the Lorenz system."""
+    return 10 * (v[1] - v[0]), v[0] * (28 - v[2]) - v[1], v[0] * v[1] - 8 / 3 * v[2]
+
+
+@labelled
 def lorenz(rng: np.random.Generator, n: int):
     """Return the Lorenz system."""
-    y = integrate(
-        lambda v: (10 * (v[1] - v[0]), v[0] * (28 - v[2]) - v[1], v[0] * v[1] - 8 / 3 * v[2]),
-        (rng.uniform(1, 3), 1.0, 20.0),
-        0.02,
-        600,
-    )
-    return (
-        "Lorenz system",
-        "time t",
-        "state",
-        np.arange(601) * 0.02,
-        [(k, y[:, i]) for k, i in some_values(rng, (("x", 0), ("y", 1), ("z", 2)), min(n, 2))],
-    )
+    y = integrate(lorenz_slope, (rng.uniform(1, 3), 1.0, 20.0), 0.02, 600)
+    shown = some_values(rng, (("x", 0), ("y", 1), ("z", 2)), min(n, 2))
+    return np.arange(601) * 0.02, [(k, y[:, i]) for k, i in shown]
 
 
+@labelled
 def epidemic(rng: np.random.Generator, n: int):
     """Return an SIR epidemic."""
     beta, gamma = rng.uniform(0.35, 0.7), rng.uniform(0.08, 0.16)
-    y = (
-        integrate(
-            lambda v: (-beta * v[0] * v[1], beta * v[0] * v[1] - gamma * v[1], gamma * v[1]),
-            (0.99, 0.01, 0.0),
-            0.5,
-            200,
-        )
-        * 100
-    )
-    return (
-        "SIR epidemic",
-        "time t (days)",
-        "share of people (%)",
-        np.arange(201) * 0.5,
-        [("susceptible", y[:, 0]), ("infected", y[:, 1]), ("recovered", y[:, 2])],
-    )
+
+    def slope(v):
+        return -beta * v[0] * v[1], beta * v[0] * v[1] - gamma * v[1], gamma * v[1]
+
+    shares = integrate(slope, (0.99, 0.01, 0.0), 0.5, 200).T * 100
+    names = ("susceptible", "infected", "recovered")
+    return np.arange(201) * 0.5, list(zip(names, shares, strict=True))
 
 
+@labelled
 def training(rng: np.random.Generator, n: int):
     """Return the loss curves of a training run."""
     k = np.arange(1, 201.0)
-    return (
-        "Training loss",
-        "epoch",
-        "loss",
-        k,
-        [
-            (f"lr = {r}", a * k**-p + 0.15 + 0.02 * rng.standard_normal(200) * k**-0.3)
-            for r, a, p in some_values(
-                rng, (("1e-4", 2.2, 0.25), ("3e-4", 2.1, 0.4), ("1e-3", 2.0, 0.6)), n
-            )
-        ],
-    )
+    rates = some_values(rng, (("1e-4", 2.2, 0.25), ("3e-4", 2.1, 0.4), ("1e-3", 2.0, 0.6)), n)
+
+    def f(a, p):
+        return a * k**-p + 0.15 + 0.02 * rng.standard_normal(200) * k**-0.3
+
+    return k, [(f"lr = {r}", f(a, p)) for r, a, p in rates]
 
 
-CURVES = (
-    damped,
-    logistic,
-    decay,
-    diffusion,
-    walk,
-    planck,
-    michaelis,
-    resonance,
-    predator,
-    lorenz,
-    epidemic,
-    training,
-)
+CURVES = (damped, logistic, decay, diffusion, walk, planck)
+CURVES += (michaelis, resonance, predator, lorenz, epidemic, training)
 
 # %% ../../../nbs/extras/figures/01a_curves.ipynb #20e2f2d3
 def plane(n: int = 64, a: float = -3.0, b: float = 3.0):
@@ -262,154 +185,61 @@ def plane(n: int = 64, a: float = -3.0, b: float = 3.0):
     return np.meshgrid(np.linspace(a, b, n), np.linspace(a, b, n))
 
 
+@labelled
 def interference(rng: np.random.Generator):
     """Return two-source interference."""
     x, y = plane(80, -5, 5)
     d, k = rng.uniform(1, 2.5), rng.uniform(2.5, 5)
-    return (
-        "Two-source interference",
-        "x (mm)",
-        "y (mm)",
-        "intensity",
-        x,
-        y,
-        (np.cos(k * np.hypot(x - d, y)) + np.cos(k * np.hypot(x + d, y))) ** 2,
-    )
+    return x, y, (np.cos(k * np.hypot(x - d, y)) + np.cos(k * np.hypot(x + d, y))) ** 2
 
 
+@labelled
 def spots(rng: np.random.Generator):
     """Return diffusing spots."""
     x, y = plane()
-    return (
-        "Diffusing spots",
-        "x (mm)",
-        "y (mm)",
-        "concentration",
-        x,
-        y,
-        sum(
-            rng.uniform(0.5, 1.5)
-            * np.exp(
-                -((x - rng.uniform(-2, 2)) ** 2 + (y - rng.uniform(-2, 2)) ** 2)
-                / rng.uniform(0.4, 2)
-            )
-            for _ in range(rng.integers(2, 5))
-        ),
-    )
+
+    def spot():
+        size = rng.uniform(0.5, 1.5)
+        away = (x - rng.uniform(-2, 2)) ** 2 + (y - rng.uniform(-2, 2)) ** 2
+        return size * np.exp(-away / rng.uniform(0.4, 2))
+
+    return x, y, sum(spot() for _ in range(rng.integers(2, 5)))
 
 
 def ising(rng: np.random.Generator, n: int = 40, sweeps: int = 60):
     """Return a state of the Ising model."""
-    s, black, temperature = (
-        rng.choice([-1, 1], (n, n)),
-        np.indices((n, n)).sum(0) % 2 == 0,
-        rng.uniform(1.6, 3),
-    )
+    s, black = rng.choice([-1, 1], (n, n)), np.indices((n, n)).sum(0) % 2 == 0
+    temperature = rng.uniform(1.6, 3)
     for k in range(2 * sweeps):
-        cost = 2 * s * (np.roll(s, 1, 0) + np.roll(s, -1, 0) + np.roll(s, 1, 1) + np.roll(s, -1, 1))
-        s = np.where(
-            (rng.random((n, n)) < np.exp(np.minimum(-cost / temperature, 0)))
-            & (black if k % 2 else ~black),
-            -s,
-            s,
-        )
-    return (
-        f"Ising lattice at T = {temperature:.1f}",
-        "column",
-        "row",
-        "spin",
-        *np.meshgrid(np.arange(n), np.arange(n)),
-        s.astype(float),
-    )
+        cost = 2 * s * sum(np.roll(s, step, axis) for axis in (0, 1) for step in (1, -1))
+        turned = rng.random((n, n)) < np.exp(np.minimum(-cost / temperature, 0))
+        s = np.where(turned & (black if k % 2 else ~black), -s, s)
+    title, grid = f"Ising lattice at T = {temperature:.1f}", np.arange(n)
+    return title, "column", "row", "spin", *np.meshgrid(grid, grid), s.astype(float)
 
 
+@labelled
 def himmelblau(rng: np.random.Generator):
     """Return Himmelblau's function."""
     x, y = plane(80, -5, 5)
-    return (
-        "Himmelblau function",
-        "x",
-        "y",
-        "log f",
-        x,
-        y,
-        np.log10(1 + (x * x + y - 11) ** 2 + (x + y * y - 7) ** 2),
-    )
+    return x, y, np.log10(1 + (x * x + y - 11) ** 2 + (x + y * y - 7) ** 2)
 
 
+@labelled
 def dipole(rng: np.random.Generator):
     """Return the potential of a dipole."""
     x, y = plane(81)
     d = rng.uniform(0.6, 1.6)
-    return (
-        "Dipole potential",
-        "x (m)",
-        "y (m)",
-        "potential (V)",
-        x,
-        y,
-        np.clip(1 / np.hypot(x - d, y + 0.013) - 1 / np.hypot(x + d, y + 0.013), -2.5, 2.5),
-    )
+    pole = 1 / np.hypot(x - d, y + 0.013) - 1 / np.hypot(x + d, y + 0.013)
+    return x, y, np.clip(pole, -2.5, 2.5)
 
 
+@labelled
 def saddle(rng: np.random.Generator):
     """Return a saddle surface."""
     x, y = plane()
-    a = rng.uniform(0.5, 1.5)
-    return "Saddle surface", "x", "y", "f(x, y)", x, y, x * x - a * y * y
+    return x, y, x * x - rng.uniform(0.5, 1.5) * y * y
 
 
 FIELDS = (interference, spots, ising, himmelblau, dipole, saddle)
-TABLES = (
-    (
-        "Mean density of the planets",
-        "planet",
-        "density (g/cm³)",
-        dict(
-            Mercury=5.43,
-            Venus=5.24,
-            Earth=5.51,
-            Mars=3.93,
-            Jupiter=1.33,
-            Saturn=0.69,
-            Uranus=1.27,
-            Neptune=1.64,
-        ),
-    ),
-    (
-        "Surface gravity",
-        "body",
-        "gravity (m/s²)",
-        dict(Mercury=3.7, Venus=8.87, Earth=9.81, Moon=1.62, Mars=3.72, Titan=1.35),
-    ),
-    (
-        "Melting points of metals",
-        "metal",
-        "temperature (K)",
-        dict(Al=933, Cu=1358, Fe=1811, Au=1337, Pb=601, Sn=505, Zn=693, Ag=1235, Ti=1941),
-    ),
-    (
-        "Thermal conductivity",
-        "metal",
-        "conductivity (W/m K)",
-        dict(Ag=429, Cu=401, Au=318, Al=237, W=173, Zn=116, Fe=80, Pb=35),
-    ),
-    (
-        "Refractive index",
-        "material",
-        "index n",
-        dict(water=1.33, ethanol=1.36, quartz=1.46, glass=1.52, sapphire=1.77, diamond=2.42),
-    ),
-    (
-        "Half-life",
-        "isotope",
-        "half-life (days)",
-        {"Y-90": 2.67, "Rn-222": 3.82, "I-131": 8.02, "P-32": 14.3, "Cr-51": 27.7},
-    ),
-)
-SHARES = (
-    ("Elements of the Earth's crust", {"O": 46.1, "Si": 28.2, "Al": 8.2, "Fe": 5.6, "other": 11.9}),
-    ("Elements of the human body", {"O": 65.0, "C": 18.5, "H": 9.5, "N": 3.2, "other": 3.8}),
-    ("Energy of the universe", {"dark energy": 68.3, "dark matter": 26.8, "matter": 4.9}),
-    ("Water on land", {"ice": 68.7, "groundwater": 30.1, "surface": 1.2}),
-)
+TABLES, SHARES = CHOICES["tables"], CHOICES["shares"]

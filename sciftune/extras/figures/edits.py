@@ -41,7 +41,7 @@ from sciftune.extras.figures.charts import (
 from .dialogues import LOOKS, NAMED
 from .figures import KINDS, SINGLE, Drawing, compose, draw_words
 from .kinds import figure_legend
-from .looks import PALETTES, STYLES, Look, several
+from .looks import CHOICES, PALETTES, STYLES, Look, several
 from .shards import FIGURE_VERSION, make_collection
 
 # %% ../../../nbs/extras/figures/06_edits.ipynb #7cd4cf88
@@ -170,18 +170,8 @@ def edit_legend(draw: Draw, rng: np.random.Generator) -> Change | None:
     return made
 
 
-PAPERS = (
-    ("light yellow", "#fff3b0"),
-    ("light blue", "#cfe3f7"),
-    ("light green", "#d3ecd0"),
-    ("pink", "#f9d5dc"),
-    ("grey", "#d0d0d0"),
-)
-DARK_PAPERS = (
-    ("dark green", "#14452a"),
-    ("dark red", "#541a24"),
-    ("dark purple", "#3a2360"),
-)  # for styles with light ink
+PAPERS = list(CHOICES["papers"].items())
+DARK_PAPERS = list(CHOICES["dark_papers"].items())  # for styles with light ink
 
 
 def edit_background(draw: Draw, rng: np.random.Generator) -> Change | None:
@@ -342,61 +332,8 @@ def edit_errors(draw: Draw, rng: np.random.Generator, shown: bool = False) -> Ch
     return Change(less, whole, ("Add the error bars of the second image.",), beside)
 
 # %% ../../../nbs/extras/figures/06_edits.ipynb #356218e7
-def _dictionary(text: str) -> dict[str, tuple[str, ...]]:
-    rows = [row.split(" | ") for row in text.strip().splitlines()]
-    return {first: tuple(rest) for first, *rest in rows}
-
-
 LANGUAGES = ("German", "French")
-TRANSLATED = _dictionary("""
-time | Zeit | temps
-days | Tage | jours
-weeks | Wochen | semaines
-years | Jahre | années
-thousands | Tausend | milliers
-displacement | Auslenkung | déplacement
-population | Bevölkerung | population totale
-remaining | verbleibend | restant
-position | Ort | lieu
-concentration | Konzentration | teneur
-wavelength | Wellenlänge | longueur d'onde
-radiance | Strahldichte | luminance
-amplitude | Schwingungsweite | grandeur
-relative frequency | relative Frequenz | fréquence relative
-share of people | Anteil der Menschen | part des gens
-epoch | Epoche | époque
-loss | Verlust | perte
-step | Schritt | étape
-state | Zustand | état
-survivors | Überlebende | survivants
-feature 1 | Merkmal 1 | trait 1
-feature 2 | Merkmal 2 | trait 2
-height | Größe | taille
-weight | Gewicht | poids
-log dose | log Dosis | log de la dose
-response | Antwort | réponse
-counts | Zählungen | comptes
-count | Anzahl | nombre
-absorbance | Absorption | absorption lue
-planet | Planet (Name) | planète
-density | Dichte | masse volumique
-body | Körper | corps
-gravity | Schwerkraft | pesanteur
-metal | Metall | métal
-temperature | Temperatur | température
-conductivity | Leitfähigkeit | conductivité
-material | Werkstoff | matériau
-index | Brechzahl | indice
-isotope | Isotop | noyau
-half-life | Halbwertszeit | demi-vie
-cells per field | Zellen je Feld | cellules par champ
-length | Länge | longueur
-diameter | Durchmesser | diamètre
-level | Spiegel | niveau
-area | Fläche | surface
-activity | Aktivität | activité
-group | Gruppe | groupe
-""")
+TRANSLATED = CHOICES["translated"]
 _LABEL = re.compile(r"(?P<name>.+?)(?P<symbol> [A-Za-zλ])?(?P<unit> \(.+\))?")
 
 
@@ -439,15 +376,7 @@ def edit_labels(draw: Draw, rng: np.random.Generator) -> Change | None:
     return Change(before, after, says)
 
 
-TITLES = (
-    "Second experiment",
-    "Control group",
-    "Final results",
-    "Sample A",
-    "Model and data",
-    "Measured in spring",
-    "Pilot study",
-)
+TITLES = CHOICES["titles"]
 
 
 def edit_title(draw: Draw, rng: np.random.Generator) -> Change | None:

@@ -37,10 +37,10 @@ from sciftune.extras.figures.kinds import (
     vector_field,
     violin,
 )
-from .looks import STYLES, Look, draw_look, number
+from .looks import CHOICES, STYLES, Look, draw_look, number
 
 # %% auto #0
-__all__ = ['SINGLE', 'IN_PANELS', 'KINDS', 'SIZES', 'SUPERSCRIPTS', 'arrange', 'style_axes', 'panels', 'caption', 'compose',
+__all__ = ['SINGLE', 'IN_PANELS', 'SIZES', 'KINDS', 'SUPERSCRIPTS', 'arrange', 'style_axes', 'panels', 'caption', 'compose',
            'plain_text', 'draw_words', 'Drawing', 'draw_figure']
 
 # %% ../../../nbs/extras/figures/01c_figures.ipynb #40d2908b
@@ -122,36 +122,10 @@ def style_axes(ax: Axes, look: Look):
         ax.set_axisbelow(True)
 
 # %% ../../../nbs/extras/figures/01c_figures.ipynb #fb649c25
-SINGLE = dict(
-    line=line,
-    step=step,
-    area=area,
-    scatter=scatter,
-    error_bars=error_bars,
-    bar=bar,
-    grouped_bar=grouped_bar,
-    pie=pie,
-    histogram=histogram,
-    box=box,
-    violin=violin,
-    heat_map=heat_map,
-    contour=contour,
-    vector_field=vector_field,
-    graph=graph,
-    flow_chart=flow_chart,
-)
-IN_PANELS = (
-    "line",
-    "scatter",
-    "error_bars",
-    "bar",
-    "histogram",
-    "box",
-    "heat_map",
-    "contour",
-    "vector_field",
-    "step",
-)
+_DRAWN_BY = (line, step, area, scatter, error_bars, bar, grouped_bar, pie, histogram, box, violin)
+_DRAWN_BY += (heat_map, contour, vector_field, graph, flow_chart)
+SINGLE = {draw.__name__: draw for draw in _DRAWN_BY}
+IN_PANELS, SIZES = CHOICES["in_panels"], CHOICES["sizes"]
 
 
 def panels(
@@ -224,25 +198,6 @@ def caption(facts: dict) -> str:
 
 # %% ../../../nbs/extras/figures/01c_figures.ipynb #33c77763
 KINDS = (*SINGLE, "panels")
-SIZES = (
-    (256, 256),
-    (320, 320),
-    (384, 384),
-    (512, 512),
-    (320, 256),
-    (384, 288),
-    (448, 336),
-    (512, 384),
-    (384, 256),
-    (480, 320),
-    (512, 288),
-    (512, 256),
-    (256, 320),
-    (288, 384),
-    (256, 384),
-    (384, 512),
-    (256, 512),
-)
 
 
 def _set_fonts(fig: Figure, look: Look):

@@ -25,13 +25,14 @@ from sciftune.extras.figures.curves import (
     himmelblau,
     integrate,
     interference,
+    lorenz_slope,
     plane,
     predator,
     saddle,
     some_values,
     spots,
 )
-from .looks import Look, number, several, sig, trend
+from .looks import CHOICES, Look, number, several, sig, trend
 
 # %% auto #0
 __all__ = ['label', 'figure_legend', 'colourbar', 'series_facts', 'on', 'says_series', 'line', 'step', 'area', 'scatter',
@@ -104,27 +105,13 @@ def says_series(series: list[dict], noun: str = "line"):
 def line(ax: Axes, rng: np.random.Generator, look: Look):
     """Draw curves of a law or a simulation."""
     title, x, y, t, named = CURVES[rng.integers(len(CURVES))](rng, int(rng.integers(1, 5)))
-    log, marked = (
-        title == "Radioactive decay" and rng.random() < 0.5,
-        rng.random() < 0.25 and len(t) < 250,
-    )
-    dashes = (
-        ("-", "--", ":", "-.")
-        if rng.random() < 0.3 or look.colours[0][0] == "black"
-        else ("-",) * 4
-    )
+    log = title == "Radioactive decay" and rng.random() < 0.5
+    marked = rng.random() < 0.25 and len(t) < 250
+    dashed = rng.random() < 0.3 or look.colours[0][0] == "black"
+    marks = dict(marker=look.marker if marked else None, markevery=max(len(t) // 12, 1), ms=4)
     for i, (k, v) in enumerate(named):
-        ax.plot(
-            t,
-            v,
-            dashes[i % 4],
-            color=look.colours[i][1],
-            lw=look.width,
-            label=k,
-            marker=look.marker if marked else None,
-            markevery=max(len(t) // 12, 1),
-            ms=4,
-        )
+        dashes = ("-", "--", ":", "-.")[i % 4] if dashed else "-"
+        ax.plot(t, v, dashes, color=look.colours[i][1], lw=look.width, label=k, **marks)
     if log:
         ax.set_yscale("log")
     if len(named) > 1 or rng.random() < 0.3:
@@ -161,13 +148,8 @@ def step(ax: Axes, rng: np.random.Generator, look: Look):
 def area(ax: Axes, rng: np.random.Generator, look: Look):
     """Draw stacked or filled areas."""
     title, x, y, t, named = (epidemic, predator)[rng.integers(2)](rng, 3)
-    ax.stackplot(
-        t,
-        [v for _, v in named],
-        labels=[k for k, _ in named],
-        colors=[c for _, c in look.colours],
-        alpha=0.85,
-    )
+    names, values = zip(*named, strict=True)
+    ax.stackplot(t, values, labels=names, colors=[c for _, c in look.colours], alpha=0.85)
     ax.margins(0)
     figure_legend(ax, look, loc="upper right", frameon=True)
     s = series_facts(look, t, named)
@@ -224,11 +206,8 @@ def _regression(ax: Axes, rng: np.random.Generator, look: Look) -> dict:
 
 
 def _lorenz_points(ax: Axes, rng: np.random.Generator, look: Look) -> dict:
-    def slope(v: tuple) -> tuple:
-        return 10 * (v[1] - v[0]), v[0] * (28 - v[2]) - v[1], v[0] * v[1] - 8 / 3 * v[2]
-
     colour, shade = look.colours[0]
-    v = integrate(slope, (rng.uniform(1, 9), 1.0, 20.0), 0.015, 1200)[100:]
+    v = integrate(lorenz_slope, (rng.uniform(1, 9), 1.0, 20.0), 0.015, 1200)[100:]
     ax.scatter(v[:, 0], v[:, 2], s=1.5, color=shade, lw=0)
     return {
         **label(ax, look, "Lorenz attractor", "x", "z"),
@@ -325,29 +304,17 @@ def bar(ax: Axes, rng: np.random.Generator, look: Look):
 
 def grouped_bar(ax: Axes, rng: np.random.Generator, look: Look):
     """Draw bars of several groups."""
-    arms, times = (
-        ["control", "drug A", "drug B", "drug C"][: rng.integers(2, 5)],
-        [f"day {d}" for d in (1, 7, 14, 28)[: rng.integers(2, 5)]],
-    )
-    v = np.array(
-        [
-            [
-                rng.uniform(18, 30) * (1 + 0.25 * i * j * rng.uniform(-0.2, 1))
-                for j in range(len(times))
-            ]
-            for i in range(len(arms))
-        ]
-    ).round(1)
+    arms = ["control", "drug A", "drug B", "drug C"][: rng.integers(2, 5)]
+    times = [f"day {d}" for d in (1, 7, 14, 28)[: rng.integers(2, 5)]]
+
+    def count(i: int, j: int) -> float:
+        return rng.uniform(18, 30) * (1 + 0.25 * i * j * rng.uniform(-0.2, 1))
+
+    v = np.array([[count(i, j) for j in range(len(times))] for i in range(len(arms))]).round(1)
+    edges = dict(edgecolor=look.paper[1], lw=0.5)
     for i, k in enumerate(arms):
-        ax.bar(
-            np.arange(len(times)) + (i - (len(arms) - 1) / 2) * 0.8 / len(arms),
-            v[i],
-            0.8 / len(arms),
-            color=look.colours[i][1],
-            label=k,
-            edgecolor=look.paper[1],
-            lw=0.5,
-        )
+        places = np.arange(len(times)) + (i - (len(arms) - 1) / 2) * 0.8 / len(arms)
+        ax.bar(places, v[i], 0.8 / len(arms), color=look.colours[i][1], label=k, **edges)
     ax.set_xticks(np.arange(len(times)), times)
     ax.set_ylim(0, v.max() * 1.3)
     figure_legend(ax, look, loc="upper left", ncols=2)
@@ -369,6 +336,8 @@ def grouped_bar(ax: Axes, rng: np.random.Generator, look: Look):
 def pie(ax: Axes, rng: np.random.Generator, look: Look):
     """Draw shares of a whole."""
     title, shares = SHARES[rng.integers(len(SHARES))]
+    pairs = zip(shares.items(), look.colours, strict=False)
+    slices = [f"{k} ({c}, {v:g} %)" for (k, v), (c, _) in pairs]
     hole = look.either(rng.random() < 0.4)
     ax.pie(
         list(shares.values()),
@@ -385,15 +354,7 @@ def pie(ax: Axes, rng: np.random.Generator, look: Look):
         **label(ax, look, title),
         "what": f"A {'ring' if hole else 'pie'} chart with {number(len(shares))} slices",
         "values": shares,
-        "says": [
-            "the slices are "
-            + several(
-                [
-                    f"{k} ({c}, {v:g} %)"
-                    for (k, v), (c, _) in zip(shares.items(), look.colours, strict=False)
-                ]
-            )
-        ],
+        "says": [f"the slices are {several(slices)}"],
     }
 
 # %% ../../../nbs/extras/figures/01b_kinds.ipynb #5722cfc4
@@ -406,25 +367,9 @@ def histogram(ax: Axes, rng: np.random.Generator, look: Look):
         lambda: rng.exponential(12, n),
         lambda: rng.lognormal(2.5, 0.5, n),
     )[way]()
-    shape = (
-        "one symmetric hump",
-        "two humps",
-        "an exponential fall from the left",
-        "one hump with a long tail to the right",
-    )[way]
-    title, x = (
-        ("Reaction times", "time (ms)"),
-        ("Body lengths of two species", "length (mm)"),
-        ("Waiting times", "time (s)"),
-        ("Particle sizes", "diameter (nm)"),
-    )[way]
-    count, edges, _ = ax.hist(
-        v,
-        bins,
-        color=look.colours[0][1],
-        edgecolor=look.paper[1] if rng.random() < 0.6 else look.ink,
-        lw=0.5,
-    )
+    title, x, shape = CHOICES["distributions"][way]
+    edge = look.paper[1] if rng.random() < 0.6 else look.ink
+    count, edges, _ = ax.hist(v, bins, color=look.colours[0][1], edgecolor=edge, lw=0.5)
     mean = rng.random() < 0.4
     if mean:
         ax.axvline(v.mean(), color=look.colours[1][1], ls="--", lw=look.width)
@@ -441,21 +386,9 @@ def histogram(ax: Axes, rng: np.random.Generator, look: Look):
 
 
 def _groups(rng: np.random.Generator):
-    names = (
-        ["wild type", "mutant", "rescue"],
-        ["A", "B", "C", "D"],
-        ["spring", "summer", "autumn", "winter"],
-        ["site 1", "site 2", "site 3"],
-    )[rng.integers(4)]
-    return (
-        names,
-        [rng.normal(rng.uniform(10, 30), rng.uniform(1.5, 4), 60) for _ in names],
-        (
-            ("Expression levels", "level (a.u.)"),
-            ("Leaf area", "area (cm²)"),
-            ("Enzyme activity", "activity (U/mg)"),
-        )[rng.integers(3)],
-    )
+    names = CHOICES["groups"][rng.integers(4)]
+    values = [rng.normal(rng.uniform(10, 30), rng.uniform(1.5, 4), 60) for _ in names]
+    return names, values, CHOICES["measured"][rng.integers(3)]
 
 
 def _group_facts(
@@ -512,13 +445,9 @@ def violin(ax: Axes, rng: np.random.Generator, look: Look):
 def _field_says(title: str, c: str, x: np.ndarray, y: np.ndarray, z: np.ndarray):
     """Return one true sentence about a field."""
     i = np.unravel_index(z.argmax(), z.shape)
-    return {
-        "Diffusing spots": f"the largest {c} is near ({sig(x[i], 2):g}, {sig(y[i], 2):g})",
-        "Two-source interference": "bright and dark bands fan out from two sources",
-        "Himmelblau function": "there are four minima",
-        "Dipole potential": "a positive pole lies on the right and a negative one on the left",
-        "Saddle surface": "values rise along x and fall along y away from the centre",
-    }.get(title, f"{100 * (z > 0).mean():.0f} % of the spins point up")
+    if title == "Diffusing spots":
+        return f"the largest {c} is near ({sig(x[i], 2):g}, {sig(y[i], 2):g})"
+    return CHOICES["fields"].get(title) or f"{100 * (z > 0).mean():.0f} % of the spins point up"
 
 
 def _correlation_matrix(ax: Axes, rng: np.random.Generator, look: Look) -> dict:
@@ -555,14 +484,8 @@ def heat_map(ax: Axes, rng: np.random.Generator, look: Look):
     if rng.random() < 0.3:
         return _correlation_matrix(ax, rng, look)
     title, a, b, c, x, y, z = FIELDS[rng.integers(3)](rng)
-    drawn = ax.imshow(
-        z,
-        cmap=look.map,
-        origin="lower",
-        aspect="auto",
-        extent=(x.min(), x.max(), y.min(), y.max()),
-        interpolation="nearest",
-    )
+    place = dict(origin="lower", extent=(x.min(), x.max(), y.min(), y.max()))
+    drawn = ax.imshow(z, cmap=look.map, aspect="auto", interpolation="nearest", **place)
     colourbar(ax, look, drawn, c)
     return {
         **label(ax, look, title, a, b),
@@ -578,9 +501,8 @@ def heat_map(ax: Axes, rng: np.random.Generator, look: Look):
 
 def contour(ax: Axes, rng: np.random.Generator, look: Look):
     """Draw contour lines of a field."""
-    title, a, b, c, x, y, z = (spots, himmelblau, dipole, saddle, interference)[rng.integers(5)](
-        rng
-    )
+    make = (spots, himmelblau, dipole, saddle, interference)[rng.integers(5)]
+    title, a, b, c, x, y, z = make(rng)
     filled, n = look.either(rng.random() < 0.6), int(rng.integers(6, 13))
     drawn = (ax.contourf if filled else ax.contour)(x, y, z, n, cmap=look.map)
     colourbar(ax, look, drawn, c)
@@ -604,18 +526,8 @@ def vector_field(ax: Axes, rng: np.random.Generator, look: Look):
     x, y = plane(int(rng.integers(11, 16)), -2, 2)
     k = rng.integers(5)
     r = np.hypot(x, y) + 0.3
-    u, v, title, says = (
-        (-y, x, "Vortex", "the arrows turn counter-clockwise around the origin"),
-        (x, -y, "Saddle point", "the arrows come in along the y axis and go out along the x axis"),
-        (x / r**2, y / r**2, "Point source", "the arrows point away from the origin"),
-        (
-            y,
-            -np.sin(1.5 * x),
-            "Phase portrait of a pendulum",
-            "the arrows turn clockwise around the origin",
-        ),
-        (-x, -y, "Sink", "the arrows point to the origin"),
-    )[k]
+    flows = ((-y, x), (x, -y), (x / r**2, y / r**2), (y, -np.sin(1.5 * x)), (-x, -y))
+    (u, v), (title, says) = flows[k], CHOICES["flows"][k]
     if rng.random() < 0.5:
         colour = f"coloured by speed in {look.map}"
         drawn = ax.quiver(x, y, u, v, np.hypot(u, v), cmap=look.map, pivot="mid", width=0.006)
@@ -691,62 +603,34 @@ def graph(ax: Axes, rng: np.random.Generator, look: Look):
     title, p, edges, says = (_ring, _tree, _layers, _near)[rng.integers(4)](rng)
     n, (colour, shade) = len(p), look.colours[0]
     special = int(rng.integers(n)) if rng.random() < 0.5 else None
-    ax.add_collection(
-        LineCollection(
-            [(p[i], p[j]) for i, j in edges], colors=look.ink, lw=look.width * 0.7, zorder=1
-        )
-    )
-    ax.scatter(
-        *p.T,
-        s=190 if n < 13 else 130,
-        color=[look.colours[1][1] if i == special else shade for i in range(n)],
-        edgecolor=look.ink,
-        lw=1,
-        zorder=2,
-    )
+    lines = [(p[i], p[j]) for i, j in edges]
+    ax.add_collection(LineCollection(lines, colors=look.ink, lw=look.width * 0.7, zorder=1))
+    shades = [look.colours[1][1] if i == special else shade for i in range(n)]
+    size = 190 if n < 13 else 130
+    ax.scatter(*p.T, s=size, color=shades, edgecolor=look.ink, lw=1, zorder=2)
     named = rng.random() < 0.7
-    if named:
-        for i, (x, y) in enumerate(p):
-            ax.text(
-                x,
-                y,
-                str(i + 1),
-                ha="center",
-                va="center",
-                fontsize=look.size * 0.85,
-                color=on(look.colours[1][1] if i == special else shade),
-                zorder=3,
-                fontweight="bold",
-            )
+    style = dict(ha="center", va="center", fontsize=look.size * 0.85, fontweight="bold", zorder=3)
+    for i, (x, y) in enumerate(p if named else ()):
+        ax.text(x, y, str(i + 1), color=on(shades[i]), **style)
     ax.margins(0.12)
     ax.set_axis_off()
+    one = [] if special is None else [f"one node is {look.colours[1][0]}"]
+    if one and named:
+        one[0] += f", number {special + 1}"
     return {
         **label(ax, look, title),
         "what": f"A schematic graph with {number(n)} {colour} nodes and {number(len(edges))} edges",
         "nodes": n,
         "edges": [[i + 1, j + 1] for i, j in edges],
         "special": None if special is None else special + 1,
-        "says": [says]
-        + ["the nodes are numbered"] * bool(named)
-        + (
-            []
-            if special is None
-            else [
-                f"one node is {look.colours[1][0]}" + (f", number {special + 1}" if named else "")
-            ]
-        ),
+        "says": [says] + ["the nodes are numbered"] * bool(named) + one,
     }
 
 
 def flow_chart(ax: Axes, rng: np.random.Generator, look: Look):
     """Draw boxes and arrows."""
-    chains = (
-        ("sample", "extract", "sequence", "align", "call"),
-        ("data", "split", "train", "validate", "deploy"),
-        ("question", "hypothesis", "experiment", "analysis", "paper"),
-        ("laser", "lens", "sample", "filter", "camera"),
-    )
-    names = list(chains[rng.integers(len(chains))][: rng.integers(3, 6)])
+    chains = CHOICES["chains"]
+    names = chains[rng.integers(len(chains))][: rng.integers(3, 6)]
     n = len(names)
     y = -np.arange(n) * 1.0
     back = rng.random() < 0.4 and n > 3

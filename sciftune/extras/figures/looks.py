@@ -9,35 +9,22 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ...core.files import packaged_table
+
 # %% auto #0
-__all__ = ['PALETTES', 'STYLES', 'WORDS', 'Style', 'Look', 'draw_look', 'number', 'sig', 'several', 'turns', 'trend']
+__all__ = ['CHOICES', 'PALETTES', 'STYLES', 'WORDS', 'palette', 'Style', 'Look', 'draw_look', 'number', 'sig', 'several', 'turns',
+           'trend']
 
 # %% ../../../nbs/extras/figures/01_looks.ipynb #f38882ed
-def _palette(text: str):
+CHOICES = packaged_table("extras/figures/drawn.yaml")  # what figures and charts choose from
+
+
+def palette(text: str) -> tuple[tuple[str, str], ...]:
+    """Return (name, colour) of each entry of 'blue #1f77b4, red #d62728'."""
     return tuple(tuple(c.rsplit(" ", 1)) for c in text.split(", "))
 
 
-PALETTES = {
-    k: _palette(v)
-    for k, v in {
-        "classic": "blue #1f77b4, orange #ff7f0e, green #2ca02c, "
-        "red #d62728, purple #9467bd, brown #8c564b",
-        "open": "orange #e69f00, sky blue #56b4e9, green #009e73, "
-        "blue #0072b2, vermilion #d55e00, pink #cc79a7",
-        "bright": "blue #4477aa, coral #ee6677, green #228833, "
-        "mustard #ccbb44, cyan #66ccee, purple #aa3377",
-        "earth": "dark blue #264653, teal #2a9d8f, sand #e9c46a, "
-        "orange #f4a261, terracotta #e76f51, brown #7f5539",
-        "ink": "navy #1b2a6b, crimson #b3123a, olive #6b7a1b, "
-        "slate #5c6b7a, gold #c99a1a, plum #6b2a5e",
-        "neon": "cyan #4dd0e1, yellow #ffd54f, pink #f06292, "
-        "green #81c784, orange #ffb74d, violet #b39ddb",
-        "crayon": "blue #2e6fbf, red #d0312d, green #3a8a3a, "
-        "orange #e07b1f, purple #7b3fa0, teal #1f8a8a",
-        "grey": "black #111111, dark grey #555555, grey #8a8a8a, "
-        "light grey #b8b8b8, charcoal #333333, silver #cfcfcf",
-    }.items()
-}
+PALETTES = {name: palette(text) for name, text in CHOICES["palettes"].items()}
 
 
 @dataclass(frozen=True)
@@ -55,48 +42,12 @@ class Style:
     papers: tuple
     inks: tuple
     palettes: tuple
-    fonts: tuple = (
-        "DejaVu Sans",
-        "DejaVu Serif",
-        "STIXGeneral",
-    )
+    fonts: tuple = ("DejaVu Sans", "DejaVu Serif", "STIXGeneral")
     maps: tuple = ("viridis", "magma", "cividis", "plasma", "coolwarm", "Blues", "YlGnBu")
     sketch: tuple = None
 
 
-STYLES = {
-    "light": Style(
-        (
-            ("white", "#ffffff"),
-            ("white", "#ffffff"),
-            ("off-white", "#fbfaf5"),
-            ("pale grey", "#f2f3f5"),
-        ),
-        ("#000000", "#222222", "#3a3f4b"),
-        ("classic", "open", "bright", "earth", "ink"),
-    ),
-    "dark": Style(
-        (("black", "#0b0b0f"), ("dark grey", "#23262d"), ("dark blue", "#0f1b33")),
-        ("#f2f2f2", "#d9dde3"),
-        ("neon",),
-        maps=("viridis", "magma", "inferno", "plasma"),
-    ),
-    "hand": Style(
-        (("white", "#ffffff"), ("cream", "#fdf6e3")),
-        ("#222222",),
-        ("crayon",),
-        ("DejaVu Sans",),
-        ("YlGnBu", "Oranges"),
-        (1.2, 90, 3),
-    ),
-    "print": Style(
-        (("white", "#ffffff"),),
-        ("#000000",),
-        ("grey",),
-        ("DejaVu Serif", "STIXGeneral"),
-        ("Greys", "gray"),
-    ),
-}
+STYLES = {name: Style(**values) for name, values in CHOICES["styles"].items()}
 
 # %% ../../../nbs/extras/figures/01_looks.ipynb #0ace25b5
 @dataclass
@@ -163,21 +114,7 @@ def draw_look(rng: np.random.Generator, style: str, side: int) -> Look:
     )
 
 # %% ../../../nbs/extras/figures/01_looks.ipynb #9351f076
-WORDS = [
-    "zero",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-]
+WORDS = CHOICES["words"]
 
 
 def number(n: int):
