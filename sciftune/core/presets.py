@@ -23,7 +23,7 @@ UNCOUNTED = 1000  # pictures of a collection whose number is not known before it
 
 
 class Rule(BaseModel):
-    """How a value follows from the number of pictures.
+    """The rule by which a value follows from the number of pictures.
 
     Attributes:
         of: what is multiplied: pictures, steps of one pass over them, or steps of the run

@@ -1,1 +1,1 @@
-"""What is learnt, one package each: loss, data, recipe section and task."""
+"""Objectives, one package each: loss, data, recipe section and task."""

@@ -1,1 +1,1 @@
-"""What measures and publishes this project; no part of the wheel."""
+"""Measure and publish this project; no part of the wheel."""

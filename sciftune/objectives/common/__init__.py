@@ -1,1 +1,1 @@
-"""What several objectives share: noise levels, batches, denoising, pairs."""
+"""Shared parts of objectives: noise levels, batches, denoising, pairs."""
