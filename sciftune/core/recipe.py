@@ -150,8 +150,8 @@ def _lines(error: ValidationError) -> list[str]:
         message = finding["msg"].removeprefix("Value error, ").removeprefix(f"{name}: ")
         text = str(finding["input"])
         message = message.replace(text, _shortened(text)) if len(text) > 80 else message
-        given = _shortened(masked(repr(finding["input"])))
-        lines.append(f"{name}: {message}; got {given}" if name else message)
+        given = f"; got {_shortened(masked(repr(finding['input'])))}"
+        lines.append(f"{name}: {message.removesuffix(given)}{given}" if name else message)
     return lines
 
 
