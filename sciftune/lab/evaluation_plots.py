@@ -11,6 +11,7 @@ __all__ = ['SERIES_COLORS', 'FRAMES', 'run_evaluation', 'evaluation_table', 'ski
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,20 +46,17 @@ def run_evaluation(
     """
     call = "evaluation_command(sys.argv[1:])"
     code = f"import sys; from sciftune.lab.evaluate import evaluation_command; {call}"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    words = [str(run), str(count), str(processes)]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words],
-        env=environment,
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-    )
-    if done.returncode:
-        raise RuntimeError(f"{run} could not be evaluated:\n{done.stderr[-2000:]}")
-    for line in done.stdout.splitlines():
-        if line.startswith("evaluating "):
-            say(line)
+    path = os.pathsep.join(filter(None, sys.path))
+    words = [sys.executable, "-u", "-c", code, str(run), str(count), str(processes)]
+    with tempfile.TemporaryFile("w+") as errors:
+        streams = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True)
+        with subprocess.Popen(words, env=os.environ | {"PYTHONPATH": path}, **streams) as job:
+            for line in job.stdout:
+                if line.startswith("evaluating "):
+                    say(line.rstrip())
+        if job.returncode:
+            errors.seek(0)
+            raise RuntimeError(f"{run} could not be evaluated:\n{errors.read()[-2000:]}")
     return read_evaluation(run)
 
 # %% ../../nbs/9_lab/32_evaluation_plots.ipynb #22ff8c02
