@@ -193,7 +193,7 @@ def test_a_launch_forgets_an_early_end(tmp_path, monkeypatch):
     assert sweep.pruned_reason(run)
     Recipe().save(run.recipe)
     run.command.write_text("")
-    monkeypatch.setattr(jobs.Plan, "load", lambda _: SimpleNamespace(timing=str, chosen_text=str))
+    monkeypatch.setattr(jobs.Plan, "load", lambda _: SimpleNamespace(timing=str))
     monkeypatch.setattr(jobs, "launch_here", lambda run: None)
     jobs.launch(run, "notebook")
     assert not sweep.pruned_reason(run)

@@ -862,9 +862,8 @@ def launch(run: RunDir, launcher: str | None = None, early: EarlyJob | None = No
     recipe = kept_recipe(run)
     launcher = launcher or recipe.launcher
     print(f"run folder: {run.path}\n{run.command.read_text()}", flush=True)
-    plan = Plan.load(run.plan)
-    for text in filter(None, (plan.timing() and f"planned: {plan.timing()}", plan.chosen_text())):
-        print(text, flush=True)
+    if timing := Plan.load(run.plan).timing():
+        print(f"planned: {timing}", flush=True)
     if launcher == "print":
         return run
     if state(run) == "running":

@@ -10,6 +10,7 @@ __all__ = ['FINDING_COLUMNS', 'PLACES', 'REFERENCES', 'recipe_of', 'trained_part
            'typical_rows']
 
 # %% ../../nbs/9_lab/28_summary.ipynb #7ad14be2
+import contextlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,7 @@ from sciftune.lab.plots import (
     trained_on_cpu,
     validation_rows,
 )
+from .prepare import count_pictures
 from .scores import FEWEST, SCORES, read_evaluation
 
 # %% ../../nbs/9_lab/28_summary.ipynb #83cbc31f
@@ -395,19 +397,26 @@ PLACES = (
 def differing_fields(recipe: Recipe) -> list[tuple[str, str, str]]:
     """Return the fields that differ from the preset: field, preset's value, run's value."""
     given = dict(model=recipe.model, preset=recipe.preset, objective=recipe.objective)
+    pictures = count_pictures(recipe)
     for fields in (dict(list(given.items())[:2]), given):
         try:
-            usual = resolve(**fields).model_dump()
+            preset = resolve(None, None, pictures, **fields)
             break
         except RecipeError:
             continue
     else:
         return []
-    own = recipe.model_dump()
+    own, usual = recipe.model_dump(), preset.model_dump()
+    with contextlib.suppress(RecipeError):  # a preset's rules follow from these
+        length = {name: own[name] for name in ("steps", "num_train_epochs", "global_batch")}
+        usual = resolve(None, None, pictures, **fields | length).model_dump() | {
+            name: usual[name] for name in length
+        }
+    planned = {"auto", *preset.open_fields}
     return [
         (name, typed_value(usual[name]), typed_value(own[name]))
         for name in own
-        if name not in PLACES and own[name] != usual[name]
+        if name not in (*PLACES, *planned) and own[name] != usual[name]
     ]
 
 
