@@ -4659,6 +4659,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'sciftune/models/compat.py'),
                                         'sciftune.models.compat.ignore_in_ddp': ( '4_models/compat.html#ignore_in_ddp',
                                                                                   'sciftune/models/compat.py'),
+                                        'sciftune.models.compat.keep_autograd_functions': ( '4_models/compat.html#keep_autograd_functions',
+                                                                                            'sciftune/models/compat.py'),
                                         'sciftune.models.compat.lacks_host_gradients': ( '4_models/compat.html#lacks_host_gradients',
                                                                                          'sciftune/models/compat.py'),
                                         'sciftune.models.compat.lora_components': ( '4_models/compat.html#lora_components',

@@ -23,13 +23,13 @@ __all__ = ['TreeSpec', 'tree_flatten', 'tree_unflatten', 'tree_leaves', 'tree_ma
            'FLASH_ATTENTION', 'CUDNN_ATTENTION', 'CUDNN_ATTENTION_BACKWARD', 'CPU_ATTENTION', 'CPU_ATTENTION_BACKWARD',
            'scaled_mm', 'layout_named', 'HOST_GRADIENTS', 'metadata_classes', 'storage_id', 'backward_pass',
            'release_pinned_memory', 'end_workers', 'mark_varying', 'compile_counters', 'on_compilation',
-           'raise_recompile_limit', 'stop_mixed_reductions', 'recompute_used_far_apart', 'quiet_selective_checkpoints',
-           'default_compile_cache', 'ignore_in_ddp', 'begin_fsdp', 'use_gloo', 'forget_accelerator',
-           'attention_setting', 'set_attention_kernel', 'set_context_parallel', 'checkpointing_function',
-           'qwen_prompt_embeds', 'flux2_reference', 'lora_components', 'causal_padding', 'partition_of',
-           'host_partition', 'partition_all', 'lacks_host_gradients', 'replace_host_gradients', 'buffered_norm',
-           'codes_and_scales', 'put_codes', 'change_parts', 'make_state', 'adapted_layers', 'switch_adapters',
-           'flash4_forward', 'flash4_backward']
+           'raise_recompile_limit', 'stop_mixed_reductions', 'recompute_used_far_apart', 'keep_autograd_functions',
+           'quiet_selective_checkpoints', 'default_compile_cache', 'ignore_in_ddp', 'begin_fsdp', 'use_gloo',
+           'forget_accelerator', 'attention_setting', 'set_attention_kernel', 'set_context_parallel',
+           'checkpointing_function', 'qwen_prompt_embeds', 'flux2_reference', 'lora_components', 'causal_padding',
+           'partition_of', 'host_partition', 'partition_all', 'lacks_host_gradients', 'replace_host_gradients',
+           'buffered_norm', 'codes_and_scales', 'put_codes', 'change_parts', 'make_state', 'adapted_layers',
+           'switch_adapters', 'flash4_forward', 'flash4_backward']
 
 # %% ../../nbs/4_models/00_compat.ipynb #1f234147
 # torch 2.13: containers, dispatch modes and pinning have no public module
@@ -163,6 +163,17 @@ def recompute_used_far_apart():
 
     if hasattr(config, "ban_recompute_used_far_apart"):
         config.ban_recompute_used_far_apart = False
+
+
+def keep_autograd_functions():
+    """Let graphs that call autograd functions be among those that are kept between runs.
+
+    torch 2.13: `torch.compile` has no such option; without it every start traces them again.
+    """
+    import torch._functorch.config as config
+
+    if hasattr(config, "autograd_cache_allow_custom_autograd_functions"):
+        config.autograd_cache_allow_custom_autograd_functions = True
 
 
 def quiet_selective_checkpoints():

@@ -35,6 +35,7 @@ from sciftune.models.compat import (
     attention_setting,
     compile_counters,
     default_compile_cache,
+    keep_autograd_functions,
     on_compilation,
     quiet_selective_checkpoints,
     raise_recompile_limit,
@@ -368,6 +369,7 @@ def compile_blocks(denoiser: nn.Module, names: tuple, cache: Path | None = None,
     raise_recompile_limit(64)
     no_mixed_order_reductions()
     recompute_used_far_apart()
+    keep_autograd_functions()
     tell_compilation()
     blocks, compiler = blocks_of(denoiser, names), functools.partial(torch.compile, **kwargs)
     if hasattr(denoiser, "compile_blocks"):  # which compiles parts of them
