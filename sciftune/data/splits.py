@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['data_path', 'hold_out', 'joined_documents', 'hold_out_documents', 'hold_out_by_source', 'check_references',
-           'check_areas', 'open_recipe_data', 'WithHeldOut', 'open_with_held_out', 'in_both']
+           'check_areas', 'check_columns', 'open_recipe_data', 'WithHeldOut', 'open_with_held_out', 'in_both']
 
 # %% ../../nbs/2_data/14_splits.ipynb #29314b01
 from collections.abc import Sequence
@@ -231,6 +231,27 @@ def check_areas(recipe: Recipe, collection: SampleCollection):
             )
 
 
+def check_columns(recipe: Recipe, collection: SampleCollection):
+    """Raise RecipeError if rows lack the columns that the run reads, or have more of them.
+
+    Args:
+        recipe: the run
+        collection: its ids, references, masks, boxes and words are read
+    """
+    check_references(recipe, collection)
+    check_areas(recipe, collection)
+    if recipe.caption_words and not any(collection.words):
+        raise RecipeError(
+            f"caption_words: {recipe.caption_words:g}, but no row of data names the words of its "
+            "figure in a column labels or words"
+        )
+    if recipe.reference_images and not any(collection.references):
+        raise RecipeError(
+            f"reference_images: {recipe.reference_images}, but no row of data has a reference "
+            f"image; they stand in columns such as {', '.join(REFERENCE_KEYS[:4])}"
+        )
+
+
 def open_recipe_data(
     recipe: Recipe, quarantine: Path | None = None, decode: bool = True, areas: tuple[str, ...] = ()
 ) -> SampleCollection:
@@ -246,8 +267,7 @@ def open_recipe_data(
         Collection or JoinedCollections, see `data.sources`
 
     Raises:
-        RecipeError: as `check_references` and `check_areas`, or no row has the reference images
-            asked for
+        RecipeError: as `check_columns`
     """
     rule = _reading_rule(recipe)
     rule["areas"] = (*rule.get("areas", ()), *areas)
@@ -260,18 +280,7 @@ def open_recipe_data(
         decode=decode,
         **rule,
     )
-    check_references(recipe, collection)
-    check_areas(recipe, collection)
-    if recipe.caption_words and not any(collection.words):
-        raise RecipeError(
-            f"caption_words: {recipe.caption_words:g}, but no row of data names the words of its "
-            "figure in a column labels or words"
-        )
-    if recipe.reference_images and not any(collection.references):
-        raise RecipeError(
-            f"reference_images: {recipe.reference_images}, but no row of data has a reference "
-            f"image; they stand in columns such as {', '.join(REFERENCE_KEYS[:4])}"
-        )
+    check_columns(recipe, collection)
     return collection
 
 # %% ../../nbs/2_data/14_splits.ipynb #5e1f0b02

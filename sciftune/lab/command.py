@@ -523,10 +523,10 @@ def _trained(settings: dict[str, Any], early: EarlyJob) -> int:
 
 def _write_results(run: RunDir, recipe: Recipe) -> None:
     """Evaluate a small trained model, and write the report of a run that has ended."""
-    from sciftune.lab.evaluation_plots import evaluation_table, run_evaluation
+    from sciftune.lab.evaluation_plots import evaluated_at_end, evaluation_table, run_evaluation
     from sciftune.lab.report import run_report
 
-    if recipe.model_path == "nano" and state(run) == "finished":
+    if evaluated_at_end(recipe) and state(run) == "finished":
         run_evaluation(run.path, count=64)
         print(evaluation_table(run.path))
     print(f"report: {run_report(run)}", flush=True)

@@ -16,17 +16,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from ..core.presets import nano_folder
-from ..core.recipe import Recipe, accepts
+from ..core.recipe import Recipe, RecipeError, accepts
 from ..core.registry import find_record, records
 from ..core.rundir import cache_root, cores
 from ..core.writing import write_atomic
 from ..data.buckets import Sizing, crop_loss, nearest_size, size_inside
 from ..data.captions import common_captions
+from ..data.cells import word_boxes
 from sciftune.data.duplicates import (
     Signatures,
     collection_signatures,
@@ -987,6 +989,20 @@ def small_model_notes(recipe: Recipe) -> list[str]:
     ]
 
 
+def _check_columns(recipe: Recipe, rows: Sequence[Row], listed: bool):
+    """Raise RecipeError as a run would for columns that it reads, as far as they are listed."""
+    from sciftune.data.splits import check_columns
+
+    if not listed:  # masks and words of shards
+        unread = dict(mask_outside=1.0, text_weight=1.0, caption_words=0.0)
+        recipe = recipe.model_copy(update=unread)
+    columns = {n: [getattr(row, n) for row in rows] for n in ("references", "masks")}
+    columns["ids"] = [row.id for row in rows]
+    columns["boxes"] = [word_boxes(row.facts) for row in rows]
+    columns["words"] = [words_sentence(row.facts) for row in rows]
+    check_columns(recipe, SimpleNamespace(**columns))
+
+
 def quick_look(recipe: Recipe) -> DataLook:
     """Inspect captions, headers and the records of earlier runs.
 
@@ -995,8 +1011,10 @@ def quick_look(recipe: Recipe) -> DataLook:
 
     Raises:
         DataError: a run of the recipe would refuse the data, as far as is known by then
+        RecipeError: the data lack what a field asks for
     """
     rows, rejected, notes, columns, total = [], [], [], [], 0
+    every, listed = [], True
     for path, _ in recipe.sources:
         if path in records("collections") or "://" in path or (Path(path) / "data.mdb").is_file():
             notes.append(f"{path}: not looked at before it is opened")
@@ -1007,6 +1025,8 @@ def quick_look(recipe: Recipe) -> DataLook:
         place = f"{Path(path).absolute()}|{recipe.metadata or None}"
         known = known_findings(place, cache_root(recipe.run_root) / "verified")
         good = [number for number, row in enumerate(source.rows) if not row.fault]
+        every += map(source.rows.__getitem__, good)
+        listed &= isinstance(source, Files)
         step = max(1, math.ceil(len(good) / HEADERS))
         some = map(source.rows.__getitem__, good[::step])
         rows += [row for row in some if _fill_in(source, row, known)]
@@ -1015,6 +1035,8 @@ def quick_look(recipe: Recipe) -> DataLook:
         rejected += bad
         columns += [*source.notes, *filter(None, [files_line(source, path)])]
         total += len(source.rows)
+    if every and not notes:
+        _check_columns(recipe, every, listed)
     ids, shapes = [row.id for row in rows], [(row.width, row.height) for row in rows]
     captions = [row.captions for row in rows]
     words = [words_sentence(row.facts) for row in rows]
@@ -1039,8 +1061,8 @@ def quick_look_command(arguments: list[str]) -> int:
     recipe = Recipe.load(Path(arguments[0]))
     try:
         look = quick_look(recipe)
-    except DataError as error:
-        print(f"data: {error}")
+    except (DataError, RecipeError) as error:
+        print(error if isinstance(error, RecipeError) else f"data: {error}")
         return 2
     look.save(Path(arguments[1]))
     for line in (*look.columns, *look.lines()):
