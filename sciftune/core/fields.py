@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WHOLE_LIMIT', 'NUMBER_LIMIT', 'ADDRESSED', 'PROSE', 'RecipeError', 'field', 'setting', 'facts', 'is_on',
-           'data_sources', 'Need', 'Section']
+           'data_sources', 'ForeignNames', 'Need', 'Section']
 
 # %% ../../nbs/1_core/01a_fields.ipynb #fld00003
 import re
@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
+from .files import packaged_table
 from .secrets import conceal, masked
 
 # %% ../../nbs/1_core/01a_fields.ipynb #3f4ef32c
@@ -134,6 +135,26 @@ def data_sources(data: str) -> tuple[tuple[str, float], ...]:
     return tuple(parts)
 
 # %% ../../nbs/1_core/01a_fields.ipynb #c5a0838b
+class ForeignNames(NamedTuple):
+    """Names of recipe fields in other scripts.
+
+    Attributes:
+        fields: recipe field or another name, by name in other scripts
+        fixed: (accepted values, why), by name; the values None = every one
+    """
+
+    fields: Mapping[str, str]
+    fixed: Mapping[str, tuple]
+
+    @classmethod
+    def read(cls, name: str) -> "ForeignNames":
+        """Read the parts `fields` and `fixed` of a YAML file of this package."""
+        table = packaged_table(name)
+        fixed = table["fixed"].items()
+        taken = {setting: tuple(v) if isinstance(v, list) else v for setting, (v, _) in fixed}
+        return cls(table["fields"], {setting: (taken[setting], why) for setting, (_, why) in fixed})
+
+
 def _without_secrets(data: str) -> str:
     """Return `data` with its addresses masked; the weights stay."""
     parts = data_sources(data)

@@ -6,9 +6,9 @@
 __all__ = ['RECORDS', 'DistillationSection']
 
 # %% ../../../nbs/8_objectives/dmd/01_section.ipynb #cbc3bcc2
-from typing import ClassVar, Literal
+from typing import Literal
 
-from ...core.fields import Section, field
+from ...core.fields import ForeignNames, Section, field
 from ...core.registry import ObjectiveRecord, find_record
 
 # %% ../../../nbs/8_objectives/dmd/01_section.ipynb #e459488d
@@ -49,44 +49,7 @@ RECORDS = [
 class DistillationSection(Section):
     """Set steps of the generator, guidance, discriminator and critic."""
 
-    aliases: ClassVar = dict(
-        generator_lr="learning_rate",
-        guidance_lr="critic_learning_rate",
-        real_guidance_scale="real_guidance",
-        dfake_gen_update_ratio="generator_every",
-        generator_lora="use_lora",
-        train_prompt_path="prompts",
-        real_image_path="data",
-        checkpoint_path="resume",
-        fsdp="use_fsdp",
-        min_step_percent="dm_min_step",
-        max_step_percent="dm_max_step",
-        dm_loss_weight="dm_weight",
-        num_denoising_step="denoising_steps",
-        cls_on_clean_image="gan",
-        gen_cls_loss_weight="gan_weight",
-        guidance_cls_loss_weight="critic_gan_weight",
-        diffusion_gan_max_timestep="gan_max_timestep",
-    )
-    fixed: ClassVar = dict(
-        fake_guidance_scale=(1.0, "the critic is asked without guidance"),
-        initialize_generator=(True, "the generator begins as its teacher, or with start_from"),
-        initialie_generator=(True, "the generator begins as its teacher, or with start_from"),
-        generator_ckpt_path=((), "write start_from, a checkpoint of an earlier distillation"),
-        tiny_vae=(False, "images are decoded by the model's own autoencoder"),
-        denoising=(None, "denoising_steps says it"),
-        denoising_timestep=(1000, "the generator's steps divide 1000"),
-        denoising_loss_weight=(1, "dm_weight and gan_weight are the weights"),
-        gen_cls_loss=(None, "with gan the generator is judged, too"),
-        num_train_timesteps=(1000, "the model's own schedule"),
-        latent_resolution=(None, "resolution says it"),
-        latent_channel=(None, "the autoencoder says it"),
-        log_path=(None, "logs are in the folder of the run"),
-        log_loss=(None, "metrics hold every loss"),
-        no_save=(False, "write checkpoint_steps=0, which keeps the last one only"),
-        grid_size=(None, "validation_images says how many are drawn"),
-        wandb_iters=(None, "validation_steps says when images are drawn"),
-    )
+    aliases, fixed = ForeignNames.read("objectives/dmd/names.yaml")
 
     live_captions: bool = field(
         False,

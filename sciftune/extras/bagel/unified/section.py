@@ -6,9 +6,9 @@
 __all__ = ['RECORDS', 'UnifiedSection']
 
 # %% ../../../../nbs/extras/bagel/unified/01_section.ipynb #deff18b1
-from typing import ClassVar, Literal
+from typing import Literal
 
-from ....core.fields import Section, field
+from ....core.fields import ForeignNames, Section, field
 from ....core.registry import ObjectiveRecord
 
 # %% ../../../../nbs/extras/bagel/unified/01_section.ipynb #3253e816
@@ -37,41 +37,7 @@ RECORDS = [
 class UnifiedSection(Section):
     """Set packing, the weights of both losses, dropout and frozen parts."""
 
-    aliases: ClassVar = dict(
-        ce_weight="text_loss_weight",
-        mse_weight="image_loss_weight",
-        expected_num_tokens="expected_tokens",
-        max_num_tokens="max_tokens",
-        max_num_tokens_per_sample="max_sample_tokens",
-        text_cond_dropout_prob="text_cond_dropout",
-        vae_cond_dropout_prob="vae_cond_dropout",
-        vit_cond_dropout_prob="vit_cond_dropout",
-        use_flex="attention",
-    )
-    fixed: ClassVar = dict(
-        visual_gen=(True, "images are generated; image_loss_weight=0 leaves their loss out"),
-        visual_und=(True, "images are understood; text_loss_weight=0 leaves their loss out"),
-        finetune_from_hf=(True, "the weights are those of model_path; 'parts' begins with parts"),
-        copy_init_moe=(True, "with model_path='parts' both experts begin with the same weights"),
-        llm_qk_norm=(True, "the published model has it"),
-        tie_word_embeddings=(False, "the published model has a head of its own"),
-        layer_module=("Qwen2MoTDecoderLayer", "the published model's"),
-        connector_act=("gelu_pytorch_tanh", "the published model's"),
-        latent_patch_size=(2, "the published model's"),
-        vit_patch_size=(14, "the published model's"),
-        vit_max_num_patch_per_side=(70, "the published model's"),
-        vit_select_layer=(-2, "the published model's"),
-        vit_rope=(False, "the published model's"),
-        interpolate_pos=(False, "the published model's"),
-        max_latent_size=(64, "the published model's"),
-        dataset_config_file=((), "write the lists and their weights into data"),
-        data_seed=(None, "seed says the order, too"),
-        prefetch_factor=(None, "batches are made ahead by a thread"),
-        prefer_buffer_before=(None, "samples that do not fit wait for the next sequence"),
-        max_buffer_size=(None, "samples that do not fit wait for the next sequence"),
-        num_replicate=(None, "the processes divided by hybrid_shard"),
-        min_lr=(0, "lr_schedule='cosine' falls to 0"),
-    )
+    aliases, fixed = ForeignNames.read("extras/bagel/unified/names.yaml")
 
     expected_tokens: int = field(
         10240, "a packed sequence is complete when it holds so many tokens", ge=16
