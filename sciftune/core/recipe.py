@@ -22,13 +22,12 @@ from pydantic import PrivateAttr, ValidationError, model_validator
 from sciftune.core.aliases import (
     COMMON_NAMES,
     SWITCHES,
-    ForeignNames,
     Processes,
     strategy_settings,
     translated,
     with_family,
 )
-from .fields import RecipeError, facts
+from .fields import ForeignNames, RecipeError, facts
 from .files import FileError, read_mapping
 from sciftune.core.presets import (
     PresetError,

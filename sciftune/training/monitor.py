@@ -6,9 +6,12 @@
 __all__ = ['MONITOR_RULES', 'usual_rates', 'rate_advice', 'Monitor']
 
 # %% ../../nbs/7_training/12_monitor.ipynb #3d6573fc
+from dataclasses import replace
 from statistics import fmean, median, pvariance
+from typing import Any
 
 from ..core.diagnosis import Finding
+from ..core.files import packaged_table
 from ..core.plan import Plan
 from ..core.recipe import Recipe
 from ..core.recipe_fields import why_unread
@@ -49,8 +52,29 @@ def rate_advice(recipe: Recipe) -> tuple[str, str]:
     )
 
 # %% ../../nbs/7_training/12_monitor.ipynb #e82762c9
+_TABLE = packaged_table("assets/monitor.yaml")
+MONITOR_RULES = (*_TABLE, "updates rounded away")  # names of findings
+
+
+def _finding(name: str, extra: bool = False, **values: Any) -> Finding:
+    """Fill in a row of the table.
+
+    Args:
+        name: of the row
+        extra: whether its part `extra` is said
+        values: what its texts show
+    """
+    row = _TABLE[name]
+    values["extra"] = row["extra"].format(**values) + " " if extra else ""
+    return Finding(name, *(row[part].format(**values) for part in ("cause", "cure")))
+
+
 def _median(rows: list[dict], key: str) -> float:
     return median(row[key] for row in rows)
+
+
+def _rise(rows: list[dict], key: str) -> float:
+    return rows[-1][key] - rows[0][key]
 
 
 def _slow_data(recipe: Recipe, rows: list[dict]) -> Finding | None:
@@ -58,47 +82,26 @@ def _slow_data(recipe: Recipe, rows: list[dict]) -> Finding | None:
     wait = _median(rows, "data_wait")
     if wait <= 0.3 * step or wait <= 0.1:
         return None
-    workers = ""
-    if not recipe.data_workers and not why_unread("data_workers", dict(recipe)):
-        workers = "data_workers=2 makes batches in processes of their own; "
-    return Finding(
-        "slow step: data",
-        f"{wait:.2g} s of {step:.2g} s per step are spent waiting for data",
-        f"{workers}put run_root (its cache) on a local disk; with live_captions the text encoder "
-        "is part of it: false caches the captions",
-    )
+    workers = not recipe.data_workers and not why_unread("data_workers", dict(recipe))
+    return _finding("slow step: data", workers, step=step, wait=wait)
 
 
 def _slow_compilation(recipe: Recipe, rows: list[dict]) -> Finding | None:
-    graphs = rows[-1]["compiled_graphs"] - rows[0]["compiled_graphs"]
+    graphs = _rise(rows, "compiled_graphs")
     if graphs < 3:
         return None
-    sizes = ""
-    if recipe.varied:
-        wider = 2 * recipe.sides()[2]
-        sizes = f"bucket_step={wider}, random_hw_draws=1, "
-    return Finding(
-        "slow step: compilation",
-        f"{graphs:g} graphs were compiled in the last {len(rows)} steps: "
-        "each new size is compiled again",
-        f"fewer sizes: {sizes}or compile=false",
-    )
+    wider = 2 * recipe.sides()[2] if recipe.varied else 0
+    shown = dict(graphs=graphs, count=len(rows), wider=wider)
+    return _finding("slow step: compilation", recipe.varied, **shown)
 
 
 def _slow_allocator(recipe: Recipe, rows: list[dict]) -> Finding | None:
-    retries = rows[-1]["allocator_retries"] - rows[0]["allocator_retries"]
+    retries = _rise(rows, "allocator_retries")
     if retries < len(rows) / 4:
         return None
-    mapped = rows[-1]["memory_mapped_gib"] - rows[0]["memory_mapped_gib"]
-    checkpointing = recipe.gradient_checkpointing
-    more = "" if checkpointing in ("auto", "full") else "gradient_checkpointing=auto and "
-    return Finding(
-        "slow step: memory",
-        f"the card is full: {retries:g} times in {len(rows)} steps the allocator waited for the "
-        f"device, gave pages back and took them again ({mapped:.3g} GiB)",
-        f"{more}a device_memory_gib of 3 GiB less than the card has, so that the plan computes "
-        "more blocks again; or a smaller micro_batch: the numbers stay the same",
-    )
+    more = recipe.gradient_checkpointing not in ("auto", "full")
+    shown = dict(retries=retries, count=len(rows), mapped=_rise(rows, "memory_mapped_gib"))
+    return _finding("slow step: memory", more, **shown)
 
 
 def _slow_offload(recipe: Recipe, rows: list[dict]) -> Finding | None:
@@ -106,45 +109,23 @@ def _slow_offload(recipe: Recipe, rows: list[dict]) -> Finding | None:
     optimizer = _median(rows, "optimizer_time")
     if recipe.offload == "none" or optimizer <= 0.5 * step:
         return None
-    return Finding(
-        "slow step: offload",
-        f"the optimizer takes {optimizer:.2g} of {step:.2g} s per step: "
-        f"offload='{recipe.offload}' runs it on the host",
-        "offload='none' with precision='bf16-master24' under fsdp needs half the memory; "
-        f"else a larger global_batch (now {recipe.global_batch}) takes the step less often",
-    )
+    return _finding("slow step: offload", step=step, optimizer=optimizer, recipe=recipe)
 
 
 def _slower_than_planned(recipe: Recipe, step: float, planned: float | None) -> Finding | None:
     if not planned or step <= 1.5 * planned:
         return None
-    compiled = "" if recipe.compile else "compile=true; "
-    return Finding(
-        "slow step: slower than planned",
-        f"{step:.3g} s per step, planned {planned:.3g} s",
-        f"the report's step time shows which part; {compiled}another job on the same GPUs or "
-        "disks?",
-    )
+    name = "slow step: slower than planned"
+    return _finding(name, not recipe.compile, step=step, planned=planned)
 
 
 def _slower_than_before(recipe: Recipe, step: float, best: float | None) -> Finding | None:
     areas_differ = recipe.random_hw_adapt or recipe.bucket_sides  # else areas are about equal
     if not best or step <= 1.5 * best or step <= 0.5 or areas_differ:
         return None
-    return Finding(
-        "slow step: slower than before",
-        f"{step:.3g} s per step, {best:.3g} s earlier",
-        "nvidia-smi shows clocks, temperature and other processes; "
-        "a shared file system may be busy",
-    )
+    return _finding("slow step: slower than before", step=step, best=best)
 
 # %% ../../nbs/7_training/12_monitor.ipynb #6c71fbab
-_SLOW = ("data", "compilation", "memory", "offload", "slower than planned", "slower than before")
-MONITOR_RULES = (  # names of findings
-    *("loss starts too high", "loss does not fall", "no gradient", "updates rounded away"),
-    *(f"slow step: {cause}" for cause in _SLOW),
-)
-
 _READ = (  # of a row
     *("loss", "grad_norm", "step_time", "data_wait", "optimizer_time"),
     *("compiled_graphs", "allocator_retries", "memory_mapped_gib"),
@@ -207,7 +188,7 @@ class Monitor:
             return []
         step = row["step"]
         what = f"the held-out loss is {now:.4g} at step {step}, {start:.4g} at the start"
-        return self._once([Finding("loss does not fall", f"{what}: {self._why()}", self._cure())])
+        return self._once([self._flat(what)])
 
     def _once(self, findings: list[Finding | None]) -> list[Finding]:
         new = [one for one in findings if one and one.name not in self.reported]
@@ -225,15 +206,7 @@ class Monitor:
         rises = median(self.first_losses) > 10 * self.first_losses[0]  # see `training.divergence`
         if mean <= limit or rises:
             return None
-        return Finding(
-            "loss starts too high",
-            f"mean loss {mean:.3g} over the first 10 steps, where predicting nothing costs "
-            f"{limit / 2:g} or less: the model predicts the negative of the target (a wrong sign), "
-            "or its latents are not normalised",
-            "the target here is noise − latents, as published; check that model_path is the "
-            "unchanged published pipeline (scheduler, vae config, prediction type) and that data "
-            "are pictures in the usual range",
-        )
+        return _finding("loss starts too high", mean=mean, nothing=limit / 2)
 
     def _does_not_fall(self) -> Finding | None:
         window = self.window
@@ -249,36 +222,25 @@ class Monitor:
         if gain > 2 * error:
             return None
         risen = gain < -3 * error
-        words = "has risen" if risen else "has not fallen"
-        cause = (
-            f"the training loss {words} in {self.count} steps: {fmean(first):.4g} at first, "
-            f"{fmean(last):.4g} now, ± {error:.2g}: {self._why()}"
+        what = (
+            f"the training loss has {'risen' if risen else 'not fallen'} in {self.count} steps: "
+            f"{fmean(first):.4g} at first, {fmean(last):.4g} now, ± {error:.2g}"
         )
-        return Finding("loss does not fall", cause, self._gentler() if risen else self._cure())
+        return self._flat(what, risen)
 
-    def _why(self) -> str:
-        return self.rounded or rate_advice(self.recipe)[0] or "nothing in the numbers says why"
-
-    def _gentler(self) -> str:
+    def _flat(self, what: str, risen: bool = False) -> Finding:
+        """Return the finding of a loss that does not fall, with its cause if numbers show one."""
         recipe = self.recipe
-        warmup = max(100, 2 * recipe.warmup_steps)
-        return f"learning_rate below {recipe.learning_rate:g}, warmup_steps={warmup}"
-
-    def _cure(self) -> str:
-        recipe = self.recipe
-        if self.rounded:
-            return "precision='bf16-master24' or 'bf16-mixed'"
-        if cure := rate_advice(recipe)[1]:
-            return cure
-        fixed = ""
-        if not (recipe.validation_steps and recipe.held_out):
-            fixed = "validation_steps and held_out give a loss on fixed noise, "
-            fixed += "which shows far smaller changes; "
-        return (
-            f"{fixed}look at the held-out loss by sigma and at the images; more steps, "
-            f"learning_rate (now {recipe.learning_rate:g}) two to three times larger, "
-            "or captions that say more"
-        )
+        why, cure = rate_advice(recipe)
+        why = self.rounded or why or "nothing in the numbers says why"
+        unmeasured = not (recipe.validation_steps and recipe.held_out)
+        found = _finding("loss does not fall", unmeasured, what=what, why=why, recipe=recipe)
+        if risen:
+            warmup = max(100, 2 * recipe.warmup_steps)
+            cure = f"learning_rate below {recipe.learning_rate:g}, warmup_steps={warmup}"
+        elif self.rounded:
+            cure = "precision='bf16-master24' or 'bf16-mixed'"
+        return replace(found, cure=cure or found.cure)
 
     def _no_gradient(self) -> Finding | None:
         last = self.rows[-5:]
@@ -286,12 +248,7 @@ class Monitor:
         losing = any(row["loss"] for row in last)
         if len(last) < 5 or moving or not losing:
             return None
-        return Finding(
-            "no gradient",
-            "the gradient norm has been 0 for 5 steps: nothing is trained",
-            "check freeze_* and lora_targets; a loss_weighting or snr_gamma of zero weight does "
-            "the same",
-        )
+        return _finding("no gradient")
 
     def _slow(self) -> list[Finding]:
         if self.count < 2 * self.settle or self.count % self.settle:
