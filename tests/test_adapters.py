@@ -728,3 +728,43 @@ def test_diffusers_reads_what_is_written_for_sd_scripts(stand_in, tmp_path):
     read = fused(pipe, file)[family.denoiser_component].state_dict()
     for name, value in want.items():
         torch.testing.assert_close(read[name], value, atol=1e-5, rtol=1e-5)
+
+
+def trained_behind_frozen_input(fields):
+    "Train compiled, recomputed blocks whose first input needs no gradient; their weights."
+    from torch.utils.checkpoint import checkpoint
+
+    from sciftune.project.ranks import toy_engine, toy_loss, toy_module
+    from sciftune.strategies.compilation import gather_whole_blocks
+
+    class Recomputed(nn.Sequential):
+        def forward(self, x):
+            for module in self:
+                x = checkpoint(module, x, use_reentrant=False, preserve_rng_state=False)
+            return x
+
+    engine, module = toy_engine(**fields), Recomputed(*toy_module())
+    module[2].requires_grad_(False)
+    if engine.world > 1:
+        for block in module[:2]:
+            block.forward = torch.compile(block.forward, backend="aot_eager")
+        gather_whole_blocks(module, ("QwenImageTransformerBlock",))
+    net = engine.network(module)
+    for step in range(2):
+        for i in range(engine.accumulation):
+            loss = toy_loss(net, step, i * engine.world + engine.rank)
+            net.backward(loss, last=i == engine.accumulation - 1)
+        net.step()
+    return dict(held={r.name: (r.start, net.read(r, "weight").clone()) for r in net.held()})
+
+
+def test_compiled_blocks_behind_frozen_weights_under_zero3():
+    "The first block's gradients are those of one process, although its input has none."
+    from sciftune.project.ranks import joined, on_ranks
+
+    torch.set_num_threads(1)
+    (alone,) = on_ranks(trained_behind_frozen_input, 1, dict(strategy="single"))
+    two = dict(strategy="zero3", num_processes=2)
+    ranks = on_ranks(trained_behind_frozen_input, 2, two)
+    for name, (_, values) in alone["held"].items():
+        assert torch.allclose(joined(ranks, name), values, atol=1e-6), name

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['KEPT_OPERATIONS', 'blocks_of', 'cos_and_sin', 'RealTable', 'RealAttention', 'joint_mask', 'real_rotary',
            'spread_blocks', 'checkpoint_blocks', 'recompute_one_more', 'compiled_graphs', 'tell_compilation',
-           'no_mixed_order_reductions', 'is_product', 'forward_selectively', 'compile_blocks', 'gather_whole_blocks',
-           'tell_launches', 'begin_graphs', 'ContiguousGradient', 'contiguous_gradients', 'blocks_to_checkpoint',
-           'prepare_denoiser']
+           'no_mixed_order_reductions', 'is_product', 'forward_selectively', 'compile_blocks', 'input_with_gradient',
+           'gather_whole_blocks', 'tell_launches', 'begin_graphs', 'ContiguousGradient', 'contiguous_gradients',
+           'blocks_to_checkpoint', 'prepare_denoiser']
 
 # %% ../../nbs/5_strategies/08_compilation.ipynb #f99f5401
 import functools
@@ -384,6 +384,22 @@ def compile_blocks(denoiser: nn.Module, names: tuple, cache: Path | None = None,
     return len(blocks)
 
 # %% ../../nbs/5_strategies/08_compilation.ipynb #647b8cfa
+def input_with_gradient(module: nn.Module, args: tuple) -> tuple | None:
+    """Forward pre-hook: let the input of a module have a gradient, for ZeRO-3.
+
+    Args:
+        module: has trained parameters
+        args: positional inputs; none where no gradient is wanted
+
+    Returns:
+        inputs; None where they stay as they are
+    """
+    if not args or not torch.is_grad_enabled() or args[0].requires_grad:
+        return None
+    first, *rest = args
+    return first.detach().requires_grad_(), *rest
+
+
 def gather_whole_blocks(denoiser: nn.Module, names: tuple):
     """Let ZeRO-3 gather each block as a unit, outside of the compiled code.
 
@@ -393,8 +409,11 @@ def gather_whole_blocks(denoiser: nn.Module, names: tuple):
     """
     from deepspeed.utils import set_z3_leaf_modules
 
-    classes = {type(block) for block in blocks_of(denoiser, names)}
-    set_z3_leaf_modules(denoiser, sorted(classes, key=lambda c: c.__name__))
+    blocks = blocks_of(denoiser, names)
+    set_z3_leaf_modules(denoiser, sorted(set(map(type, blocks)), key=lambda c: c.__name__))
+    for block in blocks:
+        if any(p.requires_grad for p in block.parameters()):
+            block.register_forward_pre_hook(input_with_gradient)
 
 # %% ../../nbs/5_strategies/08_compilation.ipynb #cg000012
 @functools.cache

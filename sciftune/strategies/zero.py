@@ -28,6 +28,7 @@ from sciftune.models.compat import (
     replace_host_gradients,
     use_gloo,
 )
+from .compilation import input_with_gradient
 from .optimizers import optimizer_class, set_step
 from .precision import POLICIES, Policy, policy_for
 from .strategy import Strategy
@@ -265,14 +266,6 @@ def drop_host_gradients(zero: object):
     release_pinned_memory()
 
 # %% ../../nbs/5_strategies/15_zero.ipynb #bb5d211d
-def _with_gradient(module: nn.Module, args: tuple) -> tuple:
-    """Let a layer's input have a gradient, at whose arrival DeepSpeed takes the layer's own."""
-    x, *rest = args
-    if torch.is_grad_enabled() and not x.requires_grad:
-        x = x.detach().requires_grad_()
-    return x, *rest
-
-
 def gather_adapted_layers(module: nn.Module):
     """Let ZeRO-3 gather adapted layers whose parts read each other's parameters, as in DoRA.
 
@@ -286,7 +279,7 @@ def gather_adapted_layers(module: nn.Module):
 
     set_z3_leaf_modules(module, sorted({type(m) for m in layers}, key=lambda c: c.__name__))
     for layer in layers:
-        layer.register_forward_pre_hook(_with_gradient)
+        layer.register_forward_pre_hook(input_with_gradient)
 
 
 class Zero3Module(ZeroModule):
