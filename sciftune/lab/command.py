@@ -132,7 +132,9 @@ def papermill_options(words: Sequence[str]) -> list[str]:
         if setting:
             options += ["-p", *setting.groups()]
         elif not word.startswith("-"):
-            raise CommandError(f"'{word}' is no setting; write -p name value, or name=value")
+            named = "; a path has a name, too: -p data, -p source or -p runs {}"
+            hint = named.format(word) if Path(word).exists() else ""
+            raise CommandError(f"'{word}' is no setting; write -p name value, or name=value{hint}")
         else:
             options += [word, *rest[:count]]
             del rest[:count]

@@ -122,7 +122,9 @@ def model_source(where: str | Path) -> ModelSource:
         recipe = resolve(model=str(where), preset=launch_preset(dict(model=str(where))))
         family, folder = get_family(recipe.model), nano_folder(recipe.model)
         return _source("base", "base", 0, family, folder, {}, recipe)
-    if not Path(where).expanduser().exists() and not HUB_ID.fullmatch(str(where)):
+    path = Path(where).expanduser()
+    beside_runs = any(path.parent.glob("*/recipe.yaml"))
+    if not path.exists() and (beside_runs or not HUB_ID.fullmatch(str(where))):
         raise ValueError(
             f"source: {str(where)!r} is no run, checkpoint, model folder or adapter here, and no "
             f"nano model{nearest(str(where), nano)}; a hub id is owner/name"
