@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.aliases import translated, with_family
+from ..core.bytecode import compile_ahead, keep_bytecode
 from sciftune.core.checkpoint_folders import (
     check_same_run,
     check_start_from,
@@ -626,6 +627,8 @@ def prepare_run(recipe: Recipe, early: EarlyJob | None = None) -> RunDir:
     recipe = with_absolute_paths(recipe)
     try:
         _check_run_root(Path(recipe.run_root))
+        if keep_bytecode(recipe.run_root):
+            compile_ahead()
         _check_prerequisites(recipe)
         recipe = with_steps(recipe)
         world = world_size(recipe)

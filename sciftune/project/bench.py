@@ -24,6 +24,7 @@ from pathlib import Path
 import psutil
 import yaml
 
+from ..core.bytecode import keep_bytecode
 from ..core.files import read_yaml
 from ..core.plan import Plan
 from ..core.recipe import Recipe, RecipeError, resolve
@@ -457,6 +458,7 @@ def bench(
         **given: see `bench_recipe`
     """
     recipe, own = bench_recipe(run_root, **given)
+    keep_bytecode(run_root)
     run = new_run(recipe)
     recipe.save(run.recipe)
     predicted = settled_plan(run, own, plan or bool(recipe.open_fields))
