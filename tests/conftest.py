@@ -14,29 +14,11 @@ from warm import Zygote
 ROOT = Path(__file__).resolve().parent.parent
 ZYGOTE = pytest.StashKey[Zygote]()
 PATIENCE = 1800  # seconds for a process: so long that only one that hangs needs them
-LONGEST = (
-    "families",
-    "engines",
-    "adapters",
-    "distill",
-    "references",
-    "unified",
-    "lora",
-    "launch",
-    "ownership",
-    "precision",
-    "buckets",
-    "requests",
-    "offload",
-    "context",
-    "machines",
-    "package",
-)
 SLOW = "slow: pytest -m slow, or SCIFTUNE_SLOW=1 for everything"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("SCIFTUNE_EARLY", "0")  # forks of `warm_python` inherit no sockets
 gc.disable()  # until all is imported, see pytest_collection_finish
-if PLACE not in os.environ:  # the workers of xdist inherit it
+if PLACE not in os.environ:
     os.environ[PLACE] = tempfile.mkdtemp(prefix="sciftune-figures-")
     atexit.register(shutil.rmtree, os.environ[PLACE], ignore_errors=True)
 
@@ -48,11 +30,11 @@ def root():
 
 @pytest.fixture(scope="session")
 def python():
-    "Run this Python in a fresh process; gives the finished process, output as text."
+    "Run this Python, or `program`, in a fresh process; its end, with its output as text."
 
-    def call(*arguments, **kw):
+    def call(*arguments, program=sys.executable, **kw):
         return subprocess.run(
-            [sys.executable, *map(str, arguments)],
+            [program, *map(str, arguments)],
             capture_output=True,
             text=True,
             stdin=subprocess.DEVNULL,
@@ -71,12 +53,7 @@ def warm_python(pytestconfig):
 
 
 def pytest_collection_modifyitems(config, items):
-    """The files that take longest come first, so that two workers end together.
-
-    Slow tests run when asked for: pytest -m slow, or SCIFTUNE_SLOW=1 for everything.
-    """
-    places = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.name, len(places)))
+    """Slow tests run when asked for: pytest -m slow, or SCIFTUNE_SLOW=1 for everything."""
     if config.getoption("-m") or os.environ.get("SCIFTUNE_SLOW"):
         return
     for item in items:

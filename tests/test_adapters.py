@@ -50,7 +50,16 @@ def loader_of(family):
     return next(kind.__name__ for kind in kinds if kind.__name__.endswith("LoraLoaderMixin"))
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+def usual_first():
+    """The first family of each loader; the others differ in size, and are slow."""
+    seen = set()
+    for name in FAMILIES:
+        loader = loader_of(get_family(name))
+        yield pytest.param(name, marks=pytest.mark.slow if loader in seen else ())
+        seen.add(loader)
+
+
+@pytest.fixture(scope="module", params=usual_first())
 def stand_in(request, tmp_path_factory):
     """A family, its small pipeline, and the folder of it."""
     family = get_family(request.param)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from .fields import RecipeError
-from .files import FileError, read_mapping
+from .files import OWN_YAML, FileError, read_mapping
 from .registry import FamilyRecord, find_record, nearest, package_folder, records
 
 # %% ../../nbs/1_core/03_presets.ipynb #3c70f5e0
@@ -138,7 +138,7 @@ def read_presets(folder: Path) -> dict[str, Preset]:
     found = {}
     for path in sorted(folder.glob("*.yaml")):
         try:
-            found[path.stem] = Preset(**read_mapping(path))
+            found[path.stem] = Preset(**read_mapping(path, OWN_YAML))
         except (ValidationError, FileError) as error:
             raise PresetError(f"preset {path}: {error}") from None
     return found

@@ -458,6 +458,12 @@ def _record_texts() -> dict[str, str]:
     return texts
 
 
+@functools.cache
+def _entry_points() -> metadata.EntryPoints:
+    """Return those of all installed packages, each of which has a file to read."""
+    return metadata.entry_points()
+
+
 def record_modules(kind: str) -> dict[str, Path]:
     """Find the modules that hold records of a kind, wherever they are in the package.
 
@@ -476,7 +482,7 @@ def record_modules(kind: str) -> dict[str, Path]:
         for module, text in _record_texts().items()
         if call in text
     }
-    for entry in metadata.entry_points(group=f"sciftune.{kind}"):
+    for entry in _entry_points().select(group=f"sciftune.{kind}"):
         spec = importlib.util.find_spec(entry.module)
         if spec is None or not spec.has_location:
             raise RegistryError(f"entry point {entry.name} of sciftune.{kind}: no {entry.module}")

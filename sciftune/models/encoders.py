@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,7 +61,7 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")  # One o
 # %% auto #0
 __all__ = ['TextTokenizer', 'VOCABULARIES', 'TOKENIZER_OBJECTS', 'PROCESSOR_FILES', 'CPU_PIXELS', 'check_captions', 'user_turn',
            'chat_text', 'check_tokenizer_files', 'check_processor_files', 'load_image_processor', 'Encoders',
-           'frame_forward', 'for_single_frames', 'Encoding']
+           'frame_forward', 'for_single_frames', 'in_threads', 'Encoding']
 
 # %% ../../nbs/4_models/01c_encoders.ipynb #enc-7
 def check_captions(captions: list[str]) -> list[str]:
@@ -227,6 +228,25 @@ def for_single_frames(vae: nn.Module) -> nn.Module:
             module.forward = functools.partial(frame_forward, module, module.forward)
     return vae
 
+# %% ../../nbs/4_models/01c_encoders.ipynb #par-2
+def in_threads(work: Callable[[Tensor], dict], parts: Sequence[Tensor]) -> list[dict]:
+    """Return what `work` makes of each part, without gradients; torch's threads take one each.
+
+    Args:
+        work: called with a part
+        parts: of a batch, on the CPU
+    """
+    threads, work = torch.get_num_threads(), torch.no_grad()(work)
+    workers = min(threads, len(parts))
+    if workers == 1:
+        return list(map(work, parts))
+    settings = dict(initializer=torch.set_num_threads, initargs=(threads // workers,))
+    try:
+        with ThreadPoolExecutor(workers, **settings) as pool:
+            return list(pool.map(work, parts))
+    finally:
+        torch.set_num_threads(threads)  # of this thread and of later ones
+
 # %% ../../nbs/4_models/01c_encoders.ipynb #enc-19
 CPU_PIXELS = 2**16  # of pictures that a CPU encodes at once: what they need stays in its caches
 
@@ -348,7 +368,7 @@ class Encoding(FamilyBase, ABC):
             return self._encoded(encoders.vae, pixels)
         pixels = pixels.contiguous(memory_format=torch.channels_last)
         few = max(1, CPU_PIXELS // (pixels.shape[2] * pixels.shape[3]))
-        rows = [self._encoded(encoders.vae, part) for part in pixels.split(few)]
+        rows = in_threads(functools.partial(self._encoded, encoders.vae), pixels.split(few))
         return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 
     def _encoded(self, vae: nn.Module, pixels: Tensor) -> dict[str, Tensor]:

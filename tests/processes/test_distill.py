@@ -20,6 +20,7 @@ from sciftune.strategies.engine import Engine
 from sciftune.training.checkpoints import CheckpointTensors
 from sciftune.training.task import get_task
 
+BATCH = 4 if os.environ.get("SCIFTUNE_SLOW") else 2  # of four processes, or of two
 # a large adam_epsilon keeps gradients that are zero but for rounding from moving weights
 BASE = dict(
     model="sdxl",
@@ -27,8 +28,8 @@ BASE = dict(
     figures=16,
     gan=True,
     resolution=128,
-    micro_batch=4,
-    global_batch=4,
+    micro_batch=BATCH,
+    global_batch=BATCH,
     steps=4,
     generator_every=2,
     denoising_steps=2,
@@ -142,7 +143,7 @@ def test_equals_single(root, alone, base, engine, n, more):
     "All iterations: losses, gradient norms, and the weights of generator, critic and average."
     run = RunDir(root / f"{base['model']}-{base.get('lora_rank', 0)}-{engine}-{n}-{'-'.join(more)}")
     same(
-        train(run, strategy=engine, num_processes=n, **base | dict(micro_batch=4 // n) | more),
+        train(run, strategy=engine, num_processes=n, **base | dict(micro_batch=BATCH // n) | more),
         run,
         alone(base),
         base,
@@ -175,7 +176,7 @@ def test_resume_by_another_engine(root, alone, engine, n):
         strategy=engine,
         num_processes=n,
         resume=str(first.checkpoints / "step_000002"),
-        **BASE | dict(micro_batch=4 // n),
+        **BASE | dict(micro_batch=BATCH // n),
     )
     assert min(losses(m)) == 3 and furthest(first, run, 4) <= 1e-5
 
@@ -241,7 +242,10 @@ def test_sharded_mixed_precision(root):
     conf = OTHER | dict(precision="bf16-mixed", steps=2, warmup_steps=2, checkpoint_steps=0)
     a = train(RunDir(root / "mixed-1"), **conf)
     b = train(
-        RunDir(root / "mixed-2"), strategy="fsdp", num_processes=2, **conf | dict(micro_batch=2)
+        RunDir(root / "mixed-2"),
+        strategy="fsdp",
+        num_processes=2,
+        **conf | dict(micro_batch=BATCH // 2),
     )
     for k in ("guidance_total", "grad_norm_critic", "generator_total"):
         assert losses(a, k).keys() == losses(b, k).keys() and all(

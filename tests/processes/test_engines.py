@@ -24,15 +24,17 @@ from sciftune.training.checkpoints import CheckpointTensors
 
 BASE = dict(
     model="qwenimage",
+    resolution=64,
     figures=48,
     held_out=8,
     micro_batch=2,
     validation_steps=0,
     checkpoint_steps=5,
-    steps=20,
+    steps=20 if os.environ.get("SCIFTUNE_SLOW") else 10,
     lr_schedule="constant",
     export=False,
 )
+LONG = BASE | dict(steps=20)  # long enough to be asked to stop before its end
 TWO = [(e, 2) for e in ("ddp", "fsdp", "zero1", "zero2", "zero3")]
 
 
@@ -68,9 +70,9 @@ def ran(root, reference):
 
 
 @pytest.mark.parametrize("engine,n", TWO)
-def test_first_20_losses_equal_single(ran, reference, engine, n):
+def test_losses_equal_single(ran, reference, engine, n):
     m, _ = ran(engine, n)
-    assert set(losses(m)) == set(range(1, 21))
+    assert set(losses(m)) == set(range(1, BASE["steps"] + 1))
     assert deviation(m, reference) <= 1e-5 and deviation(m, reference, "grad_norm") <= 1e-4
 
 
@@ -88,11 +90,11 @@ def test_resume_by_another_engine(root, ran, reference, a, b):
     m = train(
         RunDir(root / f"{a[0]}-to-{b[0]}"),
         num_processes=b[1],
-        resume=str(source / "checkpoints" / "step_000010"),
+        resume=str(source / "checkpoints" / "step_000005"),
         **BASE,
         **ENGINES[b[0]],
     )
-    assert min(losses(m)) == 11 and deviation(m, reference) <= 1e-5
+    assert min(losses(m)) == 6 and deviation(m, reference) <= 1e-5
 
 
 def test_validation_images_and_export_while_sharded(root, reference):
@@ -231,7 +233,7 @@ def test_killed_at_random_moments(root, reference, engine, n):
     """
     kills, rng = int(os.environ.get("SCIFTUNE_KILLS", 2)), random.Random(engine)
     patience = PATIENCE + 20 * kills
-    total = 10 * kills
+    total = 5 * kills
     conf = dict(BASE, steps=total, checkpoint_steps=2, num_processes=n, **ENGINES[engine])
     if total > BASE["steps"]:
         reference = train(RunDir(root / f"unkilled-{engine}"), patience=patience, **conf)
@@ -266,7 +268,7 @@ def test_sigterm_saves_and_stops(root, reference):
     All ranks save and end, and so do those processes.
     """
     run = RunDir(root / "sigterm")
-    conf = dict(BASE, checkpoint_steps=0, num_processes=2, data_workers=1, **ENGINES["ddp"])
+    conf = dict(LONG, checkpoint_steps=0, num_processes=2, data_workers=1, **ENGINES["ddp"])
     ps = start(run, recipe_of(run, **conf))
     while len(losses(run.read_metrics())) < 4:
         time.sleep(0.02)
@@ -301,7 +303,7 @@ def test_usr1_saves_and_an_impatient_launcher_leaves_no_half(root, reference):
         ck.dcp.save = save
 
     run = RunDir(root / "usr1")
-    conf = dict(BASE, checkpoint_steps=0)
+    conf = dict(LONG, checkpoint_steps=0)
 
     def asked(sign, then):
         seen = len(losses(run.read_metrics()))
@@ -390,7 +392,7 @@ def test_a_disk_that_fills_keeps_the_last_checkpoint(root, reference):
 def test_another_recipe_does_not_resume(root, ran):
     _, source = ran("ddp", 2)
     run = RunDir(root / "other")
-    checkpoint = str(source / "checkpoints" / "step_000010")
+    checkpoint = str(source / "checkpoints" / "step_000005")
     codes = wait(start(run, recipe_of(run, resume=checkpoint, **dict(BASE, seed=5))))
     assert codes == [2] and "seed: 0 in the checkpoint, 5 now" in log(run)
 

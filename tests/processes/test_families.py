@@ -31,7 +31,7 @@ SHAPES = [(96, 64), (64, 112), (80, 80), (130, 70), (70, 90)]
 BASE = dict(
     text_tokens=16,
     held_out=2,
-    steps=3,
+    steps=2,
     micro_batch=1,
     global_batch=2,
     learning_rate=1e-3,
@@ -41,7 +41,7 @@ BASE = dict(
     export=False,
 )
 SAVED = dict(checkpoint_steps=1, checkpoints_kept=9, export=True)
-SEEN = dict(validation_steps=3, validation_images=1, validation_sample_steps=2)
+SEEN = dict(validation_steps=2, validation_images=1, validation_sample_steps=2)
 SEQUENCES = dict(  # of text and images, in the place of captioned images
     figures=16,
     expected_tokens=320,
@@ -120,7 +120,7 @@ def halfway(run):
 
 def pictures(run):
     """Those of the last validation."""
-    files = sorted((run.validation_images / "step_000003").glob("*.png"))
+    files = sorted((run.validation_images / "step_000002").glob("*.png"))
     return [np.asarray(Image.open(file), int) for file in files]
 
 
@@ -129,6 +129,7 @@ def held_out(rows):
     return {row["step"]: row["held_out"] for row in rows if row.get("held_out", 0) > 0}
 
 
+@pytest.mark.slow  # as the published ones are
 @pytest.mark.parametrize("model", stand_ins())
 def test_it_is_planned(root, model):
     recipe = recipe_of(RunDir(root / "runs" / "plan"), **fields(root, model, WHOLE))
@@ -194,14 +195,14 @@ def test_an_engine_trains_its_weights_alike(root, trained, model, engine):
     run, one = trained(model, "whole")
     objective = find_record("objectives", find_record("models", model).objectives[0])
     seen = not objective.sequences  # whose pictures take long
-    assert set(losses(one)) == {1, 2, 3}
+    assert set(losses(one)) == {1, 2}
     assert bool(pictures(run)) == bool(held_out(one)) == seen
     more = dict(ddp={}, zero3=SEEN, fsdp=SEEN | dict(resume=halfway(run)))[engine]
     other, rows = trained(model, "whole", engine, num_processes=2, **more)
-    assert set(losses(rows)) == ({2, 3} if "resume" in more else {1, 2, 3})
+    assert set(losses(rows)) == ({2} if "resume" in more else {1, 2})
     assert deviation(rows, one) <= ALIKE and deviation(rows, one, "grad_norm") <= 1e-5
     if more and seen:
-        assert held_out(rows)[3] == pytest.approx(held_out(one)[3], rel=ALIKE)
+        assert held_out(rows)[2] == pytest.approx(held_out(one)[2], rel=ALIKE)
         for a, b in zip(pictures(other), pictures(run), strict=True):
             assert abs(a - b).max() <= 2
 
@@ -210,9 +211,9 @@ def test_an_engine_trains_its_weights_alike(root, trained, model, engine):
 def test_an_engine_trains_its_adapters_in_mixed_precision(root, trained, model, engine):
     """On images in buckets, within what rounding to bf16 moves, from a checkpoint of another."""
     run, one = trained(model, "adapters")
-    assert set(losses(one)) == {1, 2, 3}
+    assert set(losses(one)) == {1, 2}
     _, rows = trained(model, "adapters", engine, num_processes=2, resume=halfway(run))
-    assert set(losses(rows)) == {2, 3}
+    assert set(losses(rows)) == {2}
     assert deviation(rows, one) <= ROUNDED and deviation(rows, one, "grad_norm") <= 2e-2
 
 

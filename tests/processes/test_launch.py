@@ -85,10 +85,10 @@ print(sorted(heavy & sys.modules.keys()))
     assert r.stdout.strip() == "[]", r.stdout + r.stderr
 
 
-def test_a_plan_that_does_not_fit_says_so_once(python):
+def test_a_plan_that_does_not_fit_says_so_once(python, warm_python):
     words = ("model=klein", "preset=local", "strategy=single", "num_processes=1", "offload=none")
     card = ("plan_device=H200", "device_memory_gib=24")
-    r = python("-m", "sciftune.lab.command", "plan", *words, *card)
+    r = python("-m", "sciftune.lab.command", "plan", *words, *card, program=warm_python)
     assert r.returncode == 1, r.stderr
     assert "\ndoes not fit: single" in r.stdout
     assert (r.stdout + r.stderr).count("x H200: ") == 1

@@ -124,8 +124,9 @@ def test_a_second_launch_is_refused_and_says_by_whom(folder, warm_python):
             process.kill()
 
 
-def test_a_request_to_stop_is_no_crash(folder, capsys):
+def test_a_request_to_stop_is_no_crash(folder, capsys, warm_python, monkeypatch):
     """SIGTERM to the job of several processes, as a preemption sends it: a checkpoint, and 143."""
+    monkeypatch.setattr(sys, "executable", warm_python)
     run = begin(folder, "preempted", **TWO)
     try:
         job_process(run).terminate()

@@ -108,17 +108,18 @@ def alone(folders):
 
 
 @pytest.mark.parametrize(
-    "strategy, left_out",
+    "strategy, names",
     [
-        ("ddp", ()),
-        ("fsdp", ()),
-        ("zero3", ("sd15", "klein4b")),  # U-Nets take long, and sdxl is one
-        pytest.param("zero3", (), marks=pytest.mark.slow),
+        ("ddp", NAMES[::3]),
+        ("fsdp", NAMES[::2]),
+        ("zero3", [name for name in NAMES[1::2] if name != "sd15"]),  # a U-Net takes long
+        *(pytest.param(name, NAMES, marks=pytest.mark.slow) for name in ("ddp", "fsdp", "zero3")),
     ],
 )
-def test_engines_compute_as_one_process(folders, alone, strategy, left_out):
+def test_engines_compute_as_one_process(folders, alone, strategy, names):
+    """Each family under an engine that shards."""
     exact, noise = alone
-    folders = {name: folder for name, folder in folders.items() if name not in left_out}
+    folders = {name: folders[name] for name in names}
     for module in USED_LATER if strategy.startswith("zero") else ():
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
@@ -139,6 +140,10 @@ def test_bagel_trains_as_one_process(tmp_path):
     usual = dict(
         model="bagel",
         figures=16,
+        expected_tokens=320,
+        max_tokens=400,
+        max_sample_tokens=400,
+        vit_resolution=112,
         held_out=4,
         steps=2,
         micro_batch=1,

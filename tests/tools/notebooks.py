@@ -1,27 +1,32 @@
-"""Run notebooks as tests, each in a process of its own, and say at any time which ones run.
+"""Run notebooks and files of tests, each in a process of its own, and say what they took.
 
-    python tests/tools/notebooks.py [--workers 3] [--flags "slow cuda"] [FOLDER_OR_NOTEBOOK ...]
+    python tests/tools/notebooks.py [--workers 4] [--flags "slow cuda"] [PLACE ...] [-- OPTIONS]
 
-There is no time limit, since a slower machine is no error: every minute a line names the notebooks
-that are still running and for how long, so that one that hangs is told by its name. Processes are
-forked from one that has imported torch, the trainer and what else many need, which saves each
-some seconds.
+A place is a notebook, a file of tests or a folder of them; options are pytest's. There is no time
+limit, since a slower machine is no error: every minute a line names what is still running and for
+how long, so that one that hangs is told by its name. Processes are forked from one that has
+imported torch, the trainer and what else many need, which saves each some seconds. All stand in one
+queue, the longest first: there are more workers than cores, since some tests mostly wait.
 """
 
 import argparse
 import contextlib
 import gc
 import importlib
+import itertools
 import multiprocessing
 import os
 import resource
+import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+SHOWN = 20_000  # characters of what a failure has said
 SPEAK_EVERY = 60.0  # seconds between two lines about what is still running
 IMPORTED = (  # once, before processes are forked: what runs notebooks, and what many of them import
     "nbdev.test",
@@ -36,44 +41,56 @@ IMPORTED = (  # once, before processes are forked: what runs notebooks, and what
     "diffusers.pipelines.onnx_utils",
     "diffusers.pipelines.pipeline_utils",
     "transformers.models.auto.tokenization_auto",
+    "sciftune.planner.plan",
     "sciftune.training.trainer",
 )
 TESTED = ("launch.ipynb",)  # trains, and tests/processes/test_launch.py does it with papermill
 LONGEST = (  # they begin first, so that workers end together
-    "strategies/08_compilation",
-    "planner/08_search",
-    "dmd/04_task",
-    "training/07_encoding",
-    "lab/06_prepare",
-    "lab/03_jobs",
-    "lab/04_report",
-    "planner/04_profile",
-    "planner/05_ledger",
-    "figures/06_edits",
-    "unified/04_task",
-    "strategies/07_lora",
+    *("processes/test_families", "processes/test_engines", "processes/test_slow"),
+    *("processes/test_launch", "processes/test_distill", "processes/test_references"),
+    *("test_adapters", "bagel/test_unified", "processes/test_lora", "processes/test_ownership"),
+    *("processes/test_requests", "processes/test_precision", "processes/test_buckets"),
+    *("processes/test_machines", "processes/test_offload", "strategies/08_compilation"),
+    *("processes/test_context", "processes/test_package", "processes/test_trackers"),
+    *("kernels/test_interpreted", "processes/test_plugins"),
+    *("processes/test_epochs", "processes/test_shard_states", "processes/test_exports"),
+    *("planner/08_search", "figures/12_statements", "dmd/04_task", "lab/18_evaluate"),
+    *("lab/06_prepare", "lab/03_jobs", "processes/test_checkpoints", "processes/test_secrets"),
+    *("processes/test_guidance", "processes/test_odd_paths", "lab/04_report"),
 )
+NO_TESTS = 5  # pytest: none was chosen
 
 
-def run(notebook: Path, flags: str, log: str) -> None:
-    """Execute `notebook` as nbdev_test does, with its output in `log`; exits with 1 on failure."""
+def run(place: Path, flags: str, options: list[str], log: str) -> None:
+    """Run a notebook or a file of tests with its output in `log`; exits with 1 on failure."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    from nbdev.config import get_config  # where it is missing, the log says so
-    from nbdev.test import test_nb
-
-    os.chdir(ROOT / "nbs")
-    passed, _ = test_nb(
-        notebook,
-        skip_flags=get_config().tst_flags.split(),
-        force_flags=flags.split(),
-        basepath=ROOT,
-    )
+    os.close(output)
+    run_one = run_notebook if place.suffix == ".ipynb" else run_tests
+    passed = run_one(place, flags.split(), [f"--basetemp={log}.files", *options])
     sys.stdout.flush()
     sys.stderr.flush()
     Path(f"{log}.seconds").write_text(f"{cpu_seconds():.0f}")
     os._exit(0 if passed else 1)
+
+
+def run_notebook(notebook: Path, flags: list[str], options: list[str]) -> bool:
+    """Execute `notebook` as nbdev_test does; whether it passed."""
+    from nbdev.config import get_config  # where it is missing, the log says so
+    from nbdev.test import test_nb
+
+    os.chdir(ROOT / "nbs")
+    skipped = get_config().tst_flags.split()
+    return test_nb(notebook, skip_flags=skipped, force_flags=flags, basepath=ROOT)[0]
+
+
+def run_tests(file: Path, flags: list[str], options: list[str]) -> bool:
+    """Give `file` to pytest; whether nothing failed."""
+    import pytest
+
+    os.chdir(ROOT)
+    return pytest.main([str(file), "-p", "no:cacheprovider", *options]) in (0, NO_TESTS)
 
 
 def cpu_seconds() -> float:
@@ -84,9 +101,9 @@ def cpu_seconds() -> float:
 
 @dataclass
 class Running:
-    """A notebook under way."""
+    """A notebook or a file of tests under way."""
 
-    notebook: Path
+    place: Path
     log: str
     process: multiprocessing.Process
     began: float = field(default_factory=time.time)
@@ -94,7 +111,7 @@ class Running:
     @property
     def name(self) -> str:
         """Its path from the root of the repository."""
-        return str(self.notebook.relative_to(ROOT))
+        return str(self.place.relative_to(ROOT))
 
     @property
     def seconds(self) -> float:
@@ -111,30 +128,34 @@ class Running:
         """Print how it ended; whether it passed."""
         self.process.join()
         passed = self.process.exitcode == 0
+        text = Path(self.log).read_text(errors="replace")
+        counts = text.rstrip().rpartition("\n")[2] if self.place.suffix == ".py" else ""
         said = f"{'ok    ' if passed else 'FAILED'} {self.name} {self.seconds:.0f} s"
-        print(f"{said}, {self.cpu} of CPU time", flush=True)
-        if not passed:
-            print(Path(self.log).read_text(errors="replace")[-6000:], flush=True)
+        print(f"{said}, {self.cpu} of CPU time {counts}".rstrip(), flush=True)
+        if passed:
+            shutil.rmtree(f"{self.log}.files", ignore_errors=True)
+        else:
+            print(text[-SHOWN:], flush=True)
         return passed
 
 
-def start(notebook: Path, flags: str, folder: str) -> Running:
-    """Fork a process that runs `notebook`."""
-    log = os.path.join(folder, notebook.relative_to(ROOT).as_posix().replace("/", "-"))
+def start(place: Path, flags: str, options: list[str], folder: str) -> Running:
+    """Fork a process that runs `place`."""
+    log = os.path.join(folder, place.relative_to(ROOT).as_posix().replace("/", "-"))
     context = multiprocessing.get_context("fork")
-    process = context.Process(target=run, args=(notebook, flags, log))
+    process = context.Process(target=run, args=(place, flags, options, log))
     process.start()
-    return Running(notebook, log, process)
+    return Running(place, log, process)
 
 
-def run_all(notebooks: list[Path], flags: str, workers: int) -> list[str]:
-    """Run `notebooks`, `workers` at a time; the names of those that failed."""
-    waiting, running, failed = list(notebooks), [], []
+def run_all(places: list[Path], flags: str, options: list[str], workers: int) -> list[str]:
+    """Run `places`, `workers` at a time; the names of those that failed."""
+    waiting, running, failed = list(places), [], []
     spoke = time.time()
     with tempfile.TemporaryDirectory() as folder:
         while waiting or running:
             while waiting and len(running) < workers:
-                running.append(start(waiting.pop(0), flags, folder))
+                running.append(start(waiting.pop(0), flags, options, folder))
             time.sleep(0.05)
             ended = [one for one in running if not one.process.is_alive()]
             running = [one for one in running if one not in ended]
@@ -147,30 +168,40 @@ def run_all(notebooks: list[Path], flags: str, workers: int) -> list[str]:
 
 
 def chosen(places: list[str]) -> list[Path]:
-    """The notebooks at `places`, notebooks or folders; in folders, not those of `TESTED`."""
+    """The notebooks and files of tests at `places`; in folders, not those of `TESTED`."""
     found = []
     for place in places:
         path = (ROOT / place).resolve()
-        inside = [one for one in sorted(path.rglob("*.ipynb")) if one.name not in TESTED]
-        found += inside if path.is_dir() else [path]
+        inside = sorted([*path.rglob("*.ipynb"), *path.rglob("test_*.py")])
+        found += [one for one in inside if one.name not in TESTED] if path.is_dir() else [path]
     return [path for path in found if ".ipynb_checkpoints" not in path.parts]
 
 
-def later(notebook: Path) -> bool:
-    """Whether `notebook` is none of those that take longest."""
-    return not notebook.with_suffix("").as_posix().endswith(LONGEST)
+def rank(place: Path) -> int:
+    """Where `place` stands among those that take longest; all others come after them."""
+    name = place.with_suffix("").as_posix()
+    return next((rank for rank, end in enumerate(LONGEST) if name.endswith(end)), len(LONGEST))
 
 
-def import_once() -> None:
-    """Import what the forked processes would import one by one."""
+def used_by_tests() -> Iterator[str]:
+    """Modules that many tests import."""
+    import forked
+    import warm
+
+    yield from ("pytest", *forked.USED_LATER, *warm.IMPORTED)
+
+
+def import_once(tests: bool = False) -> None:
+    """Import what the forked processes would import one by one; for `tests`, theirs, too."""
     gc.disable()  # nothing to collect there, and much time to search
     shown = os.dup(2)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)  # packages say what they lack of a GPU
     try:
-        for name in IMPORTED:
+        for name in itertools.chain(IMPORTED, used_by_tests() if tests else ()):
             with contextlib.suppress(ImportError):  # some are of extras
                 importlib.import_module(name)
+        importlib.import_module("sciftune.core.recipe").resolve()  # reads all records
     finally:
         os.dup2(shown, 2)
     gc.freeze()  # nor do the forked ones search it
@@ -178,22 +209,26 @@ def import_once() -> None:
 
 
 def main() -> int:
-    """1 when a notebook failed."""
+    """1 when something failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("places", nargs="*", default=["nbs"])
-    parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--flags", default="")
-    arguments = parser.parse_args()
-    sys.path.insert(0, str(ROOT))  # as nbdev_test does: the notebooks test this tree
-    import_once()
+    words, options = sys.argv[1:], []
+    if "--" in words:
+        words, options = words[: words.index("--")], words[words.index("--") + 1 :]
+    arguments = parser.parse_args(words)
+    places = sorted(chosen(arguments.places), key=rank)
+    sys.path.insert(0, str(ROOT))  # as nbdev_test does: this tree is tested
+    import_once(any(place.suffix == ".py" for place in places))
     from shared_figures import draw_once  # imports this tree
 
-    notebooks = sorted(chosen(arguments.places), key=later)
     began = time.time()
     with tempfile.TemporaryDirectory() as figures:
         draw_once(figures)
-        failed = run_all(notebooks, arguments.flags, arguments.workers)
-    print(f"{len(notebooks)} notebooks in {time.time() - began:.0f} s; failed: {failed or 'none'}")
+        failed = run_all(places, arguments.flags, options, arguments.workers)
+    took = f"{time.time() - began:.0f} s, {cpu_seconds():.0f} s of CPU time"
+    print(f"{len(places)} notebooks and files of tests in {took}; failed: {failed or 'none'}")
     return 1 if failed else 0
 
 

@@ -1,12 +1,11 @@
 """Take an extra away and check what is left.
 
-    python tests/tools/without.py figures [gate | tests | notebooks]
+    python tests/tools/without.py figures
 
 A copy of the work tree without the extra's notebooks, modules, presets and tests is brought into
-step; then the gate, the notebooks and the tests of `scripts/test --quick` run there.
+step; then `scripts/test --quick` runs there.
 """
 
-import itertools
 import os
 import shutil
 import subprocess
@@ -16,11 +15,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXTRAS = sorted(path.name for path in (ROOT / "nbs/extras").iterdir() if path.is_dir())
-STEPS = {  # of `scripts/test --quick`; files by pattern
-    "gate": ["tests/tools/gate.py", "check"],
-    "notebooks": ["tests/tools/notebooks.py", "nbs/1_core", "nbs/2_data", "nbs/6_planner/0[1-3]_*"],
-    "tests": ["-m", "pytest", "-n", "2", "tests/test_*.py", "tests/processes/test_quick.py"],
-}
 
 
 def copied(extra: str, folder: Path) -> Path:
@@ -35,28 +29,25 @@ def copied(extra: str, folder: Path) -> Path:
     return folder
 
 
-def run(root: Path, *arguments: str) -> int:
-    """Run this Python in a copy, whose package it imports; patterns become the files there."""
-    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    files = [sorted(map(str, root.glob(a))) if "*" in a else [a] for a in arguments]
-    command = [sys.executable, *itertools.chain(*files)]
-    return subprocess.run(command, cwd=root, env=environment).returncode
+def run(root: Path, *command: str, **more) -> int:
+    """Run a command in a copy, with this Python, which imports the package of the copy."""
+    environment = os.environ | {"PYTHONPATH": str(root), "SCIFTUNE_PYTHON": sys.executable}
+    return subprocess.run(command, cwd=root, env=environment, **more).returncode
 
 
-def check(extra: str, steps: list[str]) -> int:
-    """Return 0 if a copy without the extra passes the steps."""
+def check(extra: str) -> int:
+    """Return 0 if a copy without the extra passes."""
     with tempfile.TemporaryDirectory(prefix=f"sciftune-without-{extra}-") as folder:
         root = copied(extra, Path(folder))
-        for command in (["init", "-q"], ["add", "-A"]):
-            subprocess.run(["git", *command], cwd=root, check=True)
-        run(root, "tests/tools/gate.py", "sync")
-        run(root, "tests/tools/refusals.py")
-        subprocess.run(["git", "add", "-A"], cwd=root, check=True)
-        return max(run(root, *STEPS[step]) for step in steps)
+        run(root, "git", "init", "-q", check=True)
+        run(root, "git", "add", "-A", check=True)
+        run(root, sys.executable, "tests/tools/gate.py", "sync")
+        run(root, sys.executable, "tests/tools/refusals.py")
+        run(root, "git", "add", "-A", check=True)
+        return run(root, "scripts/test", "--quick")
 
 
 if __name__ == "__main__":
-    extra, *steps = sys.argv[1:] or [""]
-    if extra not in EXTRAS or set(steps) - set(STEPS):
-        sys.exit(f"usage: without.py {' | '.join(EXTRAS)} [{' | '.join(STEPS)}]")
-    sys.exit(check(extra, steps or list(STEPS)))
+    if len(sys.argv) != 2 or sys.argv[1] not in EXTRAS:
+        sys.exit(f"usage: without.py {' | '.join(EXTRAS)}")
+    sys.exit(check(sys.argv[1]))
