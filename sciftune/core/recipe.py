@@ -478,7 +478,7 @@ def epochs_line(recipe: Recipe) -> str:
 def learning_rate_at(
     recipe: "Recipe | NumbersSection | ScheduleSection", step: int, first: int = 1
 ) -> float:
-    """Return the learning rate of a step: warm-up, then constant, cosine or linear.
+    """Return the learning rate of a step: warm-up, then the schedule, as in diffusers.
 
     Args:
         recipe: Rate, schedule, warm-up and steps
@@ -491,10 +491,14 @@ def learning_rate_at(
     warmup, steps = recipe.warmup_steps, recipe.steps
     warm = min(1.0, (step + first) / warmup) if warmup else 1.0
     progress = min(1.0, max(0.0, (step - warmup) / max(1, steps - warmup)))
-    factors = dict(
-        constant=1.0, cosine=0.5 * (1 + math.cos(math.pi * progress)), linear=1 - progress
-    )
-    return recipe.learning_rate * warm * factors[recipe.lr_schedule]
+    if recipe.lr_schedule == "constant":
+        factor = 1.0
+    elif recipe.lr_schedule in ("linear", "polynomial"):
+        factor = (1 - progress) ** recipe.lr_power
+    else:
+        fall = recipe.lr_num_cycles * progress % 1 if progress < 1 else 1.0
+        factor = 0.5 * (1 + math.cos(math.pi * fall))
+    return recipe.learning_rate * warm * factor
 
 # %% ../../nbs/1_core/05_recipe.ipynb #fe9fba9b
 def identity(recipe: Recipe) -> list[str]:

@@ -37,7 +37,7 @@ from sciftune.lab.command import (
     settings_of,
     train_command,
 )
-from .compare import plot_fields, pruned_reason, results_table
+from .compare import plot_fields, pruned_reason
 from .jobs import PRUNED, LaunchError, job_process, state
 from .plots import validation_rows
 from .prepare import recipe_from, with_absolute_paths
@@ -466,7 +466,6 @@ def sweep_command(words: Sequence[str]) -> int:
     there = [run for run in points.runs if run.recipe.exists()]
     if code in INTERRUPTED or not there:
         return code
-    print(results_table(there), flush=True)
     picture = there[0].path.parent / f"{given.name}.png"
     plot_fields(there).savefig(picture)
     print(f"sweep: {picture}", flush=True)
