@@ -6,8 +6,9 @@
 __all__ = ['READER_MISSING', 'DETECTOR_RULES', 'SEARCHED_SIDES', 'TINY_LINE', 'MOST_PIXELS', 'LINE_HEIGHT', 'AROUND',
            'LINES_AT_ONCE', 'LETTER_GAP', 'SUPERSCRIPT', 'SUBSCRIPT', 'DEGREE', 'SCRIPTS', 'WITHIN', 'DEGREES',
            'ALIKE_CASES', 'TALL', 'LOW', 'X_HEIGHT', 'DASHES', 'DECIMALS', 'LINE_REMNANT', 'SLANTED', 'DIAGONAL',
-           'CERTAIN', 'CUT_OFF', 'SAME', 'TOUCHING', 'SURE', 'CORNER', 'STEP', 'READ_MARGIN', 'KEPT',
-           'ReaderMissingError', 'can_read_text', 'networks', 'find_lines', 'on_white', 'read_text', 'read_texts']
+           'CERTAIN', 'CUT_OFF', 'SAME', 'TOUCHING', 'SURE', 'CORNER', 'OPERATORS', 'ALIKE', 'LIMIT', 'DOTTED', 'STEP',
+           'READ_MARGIN', 'KEPT', 'ReaderMissingError', 'can_read_text', 'networks', 'find_lines', 'on_white',
+           'read_text', 'read_texts']
 
 # %% ../../nbs/2_data/15a_reading.ipynb #f1e8a616
 import functools
@@ -18,7 +19,7 @@ import os
 import re
 import threading
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -167,9 +168,14 @@ WITHIN = re.compile(r"[⁰¹²³⁴-⁹₀-₉]+(?=[0-9])")  # scripts before a 
 DEGREES = re.compile(r"(?<=\d\d)(?<!\b10)⁰")
 
 
+def _grey(crop: np.ndarray) -> np.ndarray:
+    """Return the brightness (H,W) of blue, green and red (H,W,3)."""
+    return crop.astype(np.int32) @ np.array((29, 150, 77)) >> 8
+
+
 def _ink(crop: np.ndarray) -> np.ndarray:
     """Return where (H,W) a crop differs from its commonest shade by a third of the most."""
-    grey = crop.astype(np.int32) @ np.array((29, 150, 77)) >> 8
+    grey = _grey(crop)
     away = np.abs(grey - np.bincount(grey.ravel(), minlength=256).argmax())
     return away > max(away.max() / 3, 24)
 
@@ -279,7 +285,8 @@ def _cased(text: str, boxes: list[tuple]) -> str:
         if letter not in ALIKE_CASES or not (tall or low) or len(word) > 3 or "/" in beside:
             continue
         upper = size / np.median(tall) if tall else size / max(np.median(low), 1) * X_HEIGHT
-        if upper < 0.82 or upper > 0.92:
+        within = text[max(i - 1, 0) : i].isalpha() and text[i + 1 : i + 2].islower()
+        if upper < 0.82 or upper > 0.92 and not within:
             letters[i] = letter.lower() if upper < 0.82 else letter.upper()
     return "".join(letters)
 
@@ -438,13 +445,265 @@ def _shared(a: np.ndarray, b: np.ndarray) -> float:
     area, _ = cv2.intersectConvexConvex(a.astype(np.float32), b.astype(np.float32))
     return area / max(min(cv2.contourArea(c.astype(np.float32)) for c in (a, b)), 1.0)
 
+# %% ../../nbs/2_data/15a_reading.ipynb #ddb3065a
+# strokes of the operators whose limits stand above and below, in the unit square
+OPERATORS = {
+    "∑": [(1, 0.15), (1, 0), (0, 0), (0.55, 0.5), (0, 1), (1, 1), (1, 0.85)],
+    "∏": [(0, 0), (1, 0), (0.85, 0), (0.85, 1), (0.85, 0), (0.15, 0), (0.15, 1)],
+}
+ALIKE = 0.6  # correlation of ink with these strokes, from which on it is an operator
+LIMIT = 0.6, 0.5  # of an operator's height, at most that of limits less wide than it, and wider
+DOTTED = dict.fromkeys("1Il|!tií", "i") | dict.fromkeys("J)]j", "j")  # how i and j are read
 
+
+@functools.cache
+def _strokes(sign: str) -> np.ndarray:
+    """Draw an operator with 24 x 24 pixels."""
+    import cv2
+
+    points = np.int32([(round(2 + 19 * x), round(2 + 19 * y)) for x, y in OPERATORS[sign]])
+    drawn = cv2.polylines(np.zeros((24, 24), np.float32), [points], False, 1.0, 3)
+    return cv2.GaussianBlur(drawn, (0, 0), 1.5).ravel()
+
+
+def _operator(ink: np.ndarray) -> str:
+    """Return the operator that the ink (H,W) in a box resembles; '' = none."""
+    import cv2
+
+    soft = cv2.resize(ink.astype(np.float32), (24, 24), interpolation=cv2.INTER_AREA)
+    soft = cv2.GaussianBlur(soft, (0, 0), 1.5).ravel()
+    found = {sign: np.corrcoef(soft, _strokes(sign))[0, 1] for sign in OPERATORS}
+    best = max(found, key=found.__getitem__)
+    return best if found[best] > ALIKE else ""
+
+
+def _turned(picture: np.ndarray, angle: float, middle: tuple, flags: int) -> np.ndarray:
+    """Turn a picture around a place by so many degrees."""
+    import cv2
+
+    turn = cv2.getRotationMatrix2D(middle, angle, 1.0)
+    size, edge = picture.shape[1::-1], cv2.BORDER_REPLICATE
+    return cv2.warpAffine(picture, turn, size, flags=flags, borderMode=edge)
+
+
+@dataclass
+class _Sum:
+    """An operator, turned upright, and the ink around it.
+
+    Attributes:
+        sign: the operator
+        part: pixels (H,W,3)
+        labels: number of the connected ink of each pixel
+        boxes: left, top, right, bottom of the ink of each number
+        number: of the operator
+        paper: colour
+        back: turns places back to those of the picture (2,3)
+    """
+
+    sign: str
+    part: np.ndarray
+    labels: np.ndarray
+    boxes: dict[int, np.ndarray]
+    number: int
+    paper: np.ndarray
+    back: np.ndarray
+
+    def ordered(self, some: Iterable[int]) -> list[int]:
+        """Return pieces of ink from left to right."""
+        return sorted(some, key=lambda k: self.boxes[k][0])
+
+    def limit(self, above: bool) -> list[int]:
+        """Return the pieces of ink of the limit above or below the operator; [] = none."""
+        left, top, right, bottom = self.boxes[self.number]
+        width, height = right - left, bottom - top
+        gaps, middles = {}, {}
+        for k, (x0, y0, x1, y1) in self.boxes.items():
+            gaps[k] = (top - y1 if above else y0 - bottom) / height
+            middles[k] = abs(x0 + x1 - left - right) / 2 / width
+        near = [k for k in gaps if -0.06 < gaps[k] < 0.4 and middles[k] < 0.75]
+        if not near:
+            return []
+        rows = [self.boxes[k][[1, 3]] for k in near]
+        first, last = min(r[0] for r in rows), max(r[1] for r in rows)
+        row = [
+            k
+            for k, (_, y0, _, y1) in self.boxes.items()
+            if first <= (y0 + y1) / 2 <= last and middles[k] < 1.6
+        ]
+        boxes = np.array([self.boxes[k] for k in row])
+        wide = boxes[:, 2].max() - boxes[:, 0].min() > width
+        if (boxes[:, 3] - boxes[:, 1]).max() > LIMIT[int(wide)] * height:
+            return []  # another line of text
+        off = abs(boxes[:, 0].min() + boxes[:, 2].max() - left - right) / 2
+        return self.ordered(row + self.dots(row)) if off < 0.4 * width else []
+
+    def dots(self, row: list[int]) -> list[int]:
+        """Return what stands closely above pieces of ink, and is lower."""
+        height = self.high([self.number])
+        stems = [self.boxes[k] for k in row]
+        return [
+            k
+            for k, (x0, y0, x1, y1) in self.boxes.items()
+            if k not in row
+            and y1 - y0 < 0.2 * height
+            and any(
+                abs(x0 + x1 - b[0] - b[2]) < b[2] - b[0] + 3 and -1 <= b[1] - y1 < 0.2 * height
+                for b in stems
+            )
+        ]
+
+    def beside(self, limits: list[int], right: bool) -> list[int]:
+        """Return the pieces of ink of the text beside the operator, as far as it goes on."""
+        start, top, end, bottom = self.boxes[self.number]
+        edge, found = end if right else start, []
+        for k in self.ordered(self.boxes)[:: 1 if right else -1]:
+            x0, y0, x1, y1 = self.boxes[k]
+            before = x0 + x1 < 2 * end if right else x0 + x1 > 2 * start
+            if before or k in limits or not top <= (y0 + y1) / 2 <= bottom:
+                continue
+            if (x0 - edge if right else edge - x1) > 0.5 * (bottom - top):
+                break
+            found.append(k)
+            edge = max(edge, x1) if right else min(edge, x0)
+        return found
+
+    def box(self, some: list[int]) -> np.ndarray:
+        """Return left, top, right, bottom of pieces of ink."""
+        boxes = np.array([self.boxes[k] for k in some])
+        return np.hstack((boxes[:, :2].min(0), boxes[:, 2:].max(0)))
+
+    def high(self, some: list[int]) -> float:
+        """Return the height of pieces of ink."""
+        box = self.box(some)
+        return box[3] - box[1]
+
+    def crop(self, some: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Cut pieces of ink out, on paper: corners and crop."""
+        import cv2
+
+        own = np.isin(self.labels, some).astype(np.uint8)
+        drawn = np.where(cv2.dilate(own, np.ones((3, 3)))[..., None], self.part, self.paper)
+        box = self.box(some)
+        margin = 0.2 * (box[3] - box[1])
+        corners = _upright(box + np.array((-1, -1, 1, 1)) * margin)
+        return corners, _cut(drawn, corners)
+
+    def dotted(self, some: list[int], text: str, columns: np.ndarray) -> tuple[str, int]:
+        """Return the text of a limit, its dotted stems as i and j, and their number."""
+        box, letters, count = self.box(some), list(text), 0
+        height = 1.4 * (box[3] - box[1])
+        above = {k: self.dots([k]) for k in some}
+        for k in set(some).difference(*above.values()):
+            middle = (self.boxes[k][[0, 2]].mean() - box[0]) / height + 1 / 7
+            i = int(abs(columns / LINE_HEIGHT - middle).argmin())
+            if letters[i] in DOTTED and (above[k] or letters[i] == "j"):
+                others = [self.boxes[n][3] for n in some if n not in (k, *above[k])]
+                low = not others or self.boxes[k][3] > max(others)  # a j reaches below the line
+                letters[i] = DOTTED[letters[i]] if low else "i"
+                count += 1
+        return "".join(letters).replace(" ", ""), count
+
+# %% ../../nbs/2_data/15a_reading.ipynb #1abfa220
+def _operators(pixels: np.ndarray, corners: np.ndarray) -> Iterator[_Sum]:
+    """Find the operators in a box with these corners."""
+    import cv2
+
+    corner, end = corners.min(0).astype(int).clip(0), corners.max(0).astype(int)
+    grey = _grey(pixels[corner[1] : end[1], corner[0] : end[0]])
+    shade = np.bincount(grey.ravel(), minlength=256).argmax()
+    high = end[1] - corner[1]
+    around = np.array((high, high // 2 + 10))
+    corner, end = (corner - around).clip(0), end + around
+    part = pixels[corner[1] : end[1], corner[0] : end[0]]
+    away = _grey(part) - shade
+    ink = abs(away) > 0.45 * abs(grey - shade).max()
+    _, labels, stats, _ = cv2.connectedComponentsWithStats(ink.astype(np.uint8))
+    for number, (_, _, w, h, area) in enumerate(stats):
+        inside = number and h >= 9 and 0.4 < w / h < 2 and 0.1 < area / (w * h) < 0.6
+        if inside and (found := _upright_sum(part, away, labels == number, corner)):
+            yield found
+
+
+def _upright_sum(
+    part: np.ndarray, away: np.ndarray, own: np.ndarray, corner: np.ndarray
+) -> _Sum | None:
+    """Turn what may be an operator upright, with all around it; None if it is none.
+
+    Args:
+        part: of a picture (H,W,3)
+        away: difference of each pixel from the paper (H,W)
+        own: where the operator may be (H,W)
+        corner: of the part in the picture
+    """
+    import cv2
+
+    high = np.median(away[own])
+    ink = (away / high > 0.3) & (cv2.dilate(own.astype(np.uint8), np.ones((3, 3))) == 0)
+    number, labels = cv2.connectedComponents(ink.astype(np.uint8))
+    edges = np.concatenate((labels[0], labels[-1], labels[:, 0], labels[:, -1]))
+    labels[np.isin(labels, edges)] = 0  # lines of the figure go on beyond the box
+    labels[own] = number
+    paper = np.median(part[abs(away) < 8], 0).astype(np.uint8)
+    middle, _, angle = cv2.minAreaRect(np.argwhere(own)[:, ::-1].astype(np.float32))
+    angle = (angle + 45) % 90 - 45
+    if abs(angle) < 8:
+        angle = 0.0
+    turn = cv2.getRotationMatrix2D(middle, angle, 1.0)
+    size, edge = labels.shape[::-1], cv2.BORDER_REPLICATE
+    turned = cv2.warpAffine(labels.astype(np.float32), turn, size, flags=cv2.INTER_NEAREST)
+    places = {int(k): np.argwhere(turned == k)[:, ::-1] for k in np.unique(turned) if k}
+    boxes = {k: np.hstack((p.min(0), p.max(0) + 1)) for k, p in places.items()}
+    left, top, right, bottom = boxes[number]
+    sign = _operator(turned[top:bottom, left:right] == number)
+    if not sign:
+        return None
+    part = cv2.warpAffine(part, turn, size, flags=cv2.INTER_CUBIC, borderMode=edge)
+    back = cv2.invertAffineTransform(turn)
+    back[:, 2] += corner
+    return _Sum(sign, part, turned, boxes, number, paper, back)
+
+
+def _with_limits(found: _Sum) -> _Seen | None:
+    """Read an operator, its limits and the text beside it; None without limits."""
+    limits = {mark: found.limit(mark == "^") for mark in "_^"}
+    sides = [found.beside(sum(limits.values(), []), right) for right in (False, True)]
+    marks = [mark for mark in "_^" if limits[mark]]
+    crops = [found.crop(limits[mark])[1][:, AROUND:-AROUND] for mark in marks]
+    texts = ""
+    for mark, (text, certainty, columns) in zip(marks, _recognised(crops), strict=True):
+        text, dots = found.dotted(limits[mark], text, columns) if text else ("", 0)
+        if mark == "_" and text in DOTTED:
+            text = DOTTED[text]  # one does not sum over 1
+        if text and certainty > (0.4 if dots and len(text) == 1 else 0.6):
+            texts += f"{mark}{{{text}}}"
+    if not texts:
+        return None
+    before, after = (_recognise([found.crop(side)])[0].text if side else "" for side in sides)
+    if len(sides[1]) == 1 and found.high(sides[1]) < 0.48 * found.high([found.number]):
+        after = after.lower()
+    box = _upright(found.box([found.number, *sum(limits.values(), []), *sides[0], *sides[1]]))
+    corners = (box @ found.back[:, :2].T + found.back[:, 2]).astype(np.float32)
+    return _Seen(corners, f"{before} {found.sign}{texts} {after}".strip(), 1.0)
+
+
+def _sums(pixels: np.ndarray, lines: list[np.ndarray]) -> list[_Seen]:
+    """Read operators with limits in boxes with these corners; the longest reading of each."""
+    operators = (found for corners in lines for found in _operators(pixels, corners))
+    found: list[_Seen] = []
+    for line in sorted(filter(None, map(_with_limits, operators)), key=lambda s: -len(s.text)):
+        if not any(_shared(line.corners, other.corners) > SAME for other in found):
+            found.append(line)
+    return found
+
+# %% ../../nbs/2_data/15a_reading.ipynb #14799cd6
 def _candidates(pixels: np.ndarray, lines: list[np.ndarray]) -> list[_Seen]:
     """Recognise detected lines, each in all ways, and columns of numbers by their rows."""
     ways = [[(way, _cut(pixels, way)) for way in _ways(corners)] for corners in lines]
     seen = iter(_recognise([way for options in ways for way in options]))
     best = [max([next(seen) for _ in options], key=_likely) for options in ways]
     best = _completed(pixels, best)
+    unsure = [s.certainty < CERTAIN or bool({*s.text} & {*OPERATORS}) for s in best]
+    sums = _sums(pixels, [c for c, again in zip(lines, unsure, strict=True) if again])
     level = [(s, c) for s, c in zip(best, lines, strict=True) if _level(c)]
     found = [part for s, c in level for part in _corner(s, c) or [s]]
     columns = [(s, c) for s, c in zip(best, lines, strict=True) if not _level(c)]
@@ -453,7 +712,7 @@ def _candidates(pixels: np.ndarray, lines: list[np.ndarray]) -> list[_Seen]:
     for (whole, corners), pieces in zip(columns, parts, strict=True):
         rows = [next(seen) for _ in pieces]
         found += _corner(whole, corners) or (rows if _are_ticks(rows, whole) else [whole])
-    return found
+    return found + sums
 
 
 def _likely(line: _Seen) -> float:
@@ -511,6 +770,26 @@ def _are_ticks(rows: list[_Seen], whole: _Seen) -> bool:
     return numbers and mean > whole.certainty - 0.03 and letters >= len(whole.text)
 
 
+def _zeros(lines: list[_Seen]) -> list[_Seen]:
+    """Part each slanted 8 that is longer than other lines are high: zeros, where axes meet."""
+    heights = [np.linalg.norm(s.corners[3] - s.corners[0]) for s in lines]
+    parted = []
+    for line in lines:
+        a, b, c, d = line.corners
+        if np.linalg.norm(c - b) > np.linalg.norm(b - a):
+            a, b, c, d = b, c, d, a
+        slanted = line.text == "8" and DIAGONAL < _tilt(line.corners) < 90 - DIAGONAL / 2
+        if slanted and np.linalg.norm(b - a) > 1.25 * np.median(heights):
+            halves = (
+                np.stack((a, (a + b) / 2, (c + d) / 2, d)),
+                np.stack(((a + b) / 2, b, c, (c + d) / 2)),
+            )
+            parted += [_Seen(half, "0", line.certainty) for half in halves]
+        else:
+            parted.append(line)
+    return parted
+
+
 def _lines(pixels: np.ndarray) -> list[_Seen]:
     """Read a picture at each scale, and keep the surest of the lines that overlap."""
     least = min(pixels.shape[:2])
@@ -530,6 +809,7 @@ def _lines(pixels: np.ndarray) -> list[_Seen]:
     for line in sorted(found, key=lambda s: -s.weight):
         if _counts(line) and not any(_shared(line.corners, k.corners) > TOUCHING for k in kept):
             kept.append(line)
+    kept = _zeros(kept)
     return kept + _missing_ticks(pixels, kept)
 
 

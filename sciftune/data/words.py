@@ -37,7 +37,15 @@ x × ✕ ⨯
 ( （
 ) ）
 """  # the first character of a line stands for all of it
-TEX = {r"\times": "×", r"\cdot": "·", r"\pm": "±", r"\degree": "°", r"^\circ": "°", r"\sum": "∑"}
+TEX = {
+    r"\times": "×",
+    r"\cdot": "·",
+    r"\pm": "±",
+    r"\degree": "°",
+    r"^\circ": "°",
+    r"\sum": "∑",
+    r"\prod": "∏",
+}
 _RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱ"
 _LOWERED = "₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₐₑₒₓᵢⱼₖₘₙₚₛₜ"
 _SCRIPTS = re.compile(f"([{_RAISED}]+)|([{_LOWERED}]+)")

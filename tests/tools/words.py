@@ -4,12 +4,14 @@ python tests/tools/words.py [FOLDER] [--every N] [--wrong] [--processes N] [--wi
 
 FOLDER holds pictures and words.jsonl: a line per picture with `file_name` and `words`, each with
 `text`, `size` (of its type, in pixels) and `angle` (degrees). Text taken from SVG has lost its
-scripts (10⁻² is 10-2), so they are not told apart here; seconds are of a processor.
+scripts (10⁻² is 10-2) and the signs of sums, whose limits are there (∑_{i} x is "i x"), so they are
+not told apart here; seconds are of a processor.
 """
 
 import argparse
 import io
 import json
+import math
 import re
 import time
 import unicodedata
@@ -45,6 +47,34 @@ def groups(
     return [kind for kind, member in kinds.items() if member]
 
 
+def without_scripts(text: str) -> str:
+    """Return what text of an SVG keeps of a line."""
+    plain = unicodedata.normalize("NFKC", text)
+    return re.sub("[∑∏_^{}]", " ", plain).strip() if {"∑", "∏"} & set(plain) else plain
+
+
+def by_place(matched: list, words: list[dict]) -> list:
+    """Of labels with one text, give what was found to those that stand nearest to it."""
+    out = list(matched)
+    for text in dict.fromkeys(word["text"] for word in words):
+        group = [i for i, word in enumerate(words) if word["text"] == text]
+        found = [matched[i] for i in group if matched[i].state == "found"]
+        pairs = sorted(
+            (math.dist(word.box[::3], words[i]["box"][::3]), n, i)
+            for n, word in enumerate(found)
+            for i in group
+        )
+        places: dict[int, int] = {}
+        for _, n, i in pairs:
+            if n not in places and i not in places.values():
+                places[n] = i
+        others = [matched[i] for i in group if matched[i].state != "found"]
+        rest = [i for i in group if i not in places.values()]
+        for i, word in [*((places[n], found[n]) for n in places), *zip(rest, others, strict=True)]:
+            out[i] = word
+    return out
+
+
 def measured(
     task: tuple[Path, list[dict]],  # Picture, its words
 ) -> tuple:
@@ -56,8 +86,8 @@ def measured(
     began = time.process_time()
     read = read_text(image)
     seconds = time.process_time() - began
-    read = [replace(r, text=unicodedata.normalize("NFKC", r.text)) for r in read]
-    matched = match_words(labels, read)
+    read = [replace(r, text=without_scripts(r.text)) for r in read]
+    matched = by_place(match_words(labels, read), words)
     found, total = Counter(), Counter()
     for word, given in zip(matched, words, strict=False):
         for group in groups(given):
