@@ -282,7 +282,9 @@ def _cased(text: str, boxes: list[tuple]) -> str:
     for i, (letter, size) in enumerate(pairs):
         word = max(re.findall(r"[^\W\d]+", text[max(i - 3, 0) : i + 4]), key=len, default="")
         beside = text[max(i - 1, 0) : i + 2]
-        if letter not in ALIKE_CASES or not (tall or low) or len(word) > 3 or "/" in beside:
+        joined = 0 in sizes[i + 1 : i + 2] and beside[-1] != " "  # the ink of the next, too
+        alike = letter in ALIKE_CASES and not joined and "/" not in beside
+        if not alike or not (tall or low) or len(word) > 3:
             continue
         upper = size / np.median(tall) if tall else size / max(np.median(low), 1) * X_HEIGHT
         within = text[max(i - 1, 0) : i].isalpha() and text[i + 1 : i + 2].islower()
@@ -701,7 +703,8 @@ def _candidates(pixels: np.ndarray, lines: list[np.ndarray]) -> list[_Seen]:
     ways = [[(way, _cut(pixels, way)) for way in _ways(corners)] for corners in lines]
     seen = iter(_recognise([way for options in ways for way in options]))
     best = [max([next(seen) for _ in options], key=_likely) for options in ways]
-    best = _completed(pixels, best)
+    for _ in range(2):
+        best = _completed(pixels, best)
     unsure = [s.certainty < CERTAIN or bool({*s.text} & {*OPERATORS}) for s in best]
     sums = _sums(pixels, [c for c, again in zip(lines, unsure, strict=True) if again])
     level = [(s, c) for s, c in zip(best, lines, strict=True) if _level(c)]
@@ -734,7 +737,8 @@ def _completed(pixels: np.ndarray, lines: list[_Seen]) -> list[_Seen]:
             wider[n] = line.corners + np.outer((-left, right, right, -left), more)
     again = _recognise([(corners, _cut(pixels, corners)) for corners in wider.values()])
     for n, line in zip(wider, again, strict=True):
-        if len(line.text) > len(lines[n].text) and line.certainty > lines[n].certainty - 0.03:
+        longer = len(line.text) - len(lines[n].text)
+        if longer >= 0 and line.certainty > lines[n].certainty + (-0.03 if longer else 0.02):
             lines[n] = line
     return lines
 
