@@ -420,19 +420,19 @@ def recompute_words(recipe: Recipe, recompute: int | None) -> str | int:
     return "all" if recompute is None else recompute
 
 
-def plan_columns(plan: Plan, allocated: float | None) -> dict:
+def plan_columns(plan: Plan, used: float | None) -> dict:
     """Return the predicted peak and its error; empty without a prediction.
 
     Args:
         plan: the prediction
-        allocated: measured GiB
+        used: measured GiB; reserved where passes are replayed from CUDA graphs, else allocated
     """
     if not plan.chosen:
         return {}
     planned = plan.run.allocated_gib
     row = {"plan_gib": planned, "plan_fits": plan.run.fits}
-    if allocated is not None:
-        row["plan_error"] = planned / allocated - 1
+    if used is not None:
+        row["plan_error"] = planned / used - 1
     return row
 
 
@@ -505,7 +505,8 @@ def bench_row(run: RunDir, recipe: Recipe, own: dict, predicted: Plan, began: fl
         row["first_step_s"] = first["time"] - began
     if own["resident"] is not None:
         row["resident_gib"] = own["resident"]
-    row |= plan_columns(predicted, numbers.get("allocated_gib"))
+    replayed = recipe.cuda_graphs and not recipe.compile  # from memory that is only reserved
+    row |= plan_columns(predicted, numbers.get("reserved_gib" if replayed else "allocated_gib"))
     return row | {
         "seconds": round(time.time() - began, 1),
         "gpus": sorted({gpu["name"] for gpu in gpus()}),

@@ -144,7 +144,8 @@ class Reporter:
     def memory_against_plan(self, step: int, plan: Plan) -> None:
         """Report how far the measured peak is from the planned one; on a GPU only.
 
-        Also what is used outside of the allocator: the context, NCCL, libraries.
+        Also what is used outside of the allocator: the context, NCCL, libraries. What CUDA graphs
+        keep for their replays is reserved, but counts as allocated only while they are recorded.
 
         Args:
             step: of the measurement
@@ -154,7 +155,8 @@ class Reporter:
         if not self.engine.main or not planned or self.engine.device.type != "cuda":
             return
         now = memory_now(self.engine.device)
-        used, other = now["memory_allocated_gib"], now["memory_other_gib"]
+        kind = "reserved" if self.engine.strategy.captured else "allocated"
+        used, other = now[f"memory_{kind}_gib"], now["memory_other_gib"]
         error = planned / used - 1
         row = dict(event="plan", step=step, planned_gib=planned, used_gib=used, error=error)
         self.write(row | dict(planned_outside_gib=outside, outside_gib=other))

@@ -532,7 +532,8 @@ def _timed_step(
         run.first_step(step + 1)
     if measured:
         run.checks.after(step + 1)
-    if step == run.start + 1:
+    # graphs of a network that is updated every few steps are recorded late
+    if step + 1 == (run.recipe.steps if run.engine.strategy.captured else run.start + 2):
         run.reporter.memory_against_plan(step + 1, run.plan)
     row = dict(
         step=step + 1,
