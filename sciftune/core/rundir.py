@@ -26,11 +26,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from .files import open_file, parsed_json, read_object
+from .files import open_file, package_folder, parsed_json, read_object
 from .ownership import is_abandoned, sweep_temporary, temporary_folder
 from .progress import progress
 from .recipe import Recipe
-from .registry import package_folder
 
 # %% ../../nbs/1_core/06_rundir.ipynb #5fa4adfe
 def _sync_one(path: Path):

@@ -20,14 +20,14 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
 
 from ..core.files import open_file, packaged_table, read_json
-from ..core.registry import ScoreRecord, package_folder, records
+from ..core.markup import filled
+from ..core.registry import ScoreRecord, records
 from ..core.rundir import RunDir
 from ..core.secrets import masked
 from ..core.writing import write_atomic
@@ -353,15 +353,8 @@ def rendered(template: str, **values: Any) -> str:
         template: name of its file
         values: what it shows, besides the colours of plots, `light` and `dark`
     """
-    environment = Environment(
-        loader=FileSystemLoader(package_folder() / "assets" / "report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     colors = dict(light=color_variables(dark=False), dark=color_variables(dark=True))
-    return environment.get_template(template).render(colors | values)
+    return filled(f"assets/report/{template}", **colors | values)
 
 # %% ../../nbs/9_lab/29_page.ipynb #2516eff9
 def page_values(run: RunDir) -> dict:

@@ -16,8 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ...core.files import read_json, read_object
-from ...core.registry import package_folder
+from ...core.files import package_folder, read_json, read_object
 from .charts import CHART_KINDS, CHART_STYLES, claims, compose_chart
 
 # %% ../../../nbs/extras/figures/04_reader.ipynb #758caf62
