@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['TEXT_BYTES', 'LIST_BYTES', 'LINE_BYTES', 'YAML_BYTES', 'DEEPEST', 'MOST_PARTS', 'MOST_IN_YAML', 'OWN_YAML', 'Kind',
-           'FileError', 'open_file', 'read_bytes', 'read_words', 'parsed_json', 'read_json', 'read_object',
-           'parsed_yaml', 'read_yaml', 'read_mapping', 'packaged_table', 'numbered_lines', 'read_json_lines',
-           'opened_csv', 'of_kind', 'read_kind']
+           'FileError', 'open_file', 'read_bytes', 'read_words', 'package_folder', 'parsed_json', 'read_json',
+           'read_object', 'parsed_yaml', 'read_yaml', 'read_mapping', 'packaged_table', 'numbered_lines',
+           'read_json_lines', 'opened_csv', 'of_kind', 'read_kind']
 
 # %% ../../nbs/1_core/19_files.ipynb #fi000003
 import contextlib
@@ -79,6 +79,11 @@ def read_words(file: str | Path, largest: int = TEXT_BYTES) -> str:
         raise FileError(f"{file} is no text in UTF-8: {error}; copy it again") from None
 
 # %% ../../nbs/1_core/19_files.ipynb #fi000009
+def package_folder() -> Path:
+    """Return the folder of this package, without importing any of its modules."""
+    return Path(importlib.util.find_spec("sciftune").origin).parent
+
+
 DEEPEST = 64  # Lists and mappings inside each other
 MOST_PARTS = 10_000_000  # Values in JSON; a tokenizer of 260,000 words has 2 million
 MOST_IN_YAML = 1_000_000  # More than `YAML_BYTES` can hold without anchors
@@ -186,8 +191,7 @@ def packaged_table(name: str) -> Any:
     Args:
         name: path below the package
     """
-    package = Path(importlib.util.find_spec("sciftune").origin).parent
-    return yaml.load(read_words(package / name), OWN_YAML)
+    return yaml.load(read_words(package_folder() / name), OWN_YAML)
 
 # %% ../../nbs/1_core/19_files.ipynb #fi000015
 def numbered_lines(file: str | Path) -> Iterator[tuple[int, bytes]]:

@@ -15,8 +15,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from .fields import RecipeError
-from .files import OWN_YAML, FileError, read_mapping
-from .registry import FamilyRecord, find_record, nearest, package_folder, records
+from .files import OWN_YAML, FileError, package_folder, read_mapping
+from .registry import FamilyRecord, find_record, nearest, records
 
 # %% ../../nbs/1_core/03_presets.ipynb #3c70f5e0
 UNCOUNTED = 1000  # pictures of a collection whose number is not known before it is read

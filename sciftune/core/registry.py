@@ -5,9 +5,8 @@
 # %% auto #0
 __all__ = ['RegistryError', 'nearest', 'Record', 'FamilyRecord', 'StrategyRecord', 'CostsRecord', 'OptimizerRecord',
            'ObjectiveRecord', 'DensityRecord', 'WeightingRecord', 'RewardRecord', 'ScoreRecord', 'AdapterRecord',
-           'ReaderRecord', 'KernelRecord', 'CollectionRecord', 'package_folder', 'record_modules', 'read_records',
-           'records', 'find_record', 'usual_optimizer', 'family_names', 'family_named', 'import_class', 'load',
-           'find_kernel']
+           'ReaderRecord', 'KernelRecord', 'CollectionRecord', 'record_modules', 'read_records', 'records',
+           'find_record', 'usual_optimizer', 'family_names', 'family_named', 'import_class', 'load', 'find_kernel']
 
 # %% ../../nbs/1_core/01_registry.ipynb #58cccaf2
 import ast
@@ -23,7 +22,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 
-from .files import packaged_table
+from .files import package_folder, packaged_table
 
 # %% ../../nbs/1_core/01_registry.ipynb #901cda3c
 class RegistryError(ValueError):
@@ -89,7 +88,8 @@ class FamilyRecord(Record):
         nano: A small trained model of it is in the package
         guides_above: Scale above which its pipeline guides; None = it never does
         values: Recipe fields that it changes in every preset
-        presets: Recipe fields that it changes in one; may add it to a preset
+        presets: Recipe fields that it changes in one; may add it to a preset. A record may name a
+            YAML file of this package instead
     """
 
     hub: str
@@ -124,6 +124,12 @@ class FamilyRecord(Record):
     def _entitle(cls, values: dict) -> dict:
         """Fill in a missing title."""
         return dict(values, title=values.get("title") or values.get("name"))
+
+    @field_validator("presets", mode="before")
+    @classmethod
+    def _from_file(cls, presets: dict | str) -> dict:
+        """Read them if a file is named."""
+        return packaged_table(presets) if isinstance(presets, str) else presets
 
     def guides(self, scale: float) -> bool:
         """Return whether a sampler at this scale makes a second prediction, without the caption.
@@ -439,11 +445,6 @@ _FIELDS = dict(  # of a recipe, which name a record
     densities="timestep_density",
     weightings="loss_weighting",
 )
-
-
-def package_folder() -> Path:
-    """Return the folder of this package, without importing any of its modules."""
-    return Path(importlib.util.find_spec("sciftune").origin).parent
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
+from ..core.files import packaged_table
 from ..core.registry import FamilyRecord
 from . import tiny
 from .encoders import Encoders, TextTokenizer, check_captions
@@ -63,35 +64,7 @@ RECORDS = [
 ]
 
 # %% ../../nbs/4_models/05_flux1.ipynb #fbb05517
-_DOUBLE, _SINGLE = "transformer_blocks.{}", "single_transformer_blocks.{}"
-FLUX1_LAYERS = {  # names of black-forest-labs/flux, which sd-scripts and ComfyUI use
-    "double_blocks.{}.img_attn.qkv": tuple(f"{_DOUBLE}.attn.to_{n}" for n in "qkv"),
-    "double_blocks.{}.txt_attn.qkv": tuple(f"{_DOUBLE}.attn.add_{n}_proj" for n in "qkv"),
-    "double_blocks.{}.img_attn.proj": (f"{_DOUBLE}.attn.to_out.0",),
-    "double_blocks.{}.txt_attn.proj": (f"{_DOUBLE}.attn.to_add_out",),
-    "double_blocks.{}.img_mlp.0": (f"{_DOUBLE}.ff.net.0.proj",),
-    "double_blocks.{}.img_mlp.2": (f"{_DOUBLE}.ff.net.2",),
-    "double_blocks.{}.txt_mlp.0": (f"{_DOUBLE}.ff_context.net.0.proj",),
-    "double_blocks.{}.txt_mlp.2": (f"{_DOUBLE}.ff_context.net.2",),
-    "double_blocks.{}.img_mod.lin": (f"{_DOUBLE}.norm1.linear",),
-    "double_blocks.{}.txt_mod.lin": (f"{_DOUBLE}.norm1_context.linear",),
-    "single_blocks.{}.linear1": (
-        *(f"{_SINGLE}.attn.to_{n}" for n in "qkv"),
-        f"{_SINGLE}.proj_mlp",
-    ),
-    "single_blocks.{}.linear2": (f"{_SINGLE}.proj_out",),
-    "single_blocks.{}.modulation.lin": (f"{_SINGLE}.norm.linear",),
-    "img_in": ("x_embedder",),
-    "txt_in": ("context_embedder",),
-    "time_in.in_layer": ("time_text_embed.timestep_embedder.linear_1",),
-    "time_in.out_layer": ("time_text_embed.timestep_embedder.linear_2",),
-    "vector_in.in_layer": ("time_text_embed.text_embedder.linear_1",),
-    "vector_in.out_layer": ("time_text_embed.text_embedder.linear_2",),
-    "guidance_in.in_layer": ("time_text_embed.guidance_embedder.linear_1",),
-    "guidance_in.out_layer": ("time_text_embed.guidance_embedder.linear_2",),
-    "final_layer.linear": ("proj_out",),
-    "": ("norm_out.linear",),  # its halves are exchanged
-}
+FLUX1_LAYERS = packaged_table("models/layers.yaml")["flux1"]
 FLUX1_DEV = dict(
     patch_size=1,
     in_channels=64,

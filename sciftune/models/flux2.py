@@ -18,6 +18,7 @@ from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
 from PIL import Image
 from torch import Tensor, nn
 
+from ..core.files import packaged_table
 from ..core.registry import FamilyRecord
 from . import tiny
 from .compat import flux2_reference
@@ -87,30 +88,7 @@ RECORDS = [
 ]
 
 # %% ../../nbs/4_models/04_flux2.ipynb #7e591913
-_DOUBLE, _SINGLE = "transformer_blocks.{}", "single_transformer_blocks.{}"
-FLUX2_LAYERS = {  # names of black-forest-labs/flux2, which musubi-tuner and ComfyUI use
-    "double_blocks.{}.img_attn.qkv": tuple(f"{_DOUBLE}.attn.to_{n}" for n in "qkv"),
-    "double_blocks.{}.txt_attn.qkv": tuple(f"{_DOUBLE}.attn.add_{n}_proj" for n in "qkv"),
-    "double_blocks.{}.img_attn.proj": (f"{_DOUBLE}.attn.to_out.0",),
-    "double_blocks.{}.txt_attn.proj": (f"{_DOUBLE}.attn.to_add_out",),
-    "double_blocks.{}.img_mlp.0": (f"{_DOUBLE}.ff.linear_in",),
-    "double_blocks.{}.img_mlp.2": (f"{_DOUBLE}.ff.linear_out",),
-    "double_blocks.{}.txt_mlp.0": (f"{_DOUBLE}.ff_context.linear_in",),
-    "double_blocks.{}.txt_mlp.2": (f"{_DOUBLE}.ff_context.linear_out",),
-    "single_blocks.{}.linear1": (f"{_SINGLE}.attn.to_qkv_mlp_proj",),
-    "single_blocks.{}.linear2": (f"{_SINGLE}.attn.to_out",),
-    "img_in": ("x_embedder",),
-    "txt_in": ("context_embedder",),
-    "time_in.in_layer": ("time_guidance_embed.timestep_embedder.linear_1",),
-    "time_in.out_layer": ("time_guidance_embed.timestep_embedder.linear_2",),
-    "guidance_in.in_layer": ("time_guidance_embed.guidance_embedder.linear_1",),
-    "guidance_in.out_layer": ("time_guidance_embed.guidance_embedder.linear_2",),
-    "double_stream_modulation_img.lin": ("double_stream_modulation_img.linear",),
-    "double_stream_modulation_txt.lin": ("double_stream_modulation_txt.linear",),
-    "single_stream_modulation.lin": ("single_stream_modulation.linear",),
-    "final_layer.linear": ("proj_out",),
-    "": ("norm_out.linear",),  # its halves are exchanged
-}
+FLUX2_LAYERS = packaged_table("models/layers.yaml")["flux2"]
 KLEIN_9B = dict(
     patch_size=1,
     in_channels=128,

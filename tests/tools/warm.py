@@ -247,7 +247,8 @@ def run(asked: dict, streams: list[int], program: str, base: list[str]) -> None:
     os.chdir(asked["folder"])
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
     for number, name in ((1, "stdout"), (2, "stderr")):
-        stream = open(number, "w", buffering=1 if number == 2 else -1, closefd=False)  # noqa: SIM115
+        lines = 1 if number == 2 else -1
+        stream = open(number, "w", buffering=lines, closefd=False)  # noqa: SIM115
         if number == 2 or os.environ.get("PYTHONUNBUFFERED"):
             stream.reconfigure(write_through=True, line_buffering=True)
         setattr(sys, name, stream)

@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator, ScalarFormatter
 from PIL import Image
 
 from .colours import shades
-from .looks import number, several
+from .looks import CHOICES, number, several
 
 # %% ../../../nbs/extras/figures/11_specifications.ipynb #d80bccd6
 COUNT = 100  # figures of the set
@@ -92,26 +92,7 @@ class Specification:
 
 # %% ../../../nbs/extras/figures/11_specifications.ipynb #1e0bea0e
 COLOURS = ("blue", "orange", "green", "red", "purple")
-TOPICS = """
-Cooling of a melt|Time (min)|Temperature (K)
-Membrane potential|Delay (ms)|Voltage (mV)
-Battery discharge|Use (h)|Charge (mAh)
-Filter response|Frequency (kHz)|Gain (dB)
-Spring under load|Force (N)|Extension (mm)
-Solar cell output|Irradiance (W)|Current (mA)
-Growth of a culture|Age (days)|Mass (mg)
-Sensor calibration|Pressure (kPa)|Signal (V)
-Absorption of a dye|Wavelength (nm)|Absorbance (%)
-Heating of a coil|Power (kW)|Resistance (ohm)
-"""
-GROUPS = """
-Harvest by field|Field|Yield (kg)|north east south west
-Conductors compared|Metal|Loss (mW)|copper iron zinc silver
-Rain by season|Season|Rainfall (cm)|spring summer autumn winter
-Leaf size by tree|Tree|Width (mm)|oak birch pine maple
-Response to a drug|Group|Rate (Hz)|control placebo small large
-Energy by source|Source|Energy (MJ)|wind solar hydro coal
-"""
+TOPICS, GROUPS = CHOICES["topics"], CHOICES["groups_of_bars"]
 NOTE = "Error bars show the SD of {} runs"
 
 
@@ -119,10 +100,6 @@ NOTE = "Error bars show the SD of {} runs"
 def _shades() -> dict[str, list[str]]:
     """Return the shades that cannot be taken for those of another colour."""
     return {name: [c for c in shades()[name] if c.startswith("#")] for name in COLOURS}
-
-
-def _rows(table: str) -> list[list[str]]:
-    return [row.split("|") for row in table.strip().split("\n")]
 
 
 def _levels(rng: np.random.Generator, n: int) -> np.ndarray:
@@ -178,17 +155,9 @@ def _panel(rng: np.random.Generator, kind: str, row: list[str], level: int, i: i
     )
 
 # %% ../../../nbs/extras/figures/11_specifications.ipynb #918493ba
-STATEMENTS = (
-    "words",
-    "units",
-    "numbers",
-    "colours",
-    "count",
-    "order",
-    "relations",
-    "legend",
-    "panels",
-    "conventions",
+STATEMENTS = (  # kinds of statements
+    *("words", "units", "numbers", "colours", "count"),
+    *("order", "relations", "legend", "panels", "conventions"),
 )
 PanelPlace = tuple[int, int, int, int]  # column, row, columns, rows
 Said = tuple[str, list[Statement]]
@@ -376,8 +345,8 @@ def specification(index: int, seed: int = 0) -> Specification:
     columns, count = list(LAYOUTS)[rng.integers(len(LAYOUTS))] if level == 3 else (1, 1)
     kinds = ["bars", "lines", "points"]
     kinds = [kinds[(index + k) % 3] for k in range(count)]
-    rows = {"bars": rng.permutation(_rows(GROUPS)).tolist()}
-    rows["lines"] = rows["points"] = rng.permutation(_rows(TOPICS)).tolist()
+    rows = {"bars": rng.permutation(GROUPS).tolist()}
+    rows["lines"] = rows["points"] = rng.permutation(TOPICS).tolist()
     panels = tuple(_panel(rng, k, rows[k].pop(), level, i) for i, k in enumerate(kinds))
     cells = [(i % columns, i // columns, columns, -(-count // columns)) for i in range(count)]
     said = [(" A scientific figure on white paper.", [])]
