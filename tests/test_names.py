@@ -18,14 +18,14 @@ for name in names:
     assert getattr(sciftune, name) is not None, name
 print(*names)
 assert "torch" not in sys.modules
-for name in sciftune.__all__:
-    assert getattr(sciftune, name).__doc__, name
 """
     r = python("-c", code)
     assert r.returncode == 0, r.stderr
     packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     assert set(r.stdout.split()) == {*sciftune.__all__, *packages, "__version__"}
     assert not {"Callable", "Path", "logging", "sys"} & set(dir(sciftune))
+    for name in sciftune.__all__:
+        assert getattr(sciftune, name).__doc__, name
 
 
 def test_a_wrong_name_is_an_attribute_error(python):

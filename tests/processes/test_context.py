@@ -23,13 +23,13 @@ BASE = dict(
     resolution=96,
     text_tokens=31,
     held_out=5,
-    steps=4,
+    steps=2,
     micro_batch=2,
     global_batch=8,
-    validation_steps=4,
+    validation_steps=2,
     validation_images=3,
     validation_sample_steps=2,
-    checkpoint_steps=2,
+    checkpoint_steps=1,
     checkpoints_kept=9,
     loss_sigmas=2,
     compile=False,
@@ -81,7 +81,7 @@ def go(root, name, **fields):
 
 
 def pictures(root, name):
-    folder = root / "runs" / name / "validation_images" / "step_000004"
+    folder = root / "runs" / name / "validation_images" / "step_000002"
     return [np.asarray(Image.open(folder / f"{i:02d}.png")).astype(int) for i in range(3)]
 
 
@@ -112,8 +112,8 @@ def assert_equal(made, wanted):
 def test_sharing_tokens_changes_nothing(root, alone, model, engine, rank):
     wanted = alone(model, rank)
     made = go(root, f"{model}-{engine}-{rank}", model=model, lora_rank=rank, **CONTEXT[engine])
-    assert set(losses(made)) == set(range(1, 5))
-    assert [row["step"] for row in made if "held_out" in row] == [0, 4]
+    assert set(losses(made)) == {1, 2}
+    assert [row["step"] for row in made if "held_out" in row] == [0, 2]
     assert_equal(made, wanted)
     both = zip(
         pictures(root, f"{model}-{engine}-{rank}"), pictures(root, f"{model}-{rank}"), strict=True
@@ -135,10 +135,10 @@ def test_a_run_goes_on_with_another_number_of_ranks_per_sample(root, alone, firs
     source = root / "runs" / name
     if not source.exists():
         go(root, name, model="klein", **CONTEXT[first])
-    half = str(source / "checkpoints" / "step_000002")
+    half = str(source / "checkpoints" / "step_000001")
     went_on = f"{name}-to-{then.get('num_processes', 1)}"
     rest = go(root, went_on, model="klein", resume=half, **then)
-    assert min(losses(rest)) == 3
+    assert set(losses(rest)) == {2}
     assert_equal(rest, wanted)
 
 
@@ -151,7 +151,7 @@ def test_reference_images_are_divided_too(root):
     (root / "edits.jsonl").write_text("\n".join(map(json.dumps, edits)))
     fields = dict(data=str(root / "images"), metadata=str(root / "edits.jsonl"))
     fields |= dict(reference_images=1, fit="crop", resolution=64, held_out=2)
-    fields |= dict(validation_steps=0, checkpoint_steps=0, steps=3, text_tokens=32, loss_sigmas=0)
+    fields |= dict(validation_steps=0, checkpoint_steps=0, text_tokens=32, loss_sigmas=0)
     conf = BASE | dict(model="klein") | fields
     one = train(RunDir(root / "runs" / "edit-1"), **conf)
     two = train(RunDir(root / "runs" / "edit-2"), **conf | CONTEXT["fsdp-2"])

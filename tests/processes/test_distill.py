@@ -30,7 +30,7 @@ BASE = dict(
     resolution=128,
     micro_batch=BATCH,
     global_batch=BATCH,
-    steps=4,
+    steps=3,
     generator_every=2,
     denoising_steps=2,
     critic_learning_rate=5e-5,
@@ -127,7 +127,7 @@ def slow(*a):
     "base,engine,n,more",
     [
         (BASE, "ddp", 2, {}),
-        (LORA, "fsdp", 2, {}),
+        slow(LORA, "fsdp", 2, {}),
         slow(LORA, "ddp", 2, {}),
         slow(BASE, "fsdp", 2, {}),
         slow(BASE, "fsdp", 4, {}),
@@ -161,7 +161,7 @@ def test_resume_is_exact(root, alone):
     assert min(losses(got)) == 3 and all(
         losses(got, k)[s] == losses(m, k)[s] for k in KEYS for s in losses(got, k)
     )
-    assert furthest(first, run, 4, ("weight", "exp_avg", "exp_avg_sq")) == 0
+    assert furthest(first, run, 3, ("weight", "exp_avg", "exp_avg_sq")) == 0
     with pytest.raises(RecipeError, match="real_guidance: 1.75 in the checkpoint, 3.0 now"):
         check_same_run(info, restored(info["recipe"] | dict(real_guidance=3.0)), info["data"])
 
@@ -178,7 +178,7 @@ def test_resume_by_another_engine(root, alone, engine, n):
         resume=str(first.checkpoints / "step_000002"),
         **BASE | dict(micro_batch=BATCH // n),
     )
-    assert min(losses(m)) == 3 and furthest(first, run, 4) <= 1e-5
+    assert min(losses(m)) == 3 and furthest(first, run, 3) <= 1e-5
 
 
 def _measure(queue, root, more):
@@ -239,7 +239,7 @@ def test_sharded_mixed_precision(root):
 
     Its norms are those of one process.
     """
-    conf = OTHER | dict(precision="bf16-mixed", steps=2, warmup_steps=2, checkpoint_steps=0)
+    conf = OTHER | dict(precision="bf16-mixed", steps=1, warmup_steps=0, checkpoint_steps=0)
     a = train(RunDir(root / "mixed-1"), **conf)
     b = train(
         RunDir(root / "mixed-2"),

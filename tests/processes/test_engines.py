@@ -143,7 +143,11 @@ def test_validation_images_and_export_while_sharded(root, reference):
 
 @pytest.mark.parametrize(
     "engine,n,precision",
-    [("single", 1, "bf16"), ("fsdp", 2, "bf16-mixed"), ("zero3", 2, "bf16-mixed")],
+    [
+        ("single", 1, "bf16"),
+        ("fsdp", 2, "bf16-mixed"),
+        pytest.param("zero3", 2, "bf16-mixed", marks=pytest.mark.slow),
+    ],
 )
 def test_the_average_is_exact_in_low_precision(root, engine, n, precision):
     "From the weights of each step, in float64; a part on each rank, together the whole."

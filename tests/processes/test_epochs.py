@@ -12,6 +12,7 @@ from sciftune.lab.jobs import launch, state
 from sciftune.lab.prepare import prepare_run, recipe_from
 
 SMALL = dict(
+    resolution=64,
     figures=24,
     held_out=4,
     global_batch=8,

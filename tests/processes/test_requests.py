@@ -26,6 +26,12 @@ SMALL = dict(
 )
 
 
+def heed():
+    "A script in the background ignores the one, and nohup the other."
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @pytest.fixture
 def command(root, tmp_path):
     "Starts `sciftune run` in a session of its own; ends what is left of it."
@@ -42,7 +48,7 @@ def command(root, tmp_path):
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a script ignores it
+            preexec_fn=heed,
         )
         started.append(process)
         return process

@@ -20,6 +20,7 @@ pytest.importorskip("tensorboard", reason="no tensorboard (pip install 'sciftune
 
 FIELDS = dict(
     model="qwenimage",
+    resolution=64,
     figures=24,
     held_out=4,
     micro_batch=2,

@@ -8,12 +8,18 @@ import time
 
 import pytest
 
+LOGGERS = """
+import logging
+handlers = [h for l in logging.root.manager.loggerDict.values() for h in getattr(l, "handlers", ())]
+print([handler for handler in handlers if "pytest" in type(handler).__module__])
+"""
 PROGRAMS = {
     "arguments": ("-c", "import sys; print(sys.argv, __name__)", "a b", "ü"),
     "folder": ("-c", "import os, sys; print(os.getcwd(), sys.path[:2])"),
     "environment": ("-c", "import os; print(sorted(os.environ.items()))"),
     "input": ("-c", "print(input()); import sys; print('aside', file=sys.stderr)"),
     "module": ("-m", "sciftune.lab.command", "--version"),
+    "loggers": ("-c", LOGGERS),
     "exit code": ("-c", "import sys; sys.exit(7)"),
     "sentence": ("-c", "import sys; sys.exit('what is wrong')"),
     "at exit": ("-c", "import atexit; atexit.register(print, 'the end')"),

@@ -292,6 +292,10 @@ def forget() -> None:
     tracker = multiprocessing.resource_tracker._resource_tracker
     tracker._fd = tracker._pid = None
     logging.root.handlers.clear()
+    for logger in logging.root.manager.loggerDict.values():
+        for handler in getattr(logger, "handlers", [])[:]:
+            if type(handler).__module__.startswith("_pytest"):  # its file has been closed
+                logger.removeHandler(handler)
     sys.excepthook, threading.excepthook = sys.__excepthook__, threading.__excepthook__
     sys.unraisablehook = sys.__unraisablehook__
     sys.modules["__main__"] = types.ModuleType("__main__")
