@@ -32,8 +32,9 @@ for name in sys.argv[2:]:
     run.path.mkdir()
     recipe = resolve(
         name=name, run_root=sys.argv[1], strategy=name, num_processes=world, cpu=True,
-        launcher="notebook", resolution=64, figures=16, held_out=4, steps=2, micro_batch=1, global_batch=2,
-        precision="fp32", validation_steps=0, checkpoint_steps=0, export=False, compile=False,
+        launcher="notebook", resolution=64, figures=16, held_out=4, steps=2, micro_batch=1,
+        global_batch=2, precision="fp32", validation_steps=0, checkpoint_steps=0, export=False,
+        compile=False,
     )
     write_configs(recipe, run)
     try:
