@@ -1689,6 +1689,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'sciftune.data.splits.in_both': ('2_data/splits.html#in_both', 'sciftune/data/splits.py'),
                                       'sciftune.data.splits.joined_documents': ( '2_data/splits.html#joined_documents',
                                                                                  'sciftune/data/splits.py'),
+                                      'sciftune.data.splits.of_trained_documents': ( '2_data/splits.html#of_trained_documents',
+                                                                                     'sciftune/data/splits.py'),
                                       'sciftune.data.splits.open_recipe_data': ( '2_data/splits.html#open_recipe_data',
                                                                                  'sciftune/data/splits.py'),
                                       'sciftune.data.splits.open_with_held_out': ( '2_data/splits.html#open_with_held_out',

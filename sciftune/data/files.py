@@ -276,6 +276,8 @@ def masked_image(name: str) -> str:
 def unread_kind(name: str) -> str:
     """Return why a file beside pictures is not read."""
     suffix = PurePosixPath(name).suffix.lower()
+    if PurePosixPath(name).name in ("quarantine.jsonl", "document.json"):
+        return "record of sciftune collect"
     if masked_image(name):
         return "mask (mask_outside reads it)"
     if suffix in SUFFIXES:

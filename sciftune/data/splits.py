@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['data_path', 'hold_out', 'joined_documents', 'hold_out_documents', 'hold_out_by_source', 'check_references',
-           'check_areas', 'check_columns', 'open_recipe_data', 'WithHeldOut', 'open_with_held_out', 'in_both']
+           'check_areas', 'check_columns', 'open_recipe_data', 'WithHeldOut', 'open_with_held_out', 'in_both',
+           'of_trained_documents']
 
 # %% ../../nbs/2_data/14_splits.ipynb #29314b01
 from collections.abc import Sequence
@@ -371,3 +372,15 @@ def in_both(collection: SampleCollection, train: list[int], held: list[int]) -> 
     trained = {collection.digests[i] for i in train}
     both = sum(collection.digests[i] in trained for i in held)
     return both if isinstance(collection, WithHeldOut) else 0
+
+
+def of_trained_documents(collection: SampleCollection, train: list[int], held: list[int]) -> int:
+    """Return how many held-out samples are of documents that others are trained on.
+
+    Args:
+        collection: data of the run
+        train: numbers of training samples
+        held: numbers of held-out samples
+    """
+    trained = {collection.documents[i] for i in train} - {""}
+    return sum(collection.documents[i] in trained for i in held)

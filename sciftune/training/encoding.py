@@ -36,7 +36,7 @@ from sciftune.data.encode import (
 from ..data.images import load_picture
 from ..data.prompts import DrawnPrompt, PromptedCollection, own_prompts, prompt_rows
 from ..data.sources import SampleCollection
-from ..data.splits import hold_out, in_both, open_with_held_out
+from ..data.splits import hold_out, in_both, of_trained_documents, open_with_held_out
 from ..models.family import Family
 from ..planner.profile import weights_path
 from ..planner.work import step_cost_of
@@ -349,6 +349,7 @@ def _listed(
 
 
 def _say_found(
+    recipe: Recipe,
     collection: SampleCollection,
     train: list[int],
     held: list[int],
@@ -361,6 +362,12 @@ def _say_found(
         say(f"{len(collection.rejected)} rows set aside, see {run_dir.quarantine}")
     if twice := in_both(collection, train, held):
         say(f"{twice} of {len(held)} images of validation_data are in data, too")
+    seen = 0 if recipe.split_by == "sample" else of_trained_documents(collection, train, held)
+    if seen:  # no document is small enough to be held out whole
+        say(
+            f"{seen} of {len(held)} held-out images are of documents that are trained on, too, so "
+            "the held-out loss flatters; name images of other documents in validation_data"
+        )
 
 
 def cache_data(
@@ -397,7 +404,7 @@ def cache_data(
     while True:
         collection, train, held = split
         if engine.main:
-            _say_found(collection, train, held, run_dir, say)
+            _say_found(recipe, collection, train, held, run_dir, say)
         jobs = jobs_class(recipe, family, with_prompts(recipe, view(collection)), folder)
         data = _listed(jobs, train, held, tensors)
         if engine.main:
