@@ -21,7 +21,7 @@ import pytest
 from additions import added
 from PIL import Image, ImageCms, PngImagePlugin
 
-from sciftune.core.recipe import resolve
+from sciftune.core.recipe import RecipeError, resolve
 from sciftune.data.captions import read_captions
 from sciftune.data.duplicates import small_copies
 from sciftune.data.images import DataError, examine, header_size, load_picture, pixels
@@ -182,7 +182,7 @@ def outcome(read, *arguments):
     """What reading gives; None where it is refused, in one sentence."""
     try:
         return read(*arguments)
-    except DataError as error:
+    except (DataError, RecipeError) as error:
         assert str(error) and "Traceback" not in str(error)
         return None
 
