@@ -724,7 +724,7 @@ def plan_against_use(run: RunDir | str | Path) -> Table:
     last = rows[-1]["step"] if rows else 0
     bad = f"at most {recipe.max_bad_fraction:.0%}" if recipe else "–"
     host = plan.run.host_gib if plan.chosen else math.nan
-    used = short_number(now) + ("" if math.isnan(change) else f" ({change:+.1f} %)")
+    used = short_number(now) + ("" if math.isnan(change) else f" ({change:+z.1f} %)")
     seconds = short_number(median_of(rows, "step_time"), " s")
     lines = [
         ["optimizer steps", recipe.steps if recipe else "–", last],

@@ -160,7 +160,7 @@ def _loss_sentence(run: RunDir) -> str:
     rows = validation_rows(run)
     if len(rows) > 1 or rows and rows[-1].get("held_out_baseline") is not None and rows[-1]["step"]:
         verb = "stayed where it was" if abs(change) < 0.5 else ("fell" if change < 0 else "rose")
-        text = f"The held-out loss {verb}: {start:.4g} before, {now:.4g} now ({change:+.1f} %)."
+        text = f"The held-out loss {verb}: {start:.4g} before, {now:.4g} now ({change:+z.1f} %)."
         best = min(rows, key=lambda row: row["held_out"])
         if best["held_out"] < 0.99 * now and best["step"]:
             text += f" It was lowest at step {best['step']:,}: {best['held_out']:.4g}."
@@ -337,7 +337,7 @@ def _held_out(run: RunDir) -> Number:
     start, now, change = held_out_change(run)
     if math.isnan(now):
         return Number("held-out loss", "–", "nothing was held out, or no validation yet")
-    return Number("held-out loss", f"{now:.4g}", f"{start:.4g} before, {change:+.1f} %")
+    return Number("held-out loss", f"{now:.4g}", f"{start:.4g} before, {change:+z.1f} %")
 
 
 def _evaluation(run: RunDir) -> Number:
