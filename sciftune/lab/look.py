@@ -938,10 +938,18 @@ def look_folder(recipe: Recipe) -> Path:
 
     Args:
         recipe: with absolute paths
+
+    Raises:
+        DataError: it cannot be made
     """
     stem = re.sub(r"[^\w.-]+", "-", Path(recipe.sources[0][0]).stem).strip("-.") or "data"
     folder = Path(recipe.run_root).absolute() / f"look-{stem}"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"run_root: {folder} cannot be made ({error.strerror}); give one that you may write"
+        ) from None
     if note := os.environ.get("SCIFTUNE_RUN_FILE"):
         Path(note).write_text(str(folder))
     return folder
