@@ -277,7 +277,8 @@ def _planned(
     """Return the plan of a run whose machine and weights are known."""
     policy = strategy_class(recipe.strategy).policy_of(recipe, machine.cuda)
     pictures = recipe.validation_steps > 0 and recipe.validation_images > 0
-    model = profile(recipe, family, base, policy.compute, vae=pictures)
+    casts = asked.autocasts if asked else policy.name == "bf16-mixed"
+    model = profile(recipe, family, base, policy.compute, vae=pictures, autocasts=casts)
     if asked:
         return _row_plan(recipe, family, base, asked, machine, model)
     settings = best_settings(model, recipe, machine, family.captions == "fixed")

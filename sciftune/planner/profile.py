@@ -20,7 +20,7 @@ from ..core.recipe import Recipe
 from ..core.rundir import cache_root
 from ..models.single_file import single_file_folder
 from .records import BatchLine, Profile
-from .trace import FlashAttention, LiveBytes, measured_blocks, storages
+from .trace import Autocast, FlashAttention, LiveBytes, measured_blocks, storages
 from .work import MetaModel
 from ..strategies.compilation import blocks_of
 from ..strategies.float8 import float8_layers
@@ -122,6 +122,7 @@ def profile(
     base: Path | str | None = None,
     dtype: torch.dtype = torch.bfloat16,
     vae: bool = True,
+    autocasts: bool = False,
 ) -> Profile:
     """Measure a model on the meta device.
 
@@ -131,14 +132,18 @@ def profile(
         base: pipeline folder or hub id; None = published size
         dtype: of the computation
         vae: also measure the VAE's decoder
+        autocasts: operations of the model choose their types, see `Autocast`
     """
     model = MetaModel.build(recipe, family, base, dtype)
     trained = [n for n, p in model.denoiser.named_parameters() if p.requires_grad]
     group_numbers(rate_groups(recipe.lr_groups), trained)  # refuse what matches nothing
-    traced = {b: model.trace(b) for b in dict.fromkeys(model.work.batches)}
-    traces = [traced[b] for b in model.work.batches]
-    blocks, operations = measured_blocks(traces, model.frozen)
+    with Autocast() if autocasts else contextlib.nullcontext():
+        traced = {b: model.trace(b) for b in dict.fromkeys(model.work.batches)}
+        traces = [traced[b] for b in model.work.batches]
+        blocks, operations = measured_blocks(traces, model.frozen)
+        of_objective = model.work.measure(model, blocks)
     frozen, side = model.frozen, recipe.resolution
+    tokens = model.work.text_tokens(family), model.work.reference_tokens(family)
     numels = {n: p.numel() for n, p in model.denoiser.named_parameters()}
     trained_numels = tuple(v for n, v in numels.items() if n not in frozen)
     repeated = blocks_of(model.denoiser, model.block_classes)
@@ -158,13 +163,7 @@ def profile(
         narrow=sum(model.narrow_numels()),
         widest=max(model.narrow_numels(), default=0),
         outside=BatchLine.through(*(t.outside for t in traces)),
-        flops=family.flops_with(
-            model.config,
-            side,
-            side,
-            model.work.text_tokens(family),
-            model.work.reference_tokens(family),
-        ),
+        flops=family.flops_with(model.config, side, side, *tokens),
         operations=operations,
         float8_count=large,
         float8_captions=large - others,
@@ -172,7 +171,7 @@ def profile(
         backward_share=share,
         context=recipe.context_parallel,
         compiles_itself=hasattr(model.denoiser, "compile_blocks"),
-        **model.work.measure(model, blocks),
+        **of_objective,
     )
 
 # %% ../../nbs/6_planner/04_profile.ipynb #1534ef98

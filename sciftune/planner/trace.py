@@ -34,9 +34,9 @@ from ..strategies.float8 import Float8Linear, float8_layers
 from ..strategies.offload import worth_streaming
 
 # %% auto #0
-__all__ = ['PLAIN', 'CONTRACTIONS', 'FlashAttention', 'tensors_in', 'storages', 'on_meta', 'LiveBytes', 'OperationRecorder',
-           'block_kind', 'kept_bytes', 'compiled_bytes', 'peak_bytes', 'block_bytes', 'shape_kind', 'OutputShapes',
-           'each_kind_once', 'Call', 'Trace', 'blocks_in', 'trace', 'measured_blocks']
+__all__ = ['NARROWED', 'WIDENED', 'PLAIN', 'CONTRACTIONS', 'FlashAttention', 'Autocast', 'tensors_in', 'storages', 'on_meta',
+           'LiveBytes', 'OperationRecorder', 'block_kind', 'kept_bytes', 'compiled_bytes', 'peak_bytes', 'block_bytes',
+           'shape_kind', 'OutputShapes', 'each_kind_once', 'Call', 'Trace', 'blocks_in', 'trace', 'measured_blocks']
 
 # %% ../../nbs/6_planner/02_trace.ipynb #eb25264d
 class FlashAttention(TorchFunctionMode):
@@ -51,6 +51,41 @@ class FlashAttention(TorchFunctionMode):
         by_name = [kwargs[n] for n in ("query", "key", "value")[len(args) :]]
         query, key, value = [*args, *by_name][:3]
         return FLASH_ATTENTION(query, key, value, 0.0, False, False)[0]
+
+# %% ../../nbs/6_planner/02_trace.ipynb #autoc002
+NARROWED = (functional.linear, functional.conv2d, functional.scaled_dot_product_attention)
+WIDENED = (functional.group_norm, functional.layer_norm)
+
+
+class Autocast(TorchFunctionMode):
+    """Cast the inputs of norms to fp32 and those of products to bf16, as on a GPU."""
+
+    active = casting = False
+
+    def __enter__(self):
+        Autocast.active = True
+        return super().__enter__()
+
+    def __exit__(self, *why):
+        Autocast.active = False
+        super().__exit__(*why)
+
+    def __torch_function__(
+        self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        kwargs = kwargs or {}
+        if func not in NARROWED + WIDENED:
+            return func(*args, **kwargs)
+        dtype = torch.float32 if func in WIDENED else torch.bfloat16
+
+        def cast(value: object) -> object:
+            floats = isinstance(value, torch.Tensor) and value.is_floating_point()
+            return value.to(dtype) if floats else value
+
+        Autocast.casting = True
+        args, kwargs = tuple(map(cast, args)), {name: cast(x) for name, x in kwargs.items()}
+        Autocast.casting = False
+        return func(*args, **kwargs)
 
 # %% ../../nbs/6_planner/02_trace.ipynb #7fdf69c7
 PLAIN = (bool, int, float, str, torch.dtype, type(None))
@@ -208,8 +243,8 @@ class OperationRecorder(TorchDispatchMode):
     ) -> object:
         out = on_meta(func, args, kwargs or {})
         inputs, outputs = storages((args, kwargs)), storages(out)
-        self.operations += 1
         name = func.overloadpacket.__name__
+        self.operations += not Autocast.casting  # the time of an operation includes its casts
         self.made |= outputs.keys() - inputs.keys()
         self.alive += [*inputs.values(), *outputs.values()]
         self.size |= {k: s.nbytes() for k, s in (inputs | outputs).items()}
@@ -339,7 +374,7 @@ def block_kind(module: nn.Module, args: tuple, kwargs: dict) -> tuple | None:
     weights = (*module.named_parameters(), *module.named_buffers())
     inputs = (_tensor_kind(x, order) if isinstance(x, torch.Tensor) else x for x in leaves)
     return (
-        torch.is_grad_enabled(),
+        (torch.is_grad_enabled(), Autocast.active),
         layers,
         tuple((name, _tensor_kind(weight, order)) for name, weight in weights),
         repr(tree),
