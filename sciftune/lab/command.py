@@ -514,8 +514,12 @@ def _trained(settings: dict[str, Any], early: EarlyJob) -> int:
     if failed:
         from sciftune.lab.report_page import write_page
 
-        page = write_page(run)
-        print(f"{failed}\nits page: {page}\nsciftune run: failed, see {run.path}", file=sys.stderr)
+        print(failed, file=sys.stderr)
+        try:
+            say(f"its page: {write_page(run)}")
+        except OSError as error:  # a full disk
+            say(f"its page cannot be written: {error.strerror}")
+        print(f"sciftune run: failed, see {run.path}", file=sys.stderr)
     elif recipe.launcher != "print":
         _write_results(run, recipe)
     if asked:
