@@ -472,6 +472,8 @@ def _operator(ink: np.ndarray) -> str:
     """Return the operator that the ink (H,W) in a box resembles; '' = none."""
     import cv2
 
+    if ink.all():
+        return ""
     soft = cv2.resize(ink.astype(np.float32), (24, 24), interpolation=cv2.INTER_AREA)
     soft = cv2.GaussianBlur(soft, (0, 0), 1.5).ravel()
     found = {sign: np.corrcoef(soft, _strokes(sign))[0, 1] for sign in OPERATORS}
