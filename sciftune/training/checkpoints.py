@@ -451,8 +451,8 @@ class Checkpointer:
         free = shutil.disk_usage(self.run.path).free
         if need * 1.02 > free:
             raise CheckpointError(
-                f"checkpoint: needs {need / 2**30:.3g} GiB in {self.run.checkpoints}, "
-                f"{free / 2**30:.3g} GiB are free; free some space or lower checkpoints_kept. "
+                f"checkpoint: needs {need / 2**30:.4g} GiB in {self.run.checkpoints}, "
+                f"{free / 2**30:.4g} GiB are free; free some space or lower checkpoints_kept. "
                 "The last complete checkpoint is untouched"
             )
 
