@@ -15,7 +15,7 @@ import os, runpy, sys
 
 import sciftune.extras.kernels.adam, sciftune.extras.kernels.layers, sciftune.strategies.ddp
 import sciftune.models.flux1, sciftune.models.flux2, sciftune.models.qwenimage
-import sciftune.strategies.compilation, sciftune.strategies.ranks
+import sciftune.project.ranks, sciftune.strategies.compilation
 
 folder, out, *files = sys.argv[1:]
 for words in map(str.split, files):
