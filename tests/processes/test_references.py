@@ -280,7 +280,7 @@ def test_drawing_a_joint_sequence_is_what_the_pipeline_draws(data, joint):
     family, source = get_family("qwenimage21"), find_weights(data / "runs" / "joint" / "model")
     a, b = str(data / "0-0.png"), str(data / "1-0.png")
     size = dict(steps=2, guidance=4.0, height=64, width=96)
-    edits = [Request("invert", references=given, **size) for given in ((a,), (b,), (a, b), ())]
+    edits = [Request("invert", references=given, **size) for given in ((a,), (a, b), ())]
     drawn = draw_samples(source, edits, device="cpu")
     pipe = joint_pipeline(source.base)
     noise = torch.randn(family.latent_shape(64, 96), generator=stream(0, "picture", 0))[None]
