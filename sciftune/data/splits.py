@@ -132,7 +132,8 @@ def hold_out_by_source(recipe: Recipe, collection: SampleCollection) -> tuple[li
         indices for training, indices held out
     """
     # the target of `prior_data` is the base's prediction, not its pictures
-    weights = [0.0 if source == recipe.prior_data else w for source, w in recipe.sources]
+    prior = recipe.prior_data or None
+    weights = [0.0 if source == prior else w for source, w in recipe.sources]
     parts = getattr(collection, "parts", [collection])
     train, held = [], []
     first = assigned = 0
