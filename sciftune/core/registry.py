@@ -285,6 +285,8 @@ class ObjectiveRecord(Record):
     def _without_groups(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         """Put the fields of groups in their place."""
         groups = packaged_table("assets/read_groups.yaml")
+        if unknown := [n for n in names if n.startswith("@") and n not in groups]:
+            raise ValueError(f"no group {unknown[0]}; there are {', '.join(groups)}")
         return tuple(field for name in names for field in groups.get(name, (name,)))
 
     def trains(self, family: FamilyRecord) -> bool:

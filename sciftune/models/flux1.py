@@ -64,7 +64,7 @@ RECORDS = [
 ]
 
 # %% ../../nbs/4_models/05_flux1.ipynb #fbb05517
-FLUX1_LAYERS = packaged_table("models/layers.yaml")["flux1"]
+FLUX1_LAYERS = packaged_table("models/flux1_layers.yaml")
 FLUX1_DEV = dict(
     patch_size=1,
     in_channels=64,

@@ -88,7 +88,7 @@ RECORDS = [
 ]
 
 # %% ../../nbs/4_models/04_flux2.ipynb #7e591913
-FLUX2_LAYERS = packaged_table("models/layers.yaml")["flux2"]
+FLUX2_LAYERS = packaged_table("models/flux2_layers.yaml")
 KLEIN_9B = dict(
     patch_size=1,
     in_channels=128,

@@ -18,12 +18,15 @@ from ..core.files import packaged_table
 
 # %% ../../nbs/4_models/20_published.ipynb #a3c1f0b6
 _PUBLISHED = packaged_table("assets/published.yaml")
-CLIP_L, CLIP_G, T5_XXL, QWEN3_4B, QWEN3_8B, QWEN25_VL_7B, QWEN3_VL_8B, MISTRAL_SMALL = (
-    tuple(encoder) for encoder in _PUBLISHED["text_encoders"].values()
-)
+_ENCODERS, _AUTOENCODERS = _PUBLISHED["text_encoders"], _PUBLISHED["autoencoders"]
+CLIP_L, CLIP_G, T5_XXL = (tuple(_ENCODERS[n]) for n in ("CLIP_L", "CLIP_G", "T5_XXL"))
+QWEN3_4B, QWEN3_8B = (tuple(_ENCODERS[n]) for n in ("QWEN3_4B", "QWEN3_8B"))
+QWEN25_VL_7B = tuple(_ENCODERS["QWEN25_VL_7B"])
+QWEN3_VL_8B = tuple(_ENCODERS["QWEN3_VL_8B"])
+MISTRAL_SMALL = tuple(_ENCODERS["MISTRAL_SMALL"])
 
 # %% ../../nbs/4_models/20_published.ipynb #a3c1f0b9
-FLUX1_VAE, SD_VAE, SDXL_VAE = _PUBLISHED["autoencoders"].values()
+FLUX1_VAE, SD_VAE, SDXL_VAE = (_AUTOENCODERS[n] for n in ("FLUX1_VAE", "SD_VAE", "SDXL_VAE"))
 
 # %% ../../nbs/4_models/20_published.ipynb #a3c1f0bc
 def _configuration(kind: str, values: Mapping) -> dict:
