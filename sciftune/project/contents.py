@@ -74,16 +74,16 @@ def names_of(node: ast.stmt) -> list[str]:
 
 # %% ../../nbs/10_project/10_contents.ipynb #1db38362
 LAYERS = {
-    "1_core": "What a run is: recipe, run folder, randomness. Almost nothing here imports torch.",
-    "2_data": "From files of any kind to cached tensors in an order that every rank knows.",
+    "1_core": "Recipe, run folder, randomness. Almost no module here imports torch.",
+    "2_data": "From files of any kind to cached tensors, in the same order on every rank.",
     "4_models": "One notebook for each model family: load, encode, predict, decode.",
     "5_strategies": "One class for each way to spread a run over processes; precision, optimizers.",
     "6_planner": "Memory, time and disk of a run before anything is loaded.",
     "7_training": "One loop for all objectives: step, validation, checkpoint, export.",
     "8_objectives": "One folder for each objective: fields of the recipe, loss, data, task.",
     "extras": "Drawn figures, BAGEL, reinforcement learning, kernels; each folder can be removed.",
-    "9_lab": "What a person holds: launching, plots, reports.",
-    "10_project": "What measures and publishes this project; no part of the wheel.",
+    "9_lab": "The user's side: the command, launching, plots, reports, evaluation.",
+    "10_project": "Measurements and pages of this project; not part of the wheel.",
 }
 
 
