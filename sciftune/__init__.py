@@ -62,6 +62,10 @@ for _name in ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.to
 # onnxruntime, which diffusers imports, would send events to Microsoft and leave a file in TMPDIR
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
+# Threads of an OpenMP pool wait for each other by spinning: with other work on the same cores a step
+# takes ten times as long. Read when torch is imported, and by every process that this one starts.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 
 def __getattr__(name: str):
     """Return a name of `__all__`, or a subpackage, imported now."""

@@ -124,3 +124,15 @@ def test_what_is_used_by_private_names_is_pinned(root):
     for name in ("flashoptim", r"flash-attn-4\[cu13\]"):
         assert re.search(rf"\b{name}==\d", words), name
     assert re.search(r"\btorch>=2\.\d+,<2\.\d+", words)
+
+
+def test_threads_that_wait_use_no_processor(python):
+    code = (
+        "import sciftune, time, torch; torch.set_num_threads(2); a = torch.ones(1_000_000)\n"
+        "a.mul_(1.0); began = time.process_time()\n"
+        "for _ in range(50):\n    a.mul_(1.0); time.sleep(0.02)\n"
+        "print(time.process_time() - began)"
+    )
+    settings = {n: v for n, v in os.environ.items() if n not in ("OMP_WAIT_POLICY",)}
+    waited = python("-c", code, env=settings)
+    assert float(waited.stdout) < 0.15, waited.stdout + waited.stderr  # 0.01; spinning 0.5 to 0.8
