@@ -55,8 +55,14 @@ _MODULES = {
 }
 _PACKAGES = [name for _, name, is_package in pkgutil.iter_modules(__path__) if is_package]
 
-for _name in ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer"):
-    logging.getLogger(_name).setLevel(logging.ERROR)  # Each import warns of kernels for other GPUs
+_WARN_AT_IMPORT = (  # of kernels for other GPUs, and of image processors that Pillow replaces
+    "torchao",
+    "torch.utils._pytree",
+    "diffusers.quantizers.torchao.torchao_quantizer",
+    "transformers.utils.import_utils",
+)
+for _name in _WARN_AT_IMPORT:
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 # onnxruntime, which diffusers imports, would send events to Microsoft and leave a file in TMPDIR

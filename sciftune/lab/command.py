@@ -373,9 +373,10 @@ def plan_text(plan: Plan, width: int = 140) -> str:
         parts = sorted(plan.run.gpu_gib.items(), key=lambda part: -part[1])
         largest = ", ".join(f"{name} {readable_gib(size)}" for name, size in parts)
         said.append(f"* most at {plan.run.peak_at}: {largest}")
-    said += filter(None, (plan.advice, plan.chosen_text()))
-    if not plan.run.fits and plan.chosen:
-        said.append(f"does not fit: {plan.refusal()}")
+    refused = plan.chosen and not plan.run.fits
+    said += filter(None, (plan.advice, "" if refused else plan.chosen_text()))
+    if refused:
+        said.append(f"does not fit: {plan.refusal().replace('does not fit: ', '', 1)}")
     return "\n".join([table_text(plan_rows(plan), width), *said])
 
 # %% ../../nbs/9_lab/20_command.ipynb #dd9cb8e8

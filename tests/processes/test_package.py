@@ -136,3 +136,8 @@ def test_threads_that_wait_use_no_processor(python):
     settings = {n: v for n, v in os.environ.items() if n not in ("OMP_WAIT_POLICY",)}
     waited = python("-c", code, env=settings)
     assert float(waited.stdout) < 0.15, waited.stdout + waited.stderr  # 0.01; spinning 0.5 to 0.8
+
+
+def test_imports_of_pipelines_warn_of_nothing(python):
+    r = python("-c", "import sciftune; from transformers import CLIPImageProcessor")
+    assert r.returncode == 0 and r.stderr == "", r.stderr
