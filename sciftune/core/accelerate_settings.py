@@ -19,7 +19,7 @@ _WORDS = {"true": "1", "yes": "1", "on": "1", "false": "0", "no": "0", "off": "0
 
 
 def plain(value: Any) -> str:
-    """Return a value as text, the same for all ways to write it.
+    """Return a value as text, the same however it is written (True, "true", 1).
 
     Args:
         value: value of a setting
@@ -147,7 +147,7 @@ _PREFIXES, _RENAMED = _NAMES["accelerate_prefixes"], _NAMES["accelerate_renamed"
 
 
 def _contents(field: str, path: str) -> Mapping[str, Any]:
-    """Read the settings in a YAML or JSON file. Raises RecipeError."""
+    """Read the settings of a YAML or JSON file. Raises RecipeError."""
     read = read_object if str(path).endswith(".json") else read_mapping
     try:
         return read(Path(path).expanduser())

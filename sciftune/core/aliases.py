@@ -57,7 +57,7 @@ def strategy_settings() -> dict[str, dict[str, dict[str, Any]]]:
 
 # %% ../../nbs/1_core/04_aliases.ipynb #d8e8047c
 def _on(given: Mapping[str, Any], name: str) -> bool:
-    """Return True if a switch is given and on."""
+    """Return True if a switch is set and on."""
     return switched_on(given.get(name, ""))
 
 
@@ -234,7 +234,7 @@ def _chosen_strategy(
 def _must_be_given(
     name: str, value: str, field: str, values: Mapping[str, Any], names: ForeignNames
 ):
-    """Raise RecipeError where a field is missing that a setting says nothing about."""
+    """Raise RecipeError if a setting needs another field that is missing."""
     if values.get(field):
         return
     (found,) = [s.model_fields[field] for s in SECTIONS if field in s.model_fields]
@@ -257,7 +257,7 @@ _GROUPS = (
 
 
 def _refuse_fixed(given: Mapping[str, Any], fixed: Mapping[str, tuple]):
-    """Raise RecipeError where a setting has another value than those that are meant."""
+    """Raise RecipeError if a setting has a value other than the accepted ones."""
     for name in sorted(given.keys() & fixed.keys()):
         allowed, why = fixed[name]
         if allowed is None:
@@ -270,7 +270,7 @@ def _refuse_fixed(given: Mapping[str, Any], fixed: Mapping[str, tuple]):
 
 
 def _by_field(given: Mapping[str, Any], names: ForeignNames) -> dict[str, Any]:
-    """Return the values by recipe field or switch.
+    """Return the values of foreign settings, by recipe field or switch.
 
     Raises RecipeError if two names set one field.
     """
@@ -292,7 +292,7 @@ def _by_field(given: Mapping[str, Any], names: ForeignNames) -> dict[str, Any]:
 
 
 def _joined(new: dict[str, Any], own: Mapping[str, Any], more: Mapping[str, Any]):
-    """Add `more` to `new`. Raises RecipeError where something else was said already."""
+    """Add `more` to `new`. Raises RecipeError if both set a field to different values."""
     for field, value in more.items():
         before = new.get(field, own.get(field, value))
         if before != value:
@@ -365,7 +365,7 @@ def translated(
 ) -> dict[str, Any]:
     """Translate foreign names into recipe fields, with a warning.
 
-    Raises RecipeError where two of them say different things, and for what has no meaning here.
+    Raises RecipeError if two of them say different things, and for what has no meaning here.
 
     Args:
         given: Recipe fields and foreign names
@@ -408,7 +408,7 @@ def translated(
 def with_family(given: dict[str, Any]) -> dict[str, Any]:
     """Return `given` with the family's own name as `model`; a hub id also sets the weights.
 
-    Raises RecipeError where two families are named.
+    Raises RecipeError if two families are named.
 
     Args:
         given: Recipe fields and foreign names

@@ -43,7 +43,7 @@ UNUSED = r"/(tests?|testing|benchmarks)/"  # folders of modules that no run impo
 
 
 def compile_ahead(packages: tuple[str, ...] = LARGE) -> subprocess.Popen | None:
-    """Compile all modules of packages by the cores of this machine, without waiting.
+    """Start compiling all modules of packages on all cores, without waiting.
 
     Args:
         packages: those that are not installed are left out

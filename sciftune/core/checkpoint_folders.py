@@ -22,7 +22,7 @@ from .rundir import RunDir
 
 # %% ../../nbs/1_core/13_checkpoint_folders.ipynb #321d563f
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written (the last complete one is untouched), or not be read."""
+    """A checkpoint that cannot be written (the last complete one is untouched) or read."""
 
 
 def checkpoint_name(step: int) -> str:
@@ -35,7 +35,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def model_state(optimizer: str, state: str = "weight") -> str:
-    """Return the state of a checkpoint that is the model where `weight` is asked for.
+    """Return the stored state that `weight` means: the average, if the optimizer keeps one.
 
     Args:
         optimizer: of the run; with schedule-free updates the model is the average
@@ -46,7 +46,7 @@ def model_state(optimizer: str, state: str = "weight") -> str:
 
 # %% ../../nbs/1_core/13_checkpoint_folders.ipynb #09ea1f1a
 class CheckpointInfo(BaseModel):
-    """Types of what stands in `info.json`; the trainer writes all of it.
+    """Types of the values in `info.json`; the trainer writes all of it.
 
     Attributes:
         data: Fingerprint
@@ -111,7 +111,7 @@ def checkpoint_fault(folder: Path) -> str:
 def checkpoint_damage(
     folder: Path, rank: int = 0, world: int = 1, progress: Callable[[str], None] = lambda note: None
 ) -> str:
-    """Find a file whose bytes are not those that were written.
+    """Return a sentence on the first file whose bytes differ from their digests; '' if none does.
 
     Args:
         folder: complete checkpoint
@@ -240,7 +240,7 @@ def check_same_run(info: Mapping[str, Any], recipe: Recipe, fingerprint: str | N
 
 
 def _about_steps(differences: dict[str, tuple], recipe: Recipe) -> str:
-    """Return why a schedule with an end cannot be made longer, and what can be done."""
+    """Return why a schedule with an end cannot be lengthened, and what to do instead."""
     if "steps" not in differences or recipe.lr_schedule == "constant":
         return ""
     return (
@@ -251,7 +251,7 @@ def _about_steps(differences: dict[str, tuple], recipe: Recipe) -> str:
 
 # %% ../../nbs/1_core/13_checkpoint_folders.ipynb #4b9ab640
 def check_start_from(path: str | Path) -> None:
-    """Raise RecipeError when a run cannot begin with a checkpoint, as far as its folder says.
+    """Raise RecipeError if a run cannot start from a checkpoint, judged by its folder alone.
 
     Args:
         path: `Recipe.start_from`

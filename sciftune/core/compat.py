@@ -32,7 +32,7 @@ def address_arguments(filesystem: type, url: str) -> dict[str, Any]:
 
 
 def shutdown_message(kernel: Any) -> dict[str, Any] | None:
-    """Return the message that asks a notebook's kernel to end; None where there is none.
+    """Return the message that asks a notebook's kernel to end; None if there is none.
 
     ipykernel 7: only this says whether the kernel starts again.
 
@@ -94,7 +94,7 @@ def _uncompiled(function: Callable | None = None, *_: Any, **__: Any) -> Callabl
 
 
 class _LaterCompiler(types.ModuleType):
-    """The compiler's module, which is imported for all but the question that diffusers asks."""
+    """Stand-in for the compiler's module, which is imported at first use."""
 
     def is_compiling(self) -> bool:
         return False

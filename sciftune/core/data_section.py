@@ -21,7 +21,7 @@ _DRAWN = _DRAWN and f"{_DRAWN} (drawn on first use), or "
 
 
 class DataSection(Section):
-    """Images, captions, sizes, and what is kept out of training."""
+    """Fields of images, captions, sizes and held-out samples."""
 
     data: str = field(
         next((record.name for record in records("collections").values() if record.default), ""),
@@ -284,7 +284,7 @@ class DataSection(Section):
 
     @property
     def weighs_cells(self) -> bool:
-        """Return True if latent cells of an image may differ in their weight in the loss."""
+        """Return True if latent cells of an image may have different weights in the loss."""
         return self.mask_outside < 1 or self.text_weight != 1
 
     @property
@@ -299,7 +299,7 @@ class DataSection(Section):
 
     @property
     def size_multiple(self) -> int:
-        """Sides of training sizes are multiples of it: of 16, and of what the model needs."""
+        """Return the number that divides all training sizes: 16, or the model's if larger."""
         model = getattr(self, "model", None)  # a section alone has none
         return math.lcm(16, find_record("models", model).size_multiple) if model else 16
 
@@ -310,7 +310,7 @@ class DataSection(Section):
         return low, self.bucket_max or 2 * self.resolution, step
 
     def _default_step(self) -> int:
-        """Return about a sixteenth of the resolution that divides all sides that are given."""
+        """Return a step of about 1/16 of the resolution that divides all sides that are set."""
         multiple = self.size_multiple
         sides = (self.resolution, self.bucket_min, self.bucket_max)
         steps = range(self.resolution // 16 // multiple * multiple, multiple, -multiple)

@@ -24,7 +24,7 @@ from .registry import find_record, records
 # %% ../../nbs/1_core/15_diagnosis.ipynb #1da9c4da
 @dataclass(frozen=True)
 class Case:
-    """The remains of a run that ended.
+    """What is left of a run that ended: its log, exit code, recipe, plan and metrics.
 
     Attributes:
         log: Output of the job
@@ -38,7 +38,7 @@ class Case:
     plan: Plan = field(default_factory=Plan)
 
     def said(self, pattern: str) -> str:
-        """Return the first group of `pattern` in the log; '' if the pattern is not there.
+        """Return the first group of `pattern` in the log; '' if the log does not match.
 
         Args:
             pattern: regular expression with one group
@@ -49,7 +49,7 @@ class Case:
 # %% ../../nbs/1_core/15_diagnosis.ipynb #9c1567dd
 @dataclass(frozen=True)
 class Finding:
-    """A trouble that was recognised."""
+    """A recognised failure: its cause and its remedy."""
 
     name: str
     cause: str
@@ -60,7 +60,7 @@ class Finding:
 
 # %% ../../nbs/1_core/15_diagnosis.ipynb #10c97b19
 def _memory_changes(recipe: Recipe) -> Iterator[dict]:
-    """Return changes that lower the memory of a GPU, cheapest first, allowed or not."""
+    """Return changes of the recipe that lower GPU memory, cheapest first; some may be refused."""
     strategy = find_record("strategies", recipe.strategy)
     yield dict(gradient_checkpointing="full")
     if recipe.micro_batch > 1:
@@ -116,7 +116,7 @@ def _fragmented(case: Case) -> str:
 
 
 def _where(log: str) -> str:
-    """Return the part of a step in which a traceback ends."""
+    """Return the name of the part of a step in which a traceback ends."""
     if re.search(r'optim\w*\.py", line \d+, in step\b', log):
         return " in the optimizer step"
     return " in backward" if ".backward(" in log else ""
@@ -171,7 +171,7 @@ def _host_memory_cause(case: Case) -> str:
 
 
 def _less_offload(recipe: Recipe) -> str:
-    """Return where offloaded state can go instead; '' if nothing is offloaded."""
+    """Return other places for offloaded state, in words; '' if nothing is offloaded."""
     if recipe.offload == "params":
         between = "optimizer" in find_record("strategies", recipe.strategy).offloads
         return "offload='optimizer' or 'none'" if between else "offload='none'"
@@ -235,7 +235,7 @@ def _divergence_cure(case: Case) -> str:
 
 # %% ../../nbs/1_core/15_diagnosis.ipynb #d5a4162d
 def extension_locks() -> list[Path]:
-    """Lock files of C++ extensions that are being compiled, or whose compilation was killed."""
+    """Return the lock files of C++ extensions whose compilation is running or was killed."""
     given = os.environ.get("TORCH_EXTENSIONS_DIR")
     root = Path(given or Path.home() / ".cache/torch_extensions")
     return sorted([*root.glob("*/lock"), *root.glob("*/*/lock")])
@@ -286,7 +286,7 @@ COMPUTED: dict[str, Callable[[Case], object]] = {
 
 
 class _Words(dict):
-    """Values of the names in a text of the table, for one case."""
+    """Values that replace the names in the texts of the failure table, for one case."""
 
     def __init__(self, case: Case):
         self.case = case
@@ -304,7 +304,7 @@ class KnownFailure(BaseModel):
         cause: text with names to fill in
         cure: text with names to fill in
         codes: exit codes that say it, too, where there is no traceback
-        harmless: a message that is no failure
+        harmless: a message that is not a failure
         echo: what a rank says when another one has died
     """
 
@@ -323,12 +323,12 @@ class KnownFailure(BaseModel):
         return "|".join(self.patterns)
 
     def explained(self, case: Case) -> Finding:
-        """Return cause and cure with the numbers of a case."""
+        """Return cause and remedy with the numbers of a case filled in."""
         words = _Words(case)
         return Finding(self.name, self.cause.format_map(words), self.cure.format_map(words))
 
     def found(self, case: Case, text: str) -> Finding | None:
-        """Return a finding if `text` or the exit code shows this trouble, else None.
+        """Return a finding if `text` or the exit code shows this failure, else None.
 
         Args:
             case: the failed run
@@ -355,7 +355,7 @@ def is_echo(text: str) -> bool:
 
 # %% ../../nbs/1_core/15_diagnosis.ipynb #fbf2dda5
 def recognise(case: Case, first: str = "", most: int = 2) -> list[Finding]:
-    """Return the known troubles of a failed run, the most telling first.
+    """Return the known failures that a failed run shows, the most specific first.
 
     Args:
         case: the failed run

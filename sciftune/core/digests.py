@@ -40,7 +40,7 @@ class BlockDigests:
         self.filled = 0  # bytes in it
 
     def update(self, data: bytes | memoryview) -> None:
-        """Take in what follows.
+        """Add bytes to the stream.
 
         Args:
             data: The next bytes
@@ -140,7 +140,7 @@ class DigestRecord(BaseModel):
 
 
 class Digests(BaseModel):
-    """A record that holds digests."""
+    """Pydantic record with the single field `digests`."""
 
     digests: DigestRecord
 
@@ -162,7 +162,7 @@ def damage(
     world: int = 1,
     progress: Callable[[str], None] = lambda note: None,
 ) -> str:
-    """Find the first block that differs from its digest.
+    """Return a sentence on the first block that differs from its digest; '' if all are equal.
 
     Args:
         folder: folder of the files
@@ -200,7 +200,7 @@ def damage(
 
 
 def _wrong_length(folder: Path, name: str, digests: list[str], block: int) -> str:
-    """Return why a file cannot have these digests; '' when it can."""
+    """Return why a file of this length cannot have these digests; '' if it can."""
     path = folder / name
     if Path(name).is_absolute() or ".." in Path(name).parts:
         return f"{name} is not a file of {folder}"

@@ -34,7 +34,7 @@ def field(
     instead: str = "",
     **limits: Any,
 ) -> FieldInfo:
-    """Return a recipe field with the facts that other modules need.
+    """Declare a recipe field with the facts that other modules read.
 
     Args:
         default: value if the recipe does not set the field
@@ -54,7 +54,7 @@ def field(
 
 
 def setting(default: Any, description: str, **more: Any) -> FieldInfo:
-    """Return a `field` that a resumed run may change: it is not part of the run's identity.
+    """Declare a `field` that a resumed run may change: it is not part of the run's identity.
 
     Args:
         default: value if the recipe does not set the field
@@ -65,7 +65,7 @@ def setting(default: Any, description: str, **more: Any) -> FieldInfo:
 
 
 def facts(model: type[BaseModel], name: str) -> Mapping[str, Any]:
-    """Return the arguments that `field` was called with for a field.
+    """Return the arguments with which `field` declared a recipe field.
 
     Args:
         model: a section, or the recipe
@@ -78,7 +78,7 @@ def facts(model: type[BaseModel], name: str) -> Mapping[str, Any]:
 
 # %% ../../nbs/1_core/01a_fields.ipynb #659b6054
 def _holds(condition: str, values: Mapping[str, Any]) -> bool:
-    """Return True if one condition, without '|', holds for field values."""
+    """Return True if one condition, without '|', is true for these field values."""
     name, operator, expected = re.fullmatch(r"(\w+)(?:([=>])(.*))?", condition).groups()
     value = values[name]
     if not operator:
@@ -91,7 +91,7 @@ def _holds(condition: str, values: Mapping[str, Any]) -> bool:
 
 
 def is_on(needs: str, values: Mapping[str, Any]) -> bool:
-    """Return True if one of the conditions in `needs` holds; an empty text always does.
+    """Return True if one of the conditions in `needs` is true; an empty text always is.
 
     Args:
         needs: conditions as in `field`
@@ -101,7 +101,7 @@ def is_on(needs: str, values: Mapping[str, Any]) -> bool:
 
 # %% ../../nbs/1_core/01a_fields.ipynb #c6a575cf
 def _weight(text: str) -> float | None:
-    """Return the number that `text` holds, or None."""
+    """Return the number in `text`, or None."""
     try:
         return float(text)
     except ValueError:
@@ -109,7 +109,7 @@ def _weight(text: str) -> float | None:
 
 
 def data_sources(data: str) -> tuple[tuple[str, float], ...]:
-    """Split `data` into its collections. Raises ValueError for a weight that is no positive number.
+    """Split `data` into its collections. Raises ValueError for a weight that is not positive.
 
     Args:
         data: 'a', or 'a:0.7,b:0.3'
@@ -166,7 +166,7 @@ def _without_secrets(data: str) -> str:
 WHOLE_LIMIT = 2**31  # What a whole number of a recipe stays below
 NUMBER_LIMIT = 1e9  # What any other number stays below
 ADDRESSED = ("data", "validation_data")  # Fields that may be an address
-PROSE = (  # Fields that are no place
+PROSE = (  # Fields that are not a place
     *("caption_prefix", "caption_template", "validation_prompts"),
     *("prompt", "trigger"),
 )
@@ -174,7 +174,7 @@ _ADDRESS_OR_DRIVE = re.compile(r"(?!random:)[A-Za-z][A-Za-z0-9+.-]*:/")  # rando
 
 
 def _check_place(name: str, value: str):
-    """Raise ValueError for an address where a file or folder of this machine is meant."""
+    """Raise ValueError for an address if the field only accepts a path on this machine."""
     if name not in (*ADDRESSED, *PROSE) and _ADDRESS_OR_DRIVE.match(value.strip()):
         raise ValueError(
             f"must be on this machine, not an address; only {' and '.join(ADDRESSED)} may be one"
@@ -182,13 +182,13 @@ def _check_place(name: str, value: str):
 
 
 def _check_list(value: str):
-    """Raise ValueError for separators between nothing."""
+    """Raise ValueError if a list has separators but no entries."""
     if value.strip() and not value.strip(" ,|"):
         raise ValueError("has separators and names nothing between them; leave it out, or name one")
 
 
 def _check_text(value: Any):
-    """Raise ValueError for text that no file or command line holds."""
+    """Raise ValueError for text with control characters or half of a surrogate pair."""
     if not isinstance(value, str):
         return
     spoilt = [c for c in value if unicodedata.category(c) in ("Cc", "Cs") and c not in "\r\n\t"]
@@ -197,7 +197,7 @@ def _check_text(value: Any):
 
 
 class Need(NamedTuple):
-    """A package that a run imports.
+    """An optional package that a run imports.
 
     Attributes:
         field: recipe field
@@ -260,7 +260,7 @@ class Section(BaseModel):
 
     @staticmethod
     def check(recipe: "Section"):
-        """Raise ValueError where fields do not fit together; an objective's section says when.
+        """Raise ValueError if fields contradict each other; sections of objectives override it.
 
         Args:
             recipe: The whole recipe, each field of it valid by itself

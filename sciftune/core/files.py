@@ -39,7 +39,7 @@ class FileError(ValueError):
 
 
 def open_file(file: str | Path) -> BinaryIO:
-    """Open a regular file for reading; a pipe is not waited for. Raises FileError."""
+    """Open a regular file for reading, without blocking on a pipe. Raises FileError."""
     try:
         handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -67,7 +67,7 @@ def read_bytes(file: str | Path, largest: int = TEXT_BYTES) -> bytes:
 
 
 def read_words(file: str | Path, largest: int = TEXT_BYTES) -> str:
-    """Read a file of text in UTF-8, with or without its mark. Raises FileError.
+    """Read a UTF-8 text file, with or without a byte-order mark. Raises FileError.
 
     Args:
         file: path of the file
@@ -90,7 +90,7 @@ MOST_IN_YAML = 1_000_000  # More than `YAML_BYTES` can hold without anchors
 
 
 def _check_shape(value: Any, most: int) -> None:
-    """Raise ValueError for what is nested too deeply or has too many parts."""
+    """Raise ValueError for content that is nested too deeply or has too many parts."""
     level, depth, parts = [value], 0, 0
     while level:
         depth += 1
@@ -102,7 +102,7 @@ def _check_shape(value: Any, most: int) -> None:
 
 
 def parsed_json(text: str | bytes) -> Any:
-    """Read JSON. Raises ValueError, for what is nested too deeply, too."""
+    """Parse JSON. Raises ValueError, also for content that is nested too deeply."""
     try:
         value = json.loads(text)
     except RecursionError:
@@ -124,13 +124,13 @@ def read_json(file: str | Path) -> Any:
 
 
 def _kind(value: Any) -> str:
-    """Name the type of a value, for people."""
+    """Return the name of a value's type, for messages."""
     known = {type(None): "null", bool: "true or false", list: "a list", str: "a text"}
     return known.get(type(value), "a number")
 
 
 def read_object(file: str | Path, absent: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Read the object in a JSON file. Raises FileError.
+    """Read a JSON file that contains an object. Raises FileError.
 
     Args:
         file: path of the file
@@ -149,7 +149,7 @@ OWN_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def parsed_yaml(text: str, loader: type = yaml.SafeLoader) -> Any:
-    """Read YAML. Raises ValueError in one line.
+    """Parse YAML. Raises ValueError with a message of one line.
 
     Args:
         text: of one document
@@ -218,7 +218,7 @@ def read_json_lines(file: str | Path) -> Iterator[tuple[int, Any]]:
 
 @contextlib.contextmanager
 def opened_csv(file: str | Path) -> Iterator[csv.DictReader]:
-    """Open a table whose first line names the columns. Raises FileError, in the block, too."""
+    """Open a CSV file with a heading, as a context. Raises FileError, also inside the block."""
     try:
         with io.TextIOWrapper(open_file(file), "utf-8-sig", newline="") as text:
             yield csv.DictReader(text)
@@ -230,7 +230,9 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 
 def of_kind(kind: type[BaseModel], values: Any, file: str | Path) -> dict[str, Any]:
-    """Return `values` if they have the types of `kind`. Raises FileError for the first other one.
+    """Return `values` if all have the types of `kind`.
+
+    Raises FileError naming the first that does not.
 
     Args:
         kind: model with typed fields, and with defaults for those that may be absent
@@ -245,14 +247,14 @@ def of_kind(kind: type[BaseModel], values: Any, file: str | Path) -> dict[str, A
 
 
 def _first_fault(error: ValidationError, file: str | Path) -> FileError:
-    """Return the first finding of pydantic in one line."""
+    """Return pydantic's first error in one line."""
     first = error.errors()[0]
     name = ".".join(map(str, first["loc"])) or "the whole"
     return FileError(f"{file}: {name}: {first['msg']}; it is {first['input']!r:.60}")
 
 
 def read_kind(kind: type[Kind], file: str | Path) -> Kind:
-    """Read the record in a JSON file. Raises FileError."""
+    """Read a JSON file that contains a record. Raises FileError."""
     try:
         return kind.model_validate(read_object(file))
     except ValidationError as error:

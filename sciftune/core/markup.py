@@ -19,7 +19,7 @@ _SPECIAL = re.compile(r"([\\`*_\[\]|$~#!])")
 
 
 def escaped(text: object) -> str:
-    """Return text that Markdown and HTML show as it is.
+    """Return text with characters escaped that Markdown or HTML would interpret.
 
     Args:
         text: Shown as str
@@ -32,7 +32,7 @@ def escaped(text: object) -> str:
 
 # %% ../../nbs/1_core/21_markup.ipynb #e5ca0009
 def code_block(text: str, language: str = "") -> str:
-    """Return a block of code in Markdown that nothing in `text` can end."""
+    """Return a code block in Markdown whose fence `text` cannot close."""
     longest = max(map(len, re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}{language}\n{text.rstrip(chr(10))}\n{fence}"

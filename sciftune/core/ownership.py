@@ -56,7 +56,7 @@ REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # End after the step
 
 
 class RequestedEnd(KeyboardInterrupt):
-    """A signal asks this process to end; like Ctrl-C, it lets children end and folders go."""
+    """Raised when a signal requests the end of this process; like Ctrl-C, it runs cleanups."""
 
     def __init__(self, number: int):
         self.number = number
@@ -64,7 +64,7 @@ class RequestedEnd(KeyboardInterrupt):
 
 
 def on_request(handler: Callable, *more: int) -> None:
-    """Call `handler` for each of `REQUESTS` that is not ignored, as nohup ignores SIGHUP.
+    """Install `handler` for each signal of `REQUESTS` that is not ignored, as nohup ignores SIGHUP.
 
     Args:
         handler: function of (signal number, frame)
@@ -77,7 +77,7 @@ def on_request(handler: Callable, *more: int) -> None:
 
 @contextlib.contextmanager
 def signals_taken(handler: Callable, *more: int) -> Iterator[None]:
-    """Call `handler` for each of `REQUESTS` that is not ignored, until the block ends.
+    """Install `handler` for the signals of `REQUESTS` that are not ignored, inside the block.
 
     Args:
         handler: Of (number of the signal, frame)
@@ -96,7 +96,7 @@ def signals_taken(handler: Callable, *more: int) -> Iterator[None]:
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Let the system kill this process when its parent ends; does it here when it has ended.
+    """Make the system kill this process when its parent ends; kill it now if the parent has ended.
 
     Args:
         parent: process id of the parent, if known; None = the present one
@@ -109,7 +109,7 @@ def end_with_parent(parent: int | None = None) -> None:
 
 # %% ../../nbs/1_core/07_ownership.ipynb #endproc2
 def end_process(code: int) -> None:
-    """Flush, and end without taking the interpreter down; does not return.
+    """Flush, and end without the interpreter's shutdown; does not return.
 
     Args:
         code: Exit code
@@ -123,7 +123,7 @@ ROLES = {"launcher": "launcher.lock", "rank 0": "rank0.lock"}  # Role -> name of
 
 
 class FolderInUseError(ValueError):
-    """A run folder belongs to a run that is alive; the message says to whom."""
+    """A run folder that another live run owns; the message names that run."""
 
 
 class Owner(BaseModel):
@@ -192,7 +192,10 @@ def _signs(handle: int) -> bool:
 
 
 def _opened(file: Path, flags: int) -> int:
-    """Open a lock file without following a link. Raises FolderInUseError for what is no file."""
+    """Open a lock file without following a link.
+
+    Raises FolderInUseError for anything but a file.
+    """
     try:
         handle = os.open(file, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     except OSError as error:
@@ -244,7 +247,7 @@ def _has_ended(owner: Owner) -> bool:
 
 
 def _lasting_holder(file: Path) -> Owner | None:
-    """Return the holder of a lock after the system closed the files of ended processes."""
+    """Return the holder of a lock, after the system has closed the files of ended processes."""
     end = time.monotonic() + RELEASED_AFTER
     while (owner := holder(file)) and _has_ended(owner) and time.monotonic() < end:
         time.sleep(0.05)
@@ -293,7 +296,7 @@ class FolderLock:
         self.adopt(handle)
 
     def adopt(self, handle: int) -> None:
-        """Write into the record that this process holds the lock, and go on giving signs.
+        """Record this process as the holder of an inherited lock, and continue the heartbeats.
 
         Args:
             handle: handle of the locked file
@@ -305,7 +308,7 @@ class FolderLock:
         threading.Thread(target=self._give_signs, daemon=True).start()
 
     def hand_over(self) -> int:
-        """Stop being the owner without giving up the lock: a child that inherits it goes on.
+        """Stop the heartbeats without releasing the lock, which a child inherits and adopts.
 
         Returns:
             The open, locked file
@@ -334,7 +337,7 @@ class FolderLock:
             return False
 
     def _outlast(self, handle: int, patience: float) -> None:
-        """Wait until the record of another machine is old. Raises FolderInUseError."""
+        """Wait until the record of another machine has expired. Raises FolderInUseError."""
         owner = read_owner(self.file)
         if owner is None or owner.host == os.uname().nodename:
             return
@@ -355,7 +358,7 @@ class FolderLock:
 
 # %% ../../nbs/1_core/07_ownership.ipynb #1513c3e6
 def folder_owner(folder: str | Path) -> Owner | None:
-    """Return the other run that uses a folder.
+    """Return the record of the other run that uses a folder; None if it is free.
 
     Args:
         folder: folder of a run
@@ -374,7 +377,7 @@ def folder_owner(folder: str | Path) -> Owner | None:
 
 @contextlib.contextmanager
 def owned_folder(folder: str | Path, role: str, patience: float = 0.0) -> Iterator[FolderLock]:
-    """Own a run folder. Raises FolderInUseError while another run does.
+    """Own a run folder inside the block. Raises FolderInUseError if another run owns it.
 
     Args:
         folder: existing folder of a run
@@ -414,7 +417,7 @@ TEMPFILE_NAME = "[a-z0-9_]{8}"  # Pattern of what `tempfile` adds to a prefix
 
 
 def machine_mark() -> str:
-    """Return eight hexadecimal digits that stand for this machine in names of files."""
+    """Return eight hexadecimal digits that identify this machine in file names."""
     return hashlib.sha256(os.uname().nodename.encode()).hexdigest()[:8]
 
 
@@ -497,7 +500,7 @@ def own_temporary_folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def temporary_files_in(folder: Path) -> Iterator[None]:
-    """Let this process and its children make temporary files in `folder`."""
+    """Set `folder` as the place of temporary files of this process and its children."""
     cached, variable = tempfile.tempdir, os.environ.get("TMPDIR")
     tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
     try:

@@ -64,7 +64,7 @@ def _found(modules: str) -> bool:
 
 
 def _unreadable(field: str, address: str) -> str:
-    """Return why no file system here reads an address; '' where one does."""
+    """Return why no installed file system reads an address; '' if one does."""
     protocols = [re.split(r"://", part)[0] for part in address.split("::")]
     for protocol in protocols if "://" in address else ():
         try:

@@ -154,13 +154,13 @@ class Plan(BaseModel):
 
     @classmethod
     def load(cls, path: Path) -> "Plan":
-        """Read a plan. Raises ValueError naming the file when it is none.
+        """Read a plan. Raises ValueError naming the file if it is not a plan.
 
         Args:
             path: plan.json
 
         Returns:
-            `Plan()` where there is no such file
+            `Plan()` if there is no such file
         """
         path = Path(path)
         if not path.exists():
@@ -168,7 +168,7 @@ class Plan(BaseModel):
         return read_kind(cls, path)
 
     def save(self, path: Path):
-        """Write the plan, aside first, so that a reader never sees half a file.
+        """Write the plan atomically.
 
         Args:
             path: plan.json
@@ -186,14 +186,14 @@ class Plan(BaseModel):
         return f"{what}: {self.time_from}"
 
     def chosen_text(self) -> str:
-        """Return what was chosen and the next best, a line each; empty if nothing was open."""
+        """Return the chosen setting and the next best, a line each; empty if none was left open."""
         if not self.choices:
             return ""
         first, *others = (choice.text() for choice in self.choices)
         return "\n".join([f"chosen: {first}", *(f"  next: {other}" for other in others)])
 
     def refusal(self) -> str:
-        """Return why the run cannot fit and what would, in one message."""
+        """Return why the run cannot fit and which settings would, in one message."""
         run = self.run
         text = (
             f"{self.chosen}, {run.precision}, micro-batch {run.micro_batch}, "

@@ -23,7 +23,7 @@ UNCOUNTED = 1000  # pictures of a collection whose number is not known before it
 
 
 class Rule(BaseModel):
-    """The rule by which a value follows from the number of pictures.
+    """How a recipe value follows from the number of pictures.
 
     Attributes:
         of: what is multiplied: pictures, steps of one pass over them, or steps of the run
@@ -39,7 +39,7 @@ class Rule(BaseModel):
     most: int
 
     def value(self, amounts: Mapping[str, float]) -> int:
-        """Return the value for these amounts, one for each thing that `of` can name."""
+        """Return the value for these amounts, given by the names that `of` may have."""
         return min(max(round(self.each * amounts[self.of]), self._least(amounts)), self.most)
 
     def _least(self, amounts: Mapping[str, float]) -> int:
@@ -146,7 +146,7 @@ def read_presets(folder: Path) -> dict[str, Preset]:
 
 @functools.cache
 def preset_files() -> dict[str, Preset]:
-    """Return the presets of this package and its extras, as far as their objectives are there.
+    """Return the presets of this package and its extras whose objectives are installed.
 
     Raises PresetError if two have one name.
     """
@@ -161,7 +161,7 @@ def preset_files() -> dict[str, Preset]:
 
 
 def preset_named(name: str) -> str:
-    """Return the present name of a preset; `name` itself if it is no earlier name.
+    """Return the current name of a preset, given a current or earlier one.
 
     Args:
         name: present or earlier name

@@ -26,13 +26,13 @@ ENDINGS = {0: "finished", DIVERGED: "diverged"} | {
 
 
 def on_cpu(recipe: Recipe) -> bool:
-    """Return True if the run will use the CPU: requested, or no GPU here and none planned for."""
+    """Return True if the run uses the CPU: by its recipe, or because no GPU is here or planned."""
     elsewhere = recipe.plan_device or recipe.device_memory_gib and recipe.launcher == "print"
     return recipe.cpu or not (elsewhere or gpus())
 
 # %% ../../nbs/1_core/09_processes.ipynb #b11ccd64
 def processes_here(values: Mapping[str, Any]) -> int:
-    """Return the processes of a run that names no number: one per GPU; on a CPU one.
+    """Return the default number of processes: one per GPU, or one on a CPU.
 
     Args:
         values: recipe fields `cpu` and `num_machines`

@@ -19,7 +19,7 @@ EVERY = 0.2  # Seconds between two notes that are heard
 
 
 class Beat(Protocol):
-    """A function that reports where a rank is, such as `Heartbeat.beat` of `training.heartbeat`."""
+    """Protocol of a function that reports the position of a rank, such as `Heartbeat.beat`."""
 
     def __call__(self, stage: str, step: int = -1, note: str = "", /) -> None:
         """Report the stage, the training step (-1 = none), and for example a sample."""
@@ -30,7 +30,7 @@ _heard = float("-inf")
 
 
 def on_progress(listener: Callable[[str], None] | None) -> None:
-    """Let `listener` hear of all progress in this process, instead of whoever did before.
+    """Set `listener` as the receiver of this process's progress, in place of the previous one.
 
     Args:
         listener: Given the note; None = nobody listens

@@ -96,7 +96,7 @@ class GlobalOrder:
         return self._cached[1]
 
     def batch(self, step: int) -> list[tuple[int, int]]:
-        """Return the global batch of the next step.
+        """Return the sample numbers of the next global batch.
 
         Args:
             step: number of optimizer steps already taken
@@ -133,7 +133,7 @@ _Item = TypeVar("_Item")
 def share(
     batch: list[_Item], rank: int, world_size: int, micro_batch: int
 ) -> list[list[tuple[int, _Item]]]:
-    """Return the micro-batches of `rank`, in order.
+    """Return the micro-batches of `rank` out of a global batch, in order.
 
     Args:
         batch: one global batch

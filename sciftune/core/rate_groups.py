@@ -20,7 +20,7 @@ from .registry import nearest
 
 # %% ../../nbs/1_core/24_rate_groups.ipynb #6b0fd0d8
 class RateGroup(BaseModel):
-    """The training of one part of the weights; see the notebook for the formula.
+    """Learning rate, weight decay and warm-up of one part of the weights.
 
     Attributes:
         pattern: part of a parameter's name
@@ -125,7 +125,7 @@ def rate_groups(text: str) -> tuple[RateGroup, ...]:
 
 
 def group_numbers(groups: tuple[RateGroup, ...], names: Collection[str]) -> dict[str, int]:
-    """Return the number of each parameter's group; those of none come last.
+    """Return the number of each parameter's group; parameters without a group have the last number.
 
     Raises RecipeError for a group without a parameter, with the nearest names.
 
@@ -144,7 +144,7 @@ def group_numbers(groups: tuple[RateGroup, ...], names: Collection[str]) -> dict
 
 
 def _without_members(group: RateGroup, names: Collection[str]) -> str:
-    """Return why a group has no parameter."""
+    """Return why no parameter is in a group, for a message."""
     if any(group.matches(name) for name in names):
         return f"lr_groups: '{group.pattern}' matches only what patterns before it match"
     parts = {part for name in names for part in name.split(".") if not part.isdigit()}

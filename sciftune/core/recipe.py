@@ -49,7 +49,7 @@ FORMAT = 2  # Of recipe.yaml; files before it carry no number and hold all field
 
 
 class Recipe(Fields):
-    """Everything that determines a run.
+    """All settings of a run, validated and frozen.
 
     Raises pydantic's ValidationError; `checked` and `resolve` raise RecipeError instead.
     """
@@ -77,7 +77,7 @@ class Recipe(Fields):
 
     @property
     def stem(self) -> str:
-        """Return the beginning of the name of an unnamed run."""
+        """Return the default name of a run, without its number."""
         strategy = "auto" if "strategy" in self.open_fields else self.strategy
         return f"{self.model}-{self.preset}-{strategy}"
 
@@ -94,7 +94,7 @@ class Recipe(Fields):
 
     @property
     def validates_average(self) -> bool:
-        """Return True if validation uses the EMA: the best checkpoint is judged as exported."""
+        """Return True if validation uses the EMA, as the exported weights do."""
         return self.validation_ema or bool(self.keep_best and self.ema_decay)
 
     @classmethod
@@ -112,7 +112,7 @@ class Recipe(Fields):
             raise RecipeError(f"recipe {path}: {error}") from None
 
     def yaml(self) -> str:
-        """Return the whole record as YAML, in the order of the fields, with reasons beside them."""
+        """Return all fields as YAML, in the order of declaration, with reasons beside them."""
         values, reasons = dict(format=FORMAT) | self.model_dump(mode="json"), self.reasons
         text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
@@ -122,7 +122,7 @@ class Recipe(Fields):
         return re.sub(r"^(\w+): .*$", explained, text, flags=re.M)
 
     def save(self, path: str | Path) -> Path:
-        """Write the whole record as YAML, aside first, so that a reader never sees half a file.
+        """Write all fields as YAML, atomically.
 
         Args:
             path: recipe.yaml
@@ -131,7 +131,7 @@ class Recipe(Fields):
 
 # %% ../../nbs/1_core/05_recipe.ipynb #7c853f1c
 def _unknown(values: Mapping[str, Any]) -> list[str]:
-    """Return a line for each name that is no field."""
+    """Return a line for each name that is not a field."""
     wrong = [name for name in values if name not in Fields.model_fields]
     return [f"unknown recipe field '{n}'{nearest(n, Fields.model_fields)}" for n in wrong]
 
@@ -142,7 +142,7 @@ def _shortened(text: str) -> str:
 
 
 def _lines(error: ValidationError) -> list[str]:
-    """Return the findings of pydantic, a line each, beginning with the field."""
+    """Return pydantic's errors, one line each, beginning with the field."""
     lines = []
     for finding in error.errors():
         name = ".".join(map(str, finding["loc"]))
@@ -155,7 +155,7 @@ def _lines(error: ValidationError) -> list[str]:
 
 
 def _without_unread(values: dict, weak: Collection[str]) -> dict:
-    """Return `values` without the weak ones that the run would not read.
+    """Return `values` without those of a preset that the run would not read.
 
     One that goes may be the switch of others, so this repeats until nothing goes.
     """
@@ -166,7 +166,7 @@ def _without_unread(values: dict, weak: Collection[str]) -> dict:
 
 
 def _plainness(strategy: str) -> tuple:
-    """Return the sort key of a strategy: first without packages, over processes, sharded."""
+    """Return a sort key for strategies: those without extra packages first, sharded ones last."""
     record = find_record("strategies", strategy)
     return bool(record.packages), record.processes == "one", not record.sharded
 
@@ -315,7 +315,7 @@ def foreign_meanings() -> dict[str, str]:
 
 
 def _fixed_text(allowed: Any, why: str) -> str:
-    """Describe a setting of which only some values are accepted."""
+    """Return the accepted values of a setting that accepts only some, in words."""
     if allowed is None:
         return f"nothing: {why}"
     taken = allowed if isinstance(allowed, tuple) else (allowed,)
@@ -330,7 +330,7 @@ def _fields_text(fields: Mapping[str, Any]) -> str:
 
 # %% ../../nbs/1_core/05_recipe.ipynb #a289270a
 def check_names(given: Mapping[str, Any]) -> None:
-    """Raise RecipeError for a model, preset, objective or folder that is of another type.
+    """Raise RecipeError if a model, preset, objective or folder is not text.
 
     Args:
         given: Recipe fields and foreign names
@@ -343,7 +343,7 @@ def check_names(given: Mapping[str, Any]) -> None:
 
 
 def _check_name(field: str, name: Any):
-    """Raise RecipeError for what cannot be the name of a record or preset."""
+    """Raise RecipeError for text that cannot be the name of a record or preset."""
     if not isinstance(name, str) or not name.isprintable() or len(name) > 80:
         given = _shortened(masked(repr(name)))
         raise RecipeError(f"{field}: must be one short name; got {given}")
@@ -356,7 +356,7 @@ def resolve(
     /,
     **params: Any,
 ) -> Recipe:
-    """Make the recipe of `params`. Raises `RecipeError` for unknown names, presets and values.
+    """Return the recipe of `params`. Raises `RecipeError` for unknown names, presets and values.
 
     Args:
         here: number of processes of a run that names none; None = not known
@@ -401,7 +401,7 @@ def warmup_fault(recipe: Recipe) -> str:
 
 
 def _typed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` as their fields have them, without 'auto'. Raises RecipeError."""
+    """Return `values` converted to the fields' types, without 'auto'. Raises RecipeError."""
     if lines := _unknown(values):
         raise RecipeError("\n".join(lines))
     plain = {n: v for n, v in values.items() if not (n in AUTOMATIC and v == "auto")}
@@ -413,7 +413,7 @@ def _typed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _still_open(below: Mapping[str, Any], given: Collection[str]) -> str:
-    """Return the field `auto` of an earlier recipe, without what is given now."""
+    """Return the fields that an earlier recipe left open, without those that `given` sets."""
     names = str(below.get("auto", "")).split(",")
     return ",".join(name for name in names if name and name not in given)
 

@@ -58,7 +58,7 @@ def check_model(recipe: Fields):
 
 
 def check_single_file(recipe: Fields, family: FamilyRecord):
-    """Check that a model in one file is of a known layout, and its other parts are named.
+    """Check that a single-file model has a known layout and that its other parts are named.
 
     Args:
         recipe: Each field is valid by itself
@@ -99,7 +99,7 @@ def check_parts(recipe: Fields, parts: tuple[str, ...]):
 
 # %% ../../nbs/1_core/04b_recipe_checks.ipynb #ca15b42b
 def micro_batches(recipe: Fields, processes: int, name: str = "processes") -> str:
-    """Return how many samples all processes take at once; those that share samples count once.
+    """Return the samples that all processes compute at once; ranks that share a sample count once.
 
     Args:
         recipe: recipe with micro_batch and context_parallel
@@ -158,7 +158,7 @@ def check_context(recipe: Fields):
 
 
 def check_packing(recipe: Fields):
-    """Check that the model can take samples one behind another, and no ranks divide their tokens.
+    """Check that the model supports packing and that ranks do not divide the tokens.
 
     Args:
         recipe: Each field is valid by itself
@@ -179,7 +179,7 @@ def check_packing(recipe: Fields):
 
 
 def check_prior(recipe: Fields):
-    """Check that the prior is one of several collections, under an engine that can switch to it.
+    """Check that `prior_data` is one of several collections, and that adapters can be disabled.
 
     Args:
         recipe: Each field is valid by itself
@@ -201,7 +201,7 @@ def check_prior(recipe: Fields):
 
 
 def check_length(recipe: Fields):
-    """Check that the run has a length: steps, or epochs whose steps a launch counts.
+    """Check that the run has a length: steps, or epochs from which a launch counts the steps.
 
     Args:
         recipe: Each field is valid by itself
@@ -211,7 +211,7 @@ def check_length(recipe: Fields):
 
 # %% ../../nbs/1_core/04b_recipe_checks.ipynb #38e9b8e9
 def check_strategy(recipe: Fields):
-    """Check that the strategy takes this number of processes and machines, and this objective.
+    """Check that the strategy supports this number of processes and machines, and this objective.
 
     Args:
         recipe: Each field is valid by itself
@@ -239,7 +239,7 @@ def check_strategy(recipe: Fields):
 
 # %% ../../nbs/1_core/04b_recipe_checks.ipynb #c2ea4262
 def check_offload(recipe: Fields):
-    """Check that the strategy can keep this elsewhere than on the GPU.
+    """Check that the strategy supports this value of `offload`.
 
     Args:
         recipe: Each field is valid by itself
@@ -271,7 +271,7 @@ def check_offload(recipe: Fields):
 
 # %% ../../nbs/1_core/04b_recipe_checks.ipynb #checkopt1
 def check_optimizer(recipe: Fields):
-    """Check that the optimizer that the recipe names is the one that trains.
+    """Check that the recipe's optimizer can train these weights on this engine.
 
     Args:
         recipe: Each field is valid by itself
@@ -346,7 +346,7 @@ def optimizer_conflict(recipe: Fields, asked: OptimizerRecord) -> str:
 
 
 def check_groups(recipe: Fields):
-    """Check that rates by part belong to one network, and that an average has a weight.
+    """Check that `lr_groups` applies to one network, and that an averaging optimizer has a beta1.
 
     Args:
         recipe: each field is valid by itself
@@ -364,7 +364,7 @@ def check_groups(recipe: Fields):
 
 # %% ../../nbs/1_core/04b_recipe_checks.ipynb #cg000002
 def check_cuda_graphs(recipe: Fields):
-    """Check that graphs can hold a step: its compiled blocks, or all of a UNet's passes.
+    """Check that CUDA graphs can capture a step: compiled blocks, or all passes of a UNet.
 
     Args:
         recipe: Each field is valid by itself
@@ -417,7 +417,7 @@ def check_multiples(recipe: Fields):
 
 
 def check_sizes(recipe: Fields):
-    """Check that sizes suit the model and each other, and that several collections share no list.
+    """Check that sizes suit the model and each other; `metadata` belongs to one collection.
 
     Args:
         recipe: Each field is valid by itself

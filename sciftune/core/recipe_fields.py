@@ -94,7 +94,7 @@ def one_of(names: Collection[str]) -> str:
 
 
 def _spoken(needs: str) -> str:
-    """Return the conditions of a field as people say them."""
+    """Return the conditions of a field in words."""
     words = []
     for condition in needs.split("|"):
         name, equals, value = condition.partition("=")
@@ -128,7 +128,7 @@ def why_unread(name: str, values: Mapping[str, Any]) -> str:
 
 # %% ../../nbs/1_core/04a_recipe_fields.ipynb #9dff7929
 def unread_fields(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the fields that differ from their default and that the run would not read.
+    """Return the fields that differ from their default although the run would not read them.
 
     Args:
         values: all fields of a run

@@ -45,7 +45,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 # %% ../../nbs/1_core/01_registry.ipynb #0e1c2d27
 class Record(BaseModel):
-    """The facts about a replaceable part that others need.
+    """The facts about a replaceable part that other modules read without importing it.
 
     Attributes:
         name: name in a recipe
@@ -60,7 +60,7 @@ class Record(BaseModel):
 
 # %% ../../nbs/1_core/01_registry.ipynb #e71f7953
 class FamilyRecord(Record):
-    """A model family: what can be said of it without importing it.
+    """The record of a model family, readable without importing its module.
 
     Attributes:
         title: name for people; '' = the name
@@ -128,7 +128,7 @@ class FamilyRecord(Record):
     @field_validator("presets", mode="before")
     @classmethod
     def _from_file(cls, presets: dict | str) -> dict:
-        """Read them if a file is named."""
+        """Read the presets of a family, if the record names a YAML file instead of listing them."""
         return packaged_table(presets) if isinstance(presets, str) else presets
 
     def guides(self, scale: float) -> bool:
@@ -141,7 +141,7 @@ class FamilyRecord(Record):
 
 # %% ../../nbs/1_core/01_registry.ipynb #4322d92f
 class StrategyRecord(Record):
-    """A way to spread a model over processes.
+    """The record of a strategy: a way to spread a model over processes.
 
     Attributes:
         summary: One line for people
@@ -172,11 +172,11 @@ class StrategyRecord(Record):
 
 
 class CostsRecord(Record):
-    """Memory and traffic of the strategy of its name, for the planner; a class or a function."""
+    """The record of a strategy's memory and traffic, for the planner."""
 
 # %% ../../nbs/1_core/01_registry.ipynb #optrec01
 class OptimizerRecord(Record):
-    """An optimizer: what recipes, engines, planner and checkpoints read of it.
+    """The record of an optimizer, which recipes, engines, planner and checkpoints read.
 
     Attributes:
         title: name in messages
@@ -235,7 +235,7 @@ class OptimizerRecord(Record):
 
 # %% ../../nbs/1_core/01_registry.ipynb #68c87453
 class ObjectiveRecord(Record):
-    """The record of an objective: what a model is trained for.
+    """The record of an objective: fields, data and models that it needs.
 
     Attributes:
         summary: One line for people
@@ -283,7 +283,7 @@ class ObjectiveRecord(Record):
     @field_validator("reads")
     @classmethod
     def _without_groups(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Put the fields of groups in their place."""
+        """Replace the names of groups in `reads` by their fields."""
         groups = packaged_table("assets/read_groups.yaml")
         if unknown := [n for n in names if n.startswith("@") and n not in groups]:
             raise ValueError(f"no group {unknown[0]}; there are {', '.join(groups)}")
@@ -296,7 +296,7 @@ class ObjectiveRecord(Record):
 
 
 class DensityRecord(Record):
-    """A density of noise levels; its implementation is a function.
+    """The record of a density of noise levels; its implementation is a function.
 
     Attributes:
         summary: one line for people
@@ -306,7 +306,7 @@ class DensityRecord(Record):
 
 
 class WeightingRecord(Record):
-    """A weighting of the loss by noise level; its implementation is a function.
+    """The record of a weighting of the loss by noise level; its implementation is a function.
 
     Attributes:
         summary: one line for people
@@ -316,7 +316,7 @@ class WeightingRecord(Record):
 
 
 class RewardRecord(Record):
-    """A reward of images by their captions; its implementation is a class like `Reward`.
+    """The record of a reward of images by their captions; its implementation subclasses `Reward`.
 
     Attributes:
         summary: one line for people
@@ -332,7 +332,7 @@ class RewardRecord(Record):
 
 
 class ScoreRecord(Record):
-    """Scores of images, computed wherever they are installed; see `data.scoring.Scorer`.
+    """The record of a scorer of images; see `data.scoring.Scorer`.
 
     Attributes:
         summary: one line for people
@@ -356,7 +356,7 @@ class ScoreRecord(Record):
 
 # %% ../../nbs/1_core/01_registry.ipynb #1fa1c4f3
 class AdapterRecord(Record):
-    """A kind of adapters; its implementation is a class like `AdapterKind`.
+    """The record of a kind of adapters; its implementation subclasses `AdapterKind`.
 
     Attributes:
         summary: one line for people
@@ -370,7 +370,7 @@ class AdapterRecord(Record):
 
 
 class ReaderRecord(Record):
-    """A kind of collection of images.
+    """The record of a reader of image collections.
 
     Attributes:
         suffixes: endings of the files that it opens
@@ -388,11 +388,11 @@ class ReaderRecord(Record):
 
 
 class KernelRecord(Record):
-    """A faster implementation of the operation of its name, used where it is installed."""
+    """The record of a faster implementation; its name is that of the operation."""
 
 # %% ../../nbs/1_core/01_registry.ipynb #colrec02
 class CollectionRecord(Record):
-    """A collection that is drawn on first use. Functions are written 'module:function'.
+    """The record of a collection that is drawn on first use; functions are named 'module:function'.
 
     Attributes:
         section: 'module:Class' of its recipe fields; an optional field is for objectives that
@@ -451,7 +451,7 @@ _FIELDS = dict(  # of a recipe, which name a record
 
 @functools.cache
 def _record_texts() -> dict[str, str]:
-    """Return the text of every module of the package that has a list `RECORDS`, by name."""
+    """Return the source of every module of the package with a list `RECORDS`, by module name."""
     root = package_folder()
     texts = {}
     for file in sorted(root.rglob("*.py")):
@@ -463,12 +463,12 @@ def _record_texts() -> dict[str, str]:
 
 @functools.cache
 def _entry_points() -> metadata.EntryPoints:
-    """Return those of all installed packages, each of which has a file to read."""
+    """Return the entry points of all installed packages that have a file to read."""
     return metadata.entry_points()
 
 
 def record_modules(kind: str) -> dict[str, Path]:
-    """Find the modules that hold records of a kind, wherever they are in the package.
+    """Return the source of every module that has records of a kind, by module name.
 
     Raises RegistryError for an entry point without source.
 
@@ -510,7 +510,7 @@ def _call_values(call: ast.Call, shared: dict[str, ast.expr], where: str) -> dic
 
 
 def _assigned(source: Path) -> dict[str, ast.expr]:
-    """Return what a file assigns to the names of its module, unevaluated."""
+    """Return the unevaluated values that a file assigns at module level, by name."""
     return {
         target.id: node.value
         for node in ast.parse(source.read_text(), source).body
@@ -531,7 +531,7 @@ def read_records(source: Path, module: str, kind: str) -> list[Record]:
         kind: a key of `_KINDS`, such as 'models'
 
     Raises:
-        RegistryError: an entry is no record, its values are wrong, or none is of this kind
+        RegistryError: an entry is not a record, its values are wrong, or none is of this kind
     """
     expected = _KINDS[kind].__name__
     assigned, read = _assigned(source), []
@@ -624,7 +624,7 @@ def family_names() -> dict[str, str]:
 
 
 def family_named(name: str) -> str:
-    """Return the family that another script means by `name`.
+    """Return the family of this package that `name` means in other scripts.
 
     Args:
         name: name in another script
@@ -649,7 +649,7 @@ def import_class(target: str) -> type:
 
 
 def load(record: Record) -> type:
-    """Import the implementation of a record. Raises RegistryError where it names none.
+    """Import the implementation of a record. Raises RegistryError if it names none.
 
     Args:
         record: One of `records`
@@ -664,7 +664,7 @@ def load(record: Record) -> type:
 # %% ../../nbs/1_core/01_registry.ipynb #4409bdd5
 @functools.cache
 def find_kernel(name: str) -> Any:
-    """Return the installed implementation of an operation; None where there is none.
+    """Return the installed implementation of an operation; None if there is none.
 
     Args:
         name: name of the operation's `KernelRecord`

@@ -33,7 +33,7 @@ from .recipe import Recipe
 
 # %% ../../nbs/1_core/06_rundir.ipynb #5fa4adfe
 def _sync_one(path: Path):
-    """Flush a file, or the names in a folder, to the disk."""
+    """Flush a file's content, or a folder's names, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -52,7 +52,7 @@ UNFINISHED_AFTER = 60.0  # Seconds after which a folder that was to be replaced 
 
 
 def sweep_unfinished(path: str | Path) -> None:
-    """Remove what killed writers of `path` left beside it; what one was replacing comes back.
+    """Remove temporary folders of killed writers of `path`; restore a folder being replaced.
 
     A writer locks the folder that it writes, and the lock ends with it.
 
@@ -77,7 +77,7 @@ def sweep_unfinished(path: str | Path) -> None:
 def replaced_folder(
     path: str | Path, unless: Callable[[Path], bool] | None = None
 ) -> Iterator[Path]:
-    """Write a folder completely or not at all; whatever was at `path` before disappears last.
+    """Write a folder completely or not at all; the previous content of `path` is removed last.
 
     The folder given to the body is flushed and renamed to `path` when the body ends, and removed
     when the body raises.
@@ -115,7 +115,7 @@ def replaced_folder(
 
 # %% ../../nbs/1_core/06_rundir.ipynb #c50cd836
 class MetricRows(list):
-    """Training lines in the order of their steps, with columns that are kept."""
+    """Rows of training steps in order, with cached columns."""
 
     def __init__(self, rows: Iterable[dict[str, Any]] = ()):
         super().__init__(rows)
@@ -137,7 +137,7 @@ class MetricRows(list):
 
 
 class MetricsLog:
-    """The rows of a metrics.jsonl, of which only what is new is read.
+    """The rows of a metrics.jsonl; each call reads only what was appended since the last.
 
     Args:
         path: metrics.jsonl
@@ -152,7 +152,7 @@ class MetricsLog:
     def _clear(self):
         self.rows = []  # In the order in which they came
         self.train = MetricRows()  # With a loss, in the order of their steps
-        self.others = []  # Events, validations, and whatever else is no training line
+        self.others = []  # Events, validations, and whatever else is not a training line
         self.jobs = []  # Seconds until the first step, time of the first and of the last row
         self.kept = {}  # What readers have worked out of the rows so far
         self._places = {}
@@ -160,7 +160,7 @@ class MetricsLog:
         self._file = None
 
     def read(self) -> Self:
-        """Read the lines that have been added; everything, where the file is another one."""
+        """Read the appended lines; all lines if the file was replaced."""
         if not os.path.lexists(self.path):
             self._clear()
             return self
@@ -175,7 +175,7 @@ class MetricsLog:
         return self
 
     def _take(self, lines: list[bytes]):
-        """Add lines; the last one may still be without its end."""
+        """Parse appended bytes; the last line may be incomplete."""
         disordered = False
         for number, line in enumerate(lines):
             whole = number < len(lines) - 1
@@ -193,7 +193,7 @@ class MetricsLog:
             self._sort()
 
     def _add(self, row: dict) -> bool:
-        """Add a row; returns whether it stands before one that was there."""
+        """Add a row; return True if it repeats or precedes an existing step."""
         self._count_time(row)
         if "event" in row:
             key = ("event", self._lines, len(self.rows))
@@ -214,7 +214,7 @@ class MetricsLog:
         return late
 
     def _sort(self):
-        """Sort out the rows again, since earlier ones have changed."""
+        """Rebuild the rows in order, since earlier steps were repeated."""
         self.rewritten += 1
         self.kept = {}
         self.train = MetricRows(sorted(filter(_trains, self.rows), key=lambda row: row["step"]))
@@ -225,7 +225,7 @@ class MetricsLog:
         ]
 
     def _count_time(self, row: dict):
-        """Note when a job has begun and how far it came."""
+        """Record the start of a job, and the times of its first and last step."""
         if row.get("event") == "launch":
             self.jobs.append([row.get("total", 0.0), None, None])
         elif "time" in row and "loss" in row:
@@ -317,7 +317,7 @@ class RunDir:
 
 # %% ../../nbs/1_core/06_rundir.ipynb #6810b6ba
 def cache_root(run_root: str | Path) -> Path:
-    """Make and return the folder that runs share.
+    """Create and return the cache folder that all runs share.
 
     Args:
         run_root: root folder of runs, as in the recipe
@@ -331,7 +331,7 @@ def cache_root(run_root: str | Path) -> Path:
 
 # %% ../../nbs/1_core/06_rundir.ipynb #0e1b66f8
 def new_run(recipe: Recipe) -> RunDir:
-    """Make the run folder. Raises FileExistsError when a named one is there already.
+    """Create the run folder. Raises FileExistsError if a named one exists.
 
     Args:
         recipe: recipe with the name, or the parts of a default name
@@ -370,7 +370,7 @@ def _nvidia_smi() -> list[list[str]]:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Return the GPUs that processes started from here would see, without importing torch.
+    """Return the GPUs visible to processes started from here, without importing torch.
 
     Returns:
         {"name", "memory_gib"} of each
@@ -417,7 +417,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Return the git commit of this code; None if it is no checkout."""
+    """Return the git commit of this code; None if it is not a checkout."""
     if not shutil.which("git"):
         return None
     command = ["git", "-C", str(package_folder()), "rev-parse", "HEAD"]

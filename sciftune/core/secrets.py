@@ -64,7 +64,7 @@ _parts: set[str] = set()  # Secret parts of them
 
 
 def conceal(address: str) -> str:
-    """Mask an address and remember the whole one.
+    """Return a masked address, and keep the original in memory.
 
     Args:
         address: Any text; only an address with a scheme is changed
@@ -84,7 +84,7 @@ def conceal(address: str) -> str:
 
 
 def reveal(shown: str) -> str:
-    """Return the whole address. Raises ValueError if it is not known.
+    """Return the original of a masked address. Raises ValueError if it is not known.
 
     Args:
         shown: result of `conceal`; other text stays as it is
@@ -157,7 +157,7 @@ def _kept(file: Path) -> KeptSecrets:
 
 
 def keep_secrets(folder: str | Path, addresses: Iterable[str]) -> None:
-    """Keep what the ranks of a run need. Raises ValueError where an address is not known.
+    """Write the secrets that the ranks of a run need. Raises ValueError if an address is not known.
 
     Args:
         folder: Run folder
@@ -178,7 +178,7 @@ def keep_secrets(folder: str | Path, addresses: Iterable[str]) -> None:
 
 
 def load_secrets(folder: str | Path) -> None:
-    """Remember what `keep_secrets` kept; an address that was given in this process stays.
+    """Load the secrets that `keep_secrets` wrote; addresses already known in this process are kept.
 
     Args:
         folder: Run folder
@@ -189,7 +189,7 @@ def load_secrets(folder: str | Path) -> None:
 
 # %% ../../nbs/1_core/14_secrets.ipynb #8a2fdbbd
 class MaskedStream:
-    """A text stream that shows no secrets; otherwise like the stream itself.
+    """A text stream that masks secrets in everything that is written.
 
     Args:
         stream: stream for the masked text
@@ -212,7 +212,7 @@ class MaskedStream:
 
 
 def mask_output() -> None:
-    """Mask standard output and error of this process when it knows a secret."""
+    """Mask secrets in standard output and error of this process, if it knows any."""
     if not _whole:
         return
     for name in ("stdout", "stderr"):

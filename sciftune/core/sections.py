@@ -21,7 +21,7 @@ from .registry import find_record, nearest, records
 
 # %% ../../nbs/1_core/02_sections.ipynb #d14c86d1
 def _known(kind: str) -> Callable[[str], str]:
-    """Return a check that a record of this kind exists.
+    """Return a validator that checks that a record of this kind exists.
 
     Args:
         kind: kind of record
@@ -38,13 +38,13 @@ def _known(kind: str) -> Callable[[str], str]:
 
 
 def _printable(text: str):
-    """Raise ValueError for line ends, control characters and bytes that are no text."""
+    """Raise ValueError for line ends, control characters and bytes that are not text."""
     if strange := [character for character in text if not character.isprintable()]:
         raise ValueError(f"must not contain {ascii(strange[0])}: only printable characters")
 
 
 class ModelSection(Section):
-    """The model, the objective and the run's name."""
+    """Fields of the model, the objective and the run's name."""
 
     model: str = field("qwenimage", "model family")
     preset: str = setting("tiny", "named set of values, see `presets`")
@@ -99,7 +99,7 @@ class ModelSection(Section):
 
 # %% ../../nbs/1_core/02_sections.ipynb #66de49db
 class ScheduleSection(Section):
-    """Steps and batches."""
+    """Fields of steps and batches."""
 
     steps: int = setting(100, "optimizer steps; 0 = as many as num_train_epochs means", ge=0)
     num_train_epochs: float = setting(
@@ -137,7 +137,7 @@ AUTOMATIC = ("strategy", "micro_batch", "shard_states", "offload", "compile", "c
 
 
 class EngineSection(Section):
-    """Processes, sharding, offloading, gradient checkpointing."""
+    """Fields of processes, sharding, offloading and gradient checkpointing."""
 
     strategy: str = setting("single", "how the model is spread; 'auto' = the plan chooses")
     auto: str = setting(
@@ -228,7 +228,7 @@ class EngineSection(Section):
 
     @property
     def open_fields(self) -> tuple[str, ...]:
-        """Return the fields that the plan has still to choose."""
+        """Return the fields whose value the plan is to choose ('auto')."""
         return tuple(filter(None, self.auto.split(",")))
 
 # %% ../../nbs/1_core/02_sections.ipynb #2b4e717b
@@ -239,9 +239,9 @@ else:
 
 
 def layer_values(name: str, text: str) -> dict[str, float]:
-    """Return the numbers of `lora_ranks` or `lora_alphas` by the end of a module's name.
+    """Return the numbers of `lora_ranks` or `lora_alphas`, by the suffix of a module's name.
 
-    Raises ValueError for a part that is no name with a positive number.
+    Raises ValueError for a part that is not a name with a positive number.
 
     Args:
         name: the field
@@ -262,7 +262,7 @@ def layer_values(name: str, text: str) -> dict[str, float]:
 
 
 class TrainedSection(Section):
-    """All weights, some layers, or adapters; from which weights."""
+    """Fields of what is trained (all weights, some layers, adapters) and its first values."""
 
     trained_layers: str = field(
         "",
@@ -359,7 +359,7 @@ Schedules = Literal["constant", "cosine", "linear", "cosine_with_restarts", "pol
 
 
 class NumbersSection(Section):
-    """Types, optimizer, learning rate, clipping, averaging."""
+    """Fields of number types, optimizer, learning rate, clipping and averaging."""
 
     precision: Precisions = field("fp32", "named precision policy")
     optimizer: Optimizers = field(
@@ -404,7 +404,7 @@ class NumbersSection(Section):
 
 # %% ../../nbs/1_core/02_sections.ipynb #9ee99877
 class ValidationSection(Section):
-    """Held-out loss and pictures."""
+    """Fields of the held-out loss and the validation pictures."""
 
     validation_steps: int = setting(
         50, "held-out loss and images every so many steps; 0 = never", ge=0
@@ -462,7 +462,7 @@ class ValidationSection(Section):
 
 # %% ../../nbs/1_core/02_sections.ipynb #cfcacb58
 def size_in_bytes(text: str) -> int:
-    """Read a size. Raises ValueError.
+    """Parse a size such as '10GB'. Raises ValueError.
 
     Args:
         text: '10GB', '500MB', '80GiB', '1000'
@@ -476,7 +476,7 @@ def size_in_bytes(text: str) -> int:
 
 
 class OutputSection(Section):
-    """Metrics, checkpoints, export."""
+    """Fields of metrics, checkpoints and export."""
 
     log_steps: int = setting(1, "a metrics line every so many steps", ge=1)
     loss_sigmas: int = setting(
@@ -523,7 +523,7 @@ _SLURM = dict(  # A comment of a script cannot be quoted: field -> what it may b
 
 
 class RunningSection(Section):
-    """Launcher, memory to plan for, patience."""
+    """Fields of the launcher, the memory to plan for and time limits."""
 
     launcher: Literal["job", "notebook", "print"] = setting("job", "how launch.ipynb starts it")
     device_memory_gib: float = setting(

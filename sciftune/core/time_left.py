@@ -45,7 +45,7 @@ class TimeLeft:
             self.recent.append(seconds)
 
     def between(self, kind: str, seconds: float):
-        """Record the time of work between two steps.
+        """Record the seconds of a task between two steps.
 
         Args:
             kind: 'validation' or 'checkpoint'
@@ -56,7 +56,7 @@ class TimeLeft:
 
     @property
     def step_time(self) -> float | None:
-        """Seconds of a usual step; of the first one where there is no other.
+        """Return the seconds of a usual step; those of the first step if there is no other.
 
         Returns:
             None before the first step
@@ -75,7 +75,7 @@ class TimeLeft:
         return left + sum(self._due(kind) * self._cost(kind) for kind in self.every)
 
     def _due(self, kind: str) -> int:
-        """Return how often it will be done; at the end of the run, too."""
+        """Return how often a periodic task is still due, the one at the end of the run included."""
         every = self.every[kind]
         if not every:
             return 0

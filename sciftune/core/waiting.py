@@ -25,7 +25,7 @@ def two_ends() -> tuple[socket.socket, socket.socket]:
 
 
 def send_orders(door: socket.socket, handles: list[int], **orders: Any) -> None:
-    """Send orders. Raises OSError where nobody waits for them any more.
+    """Send orders. Raises OSError if the receiver has ended.
 
     Args:
         door: the sender's end
@@ -36,7 +36,7 @@ def send_orders(door: socket.socket, handles: list[int], **orders: Any) -> None:
 
 
 def receive_orders(door: socket.socket) -> dict[str, Any] | None:
-    """Wait for orders and return them with their `handles`; None where there will be none."""
+    """Wait for orders and return them with their file descriptors; None if the sender has ended."""
     data, handles, *_ = socket.recv_fds(door, 2**20, 4)
     return json.loads(data) | dict(handles=handles) if data else None
 
@@ -51,12 +51,12 @@ READ_BY_IMPORTS = (
 
 
 def planned_recipe_file() -> str:
-    """Return the file of the recipe that is being planned; '' in a rank that need not wait."""
+    """Return the path of the recipe that is being planned; '' in a rank that need not wait."""
     return os.environ.get(WAITS, "").partition(" ")[2]
 
 
 def await_orders() -> None:
-    """Wait for the plan where this process was started before it; end where the plan refuses."""
+    """Wait for the plan if this rank was started before it; end the process if the plan refuses."""
     handle = os.environ.get(WAITS, "").partition(" ")[0]
     if not handle:
         return
@@ -81,7 +81,7 @@ def await_orders() -> None:
 
 
 def _repeat(said: int) -> None:
-    """Write what imports have said, such as warnings, where output goes now.
+    """Print what imports have written to the log so far, such as warnings, to the current output.
 
     Args:
         said: handle of the file that had the output so far
@@ -131,7 +131,7 @@ class WaitingRank:
         return cls(process, ours, words, {name: os.environ.get(name) for name in READ_BY_IMPORTS})
 
     def suits(self, words: list[str], environment: Mapping[str, str]) -> bool:
-        """Return whether this is a rank of that command and environment.
+        """Return whether the rank was started with this command and environment.
 
         Args:
             words: of a rank
@@ -141,13 +141,13 @@ class WaitingRank:
         return same and all(environment.get(n) == value for n, value in self.fixed.items())
 
     def order(self, environment: Mapping[str, str]) -> bool:
-        """Let the rank go on in this working directory, with this process's output.
+        """Send the rank its working directory and this process's output, so that it continues.
 
         Args:
             environment: all its variables
 
         Returns:
-            False where it has failed by itself, so that another one shall show why
+            False if it has failed by itself, so that another one shall show why
         """
         with contextlib.suppress(OSError):
             if self.door.recv(16):

@@ -45,7 +45,7 @@ def bucket_sizes(side: int, smallest: int, largest: int, step: int) -> tuple[tup
 # %% ../../nbs/2_data/06_buckets.ipynb #9228ac3c
 @lru_cache(65536)
 def nearest_size(width: int, height: int, sizes: tuple[tuple[int, int], ...]) -> tuple[int, int]:
-    """Return the bucket whose shape is nearest to an image's.
+    """Return the bucket whose aspect ratio is nearest to an image's.
 
     Args:
         width: width of the image
@@ -100,7 +100,7 @@ _Choice = TypeVar("_Choice")
 
 
 class Sizing:
-    """The training size of an image, as a recipe says."""
+    """Training sizes of images, computed from a recipe."""
 
     def __init__(self, recipe: Recipe):
         r = self.recipe = recipe
@@ -112,7 +112,7 @@ class Sizing:
             self.sides = list(range(self.low, r.resolution + 1, self.step))
 
     def pick(self, choices: Sequence[_Choice], sample: str, draw: int, what: str) -> _Choice:
-        """Choose by (seed, purpose, sample, draw).
+        """Return one of several options, chosen by (seed, purpose, sample, draw).
 
         Args:
             choices: values to choose from
@@ -134,7 +134,7 @@ class Sizing:
         return bucket_sizes(side, scaled(self.low), scaled(self.high), self.step)
 
     def filled(self, width: int, height: int) -> list[int]:
-        """List the sides that an image fills, the smallest where it fills none."""
+        """Return the sides that an image fills without enlargement; the smallest side if none."""
         return [s for s in self.sides if s * s <= width * height] or self.sides[:1]
 
     def bucket(self, sample: str, width: int, height: int, draw: int = 0) -> tuple[int, int]:
@@ -174,7 +174,7 @@ class Sizing:
 
 # %% ../../nbs/2_data/06_buckets.ipynb #ad7ec515
 class BucketOrder:
-    """The order of micro-batches: the samples of each in global batch number `step`.
+    """The samples of each micro-batch, for every training step.
 
     Args:
         sizes: Per draw: the (height, width) of every sample; epoch e uses draw e mod n
@@ -267,7 +267,7 @@ class BucketOrder:
         return [self.at(step * self.slots + j) for j in range(self.slots)]
 
     def positions(self, epochs: float) -> int:
-        """Count the micro-batches of the first `epochs` passes, partial ones included.
+        """Return the number of micro-batches in the first `epochs` passes, partial ones included.
 
         Args:
             epochs: Passes over the collection
@@ -278,7 +278,7 @@ class BucketOrder:
         return whole + math.ceil((Fraction(str(epochs)) - done) * self.counts[rest])
 
     def steps(self, epochs: float) -> int:
-        """Count the steps until `epochs` passes are done; the last one is filled up from the next.
+        """Return the steps until `epochs` passes are done; the next pass completes the last step.
 
         Args:
             epochs: number of passes over the collection
@@ -306,7 +306,7 @@ def rank_share(micros: list, rank: int, world_size: int) -> list[tuple[int, list
 
 # %% ../../nbs/2_data/06_buckets.ipynb #08f80550
 def size_report(shapes: Sequence[tuple[int, int]], sizing: Sizing) -> dict[str, Any]:
-    """Report the effect of a choice of sizes on a collection.
+    """Return lines on the effect of a choice of sizes on a collection.
 
     `partial` counts the samples in micro-batches that are not full.
 
@@ -333,7 +333,7 @@ def size_report(shapes: Sequence[tuple[int, int]], sizing: Sizing) -> dict[str, 
 
 # %% ../../nbs/2_data/06_buckets.ipynb #03e35c71
 def cut_line(shapes: Sequence, recipe: Recipe, most: int = 20_000) -> str:
-    """Report what the recipe's `fit`, and each other one, cuts off the images of a collection.
+    """Return a line on what the recipe's `fit`, and each other one, crops from a collection.
 
     Args:
         shapes: (width, height) of every image

@@ -36,7 +36,10 @@ __all__ = ['ASIDE', 'cache_key', 'entry_digest', 'header_digest', 'save_shard', 
 
 # %% ../../nbs/2_data/08_cache.ipynb #2a33e01d
 def _canonical(name: str, value: CellValue) -> CellValue:
-    """Return JSON for a value, the same on every machine. Raises ValueError for other types."""
+    """Return a value as canonical JSON, equal on every machine.
+
+    Raises ValueError for other types.
+    """
     if isinstance(value, (bytes, bytearray, memoryview)):
         return {"\0bytes": hashlib.sha256(value).hexdigest()}
     if value is None or isinstance(value, (bool, int, str)):
@@ -54,7 +57,9 @@ def _canonical(name: str, value: CellValue) -> CellValue:
 
 
 def cache_key(**parts: CellValue) -> str:
-    """Hash the parts. Raises ValueError for none, and for types without a canonical form.
+    """Return a hash of the parts.
+
+    Raises ValueError if there are none or a type has no canonical form.
 
     Args:
         **parts: Everything that the cached tensors depend on
@@ -183,7 +188,7 @@ class Writer:
         self.run = uuid.uuid4().hex[:12]
 
     def add(self, key: str, tensors: dict[str, Tensor]):
-        """Keep a copy of the tensors. Raises ValueError for what cannot be cached.
+        """Queue a copy of the tensors. Raises ValueError for values that cannot be cached.
 
         Args:
             key: result of `cache_key`
@@ -209,7 +214,7 @@ class Writer:
             self.flush()
 
     def flush(self):
-        """Write what is pending as one shard."""
+        """Write the queued entries as one shard."""
         if not self.pending:
             return
         name = f"shard-{self.rank:05d}-{self.count:06d}-{self.run}"
@@ -249,7 +254,7 @@ def sweep(folder: Path, damaged: list[str], stale: float = 3600):
 
 # %% ../../nbs/2_data/08_cache.ipynb #39cec4a0
 class TensorCache:
-    """key -> dict of tensors, in the shards of one folder.
+    """A mapping from key to dict of tensors, stored in the shards of one folder.
 
     Args:
         folder: Made when something is written
@@ -271,7 +276,7 @@ class TensorCache:
         return {n[:-5] for n in files if n.startswith("shard-") and n.endswith(".json")}
 
     def refresh(self) -> TensorCache:
-        """Find shards that were completed, or removed, since the last time."""
+        """Read the indices of shards that were completed or removed since the last call."""
         with self._lock:
             present = self._present()
             for name in self._shards.keys() - present:
@@ -304,7 +309,7 @@ class TensorCache:
         )
 
     def missing(self, keys: Iterable[str]) -> list[str]:
-        """List the keys that have to be computed, each once, in their order."""
+        """Return the keys that have to be computed, each once, in order."""
         return [k for k in dict.fromkeys(keys) if k not in self._entries]
 
     def __getitem__(self, key: str) -> dict[str, Tensor]:
@@ -332,7 +337,7 @@ class TensorCache:
             ) from e
 
     def _compare(self, key: str, tensors: dict[str, Tensor], digest: str | None):
-        """Raise ValueError, the first time that a key is read, for bytes that were not written."""
+        """Raise ValueError at the first read of a key whose bytes differ from its digest."""
         if digest is None or key in self._compared:
             return
         if entry_digest(tensors) != digest:
@@ -340,14 +345,14 @@ class TensorCache:
         self._compared.add(key)
 
     def _forget(self, name: str):
-        """Take the index from a shard, so that nobody counts on its entries."""
+        """Delete the index of a damaged shard, so that no process relies on its entries."""
         with contextlib.suppress(OSError):
             (self.folder / f"{name}.json").unlink()
 
     def writer(
         self, rank: int = 0, flush_entries: int = 128, flush_bytes: int = 256 << 20
     ) -> Writer:
-        """Open a writer for a `with` block.
+        """Open a `Writer` inside a `with` block.
 
         Its entries are found after the block, and elsewhere after `refresh`.
 

@@ -20,7 +20,7 @@ WORD_KEYS = ("labels", "words", "facts")
 
 
 def word_boxes(record: Mapping[str, CellValue]) -> tuple[tuple[float, ...], ...]:
-    """Return the boxes of the words of a row, from the first of `WORD_KEYS` that has some.
+    """Return the boxes of a row's words, from the first of `WORD_KEYS` that is not empty.
 
     Args:
         record: values of a row; text is read as JSON if it looks like some
@@ -42,7 +42,7 @@ def word_boxes(record: Mapping[str, CellValue]) -> tuple[tuple[float, ...], ...]
 
 
 def _box(word: CellValue) -> tuple[float, ...] | None:
-    """Return the box of a word; None if it has none of four numbers."""
+    """Return the box of a word; None unless it has four numbers."""
     box = word.get("box") if isinstance(word, dict) else None
     if not isinstance(box, (list, tuple)) or len(box) != 4:
         return None
@@ -65,7 +65,7 @@ def box_cells(
     cell: int,
     whole: bool = False,
 ) -> np.ndarray:
-    """Return the share of each latent cell that lies under boxes.
+    """Return the share of each latent cell that is under boxes.
 
     Args:
         boxes: (left, top, right, bottom) in pixels of the picture
@@ -103,7 +103,7 @@ def mask_cells(
         (height/cell, width/cell) fp32 in [0,1]
 
     Raises:
-        DataError: the mask is no image.
+        DataError: the mask is not an image.
     """
     grey = np.asarray(load_picture(mask, None).convert("L")) / 255
     first, top, last, bottom = kept_box(size, height, width, whole)

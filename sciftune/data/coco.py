@@ -20,7 +20,9 @@ __all__ = ['RECORDS', 'caption_records', 'image_folder', 'CocoReader']
 
 # %% ../../nbs/2_data/19_coco.ipynb #3fe38b4f
 def caption_records(path: Path) -> Iterator[tuple[str, CellValue]]:
-    """Yield a record for each image of a COCO list. Raises DataError if the file is none.
+    """Yield a record for each image of a COCO list.
+
+    Raises DataError if the file is not a COCO list.
 
     Args:
         path: captions_*.json
@@ -60,7 +62,7 @@ RECORDS = [
 
 
 def image_folder(root: Path, listing: Path, name: str) -> Path:
-    """Return the folder of a list's images: the first that has the image.
+    """Return the first folder that has the images of a list.
 
     Args:
         root: root of the data, resolved
@@ -73,11 +75,11 @@ def image_folder(root: Path, listing: Path, name: str) -> Path:
 
 
 class CocoReader:
-    """Open COCO captions."""
+    """Reader of COCO captions."""
 
     @staticmethod
     def find(root: Path, files: FolderFiles) -> list[Path]:
-        """Return the list of captions in a folder; if there are several, that of `train`."""
+        """Return the list of captions in a folder; of several, that of `train`."""
         lists = [
             root / name
             for name in files.names
@@ -88,7 +90,7 @@ class CocoReader:
 
     @staticmethod
     def open(root: Path, paths: list[Path], files: FolderFiles | None = None) -> Files:
-        """Open the images of a list of captions."""
+        """Return the source of the images in a list of captions."""
         (listing,) = paths
         if root.name == "annotations" and listing.parent.resolve() == root:
             root = root.parent

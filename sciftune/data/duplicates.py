@@ -31,7 +31,7 @@ INK = 40  # Grey levels by which ink differs from the border
 
 
 def ink_box(grey: np.ndarray) -> tuple[int, int, int, int]:
-    """Return the box of what is drawn, without the margin; the whole image if it is all margin.
+    """Return the box of the drawn part, without the margin; the whole image if it is all margin.
 
     Args:
         grey: (H, W) grey levels
@@ -48,7 +48,9 @@ def ink_box(grey: np.ndarray) -> tuple[int, int, int, int]:
 
 
 def small_copies(data: bytes) -> np.ndarray:
-    """Decode an image onto 32 x 32 pixels, whole and without margin. Raises DataError for none.
+    """Decode an image to 32 x 32 pixels, once whole and once without its margin.
+
+    Raises DataError if it cannot be decoded.
 
     Args:
         data: Encoded image
@@ -67,7 +69,7 @@ BITS = WAVES**2 - 1
 
 
 def perceptual_bits(copies: np.ndarray) -> np.ndarray:
-    """Hash small copies by the signs of their lowest frequencies about the median.
+    """Return hashes of small copies: the signs of their lowest frequencies about the median.
 
     Args:
         copies: (n, 32, 32, 3) uint8
@@ -89,7 +91,7 @@ BLANK = 2.0  # Standard deviation of grey levels (0 to 255) below which an image
 
 @dataclass
 class Signatures:
-    """Thumbnails and hashes of images, to compare them.
+    """Thumbnails and perceptual hashes of images, for comparisons.
 
     Attributes:
         bits: (n, 2, 255) bool: whole, without margin
@@ -103,7 +105,7 @@ class Signatures:
 
 
 def signatures(copies: Iterable[np.ndarray]) -> Signatures:
-    """Hash small copies, 256 at a time.
+    """Return the hashes of small copies, computed 256 at a time.
 
     Args:
         copies: results of `small_copies`
@@ -115,7 +117,7 @@ def signatures(copies: Iterable[np.ndarray]) -> Signatures:
 
 
 def joined_signatures(*parts: Signatures) -> Signatures:
-    """Concatenate the signatures of several collections.
+    """Return the signatures of several collections as one record.
 
     Args:
         *parts: signatures of collections
@@ -125,7 +127,7 @@ def joined_signatures(*parts: Signatures) -> Signatures:
 
 
 def _signed(copies: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Compute hashes, coarse copies and blankness of a batch."""
+    """Return hashes, coarse copies and blankness of a batch."""
     n, side = len(copies), SMALL // COARSE
     coarse = copies.reshape(n, 2, COARSE, side, COARSE, side, 3).mean((3, 5))
     bits = np.stack([perceptual_bits(copies[:, view]) for view in (0, 1)], 1)
@@ -144,7 +146,7 @@ def _batches(items: Iterable, count: int) -> Iterator[list]:
 
 
 def collection_signatures(collection: Sequence, workers: int | None = None) -> Signatures:
-    """Read and decode every image of a collection once.
+    """Return the signatures of a collection; every image is read and decoded once.
 
     Args:
         collection: samples with `image`, the encoded bytes
@@ -168,7 +170,7 @@ FAR_BITS = 40  # Differences up to which such a pair is looked at
 
 
 def candidate_pairs(bits: np.ndarray, reach: int = 64) -> np.ndarray:
-    """List the pairs of hashes that differ in at most 16 bits.
+    """Return the pairs of hashes that differ in at most 16 bits.
 
     Args:
         bits: (n, 255) bool
@@ -196,7 +198,7 @@ def candidate_pairs(bits: np.ndarray, reach: int = 64) -> np.ndarray:
 
 
 def likeness(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Compare coarse copies by the cosine of their deviations from their means.
+    """Return the cosine of the deviations of coarse copies from their means.
 
     Args:
         one: (m, 16, 16, 3) uint8
@@ -213,7 +215,7 @@ def likeness(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def all_pairs(bits: np.ndarray) -> np.ndarray:
-    """List the pairs of few hashes that differ in at most `FAR_BITS` bits, as `candidate_pairs`.
+    """Return the pairs of hashes that differ in at most `FAR_BITS` bits, for few hashes.
 
     Args:
         bits: (n, 255) bool
@@ -228,7 +230,7 @@ def all_pairs(bits: np.ndarray) -> np.ndarray:
 
 
 def likely_pairs(found: Signatures) -> list[tuple[int, int, float]]:
-    """List the pairs of images whose thumbnails are alike, whole or without their margins.
+    """Return the pairs of images whose thumbnails are alike, whole or without their margins.
 
     Returns:
         (i, j, likeness), i < j
@@ -257,7 +259,7 @@ COLOUR = 96  # Levels of a block of 4 x 4 pixels
 
 
 def _fit(a: np.ndarray, b: np.ndarray, lows: np.ndarray, highs: np.ndarray) -> tuple[float, float]:
-    """Return the ends by which one profile, moved and stretched, is most like another."""
+    """Return the ends of the shift and stretch that make one profile most like another."""
     n = len(a)
     low, high = (v.ravel()[:, None] for v in np.meshgrid(lows, highs, indexing="ij"))
     at = low + (np.arange(n) + 0.5) * (n + high - low) / n - 0.5
@@ -270,7 +272,7 @@ def _fit(a: np.ndarray, b: np.ndarray, lows: np.ndarray, highs: np.ndarray) -> t
 
 
 def registered_box(a: np.ndarray, b: np.ndarray) -> tuple[float, float, float, float]:
-    """Return the box of a picture onto which another one of its size fits best.
+    """Return the box of a picture onto which another picture of its size fits best.
 
     Args:
         a: (H, W) grey levels
@@ -292,7 +294,7 @@ def registered_box(a: np.ndarray, b: np.ndarray) -> tuple[float, float, float, f
 
 
 def disagreement(one: Image.Image, other: Image.Image) -> tuple[int, float]:
-    """Return where two pictures of one size disagree.
+    """Return how much two pictures of one size disagree.
 
     Args:
         one: in colour
@@ -320,7 +322,7 @@ def disagreement(one: Image.Image, other: Image.Image) -> tuple[int, float]:
 
 
 def least_likeness(one: Image.Image, other: Image.Image) -> float:
-    """Return the likeness of the two least alike tiles, slightly blurred, where ink is.
+    """Return the likeness of the least alike pair of tiles, slightly blurred, among tiles with ink.
 
     Args:
         one: of one size with the other
@@ -341,7 +343,7 @@ def least_likeness(one: Image.Image, other: Image.Image) -> float:
 
 
 def _verdict(one: Image.Image, other: Image.Image) -> bool | None:
-    """Return whether two pictures that lie one over the other agree; None = they do not lie so."""
+    """Return whether two aligned pictures agree; None if they are not well aligned."""
     worst, share = disagreement(one, other)
     if worst < DISAGREE and least_likeness(one, other) > LIKE_LETTERS:
         return True
@@ -349,7 +351,7 @@ def _verdict(one: Image.Image, other: Image.Image) -> bool | None:
 
 
 def same_picture(one: Image.Image, other: Image.Image) -> bool:
-    """Return True if two pictures are the same but for size, encoding and a little margin.
+    """Return True if two pictures differ only in size, encoding and a narrow margin.
 
     Args:
         one: in colour
@@ -390,7 +392,7 @@ def same_picture(one: Image.Image, other: Image.Image) -> bool:
 def near_duplicates(
     found: Signatures, read: Callable[[int], bytes]
 ) -> list[tuple[int, int, float]]:
-    """List the pairs of images that are the same picture but for size, encoding and margin.
+    """Return the pairs of images that differ only in size, encoding and margin.
 
     Args:
         found: signatures of all images
@@ -404,7 +406,7 @@ def near_duplicates(
 
 
 def picture_pairs(count: int, read: Callable[[int], bytes]) -> list[tuple[int, int, float]]:
-    """Find equal pictures among some, as `near_duplicates`.
+    """Return the pairs of equal pictures among decoded ones, as `near_duplicates` does.
 
     Args:
         count: number of images
@@ -416,7 +418,7 @@ def picture_pairs(count: int, read: Callable[[int], bytes]) -> list[tuple[int, i
 
 # %% ../../nbs/2_data/11_duplicates.ipynb #37904aa0
 def duplicate_groups(pairs: Iterable[tuple[int, int]]) -> list[list[int]]:
-    """Join pairs that have an image in common.
+    """Return groups of images: pairs that share an image are joined.
 
     Args:
         pairs: Numbers of images
@@ -436,7 +438,7 @@ def duplicate_groups(pairs: Iterable[tuple[int, int]]) -> list[list[int]]:
 
 
 def equal_digests(digests: Sequence[str]) -> list[list[int]]:
-    """Group images of the same bytes.
+    """Return groups of images with the same bytes.
 
     Args:
         digests: SHA-256 of each image; empty = unknown

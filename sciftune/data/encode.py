@@ -39,14 +39,14 @@ from .sources import SampleCollection, Undecodable, mark_decoded, repeats_of
 
 # %% ../../nbs/2_data/10_encode.ipynb #b81a4743
 class LoadedEncoders(Protocol):
-    """Encoders in memory."""
+    """Protocol of encoders in memory."""
 
     def unload(self) -> None:
         """Drop the encoders and free their memory."""
 
 
 class EncodingFamily(Protocol):
-    """The part of a model family that turns pictures and captions into tensors.
+    """Protocol of the part of a model family that encodes pictures and captions.
 
     Attributes:
         name: part of every cache key
@@ -98,7 +98,7 @@ class EncodingFamily(Protocol):
 
 
 class Ranks(Protocol):
-    """The processes of a run, and this one's place among them."""
+    """Number of processes of a run, and this process's rank."""
 
     rank: int
     world: int
@@ -226,7 +226,7 @@ def caption_texts(
 
 # %% ../../nbs/2_data/10_encode.ipynb #0339db46
 def shard_of(collection: SampleCollection, i: int) -> tuple[int, int]:
-    """Return where a sample of one or several collections lies: (collection, shard).
+    """Return the shard of a sample in one or several collections: (collection, shard).
 
     Args:
         collection: see `data.sources`
@@ -297,7 +297,7 @@ class EncodingJobs:
         return [self.collection.digests[i], *(mask.digest for mask in masks)]
 
     def counted(self, i: int) -> dict[str, CellValue]:
-        """Return what says how much the parts of image `i` count; {} = all count the same.
+        """Return the facts that weight the parts of image `i` in the loss; {} = all count the same.
 
         Returns:
             mask: its digest; words: their boxes, or 'read' if they are found by reading
@@ -310,7 +310,7 @@ class EncodingJobs:
         return found
 
     def sample(self, i: int, held: bool = False) -> CachedSample:
-        """List the image and the captions of a sample.
+        """Add the image and the captions of a sample, and return their keys.
 
         Args:
             i: number in the collection
@@ -336,7 +336,7 @@ class EncodingJobs:
         return CachedSample(name, first, captions, tuple(more), sizes, place, buckets, **beside)
 
     def captions_of(self, i: int, held: bool) -> tuple[tuple[str, ...], dict[str, Any]]:
-        """List the captions of a sample, and what dropout makes of those that see references.
+        """Return the cache keys of a sample's captions, and of variants for dropout and words.
 
         Args:
             i: number in the collection
@@ -377,7 +377,7 @@ class EncodingJobs:
         return self.collection.references[i] if shown and i is not None else []
 
     def references_of(self, i: int) -> dict[str, tuple]:
-        """List the reference images of sample `i`; {} if the recipe has none.
+        """Add the reference images of sample `i`; {} if the recipe has none.
 
         Returns:
             references, reference_sizes
@@ -401,7 +401,7 @@ class EncodingJobs:
         return dict(references=tuple(keys), reference_sizes=tuple(sizes))
 
     def image(self, i: int, height: int, width: int) -> str:
-        """List the image of sample `i` in a size (pixels) and return its key."""
+        """Add the image of sample `i` in a size (pixels) and return its key."""
         size = dict(resolution=height) if height == width else dict(height=height, width=width)
         if self.whole:
             size["fit"] = "pad"
@@ -419,7 +419,7 @@ class EncodingJobs:
         return key
 
     def caption(self, text: str, i: int | None = None) -> str:
-        """List a text and return its key.
+        """Add a text and return its key.
 
         Args:
             text: as the model reads it
@@ -462,7 +462,7 @@ def size_draws(recipe: Recipe, samples: int) -> int:
 
 # %% ../../nbs/2_data/10_encode.ipynb #2dbdb0c7
 def _submitted(jobs: EncodingJobs, key: str, pool: ThreadPoolExecutor) -> Future:
-    """Read an image or a reference image, and let a thread decode its pixels."""
+    """Read an image or a reference image, and decode it in a thread."""
     if key in jobs.references:
         data = jobs.collection.reference(*jobs.references[key])
         return pool.submit(reference_pixels, jobs, data)
@@ -539,7 +539,7 @@ def decoded_images(
 
 # %% ../../nbs/2_data/10_encode.ipynb #fbecae97
 def image_batch(pictures: Iterable[np.ndarray]) -> Tensor:
-    """Stack pictures as an autoencoder's input: x/127.5 - 1.
+    """Stack pictures as an autoencoder's input in [-1,1]: x/127.5 - 1.
 
     Args:
         pictures: (H,W,3) uint8 each, all of one size
@@ -650,7 +650,7 @@ def own_keys(
 
 # %% ../../nbs/2_data/10_encode.ipynb #e24bc7f5
 def _awaited(jobs: EncodingJobs, missing: list[str], images: bool) -> list[str]:
-    """Return the missing keys that a rank can still fill."""
+    """Return the missing keys that some rank can still write."""
     bad = jobs.undecodable.reasons() if images and missing else {}
     return [key for key in missing if bad.keys().isdisjoint(jobs.digests(key))] if bad else missing
 
@@ -715,7 +715,7 @@ def encode_missing(
     say: Callable[[str], None] = print,
     heartbeat: Beat = lambda *a: None,
 ) -> bool:
-    """Fill the cache, and return when everything is there from all ranks. All ranks call it.
+    """Encode everything that is not cached; return when all ranks have finished. All ranks call it.
 
     Captions are encoded only if all images could be.
 
@@ -738,7 +738,7 @@ def encode_missing(
 
 
 def mark_encoded(jobs: EncodingJobs):
-    """Note for later runs that the images of `jobs` could be decoded; rank 0 calls it."""
+    """Record for later runs that the images of `jobs` could be decoded; rank 0 calls it."""
     keys = (*jobs.images, *jobs.references)
     digests = [digest for key in keys for digest in jobs.digests(key)]
     for part in jobs.collection.parts if digests else ():
@@ -746,7 +746,7 @@ def mark_encoded(jobs: EncodingJobs):
 
 # %% ../../nbs/2_data/10_encode.ipynb #288756dc
 def repeated(recipe: Recipe, samples: list[CachedSample]) -> list[CachedSample]:
-    """Return samples as often as their folders say; each repeat has noise of its own.
+    """Return samples repeated as often as their folder names say; each repeat has its own noise.
 
     Args:
         recipe: its folder_repeats
@@ -778,7 +778,7 @@ MAX_REPEATS = 1000
 
 @dataclass
 class CachedData:
-    """Cached samples and everything else that the encoders produced.
+    """The cached samples of a run, with their latents and embeddings.
 
     Attributes:
         train: CachedSample
@@ -792,7 +792,7 @@ class CachedData:
         prompt_sizes: (height, width) of each prompt; [] = squares
         prompt_references: keys of each prompt; [] = no references
         prompt_negatives: keys of each prompt; [] = `negative_key`
-        prompt_settings: `DrawnPrompt` of each prompt; [] = as the recipe says
+        prompt_settings: `DrawnPrompt` of each prompt; [] = as set in the recipe
     """
 
     train: list[CachedSample]

@@ -28,7 +28,7 @@ HIDDEN_NAMES = ("__MACOSX", "lost+found", "@eaDir", "Thumbs.db", "desktop.ini")
 
 
 def is_hidden(name: str) -> bool:
-    """Return True if a file, or a folder that it lies in, is hidden or made by a system.
+    """Return True if a file, or a folder that it is in, is hidden or made by a system.
 
     Args:
         name: name with forward slashes, below the root of the data
@@ -40,7 +40,7 @@ def is_hidden(name: str) -> bool:
 
 
 def check_place(path: str | Path):
-    """Raise DataError for a path that is neither a file nor a folder, or that holds no data."""
+    """Raise DataError unless a path is a file or a folder that may contain data."""
     real = os.path.realpath(path)
     inside_system = any(real == top or real.startswith(f"{top}/") for top in SYSTEM_FOLDERS)
     if inside_system and not real.startswith("/dev/shm/"):
@@ -50,7 +50,7 @@ def check_place(path: str | Path):
 
 
 def valid_text(what: str, text: str) -> str:
-    """Return `text`. Raises DataError if UTF-8 cannot encode it: half of a surrogate pair.
+    """Return `text`. Raises DataError if it contains half of a surrogate pair.
 
     Args:
         what: name of the text in the message
@@ -85,7 +85,7 @@ class Account:
             first.append(name)
 
     def line(self) -> str:
-        """Return the whole account in one line, for people."""
+        """Return the whole account in one line."""
         used = [f"{self.counts[kind]} x {kind}" for kind in USED if self.counts[kind]]
         left = [self._unread(kind) for kind in sorted(self.counts) if kind not in USED]
         text = ", ".join(used) or "nothing is read"
@@ -98,7 +98,7 @@ class Account:
 
 
 class Kinds:
-    """The uses of many files, in little memory; of several kinds the first one counts."""
+    """The use of each of many files, stored compactly; the first of several uses counts."""
 
     def __init__(self):
         self.names = Texts()
@@ -115,18 +115,18 @@ class Kinds:
         self.kinds.append(USED.index(kind))
 
     def sorted(self) -> Kinds:
-        """Let all files be found that are there now."""
+        """Sort the names, so that `get` finds all files added so far."""
         self.names.sort()
         return self
 
     def get(self, name: str) -> str | None:
-        """Return the kind of a file; None where it has none."""
+        """Return the kind of a file; None if it has none."""
         number = self.names.find(name)
         return None if number < 0 else USED[self.kinds[number]]
 
 # %% ../../nbs/2_data/17_files.ipynb #49f9545f
 def unread_name(name: str) -> str:
-    """Return why a name is never read, "" if it may be data.
+    """Return why a file of this name is never read; "" if it may be data.
 
     Args:
         name: with forward slashes, below the root of the data
@@ -139,7 +139,7 @@ def unread_name(name: str) -> str:
 
 
 class ListedFiles:
-    """Keep the names of files that may be data, and an account of all others.
+    """A list of file names that may be data, and an account of all others.
 
     Args:
         root: folder of the files, as its file system names it
@@ -196,7 +196,7 @@ class FolderFiles(ListedFiles):
         self.names.sort()
 
     def _walk(self, folder: str) -> list[str]:
-        """Return the names of the files in a folder, and of its folders with a slash behind."""
+        """Return the names of the files in a folder, and of its folders with a trailing slash."""
         progress(f"{folder or self.root} listed")
         below = []
         try:
@@ -241,7 +241,7 @@ class FolderFiles(ListedFiles):
         return "linked folder (name it in data, too: data=A,B)"
 
     def with_suffix(self, *suffixes: str) -> list[Path]:
-        """Return the paths of files with an ending: those of the root alone if it has some.
+        """Return the paths of files with an ending: those at the root if there are any, else all.
 
         Args:
             *suffixes: endings in lower case
@@ -251,7 +251,7 @@ class FolderFiles(ListedFiles):
         return [Path(self.root, name) for name in top or found]
 
     def lists(self, *suffixes: str) -> list[Path]:
-        """Return the files of the root itself that may list its images.
+        """Return the files at the root that may be lists of images.
 
         Args:
             *suffixes: endings in lower case, in the order in which they are tried
@@ -264,7 +264,7 @@ _MASK = re.compile(r"(.+)(?:\.mask|-masklabel)\.(\w+)", re.IGNORECASE | re.DOTAL
 
 
 def masked_image(name: str) -> str:
-    """Return the image that a file is the mask of, without its ending; '' = it is no mask.
+    """Return the image that a file is the mask of, without its ending; '' = it is not a mask.
 
     Args:
         name: a.mask.png, or a-masklabel.png as OneTrainer has it
@@ -288,18 +288,18 @@ def unread_kind(name: str) -> str:
 
 # %% ../../nbs/2_data/17_files.ipynb #ec1d26b2
 def composed(name: str) -> str:
-    """Return the Unicode form of a name in which equal looks are equal (NFC)."""
+    """Return a name in Unicode's composed form (NFC), in which equal-looking names are equal."""
     return name if name.isascii() else unicodedata.normalize("NFC", name)
 
 
 @functools.lru_cache(1024)
 def _entries(folder: str, changed: int) -> dict[str, str]:
-    """Map composed names to stored ones; `changed` is the folder's time of modification."""
+    """Return a map from composed to stored names in a folder, cached until the folder changes."""
     return {composed(name): name for name in os.listdir(folder)}
 
 
 def stored_name(root: str | Path, name: str) -> str:
-    """Find a file whose stored name differs in its Unicode form only.
+    """Return the stored name of a file that differs from `name` in Unicode form only.
 
     Args:
         root: root of the data

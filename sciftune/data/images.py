@@ -70,7 +70,7 @@ class Sample:
     def _repr_png_(self) -> bytes:
         """Return the picture, which a notebook shows.
 
-        Raises DataError for data that are no image.
+        Raises DataError for data that are not an image.
         """
         shown = io.BytesIO()
         load_picture(self.image).save(shown, "PNG")
@@ -89,7 +89,7 @@ OTHER_SUFFIXES = {  # Pictures that are not read
     *(".ico", ".icns", ".exr", ".hdr", ".dds", ".qoi", ".pcx", ".xcf", ".wmf", ".emf", ".djvu"),
     *(".raw", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf"),
 }
-PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY  # long texts are no fault
+PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY  # long texts are not a fault
 _bound = threading.Lock()
 
 
@@ -110,9 +110,9 @@ def _formats():
 
 
 def check_regular(path: str | Path) -> os.stat_result:
-    """Raise DataError unless a path is a file with content: no folder, pipe, socket or device.
+    """Raise DataError unless a path is a file with content, not a folder, pipe, socket or device.
 
-    Raises OSError where there is nothing.
+    Raises OSError if there is nothing.
     """
     status = os.stat(path)
     mode = status.st_mode
@@ -127,7 +127,7 @@ MAX_BYTES = 1 << 30  # Of an encoded image
 
 
 def file_bytes(path: str | Path) -> bytes:
-    """Read a file. Raises DataError for what could block for ever, and for more than 1 GiB."""
+    """Return the content of a file. Raises DataError for pipes and devices, and above 1 GiB."""
     if (size := check_regular(path).st_size) > MAX_BYTES:
         raise DataError(f"file of {size / 2**30:.1f} GiB: an image has at most 1 GiB")
     with open(path, "rb") as file:
@@ -137,7 +137,7 @@ def file_bytes(path: str | Path) -> bytes:
 def open_image(source: bytes | str | Path, max_pixels: int | None = None) -> Image.Image:
     """Open an image by its header.
 
-    Raises DataError above `max_pixels`, and Pillow's errors for what is no image.
+    Raises DataError above `max_pixels`, and Pillow's errors for what is not an image.
 
     Args:
         source: Encoded image, or its file
@@ -178,7 +178,7 @@ def orientation(
     image: Image.Image,
     read: Callable[[Image.Image], Mapping[int, Any]] = lambda image: image.getexif(),
 ) -> int:
-    """Read how a picture is to be turned; 1 where EXIF and XMP say nothing that is understood.
+    """Return the EXIF orientation of a picture; 1 if neither EXIF nor XMP has a valid one.
 
     Returns:
         EXIF's number, 1 to 8
@@ -231,7 +231,7 @@ def _colour_transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform |
 
 
 def _in_srgb(image: Image.Image, profile: bytes) -> Image.Image:
-    """Convert an opaque picture to sRGB by its colour profile."""
+    """Convert an opaque picture to sRGB by its embedded colour profile."""
     if image.mode not in ("L", "CMYK", "LAB"):
         image = image.convert("RGB")
     transform = _colour_transform(profile, image.mode) if profile or image.mode == "LAB" else None
@@ -239,7 +239,7 @@ def _in_srgb(image: Image.Image, profile: bytes) -> Image.Image:
 
 
 def _transparent_colour(image: Image.Image):
-    """Bring the transparent colour of a PNG to the depth of its decoded pixels."""
+    """Return the transparent colour of a PNG in the depth of its decoded pixels."""
     colour = image.info.get("transparency")
     if image.format != "PNG" or colour is None or not image.tile:
         return
@@ -251,7 +251,7 @@ def _transparent_colour(image: Image.Image):
 
 
 def _without_alpha(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
-    """Return the picture in 8 bits, and a mask (mode L) of its opaque part; None = all of it."""
+    """Return the picture in 8 bits, and a mask (mode L) of its opaque part; None = all opaque."""
     if image.mode[0] in "IF":
         colour = image.info.get("transparency")
         opaque = np.asarray(image) != colour if isinstance(colour, int) else None
@@ -292,7 +292,7 @@ PIXELS_VERSION = 2  # Raise it when a change alters pixels: keys of cached laten
 
 @contextlib.contextmanager
 def _explained():
-    """Raise whatever a decoder raises as a DataError, except FileNotFoundError."""
+    """Convert a decoder's exception inside the block to a DataError, except FileNotFoundError."""
     try:
         yield
     except (DataError, FileNotFoundError):
@@ -320,7 +320,7 @@ def _decoded(source: bytes | str | Path, max_pixels: int | None, least: int) -> 
 def load_picture(
     source: bytes | str | Path, max_pixels: int | None = MAX_PIXELS, least: int = 0
 ) -> Image.Image:
-    """Decode a picture. Every picture of a user is loaded by this function.
+    """Decode a picture. All pictures of a user are loaded by this function.
 
     Raises DataError with the reason when that fails.
 
@@ -338,7 +338,7 @@ def load_picture(
 def kept_box(
     size: tuple[int, int], height: int, width: int, whole: bool = False
 ) -> tuple[float, float, float, float]:
-    """Return the part of an image that `pixels` keeps.
+    """Return the part of an image that `pixels` keeps: left, top, right, bottom.
 
     Args:
         size: (width, height) of the image
@@ -359,7 +359,7 @@ def kept_box(
 def pixels(data: bytes, height: int, width: int, whole: bool = False) -> np.ndarray:
     """Decode, scale to cover and crop at the centre, or scale the whole image.
 
-    Raises DataError for what is no image.
+    Raises DataError for what is not an image.
 
     Args:
         data: Encoded image; the collection has checked it against the pixel bound
@@ -395,7 +395,7 @@ def examine(data: bytes, max_pixels: int = MAX_PIXELS, decode: bool = True) -> t
 
 # %% ../../nbs/2_data/01_images.ipynb #70888701
 def says_more_after_pixels(file: BinaryIO) -> bool:
-    """Return True if text or EXIF stands behind the pixels of a PNG; they are not decoded.
+    """Return True if text or EXIF follows the pixels of a PNG; the pixels are not decoded.
 
     Args:
         file: A PNG
@@ -413,9 +413,9 @@ def says_more_after_pixels(file: BinaryIO) -> bool:
 
 
 def header_size(source: bytes | str | Path) -> tuple[int, int]:
-    """Read the size of a picture, decoding only where nothing else tells how it is turned.
+    """Return the displayed size of a picture, decoding only if its orientation follows the pixels.
 
-    Raises DataError for what is no image, and OSError for a file that is not there.
+    Raises DataError for what is not an image, and OSError for a file that is not there.
 
     Args:
         source: Encoded image, or its file

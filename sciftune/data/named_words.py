@@ -26,7 +26,7 @@ FACT_KEYS = (
 
 
 def row_facts(record: Mapping[str, CellValue]) -> dict[str, CellValue]:
-    """Return the columns of a row that say something of its image; bytes are left out.
+    """Return the columns of a row that describe its image, without bytes.
 
     Args:
         record: values of a row
@@ -38,7 +38,7 @@ def row_facts(record: Mapping[str, CellValue]) -> dict[str, CellValue]:
 # %% ../../nbs/2_data/22_named_words.ipynb #37f9647e
 @dataclass(frozen=True)
 class KnownWords:
-    """The words of a picture, as its row gives them.
+    """The words of a picture according to its row.
 
     Attributes:
         truth: figures, words or labels
@@ -52,7 +52,7 @@ class KnownWords:
 
 
 def _objects(value: CellValue) -> list[dict]:
-    """Return the objects in a list, which may be JSON."""
+    """Return a list of objects that may be stored as JSON text."""
     with contextlib.suppress(ValueError):
         value = parsed_json(value) if isinstance(value, str) else value
     return [v for v in value if isinstance(v, dict)] if isinstance(value, (list, tuple)) else []
@@ -92,7 +92,7 @@ MOST_QUOTED = 800  # characters
 
 
 def word_part(word: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str:
-    """Return the part that a text plays: a key of `PARTS`.
+    """Return the role of a text in a figure, such as title or axis label: a key of `PARTS`.
 
     Args:
         word: text, box (left, top, right, bottom) and angle
@@ -113,7 +113,7 @@ def word_part(word: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> s
 
 
 def _known(record: Mapping[str, CellValue]) -> list[tuple[str, str]]:
-    """Return part and text of each word that a row names, by the first column with some."""
+    """Return role and text of each word of a row, from the first column that has some."""
     for key in ("words", "labels"):
         value = record.get(key)
         if isinstance(value, str) and value.lstrip()[:1] == "[":
@@ -138,7 +138,7 @@ def _known(record: Mapping[str, CellValue]) -> list[tuple[str, str]]:
 
 
 def words_sentence(record: Mapping[str, CellValue]) -> str:
-    """Return sentences that quote the words of a figure, by their parts.
+    """Return sentences that quote the words of a figure, by their roles.
 
     Args:
         record: values of a row; `words` (text, box, angle, perhaps role) or `labels` (texts)

@@ -66,7 +66,9 @@ def pair_columns(names: Iterable[str]) -> tuple[str, ...]:
 def chosen_and_rejected(
     record: Mapping[str, CellValue], columns: tuple[str, ...]
 ) -> tuple[str, str]:
-    """Return which column holds the better image. Raises DataError for a tie and for no number.
+    """Return the columns of the better and the worse image.
+
+    Raises DataError for a tie or a label that is not a number.
 
     Args:
         record: record, with the labels if there are some
@@ -93,7 +95,7 @@ def _label(name: str, value: object) -> float:
 
 # %% ../../nbs/2_data/16_pairs.ipynb #56f059bb
 def pair_row(root: Path, source: str, record: CellValue, find: Callable | None = None) -> Row:
-    """Make a row of one record of a list of pairs.
+    """Return the row of one record of a list of pairs.
 
     Args:
         root: Data root, resolved
@@ -121,12 +123,12 @@ def pair_row(root: Path, source: str, record: CellValue, find: Callable | None =
 
 
 def _value(record: Mapping[str, CellValue], keys: tuple[str, ...]) -> object:
-    """Return the value of the first of some keys that a record has."""
+    """Return the first value that a record has under some keys."""
     return next((record[k] for k in keys if record.get(k) is not None), None)
 
 
 def _named(what: str, find: Callable, name: object) -> str:
-    """Check a file under the root; its fault says which of the two images it is."""
+    """Check a file name below the root; the error names the image, chosen or rejected."""
     try:
         return find(name)
     except DataError as e:
@@ -134,7 +136,10 @@ def _named(what: str, find: Callable, name: object) -> str:
 
 # %% ../../nbs/2_data/16_pairs.ipynb #349467fd
 class PairParquet(Parquet):
-    """Pairs in parquet shards. Raises DataError for a shard without the columns of a pair."""
+    """Source of pairs in parquet shards.
+
+    Raises DataError for a shard without the columns of a pair.
+    """
 
     def _list(self, n: int, path: Path):
         name = os.path.relpath(path, self.root).replace(os.sep, "/")
@@ -177,7 +182,7 @@ _TEXT_KEYS = (CAPTION_KEYS, ID_KEYS)
 
 
 def _paired(row: Row, record: dict, caption: str, columns: tuple[str, ...]) -> Row:
-    """Return the row with its captions and both images, or with its fault."""
+    """Return the row with its captions and both images, or with its error."""
     progress(f"{row.source} listed")
     try:
         row.captions = captions_of(record[caption])
@@ -191,7 +196,7 @@ def _paired(row: Row, record: dict, caption: str, columns: tuple[str, ...]) -> R
 
 # %% ../../nbs/2_data/16_pairs.ipynb #4ac86aad
 def find_pairs(path: str | Path, metadata: str | Path | None = None) -> Files | PairParquet:
-    """Return the reader of a collection of pairs. Raises DataError if there is nothing to read.
+    """Return the source of a collection of pairs. Raises DataError if there is nothing to read.
 
     Args:
         path: folder, list, shard, or a pattern of shards

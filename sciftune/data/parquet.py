@@ -94,7 +94,7 @@ def _holds_texts(kind: pa.DataType) -> bool:
 def check_row_group(
     path: str | Path, file: pq.ParquetFile, group: int, texts: Iterable[str | None]
 ):
-    """Raise DataError for a row group that would take unreasonable memory, before it is read.
+    """Raise DataError for a row group whose size would exceed memory, before it is read.
 
     Args:
         path: path of the shard, for messages
@@ -127,7 +127,7 @@ def check_row_group(
 
 
 def cell_values(cells: pa.ChunkedArray | pa.Array) -> list:
-    """Return the values of a column; text that is not UTF-8 becomes bytes, which no caption is."""
+    """Return the values of a column; text that is not UTF-8 becomes bytes, refused as captions."""
 
     def value(cell: pa.Scalar) -> CellValue:
         try:
@@ -160,7 +160,7 @@ def _is_listed(kind: pa.DataType) -> bool:
 
 
 def _first_values(cells: pa.ChunkedArray | pa.Array) -> list:
-    """Return the values in some cells of a column, without empty ones; lists are flattened."""
+    """Return the non-empty values in some cells of a column; lists are flattened."""
     listed = (cell if isinstance(cell, list) else [cell] for cell in cell_values(cells))
     return [value for cell in listed for value in cell if value is not None and value != ""]
 
@@ -173,14 +173,14 @@ def _is_image(value: object) -> bool:
         value = value["bytes"]
     try:
         return isinstance(value, bytes) and bool(open_image(value))
-    except Exception:  # decoders raise nearly anything on what is no image
+    except Exception:  # decoders raise nearly anything on what is not an image
         return False
 
 
 def _reference_columns(
     path: str | Path, root: Path, schema: pa.Schema, first: Callable, notes: list[str]
 ) -> list[str]:
-    """Columns of reference images, in order, by what `first`(column) shows of their cells.
+    """Return the columns of reference images, in order, judged by their first cells.
 
     Raises DataError for one that holds paths of images in the place of images.
     """
@@ -208,7 +208,10 @@ def _reference_columns(
 
 
 def _columns(path, schema: pa.Schema) -> tuple[str, str | None, str | None, str | None]:
-    """Names of the columns of image, caption, id and document; DataError where one is missing."""
+    """Return the names of the columns of image, caption, id and document.
+
+    Raises DataError for a missing one.
+    """
     expected = "image bytes, or a struct of bytes and path"
     image = _column(path, schema, "image", IMAGE_COLUMNS, _holds_bytes, expected)
     texts = "text or lists of text"
@@ -226,7 +229,7 @@ BATCH = 4096  # Rows whose texts are Python objects at once
 def _values(
     batches: Iterable[pa.RecordBatch], columns: Sequence[str | None], count: int
 ) -> Iterator[tuple]:
-    """Values of some columns of each row, None where there is no such column."""
+    """Return the values of some columns of each row, None for a missing column."""
     if not any(columns):
         yield from itertools.repeat((None,) * len(columns), count)
         return
@@ -236,7 +239,7 @@ def _values(
 
 
 def _no_column(schema: pa.Schema) -> str:
-    """Return the fault of rows without a column of captions."""
+    """Return the error of rows without a caption column."""
     return (
         f"{NO_CAPTION}: no caption column among {', '.join(schema.names)}: "
         f"expected one of {', '.join(CAPTION_KEYS)}"
@@ -244,7 +247,7 @@ def _no_column(schema: pa.Schema) -> str:
 
 
 def _counts(cells: pa.ChunkedArray) -> list[int]:
-    """Return how many images each cell of a column of references holds."""
+    """Return the number of images in each cell of a column of references."""
     values = cells.to_pylist()
     return [sum(v is not None for v in c) if isinstance(c, list) else c is not None for c in values]
 
@@ -262,7 +265,7 @@ def area_columns(schema: pa.Schema) -> tuple[str, list[str]]:
 
 
 def row_areas(table: pa.Table, mask: str) -> Iterator[tuple[bool, dict]]:
-    """Yield of each row whether it has a mask, and its facts.
+    """Yield, for each row, whether it has a mask, and its facts.
 
     Args:
         table: columns of `area_columns`
@@ -276,14 +279,14 @@ def row_areas(table: pa.Table, mask: str) -> Iterator[tuple[bool, dict]]:
 
 
 def _cell_image(cell: object, number: int) -> object:
-    """Return the image with this number in a cell: bytes, or a struct of them."""
+    """Return image number `number` of a cell: bytes, or a struct of bytes and path."""
     if not isinstance(cell, list):
         return cell
     return [value for value in cell if value is not None][number]
 
 
 def _checked(row: Row, text: object, document: object, missing: str = "") -> Row:
-    """Return the row with its captions or its fault; `missing` is the fault without a column."""
+    """Return the row with its captions or its error; `missing`: error for a missing column."""
     progress(f"{row.source} listed")
     try:
         give_facts(row, dict(document=document))
@@ -295,7 +298,7 @@ def _checked(row: Row, text: object, document: object, missing: str = "") -> Row
 
 
 def _image_bytes(value, source, key) -> bytes:
-    """Bytes of a binary cell, or of a `{bytes, path}` struct whose path lies under the root."""
+    """Return the bytes of a binary cell, or of a `{bytes, path}` struct with a path in the root."""
     if isinstance(value, dict):
         if value.get("bytes") is None and value.get("path"):
             source.loose.add(key)
@@ -307,7 +310,7 @@ def _image_bytes(value, source, key) -> bytes:
 
 # %% ../../nbs/2_data/20_parquet.ipynb #c851eadf
 class Parquet:
-    """Images in parquet shards.
+    """Source of images in parquet shards.
 
     Raises DataError for a shard that cannot be read and for one without image or caption column.
 
@@ -342,12 +345,12 @@ class Parquet:
         return pq.ParquetFile(path, memory_map=True)
 
     def used(self) -> dict[str, str]:
-        """Name of each file that is read -> its kind, see `data.files.Account`."""
+        """Return the kind of each file that is read, by name; see `data.files.Account`."""
         names = (os.path.relpath(bare(str(path)), self.root) for path in self.paths)
         return self.claimed | dict.fromkeys(names, "shard")
 
     def version(self, path: Path) -> str:
-        """Size and modification time of a shard."""
+        """Return size and modification time of a shard."""
         status = os.stat(path)
         return f"{status.st_size}|{status.st_mtime_ns}"
 
@@ -379,7 +382,7 @@ class Parquet:
                 at += 1
 
     def _references(self, path: Path, file: pq.ParquetFile) -> list[str]:
-        """Columns of references in a shard, by its first rows."""
+        """Return the columns of references in a shard, judged by its first rows."""
 
         def first(column: str) -> pa.Array:
             batches = file.iter_batches(8, columns=[column])
@@ -391,7 +394,7 @@ class Parquet:
         return columns
 
     def _reference_counts(self, n: int, file: pq.ParquetFile, group: int) -> dict[str, list[int]]:
-        """Column of references -> images in each row of a row group."""
+        """Return the number of images in each row of a row group, by column of references."""
         schema = file.metadata.schema
         leaves = [schema.column(i).path for i in range(len(schema))]
         counts = {}
@@ -422,7 +425,7 @@ class Parquet:
                 raise DataError(f"{path}: masks or words cannot be read: {e}") from e
 
     def read(self, row: Row) -> bytes:
-        """Read the image of a row; its row group stays with this thread."""
+        """Return the image of a row; the row group is cached for this thread."""
         n, g, r, *reference = row.key
         column, number = reference or (self.column[n], 0)
         cell = self._cells(n, g, column)[r].as_py()
@@ -444,7 +447,7 @@ class Parquet:
         return _local.columns[column]
 
     def stamp(self, row: Row) -> str:
-        """Shard, its version, row group, row, and of a reference its column and number."""
+        """Return what identifies an image: shard, version, row group, row."""
         return "|".join(map(str, (self.stamps[row.key[0]], *row.key[1:])))
 
     def chunks(self) -> Iterator[Sequence[Row]]:
@@ -477,7 +480,7 @@ def parquet_shards(root: Path, files: FolderFiles | None = None) -> list[Path]:
 
 # %% ../../nbs/2_data/20_parquet.ipynb #7b5d97d6
 class RemoteParquet(Parquet):
-    """Parquet shards behind an fsspec file system.
+    """Source of parquet shards behind an fsspec file system.
 
     Args:
         fs: file system of the shards
@@ -489,20 +492,20 @@ class RemoteParquet(Parquet):
         super().__init__(PurePosixPath(bare(paths[0])).parent, paths)
 
     def used(self) -> dict[str, str]:
-        """Path of each file that is read -> its kind, see `data.files.Account`."""
+        """Return the kind of each file that is read, by path; see `data.files.Account`."""
         return dict.fromkeys(map(bare, self.paths), "shard")
 
     def open_file(self, path: str) -> pq.ParquetFile:
-        """Open a shard; its footer is read now, row groups in ranges."""
+        """Open a shard; its footer is read now, row groups on access."""
         return pq.ParquetFile(self.fs.open(path, "rb"))
 
     def version(self, path: str) -> str:
-        """Version of a shard as the file system tells it."""
+        """Return the version of a shard according to its file system."""
         return self.fs.ukey(bare(path))
 
 
 class ParquetReader:
-    """Open parquet shards."""
+    """Reader of parquet shards."""
 
     @staticmethod
     def find(root: Path, files: FolderFiles) -> list[Path]:
@@ -511,7 +514,7 @@ class ParquetReader:
 
     @staticmethod
     def open(root: Path, paths: list[Path], files: FolderFiles | None = None) -> Parquet:
-        """Open local shards."""
+        """Return the source of local shards."""
         return Parquet(root, paths)
 
     open_remote = RemoteParquet
@@ -561,7 +564,7 @@ def parse_cell(path: str) -> Cell | None:
 
 
 def cell_bytes(path: str, count: int | None = None) -> bytes:
-    """Read an image; its row group stays with this thread.
+    """Return the bytes of an image in a cell; the row group is cached for this thread.
 
     Raises DataError for a list of another length, and OSError when the file cannot be read.
 
@@ -600,7 +603,7 @@ def image_bytes(path: str | Path) -> bytes:
 
 # %% ../../nbs/2_data/20_parquet.ipynb #e4ef92d5
 def _described(file: Path) -> dict:
-    """Read the object in a JSON file of a Hugging Face dataset. Raises DataError."""
+    """Return the object in a JSON file of a Hugging Face dataset. Raises DataError."""
     try:
         found = parsed_json(file_bytes(file))
     except ValueError as error:
@@ -646,7 +649,7 @@ def _first_cells(data: object) -> Callable[[str], pa.ChunkedArray]:
 
 
 class HuggingFace:
-    """Images in a folder that `Dataset.save_to_disk` wrote.
+    """Source of images in a folder that `Dataset.save_to_disk` wrote.
 
     Raises DataError without the package datasets and for a folder that it cannot read.
 
@@ -722,7 +725,7 @@ class HuggingFace:
                 row.masks, row.facts = (Row(row.source, (i, mask, 0)),) * there, facts
 
     def used(self) -> dict[str, str]:
-        """Name of each file that is read -> its kind, see `data.files.Account`."""
+        """Return the kind of each file that is read, by name; see `data.files.Account`."""
         shards = (os.path.relpath(f["filename"], self.root) for f in self.data.cache_files)
         kinds = dict.fromkeys(shards, "shard")
         for folder in {"", *(f"{os.path.dirname(name)}/" for name in kinds if "/" in name)}:
@@ -736,21 +739,21 @@ class HuggingFace:
         return _image_bytes(_cell_image(self.data[i][column], number), self, row.key)
 
     def stamp(self, row: Row) -> str:
-        """Version of the dataset's files, and the row."""
+        """Return the versions of the dataset's files, and the row."""
         return f"{self._stamp}|{row.key}"
 
     chunks = Files.chunks
 
 
 class HuggingFaceReader:
-    """Open a folder that `Dataset.save_to_disk` wrote."""
+    """Reader of folders that `Dataset.save_to_disk` wrote."""
 
     @staticmethod
     def find(root: Path, files: FolderFiles) -> list[Path]:
-        """Return nothing: the marks in the record recognise the folder."""
+        """Return nothing: the record's `marks` identify the folder."""
         return []
 
     @staticmethod
     def open(root: Path, paths: list[Path], files: FolderFiles | None = None) -> HuggingFace:
-        """Open the folder."""
+        """Return the source of the folder."""
         return HuggingFace(root)

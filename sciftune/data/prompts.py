@@ -33,7 +33,7 @@ from .sources import SampleCollection
 # %% ../../nbs/2_data/23_prompts.ipynb #fe6585ff
 @dataclass(frozen=True)
 class DrawnPrompt:
-    """One validation prompt; None or 0 stands for the run's own value.
+    """One validation prompt; None or 0 = the run's own value.
 
     Attributes:
         text: the prompt
@@ -57,7 +57,7 @@ class DrawnPrompt:
 
     @property
     def size(self) -> tuple[int, int] | None:
-        """Return (height, width), None = that of the recipe."""
+        """Return (height, width); None = the recipe's size."""
         return (self.height, self.width) if self.width else None
 
 
@@ -69,7 +69,7 @@ _LIMITS = dict(width=(16, 8192), height=(16, 8192), seed=(0, 2**31 - 1), steps=(
 
 
 def _number(name: str, value: CellValue, kind: type, low: float, high: float) -> float:
-    """Return a number within limits. Raises DataError for anything else."""
+    """Return a number within limits. Raises DataError for other values."""
     try:
         number = kind(value)
         if low <= number <= high and not isinstance(value, bool) and number == float(value):
@@ -81,7 +81,7 @@ def _number(name: str, value: CellValue, kind: type, low: float, high: float) ->
 
 
 def _words(values: dict) -> str:
-    """Return the prompt of an entry. Raises DataError for one without, and for no text."""
+    """Return the prompt of an entry. Raises DataError if it is missing or not text."""
     texts = {name: values.get(name, "") for name in ("text", "negative")}
     if wrong := [name for name, text in texts.items() if not isinstance(text, str)]:
         raise DataError(f"{wrong[0]} is {type(texts[wrong[0]]).__name__}: expected text")
@@ -100,7 +100,7 @@ def _given_references(entry: dict) -> tuple[str, ...]:
 
 
 def drawn_prompt(entry: CellValue, multiple: int = 16) -> DrawnPrompt:
-    """Return the picture that an entry describes. Raises DataError saying what is wrong.
+    """Return the prompt that an entry describes. Raises DataError for a wrong value.
 
     Args:
         entry: a text, or a mapping with text (or prompt) and fields of `DrawnPrompt`; references
@@ -131,7 +131,7 @@ def drawn_prompt(entry: CellValue, multiple: int = 16) -> DrawnPrompt:
 
 # %% ../../nbs/2_data/23_prompts.ipynb #7aa429fd
 def _flagged(line: str) -> dict[str, str]:
-    """Return the entry of a line with flags as sd-scripts has them: text --d 7."""
+    """Parse a line with sd-scripts' flags: text --d 7."""
     text, *flags = re.split(r"(?:^|\s)--(\w+)(?=\s|$)", line)
     entry = dict(text=text)
     for flag, value in zip(flags[::2], flags[1::2], strict=True):
@@ -214,7 +214,7 @@ def prompt_rows(recipe: Recipe, prompt: DrawnPrompt) -> tuple[Row, ...]:
         prompt: whose images they are
 
     Raises:
-        DataError: there are too many, or one is no image that the model takes
+        DataError: there are too many, or one is not an image that the model takes
     """
     count, most = len(prompt.references), recipe.reference_images
     if count > most:
@@ -238,7 +238,7 @@ def prompt_rows(recipe: Recipe, prompt: DrawnPrompt) -> tuple[Row, ...]:
 
 
 class PromptedCollection:
-    """A collection, followed by prompts: sample len(collection) + n is prompt n.
+    """A collection followed by prompts: sample len(collection) + n is prompt n.
 
     A prompt has references and no image; everything else is the collection's.
 
@@ -271,7 +271,7 @@ class PromptedCollection:
 
 
 def own_prompts(recipe: Recipe, verify: bool = False) -> list[DrawnPrompt]:
-    """Return the prompts that a recipe gives for its validation; [] = captions of samples.
+    """Return the validation prompts that a recipe sets; [] = captions of samples are used.
 
     Args:
         recipe: its validation_prompts or validation_file

@@ -60,7 +60,7 @@ MAX_CAPTION_WEIGHT = 100
 
 
 def _weighted(caption: dict) -> list:
-    """Return the text of a caption as often as its weight says."""
+    """Return a caption repeated as often as its weight says."""
     weight = caption.get("weight", 1)
     if type(weight) is not int or not 0 < weight <= MAX_CAPTION_WEIGHT:
         raise DataError(
@@ -71,7 +71,7 @@ def _weighted(caption: dict) -> list:
 
 
 def captions_of(value: CellValue) -> tuple[str, ...]:
-    """Check the captions in `value`.
+    """Return the captions in `value` as a list, checked.
 
     Raises DataError for none, for other types, for more than `MAX_CAPTION` characters, and for text
     that UTF-8 cannot hold.
@@ -99,7 +99,7 @@ def captions_of(value: CellValue) -> tuple[str, ...]:
 # %% ../../nbs/2_data/02_readers.ipynb #a7170f90
 @functools.lru_cache(256)
 def _homes(root: str) -> tuple[str, ...]:
-    """Return where files of a collection may lie: below its root, or in the blobs of a snapshot."""
+    """Return the folders that may contain a collection's files: its root, or a hub's blobs."""
     homes = [os.path.join(root, "")]
     for folder in (Path(root), *Path(root).parents):
         if folder.parent.name == "snapshots" and (folder.parents[1] / "blobs").is_dir():
@@ -108,7 +108,7 @@ def _homes(root: str) -> tuple[str, ...]:
 
 
 def _relative(root: Path, name: str) -> str:
-    """Return an absolute path relative to the root, which may have been reached by another name."""
+    """Return an absolute path relative to the root, which may be reachable by several names."""
     top = os.path.join(root, "")
     if not os.path.normpath(name).startswith(top):
         name = os.path.join(os.path.realpath(os.path.dirname(name)), os.path.basename(name))
@@ -121,7 +121,7 @@ def _relative(root: Path, name: str) -> str:
 
 
 def inside(root: Path, name: str) -> str:
-    """Check that a path names a file under the root. Raises DataError for anything else.
+    """Return a path relative to the root. Raises DataError unless it names a file below the root.
 
     Args:
         root: Data root, already resolved
@@ -153,7 +153,7 @@ _ASKED = 16  # Names in a folder that are looked up one by one before the folder
 
 
 class NamesInside:
-    """`inside` for many names: a folder of which many files are named is listed once.
+    """Checks many names like `inside`; a folder with many named files is listed once.
 
     Args:
         root: Data root, already resolved
@@ -162,7 +162,7 @@ class NamesInside:
     def __init__(self, root: Path):
         self.root = root
         self.asked = Counter()  # Names in each folder
-        self.plain = {}  # Folder -> how `inside` writes it, and its files that are no links
+        self.plain = {}  # Folder -> how `inside` writes it, and its files that are not links
 
     def __call__(self, name: str) -> str:
         """Check that a path names a file under the root, see `inside`.
@@ -199,7 +199,7 @@ class NamesInside:
 
 
 def _plain_files(folder: str) -> Iterator[str]:
-    """Names of the files in a folder that are no links and can be named in a list."""
+    """Return the names of a folder's files that are not links."""
     with os.scandir(folder) as entries:
         for entry in entries:
             progress(f"{entry.path} listed")
@@ -226,7 +226,7 @@ ID_KEYS = ("id", "key")
 
 
 def _first(record: dict, keys: tuple[str, ...], absent: tuple = (None,)) -> object:
-    """Return the first value that is there under some keys."""
+    """Return the first value that a record has under some keys."""
     for key in keys:
         if record.get(key) not in absent:
             return record[key]
@@ -234,7 +234,7 @@ def _first(record: dict, keys: tuple[str, ...], absent: tuple = (None,)) -> obje
 
 
 def _target(record: dict) -> object:
-    """Return the path of the image to be generated. Raises DataError for two of them."""
+    """Return the path of the image to be generated. Raises DataError if a record names two."""
     absent = (None, "")  # an empty cell of CSV
     plain, edited = _first(record, IMAGE_KEYS, absent), _first(record, EDITED_KEYS, absent)
     if plain is not None and edited is not None:
@@ -246,7 +246,7 @@ def _target(record: dict) -> object:
 
 
 def reference_row(root: Path, source: str, name: CellValue, find: Callable | None = None) -> Row:
-    """Make the row of a reference image that is a file.
+    """Return the row of a reference image that is a file.
 
     Args:
         root: Data root, resolved
@@ -264,7 +264,7 @@ def reference_row(root: Path, source: str, name: CellValue, find: Callable | Non
 
 
 def give_references(row: Row, references: Iterable[Row]):
-    """Set the references of a row. The first bad reference makes the row a bad one.
+    """Set the references of a row. The first unusable reference makes the row unusable.
 
     Args:
         row: row of the target
@@ -279,7 +279,7 @@ def give_references(row: Row, references: Iterable[Row]):
 
 
 def listed_row(root: Path, source: str, record: CellValue, find: Callable | None = None) -> Row:
-    """Make a row of one record of a list, without its references.
+    """Return the row of one record of a list, without its references.
 
     Args:
         root: Data root, resolved
@@ -310,7 +310,7 @@ def listed_row(root: Path, source: str, record: CellValue, find: Callable | None
 
 
 def record_texts(record: Mapping[str, CellValue]) -> tuple[str, ...]:
-    """Return the captions of a record. Raises DataError naming the keys where there are none."""
+    """Return the captions of a record. Raises DataError naming the keys if there are none."""
     value = caption_value(record)
     if value is None:
         raise DataError(f"{NO_CAPTION}: none of the keys {', '.join(CAPTION_KEYS)}")
@@ -318,7 +318,7 @@ def record_texts(record: Mapping[str, CellValue]) -> tuple[str, ...]:
 
 
 def caption_value(record: Mapping[str, CellValue]) -> CellValue:
-    """Return the first caption of a record that is not empty; a record may have several keys.
+    """Return the first non-empty caption of a record; a record may have several keys.
 
     Returns:
         Text, texts, or anything else; None = there is no such key
@@ -342,7 +342,7 @@ def _empty(value: object) -> bool:
 def made_rows(
     records: Iterable[tuple[str, CellValue | DataError]], make: Callable[[str, CellValue], Row]
 ) -> Iterator[tuple[Row, CellValue | DataError]]:
-    """Make the rows of the records of a list; one that could not be read becomes a bad row.
+    """Return the rows of a list's records; a record that could not be read becomes an unusable row.
 
     Args:
         records: place, and value of JSON or CSV, of each record
@@ -359,7 +359,7 @@ def made_rows(
 def listed_rows(
     root: Path, records: Iterable[tuple[str, CellValue | DataError]], notes: list[str] | None = None
 ) -> Rows:
-    """Make the rows of a list; which columns hold references is told by all records together.
+    """Return the rows of a list; all records together decide which columns hold references.
 
     Args:
         root: Data root, resolved
@@ -388,7 +388,7 @@ def listed_rows(
 
 
 def give_facts(row: Row, record: Mapping[str, CellValue]):
-    """Set the facts and the document of a row. Raises DataError for a name that is no Unicode.
+    """Set the facts and the document of a row. Raises DataError for a name that is not Unicode.
 
     Args:
         row: row of the image
@@ -401,7 +401,7 @@ def give_facts(row: Row, record: Mapping[str, CellValue]):
 
 
 def _count_images(columns: dict[str, list], contents: dict[str, ColumnContent], find: Callable):
-    """Count what stands in columns of one record that may hold references."""
+    """Count the contents of the columns of one record that may hold references."""
     for name, values in columns.items():
         content = contents.setdefault(unnumbered(name), ColumnContent())
         for value in values:
@@ -409,7 +409,7 @@ def _count_images(columns: dict[str, list], contents: dict[str, ColumnContent], 
 
 
 def _give_named(row: Row, columns: dict[str, list], used: set[str], make: Callable):
-    """Set the references of a row from its columns that hold some."""
+    """Set the references of a row from its columns that hold references."""
     try:
         order = reference_columns(name for name in columns if unnumbered(name) in used)
         give_references(row, (make(row.source, v) for name in order for v in columns[name]))
@@ -418,7 +418,7 @@ def _give_named(row: Row, columns: dict[str, list], used: set[str], make: Callab
 
 
 def _is_file(name: str, find: Callable) -> bool:
-    """Return True if a name is that of a file of the collection."""
+    """Return True if a value is the name of a file of the collection."""
     try:
         return bool(find(name))
     except DataError:
@@ -426,7 +426,7 @@ def _is_file(name: str, find: Callable) -> bool:
 
 # %% ../../nbs/2_data/02_readers.ipynb #5990ae7b
 def _references_beside(files: Iterable[str]) -> dict[str, list[str]]:
-    """Target -> its references in order, of images whose names say so."""
+    """Return the references of each target, in order, for images named as such (a_ref1.png)."""
     named = {}  # Name of the target without its ending -> numbers and names of its references
     for name in files:
         if name.count(".") < 2:
@@ -445,7 +445,7 @@ def _references_beside(files: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _masks_beside(files: Iterable[str]) -> dict[str, str]:
-    """Return the mask of each image whose mask lies beside it."""
+    """Return the mask of each image that has a mask file beside it."""
     named = {composed(stem): name for name in files if (stem := masked_image(name))}
     images = ((_split(name), name) for name in files if named)
     return {
@@ -461,7 +461,7 @@ UNREAD = "format that is not read"  # How the fault of a picture begins that nob
 
 
 def file_record(suffix: str, data: bytes) -> dict[str, CellValue]:
-    """Read a file beside an image, of which a text is its caption. Raises DataError if damaged.
+    """Read a file beside an image; text becomes its caption. Raises DataError if damaged.
 
     Args:
         suffix: one of `BESIDE`
@@ -518,7 +518,7 @@ def _split(name: str) -> tuple[str, str]:
 
 
 class _Folder:
-    """The files of a folder by what they are, and which captions belong to which image."""
+    """The files of a folder by kind, and the caption files of each image."""
 
     def __init__(self, root: Path, files: FolderFiles):
         self.root = root
@@ -557,7 +557,7 @@ class _Folder:
                 yield suffix, self.odd[usual]
 
     def find(self, name: str) -> str:
-        """Check a name as `inside` does, if it is a link: only links can lead out of the folder."""
+        """Check a name like `inside`, if it is a link: only links can lead out of the folder."""
         return inside(self.root, name) if name in self.files.links else name
 
     def read_beside(self, row: Row, name: str):
@@ -576,7 +576,7 @@ class _Folder:
         read_beside(row, files, lambda: f"no {Path(name).with_suffix('.txt').name} beside it")
 
     def names(self, left_out: set[str]) -> Iterator[str]:
-        """Names of all images that are rows, sorted."""
+        """Return the names of all images that are rows, sorted."""
         return (
             name
             for name in self.files.names
@@ -585,7 +585,7 @@ class _Folder:
 
 
 def folder_rows(root: Path, files: FolderFiles | None = None) -> tuple[Rows, Texts]:
-    """List images under the root, each with the caption in the `.txt` of the same name.
+    """Return the rows of the images under the root, each with the captions of the files beside it.
 
     A picture with a caption in a format that is not read is a bad row.
 
@@ -619,7 +619,7 @@ def folder_rows(root: Path, files: FolderFiles | None = None) -> tuple[Rows, Tex
 
 # %% ../../nbs/2_data/02_readers.ipynb #a5b72486
 def json_content(path: Path) -> CellValue:
-    """Return what a JSON file with a list holds. Raises DataError if it is none."""
+    """Return the content of a JSON file. Raises DataError if it is not a list of records."""
     try:
         return parsed_json(read_words(path, LIST_BYTES))
     except FileError as error:
@@ -629,7 +629,9 @@ def json_content(path: Path) -> CellValue:
 
 
 def json_records(path: Path) -> Iterator[tuple[str, CellValue | DataError]]:
-    """Read a JSON or JSON-lines list. Raises DataError when a .json file as a whole is wrong.
+    """Return the records of a JSON or JSON-lines list.
+
+    Raises DataError if a .json file is malformed.
 
     Args:
         path: .json with a list of objects, or .jsonl with one object per line
@@ -657,7 +659,7 @@ def json_records(path: Path) -> Iterator[tuple[str, CellValue | DataError]]:
 
 
 def json_rows(root: Path, path: Path, notes: list[str] | None = None) -> Rows:
-    """Read a JSON or JSON-lines list. Raises DataError when a .json file as a whole is wrong.
+    """Return the rows of a JSON or JSON-lines list. Raises DataError if a .json file is malformed.
 
     Args:
         root: Data root, resolved
@@ -668,7 +670,7 @@ def json_rows(root: Path, path: Path, notes: list[str] | None = None) -> Rows:
 
 # %% ../../nbs/2_data/02_readers.ipynb #08edfe61
 def csv_rows(root: Path, path: Path, notes: list[str] | None = None) -> Rows:
-    """Read a CSV list. Raises DataError for a wrong heading or encoding.
+    """Return the rows of a CSV list. Raises DataError for a wrong heading or encoding.
 
     Args:
         root: Data root, resolved
@@ -691,7 +693,7 @@ def csv_rows(root: Path, path: Path, notes: list[str] | None = None) -> Rows:
 
 # %% ../../nbs/2_data/02_readers.ipynb #144fd1a6
 class Files:
-    """Images that are files under `root`; the rows name them.
+    """Source of images that are files under `root`, named by its rows.
 
     Args:
         root: Data root, resolved
@@ -710,7 +712,7 @@ class Files:
         self.captions = Texts()  # Names of files beside images that hold captions
 
     def used(self) -> Kinds:
-        """Name of each file that is read -> its kind, see `data.files.Account`."""
+        """Return the kind of each file that is read, by name; see `data.files.Account`."""
         kinds = Kinds()
         for kind in ("image", "set aside"):  # of several kinds of a file the first one counts
             for row in self.rows:
@@ -732,7 +734,7 @@ class Files:
         return file_bytes(self.root / row.key)
 
     def stamp(self, row: Row) -> str:
-        """Name, size and modification time of the file."""
+        """Return name, size and modification time of the file."""
         status = os.stat(self.root / row.key)
         return f"{row.key}|{status.st_size}|{status.st_mtime_ns}"
 
@@ -742,7 +744,7 @@ class Files:
 
 
 def folder_reader(root: Path, files: FolderFiles | None = None) -> Files:
-    """Return the reader of a folder of images with captions beside them.
+    """Return the source of a folder of images with captions beside them.
 
     Args:
         root: root of the data, resolved
@@ -761,7 +763,7 @@ def folder_reader(root: Path, files: FolderFiles | None = None) -> Files:
 
 
 def at_most_one(lists: list[Path], folder: Path, data: str | Path = "") -> list[Path]:
-    """Return the lists that were found. Raises DataError for several.
+    """Return the lists that were found. Raises DataError for more than one.
 
     Args:
         lists: files in the folder
@@ -775,7 +777,7 @@ def at_most_one(lists: list[Path], folder: Path, data: str | Path = "") -> list[
 
 
 class ListReader:
-    """Open a list of images: JSON, JSON lines or CSV."""
+    """Reader of lists of images: JSON, JSON lines or CSV."""
 
     @staticmethod
     def find(root: Path, files: FolderFiles) -> list[Path]:
@@ -786,7 +788,7 @@ class ListReader:
 
     @staticmethod
     def open(root: Path, paths: list[Path], files: FolderFiles | None = None) -> Files:
-        """Open the images that a list names."""
+        """Return the source of the images that a list names."""
         notes = []
         rows = csv_rows if paths[0].suffix == ".csv" else json_rows
         return list_source(root, paths[0], rows(root, paths[0], notes), notes)
@@ -807,14 +809,14 @@ def list_source(root: Path, listing: Path, rows: Rows, notes: list[str]) -> File
 
 
 class FolderReader:
-    """Open a folder of images with captions beside them."""
+    """Reader of folders of images with captions beside them."""
 
     @staticmethod
     def find(root: Path, files: FolderFiles) -> list[Path]:
-        """Return the folder itself, whatever it holds."""
+        """Return the folder itself: any folder can be read."""
         return [root]
 
     @staticmethod
     def open(root: Path, paths: list[Path], files: FolderFiles | None = None) -> Files:
-        """Open the images of the folder."""
+        """Return the source of the folder's images."""
         return folder_reader(root, files)

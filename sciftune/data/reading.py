@@ -50,7 +50,7 @@ _loading = threading.Lock()
 
 @functools.cache
 def _networks() -> tuple:
-    """Load detector and recogniser, of one thread of the processor each."""
+    """Load detector and recogniser, each limited to one thread."""
     if not can_read_text():
         raise ReaderMissingError(READER_MISSING)
     from rapidocr import RapidOCR
@@ -82,7 +82,7 @@ MOST_PIXELS = 2_000_000  # of a picture that is searched
 
 
 def find_lines(pixels: np.ndarray, side: int) -> list[np.ndarray]:
-    """Find lines of text in a picture.
+    """Return the boxes of lines of text in a picture.
 
     Args:
         pixels: (H,W,3) uint8, blue green red
@@ -120,7 +120,7 @@ def _upright(box: Sequence[float]) -> np.ndarray:
 
 
 def _cut(pixels: np.ndarray, corners: np.ndarray) -> np.ndarray:
-    """Cut a line out, with AROUND columns on both sides, and turn it upright."""
+    """Return the crop of a line, turned upright, with AROUND columns more on both sides."""
     import cv2
 
     width, height = (np.linalg.norm(corners[k] - corners[0]) for k in (1, 3))
@@ -135,7 +135,7 @@ def _cut(pixels: np.ndarray, corners: np.ndarray) -> np.ndarray:
 
 
 def _recognised(crops: list[np.ndarray]) -> list[tuple[str, float, np.ndarray]]:
-    """Recognise lines: text, certainty, and the column of each letter."""
+    """Return text, certainty, and the column of each letter, for crops of lines."""
     _, recogniser = networks()
     letters = np.array(recogniser.postprocess_op.character, object)
     order = sorted(range(len(crops)), key=lambda i: crops[i].shape[1])
@@ -174,14 +174,14 @@ def _grey(crop: np.ndarray) -> np.ndarray:
 
 
 def _ink(crop: np.ndarray) -> np.ndarray:
-    """Return where (H,W) a crop differs from its commonest shade by a third of the most."""
+    """Return a mask (H,W) of pixels that differ from the commonest shade by 1/3 of the range."""
     grey = _grey(crop)
     away = np.abs(grey - np.bincount(grey.ravel(), minlength=256).argmax())
     return away > max(away.max() / 3, 24)
 
 
 def _extents(ink: np.ndarray, columns: np.ndarray) -> list[tuple[int, int, int, int]]:
-    """Return left, top, right, bottom of the ink around each letter's column."""
+    """Return the box (left, top, right, bottom) of the ink around each letter's column."""
     edges, dark = [0], ink.sum(0)
     columns = columns.clip(0, ink.shape[1] - 1).astype(int)  # a short crop was filled up
     for a, b in zip(columns, columns[1:], strict=False):
@@ -200,7 +200,7 @@ def _extents(ink: np.ndarray, columns: np.ndarray) -> list[tuple[int, int, int, 
 
 
 def _spaced(text: str, boxes: list[tuple]) -> str:
-    """Put a space between letters that stand far apart."""
+    """Insert a space between letters that are far apart."""
     heights = [b[3] - b[1] for b in boxes]
     if not heights:
         return text
@@ -244,7 +244,7 @@ def _scripted(text: str, boxes: list[tuple], slanted: bool = False) -> str:
 
 
 def _script(letter: str, raised: float, below: float, height: float, after: str) -> str:
-    """Return a letter, or the script that it is.
+    """Return a letter, or the superscript or subscript that it stands for.
 
     Args:
         letter: as it was read
@@ -273,7 +273,7 @@ LINE_REMNANT = re.compile(r"(?<=\d)[—,](?=$| |-?\d*\.\d+$)")
 
 
 def _cased(text: str, boxes: list[tuple]) -> str:
-    """Correct the case of letters that have one shape, by the height of the others."""
+    """Correct the case of letters whose capital has the same shape, by the height of the others."""
     sizes = [b[3] - b[1] for b in boxes]
     pairs = list(zip(text, sizes, strict=False))
     tall = [n for c, n in pairs if n and c in TALL]
@@ -294,7 +294,7 @@ def _cased(text: str, boxes: list[tuple]) -> str:
 
 
 def _trimmed(text: str, ink: np.ndarray, boxes: list[tuple]) -> str:
-    """Drop a dash at an end that goes on beside the line: it belongs to the figure.
+    """Remove a dash at an end whose stroke continues beside the line: it belongs to the figure.
 
     Args:
         text: as read
@@ -312,7 +312,7 @@ def _trimmed(text: str, ink: np.ndarray, boxes: list[tuple]) -> str:
 
 
 def _parted(text: str) -> str:
-    """Part numbers that touch: 1.01.2 are 1.0 and 1.2, if both have as many decimals."""
+    """Split numbers that touch: 1.01.2 are 1.0 and 1.2, if both have as many decimals."""
 
     def part(match: re.Match) -> str:
         first, *pieces = match[0].split(".")
@@ -335,13 +335,13 @@ def _tilt(corners: np.ndarray) -> float:
 
 
 def _level(corners: np.ndarray) -> bool:
-    """Return whether a line is longer than high, and runs from left to right."""
+    """Return whether a line is wider than high and runs from left to right."""
     (x, y), down = corners[1] - corners[0], np.linalg.norm(corners[3] - corners[0])
     return x > 1.3 * down and abs(y) < 0.05 * x
 
 
 def _ways(corners: np.ndarray) -> list[np.ndarray]:
-    """Return the corners in each order in which the line may run."""
+    """Return the corners in each direction in which the line may run."""
     across, down = (np.linalg.norm(corners[k] - corners[0]) for k in (1, 3))
     quarter = [np.roll(corners, -k, axis=0) for k in (0, 1, 3)]  # as it is, downwards, upwards
     tilt = _tilt(corners)
@@ -356,7 +356,7 @@ def _ways(corners: np.ndarray) -> list[np.ndarray]:
 
 
 def _rows(ink: np.ndarray, corners: np.ndarray) -> list[np.ndarray]:
-    """Part the ink (H,W) of a box with these corners into level lines, one above the other."""
+    """Split the ink (H,W) of a box with these corners into level lines, one above the other."""
     import cv2
 
     _, labels, stats, _ = cv2.connectedComponentsWithStats(ink.astype(np.uint8))
@@ -380,7 +380,7 @@ def _rows(ink: np.ndarray, corners: np.ndarray) -> list[np.ndarray]:
 
 
 def _pieces(pixels: np.ndarray, corners: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Find level lines in a box, one above the other, such as ticks: corners and crop of each."""
+    """Return the level lines in a box, such as ticks above each other: corners and crop of each."""
     import cv2
 
     (left, top), (right, bottom) = corners.min(0).astype(int), corners.max(0).astype(int)
@@ -418,12 +418,12 @@ class _Seen:
 
     @property
     def weight(self) -> float:
-        """Long and sure readings outweigh short and unsure ones."""
+        """Return the weight of a reading: long, certain ones outweigh short, uncertain ones."""
         return len(self.text) * (self.certainty - 0.5)
 
 
 def _recognise(lines: list[tuple[np.ndarray, np.ndarray]]) -> list[_Seen]:
-    """Recognise lines: corners and crop of each."""
+    """Return readings of lines, given corners and crop of each."""
     seen = []
     crops = [crop[:, AROUND:-AROUND] for _, crop in lines]
     for (corners, crop), (text, certainty, columns) in zip(lines, _recognised(crops), strict=True):
@@ -439,7 +439,7 @@ def _recognise(lines: list[tuple[np.ndarray, np.ndarray]]) -> list[_Seen]:
 
 
 def _shared(a: np.ndarray, b: np.ndarray) -> float:
-    """Return the shared area of two boxes as a part of the smaller one."""
+    """Return the shared area of two boxes as a share of the smaller one."""
     import cv2
 
     if (a.max(0) < b.min(0)).any() or (b.max(0) < a.min(0)).any():
@@ -482,7 +482,7 @@ def _operator(ink: np.ndarray) -> str:
 
 
 def _turned(picture: np.ndarray, angle: float, middle: tuple, flags: int) -> np.ndarray:
-    """Turn a picture around a place by so many degrees."""
+    """Rotate a picture about a point by some degrees."""
     import cv2
 
     turn = cv2.getRotationMatrix2D(middle, angle, 1.0)
@@ -492,7 +492,7 @@ def _turned(picture: np.ndarray, angle: float, middle: tuple, flags: int) -> np.
 
 @dataclass
 class _Sum:
-    """An operator, turned upright, and the ink around it.
+    """An operator such as a sum sign, turned upright, and the ink around it.
 
     Attributes:
         sign: the operator
@@ -542,7 +542,7 @@ class _Sum:
         return self.ordered(row + self.dots(row)) if off < 0.4 * width else []
 
     def dots(self, row: list[int]) -> list[int]:
-        """Return what stands closely above pieces of ink, and is lower."""
+        """Return the ink closely above pieces of ink, and lower than them: dots of i and j."""
         height = self.high([self.number])
         stems = [self.boxes[k] for k in row]
         return [
@@ -557,7 +557,7 @@ class _Sum:
         ]
 
     def beside(self, limits: list[int], right: bool) -> list[int]:
-        """Return the pieces of ink of the text beside the operator, as far as it goes on."""
+        """Return the pieces of ink of the text beside the operator, up to a gap."""
         start, top, end, bottom = self.boxes[self.number]
         edge, found = end if right else start, []
         for k in self.ordered(self.boxes)[:: 1 if right else -1]:
@@ -577,12 +577,12 @@ class _Sum:
         return np.hstack((boxes[:, :2].min(0), boxes[:, 2:].max(0)))
 
     def high(self, some: list[int]) -> float:
-        """Return the height of pieces of ink."""
+        """Return the height of the joint box of pieces of ink."""
         box = self.box(some)
         return box[3] - box[1]
 
     def crop(self, some: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Cut pieces of ink out, on paper: corners and crop."""
+        """Return corners and crop of pieces of ink, on an empty background."""
         import cv2
 
         own = np.isin(self.labels, some).astype(np.uint8)
@@ -609,7 +609,7 @@ class _Sum:
 
 # %% ../../nbs/2_data/15a_reading.ipynb #1abfa220
 def _operators(pixels: np.ndarray, corners: np.ndarray) -> Iterator[_Sum]:
-    """Find the operators in a box with these corners."""
+    """Return the operators in a box with these corners."""
     import cv2
 
     corner, end = corners.min(0).astype(int).clip(0), corners.max(0).astype(int)
@@ -631,7 +631,7 @@ def _operators(pixels: np.ndarray, corners: np.ndarray) -> Iterator[_Sum]:
 def _upright_sum(
     part: np.ndarray, away: np.ndarray, own: np.ndarray, corner: np.ndarray
 ) -> _Sum | None:
-    """Turn what may be an operator upright, with all around it; None if it is none.
+    """Return a possible operator, turned upright, with all around it; None if it is not one.
 
     Args:
         part: of a picture (H,W,3)
@@ -668,7 +668,7 @@ def _upright_sum(
 
 
 def _with_limits(found: _Sum) -> _Seen | None:
-    """Read an operator, its limits and the text beside it; None without limits."""
+    """Return the reading of an operator, its limits and the text beside it; None without limits."""
     limits = {mark: found.limit(mark == "^") for mark in "_^"}
     sides = [found.beside(sum(limits.values(), []), right) for right in (False, True)]
     marks = [mark for mark in "_^" if limits[mark]]
@@ -691,7 +691,7 @@ def _with_limits(found: _Sum) -> _Seen | None:
 
 
 def _sums(pixels: np.ndarray, lines: list[np.ndarray]) -> list[_Seen]:
-    """Read operators with limits in boxes with these corners; the longest reading of each."""
+    """Return readings of operators with limits in boxes with these corners; the longest of each."""
     operators = (found for corners in lines for found in _operators(pixels, corners))
     found: list[_Seen] = []
     for line in sorted(filter(None, map(_with_limits, operators)), key=lambda s: -len(s.text)):
@@ -701,7 +701,7 @@ def _sums(pixels: np.ndarray, lines: list[np.ndarray]) -> list[_Seen]:
 
 # %% ../../nbs/2_data/15a_reading.ipynb #14799cd6
 def _candidates(pixels: np.ndarray, lines: list[np.ndarray]) -> list[_Seen]:
-    """Recognise detected lines, each in all ways, and columns of numbers by their rows."""
+    """Return readings of detected lines in all directions, and of columns of numbers by rows."""
     ways = [[(way, _cut(pixels, way)) for way in _ways(corners)] for corners in lines]
     seen = iter(_recognise([way for options in ways for way in options]))
     best = [max([next(seen) for _ in options], key=_likely) for options in ways]
@@ -721,13 +721,13 @@ def _candidates(pixels: np.ndarray, lines: list[np.ndarray]) -> list[_Seen]:
 
 
 def _likely(line: _Seen) -> float:
-    """Return the certainty of a reading, less of one downwards: digits are read upside down."""
+    """Return the certainty of a reading, reduced for downward lines (digits upside down)."""
     across, down = line.corners[1] - line.corners[0]
     return line.certainty - (0.08 if down > 8 * abs(across) else 0)
 
 
 def _completed(pixels: np.ndarray, lines: list[_Seen]) -> list[_Seen]:
-    """Recognise lines once more, and wider, where a letter may have been cut off."""
+    """Read lines again with a wider box, if a letter may have been cut off."""
     wider = {}
     for n, line in enumerate(lines):
         ink = _ink(_cut(pixels, line.corners))[:, AROUND:-AROUND]
@@ -746,7 +746,7 @@ def _completed(pixels: np.ndarray, lines: list[_Seen]) -> list[_Seen]:
 
 
 def _corner(line: _Seen, corners: np.ndarray) -> list[_Seen]:
-    """Part the ticks at a corner of axes, where a zero stands on a zero: 1.8.0 are 1.0 and 0.0."""
+    """Split the ticks at a corner of axes, where two zeros touch: 1.8.0 are 1.0 and 0.0."""
     ticks = CORNER.fullmatch(line.text)
     a, b, c, d = corners
     narrow = np.linalg.norm(b - a) < 0.35 * len(line.text) * np.linalg.norm(d - a)
@@ -763,7 +763,7 @@ def _corner(line: _Seen, corners: np.ndarray) -> list[_Seen]:
 
 
 def _are_ticks(rows: list[_Seen], whole: _Seen) -> bool:
-    """Return whether a box is better read as numbers one above the other."""
+    """Return whether a box reads better as numbers above each other."""
     if not rows or min(row.certainty for row in rows) < 0.8:
         return False
     boxes = [(*row.corners.min(0), *row.corners.max(0)) for row in rows]
@@ -777,7 +777,7 @@ def _are_ticks(rows: list[_Seen], whole: _Seen) -> bool:
 
 
 def _zeros(lines: list[_Seen]) -> list[_Seen]:
-    """Part each slanted 8 that is longer than other lines are high: zeros, where axes meet."""
+    """Split each slanted 8 that is longer than other lines are high into two zeros."""
     heights = [np.linalg.norm(s.corners[3] - s.corners[0]) for s in lines]
     parted = []
     for line in lines:
@@ -797,7 +797,7 @@ def _zeros(lines: list[_Seen]) -> list[_Seen]:
 
 
 def _lines(pixels: np.ndarray) -> list[_Seen]:
-    """Read a picture at each scale, and keep the surest of the lines that overlap."""
+    """Return readings of a picture at each scale; of overlapping lines the most certain."""
     least = min(pixels.shape[:2])
     sides, found = [max(SEARCHED_SIDES[0], least), SEARCHED_SIDES[1]], []
     for side in sides:
@@ -820,7 +820,7 @@ def _lines(pixels: np.ndarray) -> list[_Seen]:
 
 
 def _counts(line: _Seen) -> bool:
-    """Return whether a reading is sure enough; a single letter must be surer."""
+    """Return whether a reading is certain enough; a single letter must be more certain."""
     least = SURE[min(len(line.text), len(SURE)) - 1]
     hatched = len(line.text) > 9 and len(set(line.text)) < 5 and line.text.isalpha()  # no words
     return (
@@ -835,7 +835,7 @@ STEP = 0.06  # of a step between ticks, by which they may miss their places
 
 
 def _even(places: np.ndarray, values: np.ndarray, least: float) -> bool:
-    """Return whether three ticks stand at equal distances and have values at equal distances."""
+    """Return whether three ticks have equal distances and equal differences of value."""
     steps, rises = np.diff(places), np.diff(values)
     apart = len(steps) == 2 and abs(steps[0]) > least
     even = apart and abs(steps[1] - steps[0]) < STEP * abs(steps[0])
@@ -853,7 +853,7 @@ def _before(box: np.ndarray, axis: int, step: float, letters: float) -> np.ndarr
 
 
 def _expected_ticks(numbers: list[_Seen]) -> list[tuple[np.ndarray, float]]:
-    """Return where ticks must stand beside three others, and their values."""
+    """Return positions and values of ticks expected beside three others."""
     boxes = np.array([(*s.corners.min(0), *s.corners.max(0)) for s in numbers]).reshape(-1, 4)
     values = np.array([float(s.text.replace(",", "")) for s in numbers])
     expected = []
@@ -875,7 +875,7 @@ def _expected_ticks(numbers: list[_Seen]) -> list[tuple[np.ndarray, float]]:
 
 
 def _missing_ticks(pixels: np.ndarray, lines: list[_Seen]) -> list[_Seen]:
-    """Read ticks that were passed over, if they have the value that those beside them ask for."""
+    """Read ticks that were missed, and keep those with the value expected from their neighbours."""
     numbers = [s for s in lines if is_number(s.text) and _tilt(s.corners) < 5]
     new: list[tuple[np.ndarray, float]] = []
     for corners, value in _expected_ticks(numbers):
@@ -896,7 +896,7 @@ _remembered: dict[bytes, list[Reading]] = {}
 
 
 def on_white(image: Image.Image) -> Image.Image:
-    """Return a picture in RGB; what is transparent shows white paper."""
+    """Return a picture in RGB, with transparent parts on white."""
     if not image.has_transparency_data:
         return image.convert("RGB")
     paper = Image.new("RGBA", image.size, "white")

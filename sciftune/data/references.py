@@ -43,7 +43,9 @@ _NUMBERED = re.compile(rf"({'|'.join(REFERENCE_KEYS)})_?(\d*)")
 
 
 def reference_columns(names: Iterable[str]) -> list[str]:
-    """Return the columns that hold reference images. Raises DataError for two kinds of them.
+    """Return the columns that hold reference images.
+
+    Raises DataError if there are two kinds of them.
 
     Args:
         names: columns of a collection, or keys of a record
@@ -62,7 +64,7 @@ def reference_columns(names: Iterable[str]) -> list[str]:
 # %% ../../nbs/2_data/12_references.ipynb #d6a6fd00
 @functools.lru_cache(1024)
 def _numbered(name: str) -> bool:
-    """Return True if a column is named as references are."""
+    """Return True if a column's name has the form of numbered references."""
     return bool(_NUMBERED.fullmatch(name))
 
 
@@ -86,7 +88,7 @@ def reference_values(record: Mapping[str, CellValue]) -> dict[str, list[CellValu
 
 
 def names_image(value: CellValue) -> bool:
-    """Return whether a value is text that ends as the name of an image does."""
+    """Return whether a value is text with the ending of an image file."""
     return isinstance(value, str) and Path(value).suffix.lower() in SUFFIXES
 
 
@@ -129,7 +131,7 @@ def unnumbered(column: str) -> str:
 
 
 def holds_references(column: str, content: ColumnContent, edited: bool = False) -> bool:
-    """Return True if the columns of a name hold reference images, judged by their content.
+    """Return True if columns of a name hold reference images, judged by their content.
 
     Args:
         column: name of the columns
@@ -144,7 +146,7 @@ def holds_references(column: str, content: ColumnContent, edited: bool = False) 
 
 
 def column_note(column: str, content: ColumnContent, used: bool) -> str:
-    """Return a sentence that says how a column is understood.
+    """Return a sentence on how a column is interpreted.
 
     Args:
         column: name of the column

@@ -27,7 +27,7 @@ CellValue = None | bool | int | float | str | bytes | list | tuple | dict  # in 
 
 
 class RejectedRow(TypedDict):
-    """A row that was set aside."""
+    """A row that was set aside: its source and the reason."""
 
     source: str
     reason: str
@@ -107,7 +107,7 @@ _writing = threading.Lock()  # of the process: a table with one of its own could
 
 
 class Records(Sequence[CellValue]):
-    """Values of plain types, each as bytes; what is written anew is put behind all others."""
+    """Values of plain types, each stored as bytes; changed values are appended."""
 
     def __init__(self):
         self.data = bytearray()
@@ -143,7 +143,7 @@ class Records(Sequence[CellValue]):
 
 # %% ../../nbs/2_data/18_rows.ipynb #c0180011
 class _Beside:
-    """Rows of other images by the number of the row that they belong to."""
+    """Rows of other images (references, masks), by the number of the row that they belong to."""
 
     def __init__(self):
         self.rows = Rows()
@@ -151,13 +151,13 @@ class _Beside:
         self.counts = array("I")
 
     def of(self, i: int) -> tuple[Row, ...]:
-        """Return what belongs to row `i`."""
+        """Return the rows that belong to row `i`."""
         if i >= len(self.counts):
             return ()
         return tuple(self.rows[self.first[i] : self.first[i] + self.counts[i]])
 
     def put(self, i: int, rows: tuple[Row, ...]):
-        """Set what belongs to row `i`."""
+        """Set the rows that belong to row `i`."""
         if (missing := i + 1 - len(self.counts)) > 0:
             self.first.frombytes(bytes(missing * self.first.itemsize))
             self.counts.frombytes(bytes(missing * self.counts.itemsize))
@@ -167,7 +167,7 @@ class _Beside:
 
 
 class Rows(Sequence):
-    """A table of rows; what is read from it writes to it."""
+    """A table of rows; a row that is read from it writes its changes to it."""
 
     def __init__(self, rows: Iterable[Row] = ()):
         self.records = Records()  # source, key, id, captions and fault of each
@@ -275,7 +275,7 @@ class Rows(Sequence):
             self.document_of[i] = self.documents.setdefault(name, len(self.documents) + 1)
 
     def part(self, numbers: Sequence[int]) -> Column:
-        """Return some rows, each made when it is read.
+        """Return some rows as a sequence; each is created on access.
 
         Args:
             numbers: numbers of rows
@@ -305,7 +305,7 @@ class Rows(Sequence):
 
 # %% ../../nbs/2_data/18_rows.ipynb #c0180012
 def _numbered(rows: Rows, numbers: Sequence[int], k: int) -> _Stored:
-    """Row `numbers[k]`."""
+    """Return row `numbers[k]`."""
     return _Stored(rows, numbers[k])
 
 
@@ -389,7 +389,7 @@ class _Stored(Row):  # pyrefly: ignore[bad-class-definition]
 
 # %% ../../nbs/2_data/18_rows.ipynb #c0180017
 class Texts(Sequence):
-    """Texts with a number each that is found again."""
+    """Texts with a number each, which can be looked up again."""
 
     def __init__(self, texts: Iterable[str] = ()):
         self.data = bytearray()
@@ -404,14 +404,14 @@ class Texts(Sequence):
         self.ends.append(len(self.data))
 
     def sort(self):
-        """Let all texts be found that are there now."""
+        """Sort the texts, so that `find` finds all that were added."""
         hashes = np.fromiter(map(hash, self), np.int64, len(self))
         order = np.argsort(hashes, kind="stable")
         self.hashes = array("q", hashes[order].tobytes())
         self.order = array("I", order.astype(np.uint32).tobytes())
 
     def find(self, text: str) -> int:
-        """Look for a text.
+        """Return the number of a text, or None.
 
         Returns:
             The first number of the text; -1 = not there
@@ -451,7 +451,7 @@ class Texts(Sequence):
 
 
 def repeated_hashes(texts: Iterable[str]) -> set[int]:
-    """Return the hashes that two of some texts have, which are nearly always equal ones.
+    """Return the hashes that occur twice among texts; nearly always the texts are equal.
 
     Returns:
         Those of texts that are there twice are among them

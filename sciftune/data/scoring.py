@@ -56,14 +56,14 @@ Parts = dict[str, tuple[float, float]]  # score -> numerator, denominator
 
 
 class Scorer:
-    """Score pictures of which more is known than their words; names of scores are in its record."""
+    """Base of scorers of pictures; the names of its scores are in its record."""
 
     def validation(self, folder: Path) -> dict[str, float]:
         """Return the numbers of validation_images/step_XXXXXX, for metrics.jsonl."""
         return {}
 
     def wordless(self, caption: str) -> bool:
-        """Return True for a caption whose picture has no words to be read."""
+        """Return True for a caption whose picture should contain no words."""
         return False
 
     def prompts(self) -> list[str]:
@@ -75,13 +75,13 @@ class Scorer:
         return []
 
     def parts(self, image: Image.Image, caption: str) -> Parts:
-        """Score a picture by its caption."""
+        """Return scores of a picture by its caption."""
         return {}
 
     def edit_facts(
         self, facts: dict, before: Image.Image, after: Image.Image, mask: np.ndarray
     ) -> dict:
-        """Return what can be checked in a picture that was edited, as JSON holds it.
+        """Return facts to check in a picture that was edited, as JSON values.
 
         Args:
             facts: facts of the collection's row; {} = there are none
@@ -92,7 +92,7 @@ class Scorer:
         return {}
 
     def edit_parts(self, image: Image.Image, known: dict, mask: np.ndarray) -> Parts:
-        """Score an edited picture by its `edit_facts`; the mask has its size."""
+        """Return scores of an edited picture by its `edit_facts`; the mask has its size."""
         return {}
 
 

@@ -80,7 +80,7 @@ def _beside(suffix: str) -> bool:
 
 
 def _content(file: BinaryIO, place: tuple[int, int]) -> bytes:
-    """Read the bytes at an offset."""
+    """Return the bytes at an offset of a shard."""
     file.seek(place[0])
     return file.read(place[1])
 
@@ -91,7 +91,7 @@ RECORDS = [
 
 
 class Tars:
-    """Images in tar shards on any file system.
+    """Source of images in tar shards on any file system.
 
     Args:
         fs: file system of the shards
@@ -118,7 +118,7 @@ class Tars:
         )
 
     def used(self) -> dict[str, str]:
-        """Path of each file that is read -> its kind, see `data.files.Account`."""
+        """Return the kind of each file that is read, by path; see `data.files.Account`."""
         return dict.fromkeys(map(bare, self.paths), "shard")
 
     def _list(self, n: int, name: str, file: BinaryIO):
@@ -169,7 +169,7 @@ class Tars:
         return self.fs.cat_file(self.paths[n], at, at + size)
 
     def stamp(self, row: Row) -> str:
-        """Version of the shard as the file system tells it, offset and size."""
+        """Return the shard's version according to its file system, offset and size."""
         return f"{self.stamps[row.key[0]]}|{row.key[1]}|{row.key[2]}"
 
     def chunks(self) -> Iterator[Sequence[Row]]:
@@ -178,23 +178,23 @@ class Tars:
 
 
 class TarReader:
-    """Open tar shards."""
+    """Reader of tar shards."""
 
     @staticmethod
     def find(root: Path, files: FolderFiles) -> list[Path]:
-        """Return the tar files of a folder, or below it if it holds none itself."""
+        """Return the tar files at the root of a folder; if there are none, those below it."""
         return files.with_suffix(".tar")
 
     @staticmethod
     def open(root: Path, paths: list[Path], files: FolderFiles | None = None) -> Tars:
-        """Open local shards."""
+        """Return the source of local shards."""
         return Tars(fsspec.filesystem("file"), [str(path) for path in paths])
 
     open_remote = Tars
 
 # %% ../../nbs/2_data/03_shards.ipynb #24e3d8b4
 def _check_arguments(url: str):
-    """Raise TypeError where an address lacks what its file system needs, as a host.
+    """Raise TypeError if an address lacks an argument that its file system needs, such as a host.
 
     Making one of FTP without a host leaves an error behind when the half of it is collected.
     """

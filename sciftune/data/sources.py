@@ -59,7 +59,7 @@ def _readers(by: Callable = attrgetter("order")) -> list[ReaderRecord]:
 
 
 def file_reader(path: Path) -> ReaderRecord | None:
-    """Return the reader of a file by its ending and its beginning; None if no reader opens it.
+    """Return the reader of a file, by its ending and its first bytes; None if no reader opens it.
 
     Args:
         path: existing file
@@ -90,7 +90,7 @@ def _open_shards(root: Path, paths: list[Path]) -> Reader:
 
 
 def find_source(path: str | Path, metadata: str | Path | None = None) -> Reader:
-    """Choose the reader for a path. Raises DataError if there is nothing that can be read.
+    """Return the source of a path. Raises DataError if there is nothing that can be read.
 
     Args:
         path: folder, list, shard, a pattern such as data/val-*.parquet, or a URL
@@ -120,7 +120,7 @@ def find_source(path: str | Path, metadata: str | Path | None = None) -> Reader:
 
 
 def _open_folder(root: Path) -> Reader:
-    """Open a folder, which is listed once, with the first reader that finds something in it."""
+    """Return the source of a folder: that of the first reader that finds something in it."""
     files = FolderFiles(root)
     finds = ((reader, reader.find(root, files)) for reader in map(load, _readers()))
     reader, paths = next((reader, paths) for reader, paths in finds if paths)
@@ -130,7 +130,7 @@ def _open_folder(root: Path) -> Reader:
 
 
 def remote_source(url: str) -> Reader:
-    """Choose the reader for shards behind a URL.
+    """Return the source of shards behind a URL.
 
     Raises DataError if there are none, or if the scheme's package is missing.
 
@@ -152,7 +152,7 @@ def remote_source(url: str) -> Reader:
 
 
 def files_line(source: Reader, path: str | Path) -> str:
-    """Return a line that counts the files of a folder by their use, "" if `path` is no folder.
+    """Return a line that counts the files of a folder by their use, "" if `path` is not a folder.
 
     Files of rows that were set aside are counted as such.
 
@@ -174,7 +174,7 @@ def files_line(source: Reader, path: str | Path) -> str:
 
 # %% ../../nbs/2_data/04_sources.ipynb #und00002
 class Undecodable:
-    """Notes about images whose header is sound and whose pixels are not.
+    """Notes about images whose header is valid and whose pixels cannot be decoded.
 
     Args:
         cache: folder of findings
@@ -198,20 +198,20 @@ _Finding = tuple[int, int, str]  # width, height, digest
 
 
 class Findings:
-    """Findings about images by their stamps, of earlier runs and of this one."""
+    """Sizes and digests of images by their stamps, from earlier runs and from this one."""
 
     def __init__(self):
         self.stamps = Texts()
         self.sizes = array("i")
         self.digests = bytearray()
-        self.decoded = bytearray()  # 1 where the image was decoded, not only its header
-        self.used = bytearray()  # 1 where the finding is one of this run
+        self.decoded = bytearray()  # 1 if the image was decoded, not only its header
+        self.used = bytearray()  # 1 if the finding is one of this run
         self.undecodable = {}  # digest -> reason, of images that failed when they were encoded
         self.changed = False  # This run has found something new
         self._adding = threading.Lock()
 
     def add(self, stamp: str, finding: _Finding, decoded: bool = True, used: bool = True):
-        """Add a finding; `get` does not return it before `sort`.
+        """Add a finding; `get` returns it only after `sort`.
 
         Args:
             stamp: identity of the image and its version
@@ -232,7 +232,7 @@ class Findings:
             self.changed |= used
 
     def get(self, stamp: str, decoded: bool = True) -> _Finding | None:
-        """Return what earlier runs have found of an image, which is of this run, too, now.
+        """Return a finding of an earlier run, and count it as one of this run.
 
         Args:
             stamp: identity of the image and its version
@@ -391,7 +391,7 @@ def verify_once(
     workers: int | None = None,
     decode: bool = True,
 ):
-    """Verify the images that have changed since the findings in `cache` were written.
+    """Verify the images whose stamp is not among the findings in `cache`.
 
     Args:
         source: reader; its rows are filled in
@@ -471,7 +471,7 @@ SAMPLE_COLUMNS = (*(name for name in _OF_ROW if name != "ids"), *_OF_FACTS, "sha
 
 
 def _value(rows: Sequence[Row], name: str, asked: bool, i: int) -> object:
-    """Return the value of row `i` in a column of a collection; facts only if they are asked for."""
+    """Return the value of row `i` in a column of a collection; facts only on request."""
     if name in _OF_FACTS:
         return _OF_FACTS[name][1](rows[i].facts if asked else {})
     if name != "shards":
@@ -481,7 +481,7 @@ def _value(rows: Sequence[Row], name: str, asked: bool, i: int) -> object:
 
 
 def _fingerprint(rows: Iterable[Row], boxes: Iterable[tuple], words: Iterable[str]) -> str:
-    """SHA-256 of ids, digests, captions, digests of references, masks and boxes, in order."""
+    """Return the SHA-256 of ids, digests, captions, references, masks and boxes, in order."""
     digest, encode = hashlib.sha256(), json.JSONEncoder().encode
     for r, places, sentence in zip(rows, boxes, words, strict=True):
         own = [r.id, r.digest, r.captions, *(reference.digest for reference in r.references)]
@@ -494,7 +494,7 @@ def _fingerprint(rows: Iterable[Row], boxes: Iterable[tuple], words: Iterable[st
 
 
 class Collection:
-    """Samples by number; images are read when asked for.
+    """Samples by number; images are read on access.
 
     Args:
         rows: rows that are kept
@@ -563,7 +563,7 @@ class Collection:
 
 # %% ../../nbs/2_data/04_sources.ipynb #6cf5b448
 def _separate(rows: Sequence[Row]) -> tuple[Sequence[Row], list[RejectedRow]]:
-    """Rows to keep, and source and reason of the others; an id that stands twice counts once."""
+    """Return usable rows, and source and reason of the others; of equal ids the first counts."""
     repeated = repeated_hashes(row.id for row in rows if not row.fault)
     kept, rejected, seen = array("I"), [], {}
     for number, row in enumerate(rows):
@@ -596,7 +596,7 @@ KINDS_NAMED = 6  # Kinds of faults that a sentence names
 
 
 def counted_reasons(rejected: Sequence[RejectedRow]) -> str:
-    """Count reasons by their kind, the most frequent first, each with its first row in full.
+    """Return reasons counted by kind, the most frequent first, each with its first row in full.
 
     Args:
         rejected: source and reason of each
@@ -614,7 +614,7 @@ def counted_reasons(rejected: Sequence[RejectedRow]) -> str:
 
 
 def bad_rows(rejected: Sequence[RejectedRow], count: int) -> tuple[list[RejectedRow], int]:
-    """Leave out pictures in formats that are not read, unless there is nothing else.
+    """Return unusable rows, without those in unread picture formats unless there are no others.
 
     Args:
         rejected: source and reason of each
@@ -635,7 +635,7 @@ def check_bad_rows(
     where: str | Path,
     quarantine: str | Path | None = None,
 ):
-    """Raise DataError when too many rows are bad, or all of them, or there is none.
+    """Raise DataError when too many rows are unusable, all are, or there are none.
 
     Args:
         rejected: source and reason of each
@@ -662,7 +662,7 @@ _REPEATED = re.compile(r"(\d+)_(.*)")
 
 
 def repeats_of(name: str) -> tuple[int, str]:
-    """Return how often an image is trained on in a pass, by its folder, and the folder's name.
+    """Return how often a pass repeats an image, by its folder's name (sd-scripts), and that name.
 
     Args:
         name: id of an image: 10_name/a.png = (10, 'name'), name/a.png = (1, 'name')
@@ -673,9 +673,9 @@ def repeats_of(name: str) -> tuple[int, str]:
 
 
 def give_captions(rows: Sequence[Row], captions: tuple[str, ...], where: str | Path):
-    """Set the captions of rows that lack nothing else.
+    """Set the captions of rows that lack nothing but a caption.
 
-    Raises DataError where no image has a caption then; rows that lack more do not count.
+    Raises DataError if no image has a caption then; rows that lack more do not count.
 
     Args:
         rows: rows as listed
@@ -705,7 +705,7 @@ def give_captions(rows: Sequence[Row], captions: tuple[str, ...], where: str | P
 def set_aside(
     rows: Sequence[Row], max_bad_fraction: float, quarantine: str | Path | None, where: str | Path
 ) -> tuple[Sequence[Row], list[RejectedRow]]:
-    """Set bad rows aside. Raises DataError when too many are bad or none is left.
+    """Set unusable rows aside. Raises DataError when there are too many or none is left.
 
     Args:
         rows: rows with their faults
@@ -731,7 +731,7 @@ def no_fault(width: int, height: int) -> str:
 
 
 def _check_references(rows: Iterable[Row], reference_fault: Callable):
-    """Note the first reference of each row that the model does not accept."""
+    """Mark rows whose references the model does not accept as unusable."""
     for row in rows:
         for number, reference in enumerate(row.references, 1):
             why = "" if row.fault else reference_fault(reference.width, reference.height)
@@ -739,7 +739,7 @@ def _check_references(rows: Iterable[Row], reference_fault: Callable):
 
 
 def _list_areas(source: Reader, areas: tuple[str, ...]):
-    """List the masks and the boxes of words that a run reads, and forget the others."""
+    """Keep the masks and word boxes that a run reads, and drop the others."""
     rows = source.rows
     if areas and isinstance(source, (Parquet, HuggingFace)):
         source.list_areas()
@@ -764,7 +764,7 @@ def open_collection(
     decode: bool = True,
     areas: tuple[str, ...] = (),
 ) -> Collection:
-    """Read, verify and fingerprint a collection.
+    """Return a collection that was read, verified and fingerprinted.
 
     Raises DataError, which says what is wrong and what would be right.
 
@@ -773,7 +773,7 @@ def open_collection(
         max_bad_fraction: Largest part of the rows that may be set aside, 0..1
         quarantine: File for the rows set aside; None = not written
         max_pixels: Largest width*height of an image
-        metadata: List file that lies outside the folder
+        metadata: List file that is outside the folder
         cache: Folder that keeps findings; None = verify everything
         workers: Threads; None = one per available core
         reference_fault: (width, height) of a reference -> why not, or ''
@@ -800,7 +800,7 @@ def open_collection(
 
 # %% ../../nbs/2_data/04_sources.ipynb #850f8457
 class JoinedCollections:
-    """Several collections, one after another."""
+    """Several collections as one, in order."""
 
     def __init__(self, parts: list[Collection]):
         self.parts = parts
@@ -814,7 +814,7 @@ class JoinedCollections:
         self.fingerprint = hashlib.sha256(fingerprints.encode()).hexdigest()
 
     def _value(self, name: str, i: int) -> object:
-        """Value of a column of the collection that a sample comes from."""
+        """Return the value of a column, from the collection that a sample comes from."""
         k = self.part(i)
         return getattr(self.parts[k], name)[i - self.first[k]]
 
@@ -856,7 +856,7 @@ class JoinedCollections:
 
 @contextlib.contextmanager
 def joined_quarantine(quarantine: str | Path | None, count: int) -> Iterator[list[Path | None]]:
-    """Write one quarantine file for several collections, also if one of them is refused.
+    """Write one quarantine file for several collections, even if one of them is refused.
 
     Args:
         quarantine: file for all rows set aside; None = not written
@@ -885,7 +885,7 @@ def joined_quarantine(quarantine: str | Path | None, count: int) -> Iterator[lis
 def open_collections(
     paths: list[str | Path], quarantine: str | Path | None = None, **options: Any
 ) -> Collection | JoinedCollections:
-    """Open one or several collections. Raises DataError as `open_collection` does.
+    """Return one or several opened collections. Raises DataError as `open_collection` does.
 
     Args:
         paths: See `open_collection`
@@ -903,7 +903,7 @@ def open_collections(
 
 # %% ../../nbs/2_data/04_sources.ipynb #und00005
 def mark_decoded(collection: Collection, digests: Iterable[str]):
-    """Note that images of a collection were decoded without a fault.
+    """Record that images of a collection were decoded without an error.
 
     Args:
         collection: opened with a cache of findings

@@ -32,7 +32,7 @@ from sciftune.data.sources import (
 
 # %% ../../nbs/2_data/14_splits.ipynb #c6d60c32
 def data_path(recipe: Recipe, path: str | None = None) -> str:
-    """Return the collection to train on: folder, file or hub id.
+    """Return the path of the collection to train on: folder, file or hub id.
 
     Of a drawn collection it is the folder of the images, which are drawn if missing.
 
@@ -46,7 +46,7 @@ def data_path(recipe: Recipe, path: str | None = None) -> str:
 
 # %% ../../nbs/2_data/14_splits.ipynb #a31c6a77
 def hold_out(ids: list[str], count: int, seed: int) -> tuple[list[int], list[int]]:
-    """Split the samples of a collection by the hashes of their ids.
+    """Split the samples of a collection into training and held-out ones by the hashes of their ids.
 
     Args:
         ids: of all samples
@@ -63,7 +63,7 @@ def hold_out(ids: list[str], count: int, seed: int) -> tuple[list[int], list[int
 
 # %% ../../nbs/2_data/14_splits.ipynb #bddbdc19
 def joined_documents(documents: Sequence[str], digests: Sequence[str]) -> list[str]:
-    """Return a name of the group of each sample: its document, or what shares a picture with it.
+    """Return a group name per sample; samples of one document, or with equal pictures, share it.
 
     Args:
         documents: of each sample; '' = it stands alone
@@ -89,7 +89,7 @@ def joined_documents(documents: Sequence[str], digests: Sequence[str]) -> list[s
 def hold_out_documents(
     groups: Sequence[str], names: Sequence[str], count: int, seed: int
 ) -> tuple[list[int], list[int]]:
-    """Split a collection by whole groups, as `hold_out` splits it by samples.
+    """Split a collection into training and held-out samples by whole documents.
 
     Groups are taken in the order of their hashes as long as there is room; if none fits, the
     smallest is held out, unless it is more than a quarter of the collection.
@@ -153,7 +153,7 @@ def hold_out_by_source(recipe: Recipe, collection: SampleCollection) -> tuple[li
 def _hold_out_part(
     recipe: Recipe, collection: SampleCollection, place: slice, count: int
 ) -> tuple[list[int], list[int]]:
-    """Split the part of a collection that lies at `place`, by documents where rows name some."""
+    """Split part `place` of a collection, by documents if rows name any."""
     ids = collection.ids[place]
     documents = collection.documents[place] if recipe.split_by != "sample" else []
     if not any(documents) and recipe.split_by != "document":
@@ -172,7 +172,7 @@ def _hold_out_part(
 
 # %% ../../nbs/2_data/14_splits.ipynb #afdb6034
 def _reading_rule(recipe: Recipe) -> dict:
-    """Return the arguments of `open_collection` for the data that the run reads."""
+    """Return the arguments of `open_collection` for the data of a run."""
     if find_record("objectives", recipe.objective).pairs:
         return dict(find=find_pairs)
     areas = dict(mask=recipe.mask_outside < 1, words=recipe.text_weight != 1)
@@ -212,7 +212,7 @@ def check_references(recipe: Recipe, collection: SampleCollection):
 
 
 def check_areas(recipe: Recipe, collection: SampleCollection):
-    """Raise RecipeError if nothing says which parts of the images count more.
+    """Raise RecipeError if no row has masks or words although the recipe weights them.
 
     Args:
         recipe: its mask_outside and text_weight
@@ -234,7 +234,7 @@ def check_areas(recipe: Recipe, collection: SampleCollection):
 
 
 def check_columns(recipe: Recipe, collection: SampleCollection):
-    """Raise RecipeError if rows lack the columns that the run reads, or have more of them.
+    """Raise RecipeError if rows lack columns that the run reads, or have too many references.
 
     Args:
         recipe: the run
@@ -257,7 +257,7 @@ def check_columns(recipe: Recipe, collection: SampleCollection):
 def open_recipe_data(
     recipe: Recipe, quarantine: Path | None = None, decode: bool = True, areas: tuple[str, ...] = ()
 ) -> SampleCollection:
-    """Open the collections of `recipe.data`.
+    """Return the opened collections of `recipe.data`.
 
     Args:
         recipe: the run
@@ -287,7 +287,7 @@ def open_recipe_data(
 
 # %% ../../nbs/2_data/14_splits.ipynb #5e1f0b02
 class WithHeldOut:
-    """A collection, followed by the one that is held out.
+    """A training collection followed by its held-out collection.
 
     Args:
         train: Collection or JoinedCollections
@@ -334,7 +334,7 @@ class WithHeldOut:
 def open_with_held_out(
     recipe: Recipe, quarantine: Path | None = None, decode: bool = True
 ) -> tuple[SampleCollection, list[int], list[int]]:
-    """Open the data of a recipe, split by `held_out`, or followed by `validation_data`.
+    """Return a recipe's data, split by `held_out`, or followed by `validation_data`.
 
     Args:
         recipe: the run

@@ -21,7 +21,7 @@ from .images import DataError
 
 # %% ../../nbs/2_data/07_streams.ipynb #3086f4e1
 class ShardOrder:
-    """The order of one collection's endless stream: the sample at each position.
+    """The sample at each position of one collection's endless stream.
 
     Args:
         counts: Samples per shard
@@ -128,7 +128,7 @@ class Mixture:
         self._block = functools.lru_cache(2)(self._shuffled)
 
     def before(self, positions: int) -> list[int]:
-        """Count how many of the first positions belong to each collection.
+        """Return how many of the first positions belong to each collection.
 
         Args:
             positions: A multiple of `block`
@@ -191,7 +191,7 @@ class Mixture:
 def collection_order(
     recipe: Recipe, samples: list, offset: int = 0, key: str = ""
 ) -> ShardOrder | BucketOrder:
-    """Make the order of one collection.
+    """Return the order of one collection.
 
     Args:
         recipe: recipe with seed, batch and window
@@ -219,7 +219,7 @@ def collection_order(
 
 
 def sample_order(recipe: Recipe, samples: list) -> GlobalOrder | BucketOrder | Mixture:
-    """Make the order that a recipe's data, weights and window define.
+    """Return the order that a recipe's data, weights and window define.
 
     Raises ValueError without samples, and DataError for a collection that has none left.
 

@@ -56,7 +56,7 @@ _LEADING = re.compile(rf"{NUMBER.pattern}(?![\d.,^_])")
 
 
 def squeezed(text: str) -> str:
-    """Normalise a text for comparison.
+    """Return a text normalised for comparison.
 
     Returns:
         text that is equal for texts that count as the same
@@ -94,7 +94,7 @@ def _cased(word: str) -> str:
 
 
 def _value(word: str) -> str:
-    """Return a word with a number, if it begins with one, as its shortest decimal."""
+    """Return a word with its leading number, if any, as the shortest decimal."""
     number = _LEADING.match(word)
     if not number:
         return word
@@ -112,7 +112,7 @@ _MARKS = "\"'.,;:()[]{}“”‘’!?"
 
 
 def stands_in(text: str, other: str) -> bool:
-    """Return whether a text is a run of whole words of another."""
+    """Return whether a text occurs in another as a run of whole words."""
     words = [squeezed(word.strip(_MARKS)) for word in other.split()]
     wanted = "".join(squeezed(word.strip(_MARKS)) for word in text.split())
     for first in range(len(words)):
@@ -127,7 +127,7 @@ def stands_in(text: str, other: str) -> bool:
 
 # %% ../../nbs/2_data/15_words.ipynb #36d215ad
 def edit_distance(a: str, b: str) -> int:
-    """Count the letters to insert, delete or replace to turn `a` into `b`."""
+    """Return how many letters must be inserted, deleted or replaced to turn `a` into `b`."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
         before, row = row, [i]
@@ -166,7 +166,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Word:
-    """The result for a label, or for a text that belongs to none.
+    """The result for a label, or for a reading that belongs to no label.
 
     Attributes:
         text: The label; what was read where there is none
@@ -188,7 +188,7 @@ class Word:
 
 # %% ../../nbs/2_data/15_words.ipynb #74610760
 class _Line:
-    """The words of a line, and which of them have served."""
+    """The words of a line, and which of them are already matched."""
 
     def __init__(self, reading: Reading):
         self.reading, self.words = reading, reading.text.split()
@@ -212,12 +212,12 @@ class _Line:
         return [m.span() for m in re.finditer("x+", marks)]
 
     def take(self, first: int, last: int, free: bool = False):
-        """Let a run serve, or set it free again."""
+        """Mark the words of a run as matched, or as free again."""
         self.free[first:last] = [free] * (last - first)
 
 
 def _take_run(lines: list[_Line], wanted: str) -> tuple[_Line, int, int] | None:
-    """Find a run that equals a squeezed text, and let it serve."""
+    """Find a run of words that equals a squeezed text, and mark it as matched."""
     for line in lines:
         for first, last in line.runs():
             if squeezed(line.text(first, last)) == wanted:
@@ -227,7 +227,7 @@ def _take_run(lines: list[_Line], wanted: str) -> tuple[_Line, int, int] | None:
 
 
 def _take_words(lines: list[_Line], label: str) -> tuple[_Line, int, int] | None:
-    """Find each word of a label; all of them or none."""
+    """Find and mark each word of a label; all of them or none."""
     taken = []
     for word in label.split():
         run = _take_run(lines, squeezed(word))
@@ -248,7 +248,7 @@ def match_words(
         labels: texts of the picture
         readings: texts that were read
         allowed: text whose words may be read without counting as additions
-        free_numbers: True if numbers that belong to no label are no additions
+        free_numbers: True if numbers that belong to no label are not additions
 
     Returns:
         one word per label in their order, then those that belong to none
@@ -273,7 +273,7 @@ def match_words(
 
 
 def _word(label: Label, state: str, run: tuple | None = None) -> Word:
-    """Return a label with what was read in its place."""
+    """Return the result of a label: what was read in its place."""
     read, reading = (run[0].text(*run[1:]), run[0].reading) if run else ("", Reading(""))
     errors = 0 if state == "found" else edit_distance(squeezed(label.text), squeezed(read))
     height = reading.height if label.height is None else label.height
@@ -295,7 +295,7 @@ def _nearest(labels: list[str | None], rest: list[tuple]) -> list[tuple[int, int
 
 
 def _other(run: tuple, allowed: str, free_numbers: bool) -> Word | None:
-    """Return what was read and belongs to no label; None for signs."""
+    """Return the result of a reading that belongs to no label; None for signs."""
     line, first, last = run
     text = line.text(first, last)
     plain = squeezed(text)
@@ -350,7 +350,7 @@ LABELLED = ("found", "wrong", "missing")  # states of a label
 
 
 def text_parts(words: list[Word]) -> dict[str, tuple[float, float]]:
-    """Return the sums of one picture.
+    """Return the sums of one picture from which scores of text are computed.
 
     Args:
         words: result of `match_words`

@@ -117,7 +117,7 @@ class CommandError(ValueError):
 
 
 def papermill_options(words: Sequence[str]) -> list[str]:
-    """Return `words` as papermill takes them. Raises CommandError for one that is no setting.
+    """Return `words` as papermill's options. Raises CommandError for a word that is not a setting.
 
     Args:
         words: of the command line, after the name of the notebook
@@ -155,7 +155,7 @@ def numbered(folder: Path, stem: str) -> Path:
 
 
 def said_on_purpose(trace: str) -> str:
-    """Return the sentence of an error that a `raise` statement made; any other trace as it is.
+    """Return the message of an error that a `raise` statement raised; other traces unchanged.
 
     Args:
         trace: of IPython
@@ -172,16 +172,16 @@ INTERRUPTED = tuple(128 + number for number in (signal.SIGINT, *REQUESTS))  # Ex
 
 
 def say(text: str) -> None:
-    """Print a line to standard error, where somebody still reads it."""
+    """Print a line to standard error, if it is still open."""
     with contextlib.suppress(OSError, RuntimeError):  # a closed terminal; within another print
         print(text, file=sys.stderr, flush=True)
 
 
 def _end(papermill: subprocess.Popen) -> None:
-    """Let papermill end with its kernel; asked while the kernel is being started, it goes on."""
+    """End papermill together with its kernel, repeating the signal until it has ended."""
 
     def insist() -> None:
-        """Ask again and again."""
+        """Repeat the signal until papermill has ended."""
         while papermill.poll() is None:
             papermill.terminate()
             time.sleep(5)
@@ -191,7 +191,7 @@ def _end(papermill: subprocess.Popen) -> None:
 
 @dataclass
 class Execution:
-    """A notebook under papermill, in a folder of its own.
+    """A notebook that papermill executes in a temporary folder.
 
     Attributes:
         notebook: what is executed
@@ -268,7 +268,7 @@ class Execution:
         return Path(shutil.move(made, kept))
 
     def failure(self) -> str:
-        """Return what papermill says of the cell that failed, else the end of its output."""
+        """Return papermill's message about the failed cell, else the end of its output."""
         text = (self.aside / "errors").read_text(errors="replace")
         _, found, after = text.partition("\nException encountered at ")
         if not found:
@@ -277,7 +277,7 @@ class Execution:
 
 # %% ../../nbs/9_lab/20_command.ipynb #4db71cf6
 def check_settings(notebook: Path, options: Sequence[str]) -> None:
-    """Raise CommandError or FileError for what a notebook cannot take, before it is started.
+    """Raise CommandError or FileError for settings that a notebook would refuse, before it starts.
 
     Recipe fields are left to the notebooks that make a recipe.
 
@@ -302,7 +302,7 @@ def check_settings(notebook: Path, options: Sequence[str]) -> None:
 
 
 def shown_tables(notebook: Path) -> list[str]:
-    """Return the tables in the outputs of a notebook, as a terminal shows them."""
+    """Return the tables in the outputs of a notebook as text for a terminal."""
     cells = json.loads(notebook.read_text())["cells"]
     shown = [out.get("data", {}) for cell in cells for out in cell.get("outputs", ())]
     return ["".join(data["text/plain"]) for data in shown if "text/markdown" in data]
@@ -422,7 +422,7 @@ def _settings_in(option: str, text: str) -> dict[str, Any]:
 
 
 def planned_recipe(words: Sequence[str]) -> Recipe:
-    """Return the recipe of a plan, which starts nothing. Raises LaunchError for a wrong setting.
+    """Return the recipe to plan; nothing is started. Raises LaunchError for a wrong setting.
 
     Args:
         words: settings, as for `run`
@@ -431,7 +431,7 @@ def planned_recipe(words: Sequence[str]) -> Recipe:
 
 
 def plan_command(words: Sequence[str]) -> int:
-    """Print what each strategy would need. Raises LaunchError for a wrong setting.
+    """Print the predicted needs of each strategy. Raises LaunchError for a wrong setting.
 
     Args:
         words: settings, as for `run`
@@ -453,7 +453,7 @@ def plan_command(words: Sequence[str]) -> int:
 # %% ../../nbs/9_lab/20_command.ipynb #35a2b63b
 @contextlib.contextmanager
 def job_asked(run: RunDir) -> Iterator[list[int]]:
-    """Pass a signal that asks this process to end on to the job of `run`.
+    """Send a signal that ends this process on to the job of `run`, inside the block.
 
     Raises RequestedEnd for the second one, and for a closed terminal.
 
@@ -463,7 +463,7 @@ def job_asked(run: RunDir) -> Iterator[list[int]]:
     asked = []
 
     def ask(number: int, _: object) -> None:
-        """Ask the job to end after its step, the first time."""
+        """Request the end of the job after its step, the first time."""
         asked.append(number)
         job = job_process(run)
         if number == signal.SIGHUP or len(asked) > 1 or not job:
@@ -476,7 +476,7 @@ def job_asked(run: RunDir) -> Iterator[list[int]]:
 
 
 def train_command(words: Sequence[str], began: float = 0.0) -> int:
-    """Train what the settings say, write the report, and return the exit code.
+    """Train with the given settings, write the report, and return the exit code.
 
     Args:
         words: settings
@@ -540,7 +540,7 @@ def _write_results(run: RunDir, recipe: Recipe) -> None:
 
 
 def _own_code(run: RunDir) -> int:
-    """Return the exit code of a run that was stopped or has diverged; 0 if it ended otherwise."""
+    """Return the exit code of a run that was stopped or has diverged; 0 otherwise."""
     if state(run) not in ("stopped", "diverged"):
         return 0
     code = read_status(run)["exit_code"]
@@ -548,7 +548,7 @@ def _own_code(run: RunDir) -> int:
 
 
 def _interrupted(run: RunDir, number: int) -> int:
-    """Say what has become of a run that a signal has interrupted; return 128 + its number."""
+    """Print the state of a run that a signal interrupted; return 128 + the signal's number."""
     outcomes = {
         "finished": f"; the run had finished, see {run.path}",
         "running": ", the run goes on; this shows it again:\n  " + continue_command(run),
@@ -591,7 +591,7 @@ def lab_settings(words: Sequence[str]) -> dict[str, str]:
 
 
 def lab_options(words: Sequence[str]) -> tuple[list[str], str]:
-    """Return the options of JupyterLab with address and port, and where a browser finds it.
+    """Return JupyterLab's options with address and port, and the URL for a browser.
 
     Without an address it is 127.0.0.1, which only this computer reaches; without a port it is 8888,
     or a free one where something listens there.
@@ -600,7 +600,7 @@ def lab_options(words: Sequence[str]) -> tuple[list[str], str]:
         words: options of JupyterLab
 
     Returns:
-        (options, http://host:port, or '' where only the server knows)
+        (options, http://host:port, or '' if only the server knows)
     """
     given = lab_settings(words)
     own = dict(ip=given.get("ip", "127.0.0.1"), port=given.get("port"))
@@ -614,7 +614,7 @@ def lab_options(words: Sequence[str]) -> tuple[list[str], str]:
 
 
 def lab_command(words: Sequence[str]) -> None:
-    """Become JupyterLab with the notebooks. Raises CommandError where it is not installed.
+    """Replace this process by JupyterLab. Raises CommandError if it is not installed.
 
     The server takes the place of this process, so every signal to it reaches the server and none
     leaves a server behind. Jobs of runs are sessions of their own, which go on.
@@ -640,7 +640,7 @@ def lab_command(words: Sequence[str]) -> None:
 
 
 def _print_link(address: str):
-    """Print the link of a notebook with the token that the server reads from the environment."""
+    """Print the link to a notebook, with the token that the server reads from the environment."""
     token = os.environ.setdefault("JUPYTER_TOKEN", secrets.token_hex(24))
     where = "only from this computer; " if "//127.0.0.1:" in address else ""
     print(
@@ -652,7 +652,7 @@ def _print_link(address: str):
 
 
 def opened_in_lab() -> tuple[Path, Path]:
-    """Return what JupyterLab opens; of a checkout a copy below runs/, to leave the original alone.
+    """Return the path that JupyterLab opens: for a checkout a copy of it below runs/.
 
     Returns:
         (folder of JupyterLab, notebook in it)
@@ -682,7 +682,7 @@ class Command:
 
 
 def fields_command(words: Sequence[str]) -> None:
-    """Print the recipe fields. Raises CommandError where none is about the word.
+    """Print the recipe fields. Raises CommandError if no field matches the word.
 
     Args:
         words: a word to look for
@@ -694,7 +694,7 @@ def fields_command(words: Sequence[str]) -> None:
 
 
 def presets_command(words: Sequence[str]) -> None:
-    """Print models, the presets of a model, or what a preset sets. Raises CommandError.
+    """Print models, the presets of a model, or the values of a preset. Raises CommandError.
 
     Args:
         words: nothing, a model, or a model and a preset
@@ -731,7 +731,7 @@ def notebook_help(name: str) -> str:
 
 
 def _other(place: str, summary: str) -> Command:
-    """Return a command that a function `module:name` of the package handles."""
+    """Return a command that the function `module:name` of the package runs."""
 
     def call(words: list[str]) -> int | None:
         module, _, function = place.partition(":")
@@ -791,7 +791,7 @@ def command_help() -> str:
 
 
 def call_command(words: Sequence[str]) -> int:
-    """Do what the command line says.
+    """Run the command of a command line, and return its exit code.
 
     Args:
         words: without the program

@@ -47,7 +47,7 @@ from .summary import outcome, picture_rows, typed_value
 
 # %% ../../nbs/9_lab/21_compare.ipynb #21dd4868
 def found_runs(places: str | Path | Iterable[str | Path]) -> list[RunDir]:
-    """Return the run folders at `places`, at least one.
+    """Return the run folders at `places`; there must be at least one.
 
     Args:
         places: folders, or one text with commas between them
@@ -100,7 +100,7 @@ RESULT_COLUMNS = ("state", "steps", "loss", "held-out, start", "held-out", "best
 
 
 def pruned_reason(run: RunDir) -> str:
-    """Return why the sweep of a run has ended it early; '' if it has not."""
+    """Return why a sweep ended this run early; '' if it did not."""
     file = run.path / PRUNED
     return read_words(file) if file.exists() and state(run) == "stopped" else ""
 

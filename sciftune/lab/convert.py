@@ -82,7 +82,7 @@ def convert_checkpoint(
         a description of what was written
 
     Raises:
-        ValueError: `checkpoint` is no checkpoint or has no average, or `out` is in use
+        ValueError: `checkpoint` is not a checkpoint or has no average, or `out` is in use
         CheckpointError: the tensors cannot be read
     """
     recipe = checkpoint_recipe(checkpoint)

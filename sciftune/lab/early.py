@@ -22,7 +22,7 @@ from ..core.waiting import send_orders, two_ends
 
 # %% ../../nbs/9_lab/02a_early.ipynb #early006
 def early_ranks(recipe: Recipe) -> int:
-    """Return how many ranks begin: one per GPU where the plan chooses how to use them.
+    """Return how many ranks to start: one per GPU if the plan chooses how to use them.
 
     Args:
         recipe: of the run
@@ -32,7 +32,7 @@ def early_ranks(recipe: Recipe) -> int:
 
 
 def early_environment(recipe: Recipe, count: int) -> dict[str, str]:
-    """Return the variables that imports of a rank will probably find when it is launched.
+    """Return the variables that a rank's imports will read, as far as known before the plan.
 
     Args:
         recipe: of the run
@@ -56,14 +56,14 @@ EARLY = "SCIFTUNE_EARLY"  # variable: 0 = agent and ranks are started after the 
 
 
 class EarlyJob:
-    """The agent of a run that is being planned; as a context, it ends where it got no orders."""
+    """The agent of a run that is still being planned; as a context, it ends if it got no orders."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen | None = None
         self.door: socket.socket | None = None
 
     def begin(self, run: RunDir, recipe: Recipe, written: Path) -> None:
-        """Start the agent with its ranks, where this machine alone will run a job.
+        """Start the agent with its ranks, if the job will run on this machine alone.
 
         Args:
             run: its folder exists
@@ -92,7 +92,7 @@ class EarlyJob:
             )
 
     def order(self, handles: list[int], **orders: Any) -> subprocess.Popen | None:
-        """Let the job run and return its process; None where none waits.
+        """Send the agent its orders and return its process; None if none is waiting.
 
         Args:
             handles: the log and the locked file of the folder
@@ -119,9 +119,9 @@ class EarlyJob:
         self.process = self.door = None
 
     def __enter__(self) -> Self:
-        """Return this job, which has not begun."""
+        """Return this job, which has not started."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End it where it got no orders."""
+        """End the agent if it got no orders."""
         self.end()

@@ -67,7 +67,7 @@ from ..training.trackers import log_scores, reopened_trackers
 # %% ../../nbs/9_lab/18_evaluate.ipynb #fb19ae99
 @dataclass(frozen=True)
 class Target:
-    """A prompt, and what its picture should show.
+    """A prompt, and the expected content of its picture.
 
     Attributes:
         labels: None = its words are unknown
@@ -85,7 +85,7 @@ class Target:
     roles: tuple[str, ...] = ()
 
     def told(self) -> dict:
-        """Return what must be equal for scores to be compared; file names are left out."""
+        """Return what must be equal for scores to be comparable; file names are left out."""
         own = dict(prompt=self.prompt, labels=self.labels, truth=self.truth)
         if self.edit is None:
             return own
@@ -96,7 +96,7 @@ class Target:
 
 
 def asked_labels(labels: list[str], caption: str) -> tuple[str, ...]:
-    """Return the labels of the original that its caption names in whole words, each once."""
+    """Return the labels of the original that its caption contains as whole words, each once."""
     kept = [t for t in dict.fromkeys(labels) if any(c.isalnum() for c in t)]
     return tuple(t for t in kept if stands_in(t, caption))
 
@@ -246,7 +246,7 @@ def _edit_target(
 
 
 def _edit_words(facts: dict, pair: tuple[Image.Image, Image.Image]) -> dict[str, tuple]:
-    """Return the readable words of two pictures: come, go, stay."""
+    """Return the readable words of two pictures that appear, disappear and stay."""
     if not can_read_text() or (facts and "words" not in facts["before"]):
         return {}
     readings = [read_text(image) for image in pair]
@@ -334,7 +334,7 @@ def _score_edit(
 # %% ../../nbs/9_lab/18_evaluate.ipynb #9b82e47f
 @dataclass(frozen=True)
 class Job:
-    """One set of weights, and the pictures that it must draw.
+    """One set of weights, and the pictures to draw with it.
 
     Attributes:
         where: see `lab.sample.find_weights`
@@ -374,13 +374,13 @@ class Job:
         ]
 
     def _shape(self, target: Target) -> dict:
-        """Return the size of a picture and the pictures that it is made from."""
+        """Return the size of a picture and its reference pictures."""
         height, width = (self.side, self.side) if self.side else target.size or (None, None)
         given = target.edit.references if target.edit else ()
         return dict(height=height, width=width, references=given)
 
     def settings(self) -> dict:
-        """Return what must be equal for rows to be compared."""
+        """Return what must be equal for rows to be comparable."""
         known = json.dumps([t.told() for t in self.targets], ensure_ascii=False)
         digest = hashlib.sha256(known.encode()).hexdigest()[:12]
         own = {
@@ -389,7 +389,7 @@ class Job:
         return dict(prompts=digest, pictures=len(self.targets), **own)
 
     def name(self, source: ModelSource) -> str:
-        """Return the name of its row and of its folder below evaluation/."""
+        """Return the name of the job's row and of its folder below evaluation/."""
         return source.name + ("" if self.strength == 1 else f"-strength_{self.strength:g}")
 
 

@@ -233,7 +233,7 @@ def picture_verdict(picture: Picture) -> list[tuple[str, str]]:
 
 
 def _answer(picture: Picture, answer: str) -> tuple[str, str]:
-    """Return whether an edit has happened, or the rest has stayed; if not, the failed checks."""
+    """Return whether an edit succeeded, or the rest is unchanged; if not, the failed checks."""
     if picture.parts[answer][0]:
         return f"{SCORES[answer]}: yes", FRAMES["found"]
     failed = [

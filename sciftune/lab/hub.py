@@ -42,7 +42,7 @@ def uploaded_files(run: RunDir | str | Path) -> Table:
 
 
 def check_repo(repo: str) -> None:
-    """Raise ValueError for a name that is not 'owner/name', or that the hub does not take."""
+    """Raise ValueError for a name that is not 'owner/name', or that the hub refuses."""
     from huggingface_hub.utils import validate_repo_id
 
     if repo.count("/") != 1 or not all(repo.split("/")):
@@ -67,7 +67,7 @@ def push_to_hub(
         api: None = huggingface_hub.HfApi
 
     Raises:
-        ValueError: there is no export or card, or `repo` is no full name
+        ValueError: there is no export or card, or `repo` is not a full name
     """
     folder = exported_folder(run)
     check_repo(repo)

@@ -65,7 +65,7 @@ from .logs import LogEcho, failure_line
 
 # %% ../../nbs/9_lab/03_jobs.ipynb #524f5e36
 class LaunchError(RuntimeError):
-    """An error for people; a notebook shows it without a traceback."""
+    """An error for the user, which a notebook shows without a traceback."""
 
     def _render_traceback_(self, *args: Any, **kw: Any) -> list[str]:
         return [f"{type(self).__name__}: {self}"]
@@ -76,7 +76,7 @@ class RunFailedError(LaunchError):
 
 # %% ../../nbs/9_lab/03_jobs.ipynb #fdd41727
 def forked(target: Callable, *arguments: Any) -> ForkProcess:
-    """Start a function in a fork of this process, which ends with it, and is ended by signals.
+    """Start a function in a fork, which ends with this process and can be ended by signals.
 
     A signal that arrives meanwhile is delivered afterwards: during a fork Python would lose the
     exception that its handler raises.
@@ -91,7 +91,7 @@ def forked(target: Callable, *arguments: Any) -> ForkProcess:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # a lock's thread is no danger
+            warnings.simplefilter("ignore", DeprecationWarning)  # a lock's thread is not a danger
             process.start()
     finally:
         try:
@@ -103,7 +103,7 @@ def forked(target: Callable, *arguments: Any) -> ForkProcess:
 
 
 def _in_fork(parent: int, target: Callable, arguments: tuple):
-    """Begin a fork with the usual effect of signals and without output."""
+    """Prepare a fork: default signal handling, no output."""
     end_with_parent(parent)
     for number in (*REQUESTS, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
@@ -146,7 +146,7 @@ def _answer(place: str, arguments: tuple) -> tuple[str, Any]:
 
 
 def _answer_of_child(place: str, arguments: tuple) -> tuple[str, Any]:
-    """Call `_answer` in a fork, which ends with this process, and leaves no temporary files."""
+    """Return the result of `_answer` in a fork, which ends with this process."""
     reader, writer = multiprocessing.Pipe(duplex=False)
     with temporary_folder(tempfile.gettempdir(), TEMPORARY, 0o700) as (folder, _):
         child = forked(_send_answer, writer, folder, place, arguments)
@@ -186,7 +186,7 @@ def kept_recipe(run: RunDir) -> Recipe | None:
 
 # %% ../../nbs/9_lab/03_jobs.ipynb #7d18a1c7
 class LaunchFile(BaseModel):
-    """`launch.json` of a run folder: how its processes are started.
+    """`launch.json` of a run folder: the command and environment of its processes.
 
     Attributes:
         command: accelerate launch ...
@@ -218,7 +218,7 @@ class LaunchFile(BaseModel):
 
 # %% ../../nbs/9_lab/03_jobs.ipynb #5a9a21b8
 class Status(BaseModel):
-    """Types of what stands in `status.json`.
+    """Types of the values in `status.json`.
 
     Attributes:
         started: seconds since 1970
@@ -237,7 +237,7 @@ class Status(BaseModel):
 
 
 def read_status(run: RunDir) -> dict:
-    """Return the contents of status.json; empty if no job was ever started.
+    """Return the contents of status.json; empty if no job was started.
 
     `pid`, `host`, `started` (seconds since 1970) and `log_offset` (first byte of the job's output
     in the log); `ended` and `exit_code` when it has ended.
@@ -288,7 +288,7 @@ def state(run: RunDir) -> str:
 # %% ../../nbs/9_lab/03_jobs.ipynb #e50be9b1
 @contextlib.contextmanager
 def reserved(run: RunDir) -> Iterator[None]:
-    """Own the folder of `run`. Raises LaunchError when another run does.
+    """Own the folder of `run` inside the block. Raises LaunchError if another run owns it.
 
     Args:
         run: an existing folder
@@ -420,7 +420,7 @@ def follow(run: RunDir, offset: int = 0):
 
 # %% ../../nbs/9_lab/03_jobs.ipynb #31e9a8b1
 def job_log(run: RunDir) -> str:
-    """Return what the last job of `run` has printed; '' before it begins its log."""
+    """Return the output of the last job of `run`; '' before its log begins."""
     if not run.log.exists():
         return ""
     with open(run.log, "rb") as log:
@@ -434,7 +434,7 @@ def job_failure(run: RunDir) -> Failure | None:
 
 
 def failure(run: RunDir, tail: int = 8) -> str:
-    """Return why the job of `run` ended, on one screen: cause and cure; the rest is in log.txt.
+    """Return why the job of `run` failed, on one screen: cause and remedy; the rest is in log.txt.
 
     Args:
         run: a run folder whose job has ended
@@ -519,7 +519,7 @@ def continue_command(run: RunDir) -> str:
 
 # %% ../../nbs/9_lab/03_jobs.ipynb #3c0456d0
 def kernel_restarts(patience: float = 1.0) -> bool:
-    """Return whether this kernel is being interrupted because it restarts.
+    """Return whether this interrupt comes from a restart of the kernel.
 
     Args:
         patience: seconds to wait for the message
@@ -566,7 +566,7 @@ def interruptible(run: RunDir) -> Iterator[None]:
 
 # %% ../../nbs/9_lab/03_jobs.ipynb #53441d63
 def last_lines(run: RunDir, count: int = 10) -> int:
-    """Return the byte at which the last `count` lines of the current job begin in the log.
+    """Return the byte offset of the last `count` lines of the current job's log.
 
     Args:
         run: a run folder whose job runs
@@ -609,7 +609,7 @@ def attach(run: RunDir | str | Path, offset: int | None = None) -> RunDir:
 
 # %% ../../nbs/9_lab/03_jobs.ipynb #1e2962f6
 def forkable():
-    """Raise LaunchError when ranks forked from this kernel could hang or lose the GPU."""
+    """Raise LaunchError if ranks forked from this kernel could hang or have no GPU."""
     torch, why = sys.modules.get("torch"), None
     if torch is None:
         return
@@ -627,7 +627,7 @@ def forkable():
 
 # %% ../../nbs/9_lab/03_jobs.ipynb #be27c3e1
 def free_port() -> int:
-    """Return a free port, if possible below those that Linux gives to connections.
+    """Return a free port, if possible below the range that Linux uses for connections.
 
     A port of a connection could be taken again before the caller listens on it.
     """
@@ -667,11 +667,11 @@ class Tee:
             stream.flush()
 
     def isatty(self) -> bool:
-        """Return False: nobody should draw bars into a log."""
+        """Return False, so that no progress bars are drawn into a log."""
         return False
 
     def fileno(self) -> int:
-        """Return the file of the last stream, for what writes without Python."""
+        """Return the file descriptor of the last stream, for code that writes without Python."""
         return self.streams[-1].fileno()
 
 # %% ../../nbs/9_lab/03_jobs.ipynb #72b89639
@@ -745,7 +745,7 @@ def environment(**values: str) -> Iterator[None]:
 # %% ../../nbs/9_lab/03_jobs.ipynb #8076115e
 @contextlib.contextmanager
 def kernel_status(run: RunDir) -> Iterator[dict]:
-    """Write that this kernel trains `run`, and at the end its exit code.
+    """Record in status.json that this kernel trains `run`, and at the end its exit code.
 
     Returns:
         the contents of status.json
@@ -773,7 +773,7 @@ def kernel_status(run: RunDir) -> Iterator[dict]:
 
 @contextlib.contextmanager
 def ranks_asked() -> Iterator[None]:
-    """Pass a signal that asks this kernel to end on to its ranks, which save.
+    """Send a signal that ends this kernel on to its ranks first, which save.
 
     Raises RequestedEnd when they have ended.
     """
@@ -802,7 +802,7 @@ def ranks_asked() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _kernel_ends(run: RunDir) -> Iterator[None]:
-    """Let a signal that the ranks have obeyed end this kernel, too."""
+    """Send the kernel the signal after which the ranks have ended."""
     try:
         yield
     except RequestedEnd as end:
@@ -812,7 +812,7 @@ def _kernel_ends(run: RunDir) -> Iterator[None]:
 
 
 def launch_here(run: RunDir):
-    """Train in forks of this kernel; a signal that asks it to end does so when they have saved.
+    """Train in forks of this kernel; a signal that ends the kernel is delayed until they saved.
 
     Raises LaunchError when that is unsafe, RunFailedError when training fails.
 
@@ -844,7 +844,7 @@ PRUNED = "pruned.txt"  # in a run folder: why its sweep has ended it
 
 
 def check_untrained(run: RunDir, recipe: Recipe) -> None:
-    """Raise LaunchError for a run that has been trained and that its recipe does not resume."""
+    """Raise LaunchError for a run that has steps already, unless its recipe resumes it."""
     if run.metrics.exists() and not recipe.resume:
         raise LaunchError(
             f"{run.path} has been trained already; prepare a new run, or one with resume=latest"

@@ -18,7 +18,7 @@ EXCEPTION = re.compile(
 
 # %% ../../nbs/9_lab/02_logs.ipynb #6ce291a1
 def failure_line(text: str) -> str:
-    """Return what went wrong, in one line.
+    """Return the error that a log shows, in one line.
 
     Args:
         text: output of a process
@@ -41,13 +41,13 @@ NOISE = re.compile(
 
 
 class TracebackFilter:
-    """Tells whether a line of a log belongs to a traceback, or to the error of a rank."""
+    """Decides whether a line of a log belongs to a traceback or to the error of a rank."""
 
     def __init__(self):
         self.inside = False
 
     def __call__(self, line: str) -> bool:
-        """Look at the next line.
+        """Return True if the next line belongs to a traceback.
 
         Args:
             line: without its end
@@ -70,7 +70,7 @@ def progress_bar(line: str, width: int = 24) -> str:
 
 # %% ../../nbs/9_lab/02_logs.ipynb #636c587b
 class LogEcho:
-    """Prints lines of a log, progress lines only now and then.
+    """Prints lines of a log; progress lines at most once in a while.
 
     Args:
         every: seconds between two progress lines at first
@@ -116,7 +116,7 @@ class LogEcho:
             print(line, flush=True)
 
     def close(self):
-        """Show the last progress line if it was held back, and end the bar's line."""
+        """Print the last progress line if it was held back, and end the bar's line."""
         if self.waiting:
             self._show(self.waiting)
             self.waiting = None

@@ -289,7 +289,7 @@ MANY_CUT = 0.01  # share of images that lose too much, from which another fit is
 
 
 def wanted_fit(recipe: Recipe, costs: Sequence[Mapping[str, Any]]) -> str:
-    """Return the `fit` that keeps more than the one in use; '' = it keeps enough.
+    """Return a `fit` that would keep more of the images; '' = the present one keeps enough.
 
     Args:
         recipe: the run's recipe
@@ -419,7 +419,7 @@ def cut_captions(recipe: Recipe, ids: Sequence[str], count: TokenCount) -> list[
 
 
 def cut_allowed(samples: int) -> int:
-    """Return how many captions may be cut, so that one long one does not set the price of all."""
+    """Return how many captions may be cut, so that one long caption does not slow all steps."""
     return max(samples // 100, int(samples >= 20))
 
 
@@ -446,7 +446,7 @@ def wanted_tokens(recipe: Recipe, counts: Iterable[TokenCount]) -> int:
 def token_choices(
     recipe: Recipe, counts: Sequence[TokenCount], flops: Callable[[Recipe], float] | None = None
 ) -> list[dict[str, float]]:
-    """Compare values of text_tokens: what each cuts, and how long a step takes with it.
+    """Compare values of text_tokens: how many captions each cuts, and the time per step.
 
     Args:
         recipe: the run's recipe
@@ -590,7 +590,7 @@ SIDES = (512, 768, 1024, 1280, 1536, 2048)  # resolutions that are compared
 
 
 def read_facts(collection: SampleCollection, workers: int | None = None) -> list[PictureFacts]:
-    """Look at the pixels of every image, and at the letters of some; an empty one where that fails.
+    """Return facts about the pixels of every image, and letter heights of some; empty on failure.
 
     Args:
         collection: samples with `image`
@@ -692,7 +692,7 @@ def trivial_captions(ids: Sequence[str], captions: Sequence[tuple[str, ...]]) ->
 # %% ../../nbs/9_lab/16_look.ipynb #7b4cda36
 @dataclass
 class DataLook:
-    """The findings about a collection.
+    """The findings of an inspection of a collection.
 
     Attributes:
         data: the recipe's field
@@ -908,7 +908,7 @@ def recommended_fields(recipe: Recipe, look: DataLook) -> dict[str, Any]:
 
 
 def clean_list(collection: SampleCollection, look: DataLook, path: Path) -> Path | None:
-    """List the rows without duplicates, for the recipe's field `metadata`.
+    """Return a list of the rows without duplicates, for the recipe's field `metadata`.
 
     Args:
         collection: result of `opened_data`
@@ -972,7 +972,7 @@ HEADERS = 1000  # images whose header is read
 
 
 def _fill_in(source: object, row: Row, known: dict) -> bool:
-    """Fill in size and digest of a row where this is cheap; return False for a bad row."""
+    """Fill in size and digest of a row if this is cheap; return False for an unusable row."""
     try:
         if finding := known.get(source.stamp(row)):
             row.width, row.height, row.digest = finding
@@ -998,7 +998,7 @@ def small_model_notes(recipe: Recipe) -> list[str]:
 
 
 def _check_columns(recipe: Recipe, rows: Sequence[Row], listed: bool):
-    """Raise RecipeError as a run would for columns that it reads, as far as they are listed."""
+    """Raise RecipeError as a run would for missing columns, as far as they are listed."""
     from sciftune.data.splits import check_columns
 
     if not listed:  # masks and words of shards

@@ -87,7 +87,7 @@ def tokens_table(look: DataLook) -> Table:
 
 # %% ../../nbs/9_lab/26_look_page.ipynb #a69bb411
 def choices_table(look: DataLook) -> Table:
-    """Return values of text_tokens: what each cuts, and the most time that it takes."""
+    """Return values of text_tokens: how many captions each cuts, and its largest cost in time."""
     rows = [
         [choice["tokens"], percent(choice["cut"]), f"{choice.get('time', 1):.2f} of now"]
         for choice in look.choices

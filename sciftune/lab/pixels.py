@@ -65,7 +65,7 @@ MOST_PIECES = 4000
 
 
 def letter_height(image: Image.Image) -> float | None:
-    """Return the height of a picture's small letters in pixels; None = it seems to have none.
+    """Return the height of a picture's small letters in pixels; None = no letters were found.
 
     Args:
         image: in colour
@@ -120,7 +120,7 @@ class PictureFacts:
 
 
 def picture_facts(data: bytes, letters: bool = True) -> PictureFacts:
-    """Look at the pixels of an image. Raises DataError for what is none.
+    """Return facts about an image's pixels. Raises DataError if it cannot be decoded.
 
     Args:
         data: encoded image

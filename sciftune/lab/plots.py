@@ -61,7 +61,7 @@ def validation_rows(run: RunDir | str | Path) -> list[dict]:
 
 # %% ../../nbs/9_lab/01_plots.ipynb #b8a094a9
 def column(rows: list[dict], key: str) -> np.ndarray:
-    """Return the values of `key`, with nan where a row lacks it.
+    """Return the values of `key`, with nan if a row lacks it.
 
     Args:
         rows: rows of metrics.jsonl
@@ -196,7 +196,7 @@ def font_with(letter: str) -> str:
 
 
 def with_fonts(text: str) -> tuple[str, list[str]]:
-    """Return a text as it can be drawn here, and the files of the fonts that have its letters.
+    """Return a text that can be drawn here, and the files of the fonts that have its letters.
 
     Letters that no font here has (Chinese ones, where none is installed) become □.
     """
@@ -237,7 +237,7 @@ def empty_figure(title: str, why: str) -> Figure:
 
 # %% ../../nbs/9_lab/01_plots.ipynb #51115efe
 def body_limit(*values: np.ndarray | list[float]) -> float:
-    """Return an upper limit for an axis from 0 that shows the body of `values`, not their spikes.
+    """Return an upper limit for an axis from 0 that shows the bulk of `values`, not their spikes.
 
     Args:
         *values: arrays of any shape, nan allowed
@@ -744,7 +744,7 @@ def plan_against_use(run: RunDir | str | Path) -> Table:
 
 
 def _beside_the_allocator(rows: list[dict], plan: Plan) -> list[list]:
-    """Return lines of what GPUs hold outside of the allocator, and of its retries."""
+    """Return lines on GPU memory outside of the allocator, and on its retries."""
     rows = [row for row in rows if "memory_other_gib" in row]
     if not rows:
         return []

@@ -87,12 +87,12 @@ def absolute_path(path: str, root: Path) -> str:
 
 
 def _absolute_root(run_root: str) -> str:
-    """Return the folder of runs; a relative one lies below the repository."""
+    """Return the folder of runs; a relative one is below the repository."""
     return str(project_root() / Path(run_root).expanduser())
 
 # %% ../../nbs/9_lab/06_prepare.ipynb #cadcdfcd
 def absolute_data(path: str, root: Path) -> str:
-    """Return the path of data as an absolute one. Raises LaunchError where there is nothing.
+    """Return the path of data as an absolute one. Raises LaunchError if there is nothing.
 
     Args:
         path: a path, a pattern, a drawn collection, or an address
@@ -111,13 +111,13 @@ def absolute_data(path: str, root: Path) -> str:
 
 
 def _drawn_hint() -> str:
-    """Return what draws its own data, for a message; '' if nothing does."""
+    """Return which settings would draw data on first use, for a message; '' if none does."""
     names = " or ".join(f"data='{name}'" for name in records("collections"))
     return names and f"; {names} draws its own"
 
 
 def _nothing(field: str, path: str, root: Path) -> str:
-    """Return the error that a path of the recipe names nothing, and where it was looked for."""
+    """Return the error for a path of the recipe that does not exist, and where it was looked up."""
     looked = " and ".join(dict.fromkeys([str(Path.cwd()), str(root)]))
     return f"{field}: no such file or folder: {path} (looked in {looked})"
 
@@ -133,7 +133,9 @@ INPUT_FIELDS = (
 
 
 def absolute_input(field: str, path: str, root: Path) -> str:
-    """Return the absolute path of a file or folder that a run reads. LaunchError without one.
+    """Return the absolute path of a file or folder that a run reads.
+
+    Raises LaunchError if it is missing.
 
     Args:
         field: one of `INPUT_FIELDS`, or a part of a family
@@ -169,7 +171,7 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
 
 # %% ../../nbs/9_lab/06_prepare.ipynb #6d0b6ccf
 def parameters_of(namespace: dict[str, Any]) -> dict[str, Any]:
-    """Return the plain values that a person or papermill put into `namespace`, except `_names`.
+    """Return the plain values in `namespace` that a person or papermill set, except `_names`.
 
     Args:
         namespace: globals() of the notebook
@@ -287,14 +289,14 @@ def _rows_there(path: str, metadata: str, *changed: float) -> int:
 
 
 def _count_rows(path: str, metadata: str) -> int:
-    """Return the number of rows in a collection, which is listed once in a process."""
+    """Return the number of rows in a collection, which is listed once per process."""
     root = project_root()
     files = [absolute_data(path, root), absolute_path(metadata, root)]
     return _rows_there(*files, *(os.path.getmtime(f) for f in files if os.path.exists(f)))
 
 
 def count_pictures(recipe: Recipe) -> int:
-    """Return the number of pictures in the data of a recipe; 0 where reading them would tell.
+    """Return the number of pictures in a recipe's data; 0 if it cannot be had without reading them.
 
     Distillation from a file of captions counts those.
 
@@ -321,7 +323,7 @@ def count_pictures(recipe: Recipe) -> int:
 
 
 def _resolved(given: dict[str, Any]) -> Recipe:
-    """Return the recipe of these parameters, on top of the recipe of the run that they continue."""
+    """Return the recipe of these parameters, based on the run that they continue, if any."""
     if earlier := continued_recipe(given):
         return resolve(processes_here, earlier, **given)
     gpu = bool(given.get("plan_device") or not given.get("cpu") and gpus())
@@ -339,7 +341,7 @@ def _resolved(given: dict[str, Any]) -> Recipe:
 
 # %% ../../nbs/9_lab/06_prepare.ipynb #f4ebc07f
 def planned(recipe: Recipe, target: Path, at: Path | None = None) -> Plan:
-    """Return the plan of a run after writing it; a process of its own imports little for it.
+    """Return the plan of a run after writing it, computed in a process that imports little for it.
 
     Args:
         recipe: with absolute paths
@@ -384,7 +386,7 @@ def same_run(a: Recipe, b: Recipe) -> bool:
 
 # %% ../../nbs/9_lab/06_prepare.ipynb #25374a0a
 def choose_folder(recipe: Recipe) -> RunDir | None:
-    """Return the run folder of `recipe`. Raises LaunchError for a name that is taken.
+    """Return the run folder of `recipe`. Raises LaunchError for a name that another run has.
 
     resume='latest' makes a new one where there is none, so that a script can be started again.
 
@@ -409,7 +411,7 @@ def choose_folder(recipe: Recipe) -> RunDir | None:
 
 # %% ../../nbs/9_lab/06_prepare.ipynb #28066726
 def _nothing_to_continue(recipe: Recipe) -> str:
-    """Return the note that resume='latest' finds no run, with the nearest name."""
+    """Return a note that resume='latest' found no run, with the nearest name."""
     names = sorted(path.parent.name for path in Path(recipe.run_root).glob("*/recipe.yaml"))
     kind = f"{recipe.stem} run"
     what = f"run '{recipe.name}'" if recipe.name else kind
@@ -437,7 +439,7 @@ def _checkpoint(run: RunDir | None, recipe: Recipe) -> Path | None:
 
 
 def _not_taken(run: RunDir, recipe: Recipe):
-    """Raise LaunchError when `run` holds another recipe's run, or steps of this one's."""
+    """Raise LaunchError if `run` belongs to another recipe, or has steps of this one."""
     old = kept_recipe(run)
     if old and not same_run(old, recipe):
         raise LaunchError(
@@ -472,7 +474,7 @@ def differences(old: Recipe, new: Recipe) -> str:
 
 # %% ../../nbs/9_lab/06_prepare.ipynb #1275ed99
 def keep_run_secrets(run: RunDir, recipe: Recipe):
-    """Keep the secrets of addresses for the ranks, readable by the owner. Raises LaunchError."""
+    """Write the secrets of addresses for the ranks, readable by the owner. Raises LaunchError."""
     texts = [path for path, _ in recipe.sources]
     texts += [value for name, value in recipe if name != "data" and isinstance(value, str)]
     try:
@@ -487,7 +489,7 @@ def keep_run_secrets(run: RunDir, recipe: Recipe):
 
 # %% ../../nbs/9_lab/06_prepare.ipynb #5a51eb68
 def with_steps(recipe: Recipe) -> Recipe:
-    """Return `recipe` with the steps of its `num_train_epochs`. Raises LaunchError.
+    """Return `recipe` with the steps that its `num_train_epochs` means. Raises LaunchError.
 
     Args:
         recipe: with absolute paths
@@ -598,7 +600,7 @@ def data_drawn(recipe: Recipe) -> Iterator[None]:
 
 
 def _draw(places: list[str], recipe: Recipe):
-    """Draw; remove what is unfinished when terminated."""
+    """Draw a collection; remove the unfinished part when terminated."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     for place in places:
@@ -649,7 +651,7 @@ def prepare_run(recipe: Recipe, early: EarlyJob | None = None) -> RunDir:
 
 
 def _check_prerequisites(recipe: Recipe):
-    """Raise RecipeError for what only a rank would miss: packages, drawn collections."""
+    """Raise RecipeError for missing packages or drawn collections, before a rank would."""
     if recipe.launcher != "print":  # files for another machine
         check_packages(recipe)
     own_prompts(recipe, verify=True)
@@ -659,7 +661,7 @@ def _check_prerequisites(recipe: Recipe):
 
 
 def _check_run_root(root: Path):
-    """Raise LaunchError where a file stands in the place of a folder."""
+    """Raise LaunchError if a file has the name of a folder that the run needs."""
     there = next(path for path in (root, *root.parents) if path.exists())
     if not there.is_dir():
         raise LaunchError(f"run_root: {there} is a file; give a folder")
@@ -677,7 +679,7 @@ def _refused_by_system(recipe: Recipe, error: OSError) -> str:
 
 
 def _written_run(run: RunDir | None, recipe: Recipe, early: EarlyJob | None) -> RunDir:
-    """Return the folder of a run, a new one if there is none, with everything in it."""
+    """Return the complete folder of a run; it is created if there is none."""
     fresh = run is None
     run = run or new_run(recipe)
     named = recipe.model_copy(update={"name": run.path.name})
@@ -690,7 +692,7 @@ def _written_run(run: RunDir | None, recipe: Recipe, early: EarlyJob | None) -> 
 
 @contextlib.contextmanager
 def _removed_on_error(run: RunDir, mine: bool) -> Iterator[None]:
-    """Remove a folder of this launch's own making when the body raises."""
+    """Remove a folder that this launch created if the body raises."""
     try:
         yield
     except BaseException:
@@ -700,7 +702,7 @@ def _removed_on_error(run: RunDir, mine: bool) -> Iterator[None]:
 
 
 def _write_run(run: RunDir, recipe: Recipe, early: EarlyJob | None):
-    """Plan and check the data aside, then write."""
+    """Plan and check the data in a temporary folder, then write the run folder."""
     with tempfile.TemporaryDirectory() as aside:
         keep_run_secrets(run, recipe)
         written = recipe.save(Path(aside) / "recipe.yaml")

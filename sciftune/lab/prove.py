@@ -70,7 +70,7 @@ def weights_deviation(whole: Path, other: Path) -> float:
 # %% ../../nbs/9_lab/15_prove.ipynb #b1cc7836
 @dataclass
 class Proof:
-    """The comparison of a run that was killed and resumed with an uninterrupted one.
+    """The comparison of a killed and resumed run with an uninterrupted one.
 
     Attributes:
         whole: numbers of the uninterrupted run
@@ -97,7 +97,7 @@ class Proof:
         }
 
     def missing(self) -> list[tuple[int, str]]:
-        """Return the (step, name) keys that only one of the two records has."""
+        """Return the (step, name) keys that only one of the two runs recorded."""
         return sorted(self.whole.keys() ^ self.resumed.keys())
 
     def worst(self) -> float:
@@ -106,7 +106,7 @@ class Proof:
         return max((value if value == value else float("inf") for value in every), default=0.0)
 
     def holds(self, tolerance: float) -> bool:
-        """Return whether no number is missing and none deviates more than `tolerance`."""
+        """Return whether no number is missing and none deviates by more than `tolerance`."""
         return bool(self.whole) and not self.missing() and self.worst() <= tolerance
 
     def table(self) -> str:
@@ -201,7 +201,7 @@ def prove(
 
 
 def _check(recipe: Recipe, at: int) -> None:
-    """Raise LaunchError if the recipe cannot be proven."""
+    """Raise LaunchError if a resume of the recipe cannot be verified."""
     if recipe.num_machines > 1:
         raise LaunchError(f"num_machines is {recipe.num_machines}; a proof runs on one machine")
     if not 0 < recipe.checkpoint_steps <= at < recipe.steps:

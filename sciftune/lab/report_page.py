@@ -135,7 +135,7 @@ def svg(figure: Figure, name: str) -> Markup:
 
 # %% ../../nbs/9_lab/29_page.ipynb #85ad60d8
 def data_uri(path: Path, largest: int = 640) -> str:
-    """Encode a picture as a data URI, 'data:image/...'. Raises OSError if `path` is no picture.
+    """Encode a picture as a data URI, 'data:image/...'. Raises OSError if `path` is not a picture.
 
     Args:
         path: file of the picture
@@ -358,7 +358,7 @@ def rendered(template: str, **values: Any) -> str:
 
 # %% ../../nbs/9_lab/29_page.ipynb #2516eff9
 def page_values(run: RunDir) -> dict:
-    """Return the values that the template reads."""
+    """Return the values that the template uses."""
     pictures = pictures_for_page(run)
     recipe = recipe_of(run)
     return dict(

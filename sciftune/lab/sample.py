@@ -166,7 +166,7 @@ def checkpoint_source(checkpoint: Path, state: str = "weight") -> ModelSource:
 
 
 def _began_with(export: Export) -> Mapping[str, Tensor]:
-    """Return the tensors of its base that a run had changed before the first step."""
+    """Return the tensors of its base that a run had changed before its first step."""
     recipe = export.recipe
     if recipe.start_from:
         start = Path(recipe.start_from)
@@ -262,7 +262,7 @@ def checkpoint_sources(run: str | Path, steps: str, state: str = "weight") -> li
 
 
 def find_weights(where: str | Path, state: str = "weight", base: str | Path = "") -> ModelSource:
-    """Find the weights that `where` names. Raises ValueError if it is none of these.
+    """Return the source of the weights that `where` names. Raises ValueError if it is not weights.
 
     Args:
         where: run, checkpoint, model folder, hub id, adapter, or name of a nano model
@@ -383,7 +383,7 @@ def request_of(prompt: DrawnPrompt, seed: int = 0, **usual: Any) -> Request:
 
 
 def settled_request(sample: Request, source: ModelSource) -> Request:
-    """Fill in the source's values for None.
+    """Return a request with the source's values in place of None.
 
     Raises ValueError for a size or a number of references that the model does not support.
     """
@@ -462,7 +462,7 @@ def draw_samples(
 
 
 def caption_of(family: Family, sample: Request, prompt: str) -> tuple[str, tuple]:
-    """Return what the embedding of a caption depends on: its text, the files its encoder sees.
+    """Return what the embedding of a caption depends on: its text, and the images its encoder sees.
 
     Args:
         family: family of the model
@@ -480,7 +480,7 @@ def encoded_captions(
     device: torch.device | str,
     strength: float = 1.0,
 ) -> dict[tuple, dict]:
-    """Encode the prompts of samples, and the negative caption of each, one by one.
+    """Return the embeddings of samples' prompts, and of the negative caption of each.
 
     Args:
         source: weights that draw

@@ -31,7 +31,7 @@ HEIGHTS = (0, 6, 8, 10, 12, 16, 24, 1000)  # limits of the size classes in pixel
 
 
 def legibility(words: Iterable[Word]) -> list[dict]:
-    """Count labels and the found ones among them by the size of their letters.
+    """Return the numbers of labels and of found labels by the size of their letters.
 
     Args:
         words: words of any number of pictures
@@ -77,7 +77,7 @@ def interval(
     return dict(**rounded, pictures=len(sums))
 
 # %% ../../nbs/9_lab/17_scores.ipynb #4967e52d
-FEWEST = 16  # pictures; a score of fewer is no headline
+FEWEST = 16  # pictures; a score of fewer is not a headline
 
 
 def score_text(score: Mapping | None) -> str:
@@ -111,7 +111,7 @@ def _away(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def changed_part(
     image: Image.Image, before: Image.Image, after: Image.Image, mask: np.ndarray
 ) -> tuple[float, float]:
-    """Measure how much of a requested change was made.
+    """Return how much of a requested change was made.
 
     Args:
         image: picture made by a model
@@ -129,7 +129,7 @@ def changed_part(
 
 
 def _within(a: np.ndarray, b: np.ndarray, limit: np.ndarray) -> np.ndarray:
-    """Return where (H,W) `b` has the colour of `a` at most one pixel away."""
+    """Return a mask (H,W): `b` has the colour of `a` at most one pixel away."""
     padded = np.pad(b, ((1, 1), (1, 1), (0, 0)), mode="edge")
     height, width = a.shape[:2]
     shifts = [padded[i : i + height, j : j + width] for i in range(3) for j in range(3)]
@@ -137,7 +137,7 @@ def _within(a: np.ndarray, b: np.ndarray, limit: np.ndarray) -> np.ndarray:
 
 
 def kept_part(image: Image.Image, before: Image.Image, mask: np.ndarray) -> tuple[float, float]:
-    """Measure how much of the unmasked picture has stayed as it was.
+    """Return how much of the unmasked picture is unchanged.
 
     Args:
         image: picture made by a model
@@ -165,7 +165,7 @@ def kept_part(image: Image.Image, before: Image.Image, mask: np.ndarray) -> tupl
 # %% ../../nbs/9_lab/17_scores.ipynb #9cdaac1f
 @dataclass(frozen=True)
 class EditTruth:
-    """The true pictures of an edit, as files, and what can be read in them.
+    """The true pictures of an edit, as files, and the words that can be read in them.
 
     Attributes:
         references: pictures that are given; the first is the one to be changed
@@ -248,7 +248,7 @@ def edit_parts(
     read: list[Reading] | None = None,
     known_by: Mapping[str, Scorer] = MappingProxyType({}),
 ) -> Parts:
-    """Score whether an edit has happened and the rest has stayed.
+    """Return scores of whether an edit succeeded and the rest is unchanged.
 
     Args:
         image: picture made by a model
@@ -276,7 +276,7 @@ def edit_parts(
 
 
 def _edit_words(truth: EditTruth, read: list[Reading]) -> dict[str, tuple[float, float]]:
-    """Score the words that have come, gone and stayed."""
+    """Return scores of the words that appeared, disappeared and stayed."""
     words = match_words([Label(t) for t in (*truth.come, *truth.stay)], read)
     found = [w.state == "found" for w in words[: len(truth.come) + len(truth.stay)]]
     come, stay = sum(found[: len(truth.come)]), sum(found[len(truth.come) :])
@@ -289,7 +289,7 @@ def _edit_words(truth: EditTruth, read: list[Reading]) -> dict[str, tuple[float,
 
 
 def _titles(what: str) -> dict[str, str]:
-    """Join one table of score -> title of all records."""
+    """Return one table of all records: score -> title."""
     tables = (getattr(record, what) for record in records("scores").values())
     return {name: title for table in tables for name, title in table.items()}
 
@@ -302,7 +302,7 @@ EDIT_CHECKS = dict(
 
 
 def _verdicts(parts: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
-    """Add the two answers of a picture to its parts, and whether both are yes."""
+    """Add the two verdicts on a picture to its parts, and whether both are yes."""
     for answer, limits in EDIT_CHECKS.items():
         shares = [(parts[n][0] / parts[n][1], limits[n]) for n in limits if n in parts]
         if shares:
@@ -388,7 +388,7 @@ def keep_evaluation(
     run: Path | str,
     row: Evaluation,
 ):
-    """Write a row, replacing one of the same name."""
+    """Write a row of evaluation.jsonl, replacing one of the same name."""
     rows = [r for r in read_evaluation(run) if r.name != row.name] + [row]
     lines = [json.dumps(asdict(r), ensure_ascii=False) for r in rows]
     write_atomic(evaluation_file(run), "\n".join(lines) + "\n")

@@ -245,7 +245,7 @@ class EvaluatedScore:
 
     @property
     def few(self) -> bool:
-        """Return whether it rests on too few pictures to be a headline."""
+        """Return whether the score rests on too few pictures to be a headline."""
         return 0 < self.pictures < FEWEST
 
     def cells(self) -> list[str]:
@@ -315,7 +315,7 @@ def data_findings(run: RunDir | str | Path) -> list[list[str]]:
 # %% ../../nbs/9_lab/28_summary.ipynb #1c3ee0d1
 @dataclass(frozen=True)
 class Number:
-    """A number of the first screen.
+    """A number on the first screen of a report.
 
     Attributes:
         value: with its unit; '–' = unknown
@@ -421,7 +421,7 @@ def differing_fields(recipe: Recipe) -> list[tuple[str, str, str]]:
 
 
 def typed_value(value: object) -> str:
-    """Format the value of a recipe field as one would type it."""
+    """Return the value of a recipe field as one would type it."""
     if isinstance(value, (tuple, list)):
         return ", ".join(map(str, value)) or "none"
     return f"{value:g}" if isinstance(value, float) else str(value) or "none"

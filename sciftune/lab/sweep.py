@@ -47,7 +47,7 @@ ONE_WORD = ("model", "preset", "objective", "strategy", "timestep_shift")  # tex
 
 
 def holds_commas(name: str) -> bool:
-    """Return whether one value of a recipe field (or of a script's option) may contain a comma."""
+    """Return whether a value of a recipe field (or of a script's option) may contain a comma."""
     if name not in Recipe.model_fields or name in ONE_WORD:
         return False
     kinds = {Recipe.model_fields[name].annotation}
@@ -56,7 +56,7 @@ def holds_commas(name: str) -> bool:
 
 
 def values_of(name: str, texts: list[str]) -> list[str]:
-    """Return the values of a field that a sweep goes through, each once, in order.
+    """Return the distinct values of a field in a sweep, in order.
 
     Args:
         name: name of a recipe field
@@ -79,7 +79,7 @@ def range_of(values: Sequence[str]) -> tuple[float, float] | None:
 
 
 def drawn_value(values: Sequence[str], share: float) -> str:
-    """Return the value at a share of a range or a list, with three digits in a range.
+    """Return the value at a share (0 to 1) of a range or a list; three digits in a range.
 
     Args:
         values: of `values_of`
@@ -152,7 +152,7 @@ class Points:
         return Point(f"{self.sweep}_{label}", settings)
 
     def tell(self, loss: float, step: int, ended: str):
-        """Take the result of the newest point: its best held-out loss, last step, and state."""
+        """Record the result of the newest point: best held-out loss, last step, state."""
 
 
 class RandomPoints(Points):
@@ -176,7 +176,7 @@ class OptunaPoints(RandomPoints):
     """Iterate over points that Optuna chooses by the best held-out losses of those before.
 
     Each point comes once. Those in the file `kept` come first, so that a resumed sweep has the same
-    points even where a result has changed. Raises CommandError where Optuna is not installed.
+    points even where a result has changed. Raises CommandError if Optuna is not installed.
     """
 
     ahead = False
@@ -209,7 +209,7 @@ class OptunaPoints(RandomPoints):
             yield point
 
     def _new_point(self, names: set[str]) -> Point | None:
-        """Return a point whose name is none of `names`; None if many suggestions are known."""
+        """Return a point whose name is not in `names`; None after many repeated suggestions."""
         from optuna.samplers import RandomSampler, TPESampler
         from optuna.trial import TrialState
 
@@ -233,7 +233,7 @@ class OptunaPoints(RandomPoints):
         return drawn_value(values, min(self.trial.suggest_float(name, 0, 1), 1 - 1e-9))
 
     def tell(self, loss: float, step: int, ended: str):
-        """Tell Optuna the result of the newest point."""
+        """Report the result of the newest point to Optuna."""
         from optuna.trial import TrialState
 
         if not math.isfinite(loss) or ended not in ("finished", "pruned"):
@@ -249,7 +249,7 @@ SEARCHES = dict(grid=Points, random=RandomPoints, optuna=OptunaPoints)
 
 
 def choices_of(options: Sequence[str]) -> dict[str, list[str]]:
-    """Return the values of every field. Raises CommandError for another option.
+    """Return the values of every field of a sweep. Raises CommandError for an unknown option.
 
     Args:
         options: -p NAME VALUE ..., for `papermill_options`
@@ -270,7 +270,7 @@ LOOK_EVERY = 1.0  # seconds
 
 
 def held_out_gains(run: RunDir) -> dict[int, float]:
-    """Return how far the best held-out loss lies below the first one: step -> gain."""
+    """Return how far the best held-out loss is below the first one: step -> gain."""
     gains, best, start = {}, math.inf, math.nan
     for row in validation_rows(run):
         if math.isnan(start):
@@ -311,7 +311,7 @@ def pruned(run: RunDir, others: Sequence[RunDir], share: float) -> Iterator[None
     over = threading.Event()
 
     def watch():
-        """Look at the validations."""
+        """Compare the validations with those of the best run."""
         while not over.wait(LOOK_EVERY):
             why = run.metrics.exists() and clearly_worse(run, others, share)
             if why and (job := job_process(run)) and job.pid != os.getpid():
@@ -346,7 +346,7 @@ def point_words(point: Point, run: RunDir) -> list[str] | None:
 
 
 def said_of(run: RunDir) -> str:
-    """Return the message that a sweep prints for the run folder of a point."""
+    """Return the message that a sweep prints for a point's run folder."""
     if why := pruned_reason(run):
         return f"was ended early: {why}"
     now = state(run)
@@ -396,7 +396,7 @@ def run_points(points: Points, launch: Callable = train_command, share: float = 
 
 
 def _kept_file(points: Points) -> Path:
-    """Return the file beside the runs that holds the points of a search."""
+    """Return the file beside the runs in which the points of a search are stored."""
     folders = points.choices.get("run_root") or points.choices.get("output_dir")
     root = Path(folders[0] if folders else Recipe().run_root)
     return project_root() / root.expanduser() / f"{points.sweep.replace('/', '-')}.points.json"

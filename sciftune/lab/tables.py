@@ -117,7 +117,7 @@ class FieldGroup:
 
     @classmethod
     def of(cls, section: type[Section], objectives: tuple[str, ...] = ()) -> "FieldGroup":
-        """Return the fields that `section` itself defines, which `objectives` bring."""
+        """Return the fields that `section` defines itself; `objectives` are those that read it."""
         names = [name for name in section.__annotations__ if name in Recipe.model_fields]
         own = {name: Recipe.model_fields[name] for name in names}
         name = section.__name__.removesuffix("Section")
@@ -125,7 +125,7 @@ class FieldGroup:
 
     @property
     def title(self) -> str:
-        """Return the name, with the objectives if only they read it."""
+        """Return the section's name, with the objectives if only they read it."""
         return f"{self.name} ({', '.join(self.objectives)})" if self.objectives else self.name
 
     def rows(self, code: bool = False) -> list[list[str]]:

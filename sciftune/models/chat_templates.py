@@ -30,7 +30,7 @@ def _memory_now() -> int:
 
 
 def _answer(request: bytes) -> dict:
-    """Answer a request with the text, or with what is wrong."""
+    """Return the rendered text for a request, or the error."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     template, turns, values = json.loads(request)
@@ -48,7 +48,7 @@ def _answer(request: bytes) -> dict:
 
 
 def render_requests() -> None:
-    """Answer requests, a line of JSON each, until there are no more."""
+    """Render requests from standard input, a line of JSON each, until there are no more."""
     import transformers.utils.chat_template_utils  # noqa: F401 (before the limit)
 
     most = _memory_now() + MEMORY
@@ -66,7 +66,7 @@ class TemplateProcess:
         self.child = None
 
     def __call__(self, template: str, turns: list[dict], values: dict) -> str:
-        """Render. Raises ValueError saying what is wrong with the template.
+        """Render turns. Raises ValueError with the template's error.
 
         Args:
             template: Jinja source
@@ -106,7 +106,7 @@ class TemplateProcess:
 
 @functools.cache
 def _template_process(owner: int) -> TemplateProcess:
-    """Start the child of a process; a fork starts its own."""
+    """Return the child of this process, started at first use; a fork starts its own."""
     return TemplateProcess()
 
 

@@ -55,7 +55,7 @@ layout_named = torch.serialization._get_layout
 
 
 def metadata_classes() -> tuple[Any, Any]:
-    """Return two more such classes, of a place in a file and of memory formats.
+    """Return two classes of checkpoint metadata: of a position in a file and of memory formats.
 
     torch 2.13: importing them takes a third of a second.
     """
@@ -66,7 +66,7 @@ def metadata_classes() -> tuple[Any, Any]:
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """Return what identifies a storage while it exists.
+    """Return an identifier of a storage that is unique while the storage exists.
 
     torch 2.13: on meta `data_ptr` is 0 for all storages.
     """
@@ -82,7 +82,7 @@ def backward_pass() -> int:
 
 
 def release_pinned_memory():
-    """Give page-locked memory that is free back to the host.
+    """Return free page-locked memory to the system.
 
     torch 2.13: `torch.cuda.empty_cache` leaves it cached.
     """
@@ -101,7 +101,7 @@ def end_workers(iterator: _BaseDataLoaderIter) -> list:
 
 # %% ../../nbs/4_models/00_compat.ipynb #32547620
 def mark_varying(tensor: Tensor, dims: int | list[int], strict: bool = True):
-    """Tell the compiler that sizes of a tensor vary.
+    """Mark sizes of a tensor as varying, for the compiler.
 
     torch 2.13: `torch.compile(dynamic=...)` means all sizes of all tensors.
 
@@ -136,7 +136,7 @@ def on_compilation(begin: Callable, end: Callable):
 
 
 def raise_recompile_limit(limit: int):
-    """Let a function have at least `limit` graphs before the compiler gives up on it.
+    """Allow a function at least `limit` graphs before the compiler gives up on it.
 
     torch 2.13: the limit of 8 has no public name.
     """
@@ -144,7 +144,7 @@ def raise_recompile_limit(limit: int):
 
 
 def stop_mixed_reductions():
-    """Let Inductor reduce rows and columns in kernels of their own, where this torch mixes them.
+    """Make Inductor reduce rows and columns in separate kernels, if this torch mixes them.
 
     torch 2.13: the option has no public name.
     """
@@ -155,7 +155,7 @@ def stop_mixed_reductions():
 
 
 def recompute_used_far_apart():
-    """Let backward compute again what both sides of a matrix product use.
+    """Allow backward to recompute values that both sides of a matrix product use.
 
     torch 2.13: `torch.compile` takes no options of the partitioner.
     """
@@ -166,7 +166,7 @@ def recompute_used_far_apart():
 
 
 def keep_autograd_functions():
-    """Let graphs that call autograd functions be among those that are kept between runs.
+    """Allow graphs that call autograd functions to be cached between runs.
 
     torch 2.13: `torch.compile` has no such option; without it every start traces them again.
     """
@@ -177,7 +177,7 @@ def keep_autograd_functions():
 
 
 def quiet_selective_checkpoints():
-    """Leave out the warning that a selectively recomputed region must change nothing in place.
+    """Suppress the warning that selectively recomputed regions must not change tensors in place.
 
     torch 2.11: it is logged for every graph. Compiled code has no operation in place.
     """
@@ -195,7 +195,7 @@ def default_compile_cache() -> str:
 
 # %% ../../nbs/4_models/00_compat.ipynb #f12001f9
 def ignore_in_ddp(module: nn.Module, names: list[str]):
-    """Let DistributedDataParallel leave parameters alone, which it would send to all ranks.
+    """Exclude parameters from DistributedDataParallel, which would send them to all ranks.
 
     torch 2.13: its constructor has no such argument.
 
@@ -208,7 +208,7 @@ def ignore_in_ddp(module: nn.Module, names: list[str]):
 
 
 def begin_fsdp(root: nn.Module):
-    """Prepare an FSDP2 root as its first forward pass would.
+    """Initialise an FSDP2 root as its first forward pass would.
 
     torch 2.13: a parameter's gradient cannot be switched before.
 
@@ -219,7 +219,7 @@ def begin_fsdp(root: nn.Module):
 
 # %% ../../nbs/4_models/00_compat.ipynb #fd460826
 def use_gloo():
-    """Let accelerate run FSDP2 and DeepSpeed over gloo on a machine without a GPU.
+    """Allow accelerate to run FSDP2 and DeepSpeed over gloo on a machine without a GPU.
 
     accelerate 1.15: on CPUs it chooses DDP whatever the configuration says.
     """
@@ -236,7 +236,7 @@ def use_gloo():
 
 
 def forget_accelerator(processes: bool = False):
-    """Let this process create an Accelerator of another precision.
+    """Reset accelerate's state, so that this process can create another Accelerator.
 
     accelerate 1.15: its states are shared by all objects of a process.
 
@@ -271,7 +271,7 @@ def set_attention_kernel(processor: Any, backend: Any):
 
 
 def set_context_parallel(model: nn.Module, config: Any) -> list:
-    """Let the attention processors of a model exchange heads; return these processors.
+    """Make the attention processors of a model exchange heads; return these processors.
 
     diffusers 0.42: `enable_parallelism` also installs hooks that split whole inputs.
 
@@ -295,7 +295,7 @@ def checkpointing_function(model: nn.Module) -> Callable:
 
 
 def qwen_prompt_embeds(pipeline: Any, *arguments: Any) -> tuple:
-    """Return what a Qwen-Image pipeline makes of captions and images.
+    """Return the embeddings that a Qwen-Image pipeline computes of captions and images.
 
     diffusers 0.42: `encode_prompt` repeats and cuts it.
     """
@@ -330,7 +330,7 @@ def causal_padding(convolution: nn.Module) -> tuple[int, int]:
 
 # %% ../../nbs/4_models/00_compat.ipynb #e42553c0
 def partition_of(parameter: nn.Parameter) -> Any:
-    """Return where a parameter is in ZeRO-1's and 2's flat partitions; None = not on this rank.
+    """Return a parameter's position in ZeRO-1's and 2's flat partitions; None = not on this rank.
 
     DeepSpeed 0.19.8: `safe_get_full_fp32_param` gathers, and returns no place.
     """
@@ -351,7 +351,7 @@ def host_partition(zero: Any, parameter: nn.Parameter, key: str | None) -> Tenso
 
 
 def partition_all(zero: Any):
-    """Free what ZeRO-3 has gathered.
+    """Free the parameters that ZeRO-3 has gathered.
 
     DeepSpeed 0.19.8: no public way outside of a step.
 
@@ -370,7 +370,7 @@ HOST_GRADIENTS = (  # DeepSpeedZeroOptimizer_Stage3: read, then three methods th
 
 
 def lacks_host_gradients(zero: Any) -> str:
-    """Return the first name of `HOST_GRADIENTS` that this DeepSpeed does not have; '' = none.
+    """Return the first name of `HOST_GRADIENTS` that this DeepSpeed lacks; '' = none.
 
     DeepSpeed 0.19.8: it keeps fp32 gradients of all sub-groups in host memory.
 
@@ -381,7 +381,7 @@ def lacks_host_gradients(zero: Any) -> str:
 
 
 def replace_host_gradients(zero: Any, at_boundary: Callable, prepare: Callable, release: Callable):
-    """Replace what ZeRO-3 does with gradients whose states are in host memory.
+    """Replace ZeRO-3's handling of gradients whose states are in host memory.
 
     DeepSpeed 0.19.8: see `lacks_host_gradients`.
 
@@ -417,7 +417,7 @@ def codes_and_scales(state: Any) -> tuple[Tensor, Tensor] | None:
 
 
 def put_codes(state: Any, codes: Tensor | None = None, scales: Tensor | None = None):
-    """Let a quantised optimizer state refer to other tensors.
+    """Replace the tensors that a quantised optimizer state refers to.
 
     flashoptim 0.1.4: states are moved as wholes only.
 
@@ -448,7 +448,7 @@ def change_parts(state: Any, numbers: Callable, scales: Callable):
 
 
 def make_state(optimizer: Any, parameter: nn.Parameter):
-    """Create the state of a parameter, where it does not exist, as the first step would.
+    """Create the state of a parameter as the first step would, if it does not exist.
 
     flashoptim 0.1.4: states are created in a step only.
 
@@ -468,7 +468,7 @@ def adapted_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def switch_adapters(layers: list[nn.Module], on: bool):
-    """Use or leave out the adapters of layers in forward passes.
+    """Enable or disable the adapters of layers in forward passes.
 
     peft 0.21: `enable_adapters` also changes which parameters have gradients.
 

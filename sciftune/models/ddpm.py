@@ -121,7 +121,7 @@ PREDICTIONS = ("epsilon", "v_prediction")  # What a network may predict
 
 
 def scheduler_betas(config: Mapping) -> Tensor:
-    """Return the betas of a scheduler. Raise RecipeError where it has none, or not a thousand.
+    """Return the betas of a scheduler. Raise RecipeError unless it has a thousand.
 
     Args:
         config: Contents of scheduler_config.json
@@ -167,7 +167,7 @@ class NoiseSchedule:
 
     @classmethod
     def from_config(cls, config: Mapping) -> "NoiseSchedule":
-        """Return the schedule of a folder. Raise RecipeError for one that cannot be trained.
+        """Return the schedule of a folder. Raise RecipeError if it cannot be trained on.
 
         Args:
             config: Contents of scheduler_config.json

@@ -120,7 +120,7 @@ class Denoising(FamilyBase, ABC):
         Args:
             path: diffusers folder or hub id
             dtype: of its parameters
-            device: where it goes
+            device: target device
             revision: hub revision
             prepare: changes the denoiser while it is on the meta device
         """
@@ -179,7 +179,7 @@ class Denoising(FamilyBase, ABC):
             )
 
     def prepare_packing(self, denoiser: nn.Module):
-        """Let `denoiser` take packed calls, before it is compiled or wrapped by an engine.
+        """Prepare `denoiser` for packed calls, before it is compiled or wrapped by an engine.
 
         Raises:
             ValueError: the family has no packing

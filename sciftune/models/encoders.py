@@ -230,7 +230,7 @@ def for_single_frames(vae: nn.Module) -> nn.Module:
 
 # %% ../../nbs/4_models/01c_encoders.ipynb #par-2
 def in_threads(work: Callable[[Tensor], dict], parts: Sequence[Tensor]) -> list[dict]:
-    """Return what `work` makes of each part, without gradients; torch's threads take one each.
+    """Return `work` of each part, computed without gradients, one thread per part.
 
     Args:
         work: called with a part
@@ -252,7 +252,7 @@ CPU_PIXELS = 2**16  # of pictures that a CPU encodes at once: what they need sta
 
 
 class Encoding(FamilyBase, ABC):
-    """The encoders of a family: what fills the cache.
+    """The encoders of a family, whose outputs are cached.
 
     Attributes:
         vae_class: diffusers autoencoder
@@ -314,7 +314,7 @@ class Encoding(FamilyBase, ABC):
         return dict(text=(self.text_length(text_tokens), config[self.caption_width]))
 
     def tokenized_text(self, tokenizer: TextTokenizer, caption: str) -> str:
-        """Return the text that `tokenizer` gets for a caption: in the model's template, if any."""
+        """Return the text that `tokenizer` receives for a caption, in the model's template."""
         return caption
 
     def token_limit(self, component: str, tokenizer: TextTokenizer, text_tokens: int = None) -> int:
@@ -328,7 +328,7 @@ class Encoding(FamilyBase, ABC):
         return self.check_text_tokens(text_tokens)
 
     def caption_switches(self, folder: str | Path) -> dict[str, bool]:
-        """Return the folder's own settings, unless usual, on which encoded captions depend."""
+        """Return unusual settings of the folder on which encoded captions depend."""
         return {}
 
     def collate(self, rows: list[dict], pad_to: int = None) -> dict:
@@ -372,7 +372,7 @@ class Encoding(FamilyBase, ABC):
         return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 
     def _encoded(self, vae: nn.Module, pixels: Tensor) -> dict[str, Tensor]:
-        """Return what `encode_images` does, for as many pictures as are computed at once."""
+        """Return the result of `encode_images` for pictures that are encoded in one call."""
         mean, std = self.latent_statistics(vae)
         pixels = pixels.to(vae.device, vae.dtype)
         posterior = vae.encode(pixels.unsqueeze(2) if self.latent_frames else pixels).latent_dist
@@ -411,12 +411,12 @@ class Encoding(FamilyBase, ABC):
         device: torch.device = "cpu",
         revision: str = None,
     ) -> nn.Module:
-        """Load the frozen VAE alone, which is all that decoding needs.
+        """Load only the frozen VAE, which suffices for decoding.
 
         Args:
             path: diffusers folder or hub id
             dtype: of its parameters
-            device: where it goes
+            device: target device
             revision: hub revision
         """
         folder = self.resolve(path, ("vae",), revision) / "vae"
@@ -474,7 +474,7 @@ class Encoding(FamilyBase, ABC):
         return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
     def check_tokenizer(self, folder: Path) -> None:
-        """Raise an error where a tokenizer is damaged, or cannot say what captions become."""
+        """Raise an error if a tokenizer is damaged or cannot apply its template."""
         self.tokenized_text(self.load_tokenizer(folder), "a caption")
 
     # --- writing
@@ -501,7 +501,7 @@ class Encoding(FamilyBase, ABC):
 
         Args:
             path: diffusers folder or hub id
-            device: where it goes
+            device: target device
             revision: hub revision
 
         Raises:

@@ -253,7 +253,7 @@ class Family(References, Denoising, Sampling):
         return parts | {self.denoiser_component: denoiser, "scheduler": scheduler}
 
     def tiny(self, folder: str | Path, seed: int = 0, **variant: object) -> Path:
-        """Write the stand-in to `folder` as a real pipeline folder, once.
+        """Write the stand-in to `folder` as a real pipeline folder, unless it exists.
 
         Args:
             folder: new, or this stand-in

@@ -136,7 +136,7 @@ def flux1_position_ids(
 
 
 def picture_places(pictures: list[Tensor]) -> Tensor:
-    """Return position ids of a sample's image and of the reference behind it.
+    """Return position ids of a sample's image and of its reference.
 
     Args:
         pictures: (C,h,w), the image and its reference
@@ -173,7 +173,7 @@ def join_streams(
     *rest: object,
     **named: object,
 ) -> tuple[Tensor, Tensor]:
-    """Run a single block whose tokens are rows.
+    """Run a single block on packed rows of tokens.
 
     Args:
         usual: forward of a single block
@@ -341,7 +341,7 @@ class Flux1(GuidanceInput, Family):
         return stack_sizes(images)[0].to(x_t.dtype)
 
     def prepare_packing(self, denoiser: nn.Module):
-        """Give modulations a row per token, and keep attention within samples."""
+        """Replace modulations by one row per token, and restrict attention to samples."""
         forward = PackedForward(denoiser)
         for block in denoiser.transformer_blocks:
             forward.prepare_block(block)
@@ -355,7 +355,7 @@ class Flux1(GuidanceInput, Family):
         forward.spread(denoiser.norm_out.linear, "image")
 
     def token_flops(self, config: Mapping, tokens: int, text_tokens: int) -> float:
-        """Compute `mmdit_flops`; double and single blocks cost the same."""
+        """Return `mmdit_flops`; double and single blocks cost the same."""
         blocks = config["num_layers"] + config["num_single_layers"]
         d = config["num_attention_heads"] * config["attention_head_dim"]
         return mmdit_flops(blocks, d, tokens, self.text_length(text_tokens))

@@ -111,7 +111,7 @@ KLEIN_4B = dict(
 
 # %% ../../nbs/4_models/04_flux2.ipynb #992ee073
 def flux2_flops(config: Mapping, image_tokens: int, text_tokens: int) -> float:
-    """Compute forward FLOPs L(26 d^2 S + 4 d S^2), S = N+T.
+    """Return forward FLOPs L(26 d^2 S + 4 d S^2), S = N+T.
 
     Args:
         config: Denoiser configuration
@@ -355,7 +355,7 @@ def cast_to_weight(layer: nn.Module, args: tuple) -> tuple:
 
 
 def embed_float32(denoiser: nn.Module) -> nn.Module:
-    """Let a denoiser of 16-bit weights take image tokens, timestep and guidance in fp32.
+    """Make a denoiser of 16-bit weights embed image tokens, timestep and guidance in fp32.
 
     Args:
         denoiser: Flux2Transformer2DModel; changed
@@ -544,7 +544,7 @@ class Klein(Family):
         return stack_sizes(images)[0].to(x_t.dtype)
 
     def prepare_packing(self, denoiser: nn.Module):
-        """Spread modulations inside the blocks, and keep attention within samples."""
+        """Spread modulations inside the blocks, and restrict attention to samples."""
         forward = PackedForward(denoiser)
         for block in denoiser.transformer_blocks:
             forward.prepare_block(block, spread_double)
@@ -556,7 +556,7 @@ class Klein(Family):
         forward.spread(denoiser.norm_out.linear, "image")
 
     def reference_fault(self, width: int, height: int) -> str:
-        """Apply `Flux2ImageProcessor.check_image_input` to the size alone."""
+        """Return why `Flux2ImageProcessor` would refuse a reference of this size; '' = accepted."""
         if min(width, height) < 64:
             return f"{width}x{height} is too small: {self.pipeline_class} takes 64 pixels or more"
         if max(width / height, height / width) > 8:
@@ -580,7 +580,7 @@ class Klein(Family):
         return np.array(processor.resize(image, height, width, resize_mode="crop"))
 
     def text_length(self, text_tokens: int = None) -> int:
-        """Return 512 always: pads take part."""
+        """Return 512, whatever `text_tokens` is: padding takes part in attention."""
         self.check_text_tokens(text_tokens)
         return self.text_tokens
 
@@ -592,7 +592,7 @@ class Klein(Family):
         return empirical_mu(self.tokens(height, width), steps)
 
     def token_flops(self, config: Mapping, tokens: int, text_tokens: int) -> float:
-        """Compute `flux2_flops`."""
+        """Return `flux2_flops`."""
         return flux2_flops(config, tokens, self.text_length(text_tokens))
 
     def build_tiny(self, distilled: bool = False) -> diffusers.Flux2KleinPipeline:

@@ -129,7 +129,7 @@ def mistral_tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 # %% ../../nbs/4_models/14_flux2_dev.ipynb #1580168b
 def tokens_before_caption(tokenizer: TextTokenizer) -> int:
-    """Count the template's tokens before the caption. Raise ValueError where it has no caption."""
+    """Count the template's tokens before the caption. Raise ValueError if it has no caption."""
     mark = "§"
     before, found, _ = dev_turns(tokenizer, mark).partition(mark)
     if not found:
@@ -314,7 +314,7 @@ class Flux2Dev(GuidanceInput, Klein):
         config: transformers.PretrainedConfig,
         pictures: list[Image.Image],
     ) -> tuple[dict[str, Tensor], list[str]]:
-        """Return pixels and sizes; the tokens of a picture stand in lines, as it does."""
+        """Return pixels and sizes of pictures, and their tokens, in lines as in the picture."""
         side = config.vision_config.patch_size * config.spatial_merge_size
         options: dict = dict(patch_size=side, return_tensors="pt")
         tensors = dict(processor(images=pictures, **options))
@@ -322,7 +322,7 @@ class Flux2Dev(GuidanceInput, Klein):
         return tensors, ["[IMG_BREAK]".join(line) + "[IMG_END]" for line in lines]
 
     def load_tokenizer(self, folder: Path) -> TextTokenizer:
-        """Load the processor's tokenizer. Raise ValueError where diffusers would read none."""
+        """Load the processor's tokenizer. Raise ValueError if diffusers would read none."""
         check_processor_files(folder)
         return super().load_tokenizer(folder)
 

@@ -18,7 +18,7 @@ FUSED_PROJECTION = find_kernel("fused_projection")  # (fused, norms, table, head
 
 # %% ../../nbs/4_models/17_heads.ipynb #24ade6b1
 def turn_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair of channels by its token's angle, computed in fp32.
+    """Rotate each pair of channels by its token's angle, computed in fp32.
 
     Args:
         x: (B,S,heads,D)
@@ -136,7 +136,7 @@ def fused_heads(
 
 # %% ../../nbs/4_models/17_heads.ipynb #3009fed9
 def use_block_kernels(denoiser: nn.Module, blocks: list[nn.Module]) -> nn.Module:
-    """Let blocks compute with kernels where they are installed.
+    """Replace layers of blocks by installed kernels.
 
     Args:
         denoiser: before compilation and engines

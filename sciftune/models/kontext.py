@@ -47,7 +47,7 @@ class Kontext(Flux1):
     tiny_variants = {}
 
     def reference_fault(self, width: int, height: int) -> str:
-        """Refuse a side below 16, which has no ratio."""
+        """Return why a reference is refused: a side below 16 has no ratio."""
         if min(width, height) < self.size_multiple:
             return f"{width}x{height} is too small: {self.pipeline_class} takes 16 pixels or more"
         return ""

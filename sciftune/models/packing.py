@@ -147,7 +147,7 @@ def _numbered(lengths: list[int]) -> Tensor:
 
 # %% ../../nbs/4_models/16_packing.ipynb #dea8fa89
 class SpreadRows(torch.autograd.Function):
-    """Give each token the row of its sample; the gradient is summed by a matrix product."""
+    """Repeat the row of each sample for its tokens; the gradient is summed by a matrix product."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sample: Tensor) -> Tensor:
@@ -392,7 +392,7 @@ def _(grad, out, totals, q, k, v, spans):
 
 
 def _keep(ctx, inputs, output):
-    """Keep what backward reads."""
+    """Save the tensors that backward reads."""
     ctx.save_for_backward(*output, inputs[3])
     ctx.set_materialize_grads(False)  # nothing else than the result is used
 
@@ -406,7 +406,7 @@ packed_attention.register_autograd(_gradients, setup_context=_keep)
 
 # %% ../../nbs/4_models/16_packing.ipynb #2916ff7f
 def mark_lengths(inputs: object):
-    """Tell the compiler that all but the last size of these tensors vary.
+    """Mark all but the last size of these tensors as varying, for the compiler.
 
     Args:
         inputs: Tensors of rows (...,C) or numbers (L,), in any containers
@@ -417,7 +417,7 @@ def mark_lengths(inputs: object):
 
 
 class PackedForward:
-    """Replace the `forward` of a denoiser's modules in packed calls.
+    """Replacements for the `forward` of a denoiser's modules in packed calls.
 
     Args:
         denoiser: Not yet compiled nor under an engine
@@ -428,18 +428,18 @@ class PackedForward:
         denoiser.register_forward_pre_hook(self._begin, with_kwargs=True)
 
     def _begin(self, module: nn.Module, args: tuple, call: dict) -> tuple[tuple, dict]:
-        """Take `packing` out of a call."""
+        """Remove `packing` from the arguments of a call, and keep it for the modules."""
         call = dict(call)
         self.packing = call.pop("packing", None)
         return args, call
 
     def _mark(self, module: nn.Module, args: tuple, call: dict):
-        """Mark what goes into a block in a packed call."""
+        """Mark the sizes of a block's inputs as varying in a packed call."""
         if self.packing is not None:
             mark_lengths((args, call, vars(self.packing)))
 
     def replace(self, module: nn.Module, forward: Callable):
-        """Let `forward` run in a packed call.
+        """Use `forward` in packed calls of a module.
 
         Args:
             module: of the denoiser
@@ -456,7 +456,7 @@ class PackedForward:
         module.forward = chosen
 
     def prepare_block(self, block: nn.Module, forward: Callable | None = None):
-        """Let a compiled block be one graph for packed calls of all lengths.
+        """Make a compiled block one graph for packed calls of all lengths.
 
         Args:
             block: One of the repeated blocks, each of which may be compiled by itself
@@ -466,7 +466,7 @@ class PackedForward:
         self.replace(block, forward or _as_usual)
 
     def spread(self, layer: nn.Module, stream: str):
-        """Let a layer's output have a row for each token.
+        """Make a layer's output one row per token.
 
         Args:
             layer: From (n,C) of samples to (n,C')
@@ -475,7 +475,7 @@ class PackedForward:
         self.replace(layer, functools.partial(_spread_output, stream))
 
     def attend(self, attention: nn.Module):
-        """Let attention be within samples; see `attend_jointly`.
+        """Restrict an attention layer to samples; see `attend_jointly`.
 
         Args:
             attention: With to_q, to_k, to_v, and add_q_proj and so on for captions
@@ -484,7 +484,7 @@ class PackedForward:
 
 
 def _as_usual(usual: Callable, packing: Packing, *args: object, **named: object) -> object:
-    """Run a module's own forward."""
+    """Run a module's original forward."""
     return usual(*args, **named)
 
 

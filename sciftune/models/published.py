@@ -30,7 +30,7 @@ FLUX1_VAE, SD_VAE, SDXL_VAE = (_AUTOENCODERS[n] for n in ("FLUX1_VAE", "SD_VAE",
 
 # %% ../../nbs/4_models/20_published.ipynb #a3c1f0bc
 def _configuration(kind: str, values: Mapping) -> dict:
-    """Return what a library writes into the configuration of one of its classes."""
+    """Return the configuration that a library writes for one of its classes."""
     if hasattr(diffusers, kind):
         return dict(values, _class_name=kind)
     return json.loads(getattr(transformers, kind).config_class(**values).to_json_string(False))

@@ -290,7 +290,7 @@ class QwenImage(Family):
         return whole.model
 
     def check_tokenizer(self, folder: Path) -> None:
-        """Raise an error where a tokenizer is damaged; the template is the pipeline's."""
+        """Raise an error if a tokenizer is damaged; the template is the pipeline's."""
         self.load_tokenizer(folder)
 
     def tokenized_text(self, tokenizer: TextTokenizer, caption: str) -> str:
@@ -381,7 +381,7 @@ class QwenImage(Family):
         return stack_sizes([unpack(row[None], *side)[0] for row, side in made])[0].to(x_t.dtype)
 
     def prepare_packing(self, denoiser: nn.Module):
-        """Give modulations and positions a row per token, and keep attention within samples."""
+        """Replace modulations and positions by one row per token; restrict attention to samples."""
         if not self.record.packing:
             super().prepare_packing(denoiser)
         forward, positions = PackedForward(denoiser), denoiser.pos_embed
@@ -424,7 +424,7 @@ class QwenImage(Family):
         return renormalised_guidance(cond, uncond, scale)
 
     def token_flops(self, config: Mapping, tokens: int, text_tokens: int) -> float:
-        """Compute `mmdit_flops`."""
+        """Return `mmdit_flops`."""
         d = config["num_attention_heads"] * config["attention_head_dim"]
         return mmdit_flops(config["num_layers"], d, tokens, text_tokens)
 

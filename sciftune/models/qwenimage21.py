@@ -87,7 +87,7 @@ QWEN_IMAGE_21 = dict(
 def joint_flops(
     config: Mapping, image_tokens: int, text_tokens: int, reference_tokens: int = 0
 ) -> float:
-    """Compute forward FLOPs L(26 d^2 S + 4 d (R^2 + T(R+T) + N S)), S = N+T+R.
+    """Return forward FLOPs L(26 d^2 S + 4 d (R^2 + T(R+T) + N S)), S = N+T+R.
 
     Args:
         config: Denoiser configuration
@@ -142,7 +142,9 @@ def centred_grid(height: int, width: int, frame: int) -> np.ndarray:
 def sample_layout(
     length: int, spans: tuple, sizes: tuple, tokens: tuple
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    """Lay out one sample before its picture. Raise ValueError where places and latents differ.
+    """Lay out one sample before its picture.
+
+    Raise ValueError if spans and references differ in number.
 
     Args:
         length: length of the text, with the places of images
@@ -332,7 +334,7 @@ class PartAttention:
 
 
 def layout_mask(image: Tensor) -> Tensor:
-    """Return what each token attends to: what precedes it, and its own image.
+    """Return the attention mask: each token attends to all before it, and to its own image.
 
     Args:
         image: (B,S), of `Layout`
@@ -414,7 +416,7 @@ class PictureProcessor(WithoutVideos, transformers.Qwen3VLProcessor):
 def caption_pipeline(
     text_encoder: object, processor: PictureProcessor
 ) -> diffusers.QwenImage21Pipeline:
-    """Build the pipeline without what makes pictures."""
+    """Build the pipeline without the parts that generate pictures."""
     parts = dict(text_encoder=text_encoder, processor=processor)
     return diffusers.QwenImage21Pipeline(scheduler=None, vae=None, transformer=None, **parts)
 
@@ -629,7 +631,7 @@ class QwenImage21(Family):
     ) -> list[dict]:
         """Encode captions with images; see `joint_states`.
 
-        Raises ValueError where the processor resizes a reference.
+        Raises ValueError if the processor resizes a reference.
         """
         lm, processor = encoders.text["text_encoder"], encoders.tokenizers["processor"]
         length, rows = self.check_text_tokens(text_tokens), []
@@ -718,11 +720,11 @@ class QwenImage21(Family):
         return self.reference_pixels(image, side)
 
     def vision_tokens(self, height: int, width: int) -> int:
-        """Count a token per 32x32 pixels, and seven around them: `<image1>`, start and end."""
+        """Return a token per 32x32 pixels, and seven around them: `<image1>`, start and end."""
         return height // 32 * (width // 32) + 7
 
     def reference_fault(self, width: int, height: int) -> str:
-        """Refuse ratios above 200:1, as Qwen2-VL's image processor does."""
+        """Return why a reference is refused: a ratio above 200:1, as in Qwen2-VL's processor."""
         if max(width, height) > 200 * min(width, height):
             taken = f"the processor of {self.pipeline_class} takes 200:1"
             return f"{width}x{height} is too long: {taken}"
@@ -740,13 +742,13 @@ class QwenImage21(Family):
         return np.array(VaeImageProcessor(vae_scale_factor=16).resize(image, height, width))
 
     def flops(self, config: Mapping, height: int, width: int, text_tokens: int) -> float:
-        """Compute `joint_flops`."""
+        """Return `joint_flops`."""
         return self.flops_with(config, height, width, text_tokens, 0)
 
     def flops_with(
         self, config: Mapping, height: int, width: int, text_tokens: int, references: int
     ) -> float:
-        """Compute `joint_flops`; latents of references replace their vision tokens."""
+        """Return `joint_flops`; latents of references replace their vision tokens."""
         text = text_tokens - references // 4
         return joint_flops(config, self.tokens(height, width), text, references)
 

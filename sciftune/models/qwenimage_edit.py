@@ -65,7 +65,7 @@ def edit_template() -> tuple[str, int]:
 
 
 def _pipeline(text_encoder: object, processor: object) -> diffusers.QwenImageEditPlusPipeline:
-    """Build the pipeline without what makes pictures.
+    """Build the pipeline without the parts that generate pictures.
 
     Args:
         text_encoder: Module, or None
@@ -135,7 +135,7 @@ class LastState:
     def __call__(
         self, output_hidden_states: bool = True, **inputs: object
     ) -> transformers.utils.ModelOutput:
-        """Run the model and give `hidden_states`, of which only the last is there.
+        """Run the model and return `hidden_states` with the last one only.
 
         Args:
             output_hidden_states: The last one is given, whatever is asked for
@@ -232,7 +232,7 @@ class QwenImageEdit(QwenImage):
         return _stretched(image, edit_plus.CONDITION_IMAGE_SIZE)
 
     def vision_tokens(self, height: int, width: int) -> int:
-        """Count a token per 28x28 pixels, and seven around them: `Picture 1: `, start and end."""
+        """Return a token per 28x28 pixels, and seven around them: `Picture 1: `, start and end."""
         side = edit_plus.CONDITION_IMAGE_SIZE
         columns, rows = (
             round(n / 28) for n in edit_plus.calculate_dimensions(side, width / height)
@@ -240,7 +240,7 @@ class QwenImageEdit(QwenImage):
         return rows * columns + 7
 
     def reference_fault(self, width: int, height: int) -> str:
-        """Refuse ratios above 200:1, as Qwen2-VL's processor does after scaling."""
+        """Return why a reference is refused: ratios above 200:1, as in Qwen2-VL's processor."""
         sides = edit_plus.calculate_dimensions(edit_plus.CONDITION_IMAGE_SIZE, width / height)
         if max(sides) > 200 * min(sides):
             return (

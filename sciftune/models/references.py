@@ -91,7 +91,7 @@ class References(Encoding):
     captions_see_references: bool = False
 
     def reference_fault(self, width: int, height: int) -> str:
-        """Return why the pipeline would refuse a reference image of this size; '' = it does not."""
+        """Return why the pipeline would refuse a reference image of this size; '' = accepted."""
         return ""
 
     def reference_size(self, width: int, height: int, side: int = 0) -> tuple[int, int]:
@@ -139,7 +139,7 @@ class References(Encoding):
         references: list[list[np.ndarray]],
         text_tokens: int = None,
     ) -> list[dict]:
-        """Encode captions whose text encoder sees the reference images, too.
+        """Encode captions together with the reference images that the text encoder sees.
 
         Args:
             encoders: loaded text encoders and processors
@@ -156,6 +156,6 @@ class References(Encoding):
         return 0
 
     def vision_libraries(self) -> str:
-        """Return the versions of the libraries that make vision tokens or resize images."""
+        """Return the versions of the libraries on which vision tokens or resized images depend."""
         resizes = "torchvision" if transformers.utils.is_torchvision_available() else "Pillow"
         return f"{diffusers.__version__} {transformers.__version__} {resizes}"

@@ -269,7 +269,7 @@ class Sampling(FamilyBase):
         unconditional: dict = None,
         guidance: float = None,
     ) -> Tensor:
-        """Take the scheduler's steps from noise to latents, with as many calls on every rank.
+        """Take the scheduler's steps from noise to latents; all ranks make as many calls.
 
         The unconditional prediction sees the same reference images.
 
@@ -313,7 +313,7 @@ class Sampling(FamilyBase):
 
 # %% ../../nbs/4_models/01f_sampler.ipynb #sam-25
 class GuidanceInput:
-    """A base before `Family` for denoisers that take the scale of guidance as an input."""
+    """Mixin, placed before `Family`, for denoisers with the guidance scale as an input."""
 
     train_guidance = 1.0  # The scale during training
 

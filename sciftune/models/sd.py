@@ -282,7 +282,7 @@ class SD15(Family):
         return None
 
     def inputs(self, denoiser: nn.Module, x: Tensor, t: Tensor, conditioning: dict) -> tuple:
-        """Return x, t, caption and added conditions in the denoiser's type."""
+        """Return x, t, caption and added conditions in the denoiser's dtype."""
         x = x.to(compute_dtype(denoiser))
         return x, t, conditioning["text"].to(x.dtype), self.added_conditions(x, conditioning)
 
@@ -310,7 +310,7 @@ class SD15(Family):
     def noise_schedule(self, path: str | Path = None, revision: str = None) -> NoiseSchedule:
         """Return betas and prediction type of the weights.
 
-        Raises RecipeError where they cannot be trained.
+        Raises RecipeError if they cannot be trained.
 
         Args:
             path: Folder or hub id, None = the published one
@@ -381,7 +381,7 @@ class SDXL(SD15):
     ) -> list[dict]:
         """Return {'text': (77,2048), 'pooled': (1280,)} per caption.
 
-        An empty one is zeros where the folder has `force_zeros_for_empty_prompt`.
+        An empty one is zeros if the folder has `force_zeros_for_empty_prompt`.
         """
         first = self.text_states(encoders, captions)
         second = self.text_states(encoders, captions, "_2")

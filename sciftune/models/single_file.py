@@ -35,7 +35,7 @@ from sciftune.models.weights import (
 
 # %% ../../nbs/4_models/01b_single_file.ipynb #ec5d490c
 class Promise(Tensor):
-    """A tensor without memory, and the function `make` that returns its values."""
+    """A tensor without memory, and the function `make` that computes its values."""
 
     make: Callable[[], Tensor]
 
@@ -74,12 +74,12 @@ class Promise(Tensor):
 
 
 def _made(value: Any) -> Any:
-    """Return the values of a promise, and anything else as it is."""
+    """Return the values of a promise; other objects unchanged."""
     return value.make() if isinstance(value, Promise) else value
 
 
 def _in_proportion(tensor: Tensor, sizes: Any, dim: int = 0) -> tuple:
-    """Return the arguments of torch.split; FLUX.1's converter has its width built in."""
+    """Return arguments of torch.split for another width than the converter's built-in one."""
     total = tensor.shape[dim]
     if not isinstance(sizes, int) and sum(sizes) != total:
         sizes = [size * total // sum(sizes) for size in sizes]
@@ -160,7 +160,7 @@ class SingleFile(Weights):
 
 
 def _converted(found: dict, kind: str, config: Mapping, names: set[str]) -> dict[str, Promise]:
-    """Return tensors under the names of diffusers, by its converter where they are others."""
+    """Return tensors under the names of diffusers, converted if the file has others."""
     if names <= set(found):
         return {name: found[name] for name in names}
     if kind == "UNet2DConditionModel":
@@ -192,7 +192,7 @@ def single_file_weights(folder: Path, kind: str, names: Callable[[dict], set[str
 
 # %% ../../nbs/4_models/01b_single_file.ipynb #26c287bc
 def _part(path: str, name: str, revision: str | None) -> Path:
-    """Return the folder of a component: of a pipeline folder or hub id, or the folder itself."""
+    """Return the folder of a component: in a pipeline folder or hub id, or the folder itself."""
     folder = Path(path).expanduser()
     if folder.is_dir() and not (folder / "model_index.json").is_file():
         return folder.resolve()
@@ -216,7 +216,7 @@ def _has_autoencoder(file: Path) -> bool:
 
 
 def _link(aside: Path, name: str, source: Path):
-    """Put a link to a component in the place of what is there."""
+    """Replace a component by a link."""
     target = aside / name
     if target.is_symlink():
         target.unlink()
@@ -226,7 +226,7 @@ def _link(aside: Path, name: str, source: Path):
 
 
 def _link_text(aside: Path, index: dict, family: FamilyBase, path: str, revision: str | None):
-    """Link what encodes captions, from a pipeline folder or the folder of a lone encoder."""
+    """Link the text encoders, from a pipeline folder or the folder of a single encoder."""
     encoders = [n for n in family.text_components if n.startswith("text_encoder")]
     folder = Path(path).expanduser()
     alone = folder.is_dir() and not (folder / "model_index.json").is_file()
@@ -251,7 +251,7 @@ def single_file_folder(
 ) -> Path:
     """Return a pipeline folder whose denoiser is in one file.
 
-    Raises ValueError where a part of the model is not to be had.
+    Raises ValueError if a part of the model is not to be had.
 
     Args:
         family: the model's family

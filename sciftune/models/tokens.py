@@ -107,7 +107,7 @@ def pad_rows(rows: list[Tensor], pad_to: int = None) -> tuple[Tensor, Tensor | N
 
 # %% ../../nbs/4_models/01a_tokens.ipynb #tok-28
 def compute_dtype(denoiser: nn.Module) -> torch.dtype:
-    """Return the type of a denoiser's floating parameters, bare or wrapped by a strategy."""
+    """Return the dtype of a denoiser's floating parameters; it may be wrapped by a strategy."""
     return next(p.dtype for p in denoiser.parameters() if p.is_floating_point())
 
 # %% ../../nbs/4_models/01a_tokens.ipynb #tok-31
@@ -163,7 +163,7 @@ def own_mean(values: Tensor, sizes: list | None = None, cells: Tensor | None = N
 # %% ../../nbs/4_models/01a_tokens.ipynb #tok-41
 @dataclass(frozen=True)
 class TokenArguments:
-    """Name the arguments of a denoiser's call that hold its two sequences of tokens.
+    """Names of the arguments of a denoiser's call that hold its two sequences of tokens.
 
     Attributes:
         image: argument -> its dimension of image tokens

@@ -40,7 +40,7 @@ _UNWANTED = ("*.fp16.*", "*.bf16.*", "*non_ema*", "*/flax_*", "*/openvino_*")
 
 
 def fetch(repo: str, components: tuple, revision: str = None, weights: bool = True) -> Path:
-    """Download what is missing of `components`: configurations and safetensors.
+    """Download missing files of `components`: configurations and safetensors.
 
     No pickles, no precision variants. Raises ValueError when the model cannot be had: unknown,
     gated, or no network and not in the cache.
@@ -76,7 +76,7 @@ def fetch(repo: str, components: tuple, revision: str = None, weights: bool = Tr
 # %% ../../nbs/4_models/01_weights.ipynb #5f6e9ff8
 @contextmanager
 def readable(folder: Path) -> Iterator[None]:
-    """Raise ValueError naming the folder for what a library finds wrong in it.
+    """Convert a library's error inside the block to a ValueError naming the folder.
 
     Args:
         folder: folder of a component that a library reads
@@ -94,7 +94,7 @@ def readable(folder: Path) -> Iterator[None]:
 
 # %% ../../nbs/4_models/01_weights.ipynb #0de55cc0
 def pipeline_index(folder: Path) -> dict:
-    """Read `model_index.json`; ValueError when it is missing or broken.
+    """Read `model_index.json`. Raise ValueError if it is missing or damaged.
 
     Args:
         folder: Diffusers pipeline folder
@@ -118,7 +118,9 @@ def pipeline_index(folder: Path) -> dict:
 def resolve_folder(
     path: str | Path, components: tuple, revision: str = None, weights: bool = True
 ) -> Path:
-    """Turn a folder or a hub id into a checked pipeline folder; ValueError says what is missing.
+    """Return the checked pipeline folder of a folder or hub id.
+
+    Raise ValueError naming what is missing.
 
     Args:
         path: Diffusers folder or hub id
@@ -189,7 +191,7 @@ _NUMBERS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def component_config(folder: Path, class_name: str) -> dict:
-    """Read a component's config.json; ValueError unless it belongs to `class_name`.
+    """Read a component's config.json. Raise ValueError unless it belongs to `class_name`.
 
     Args:
         folder: Component folder
@@ -215,7 +217,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def open_weights(file: Path) -> safetensors.safe_open:
-    """Open one safetensors file; ValueError when it is missing or damaged.
+    """Open one safetensors file. Raise ValueError if it is missing or damaged.
 
     Args:
         file: A safetensors file
@@ -300,7 +302,7 @@ MOST_TENSORS = 100_000  # Of a network without weight files
 
 @contextmanager
 def bounded(folder: Path) -> Iterator[None]:
-    """Raise FileError when a network with more parameters than its weight files is built.
+    """Raise FileError inside the block if a network has more parameters than its weight files.
 
     Args:
         folder: Component folder, with weight files or without
@@ -404,7 +406,7 @@ class Weights(Mapping):
         return _DTYPES[stored]
 
     def close(self):
-        """Let go of the files; the next access opens them again."""
+        """Close the files; the next access opens them again."""
         self._handles.clear()
 
 # %% ../../nbs/4_models/01_weights.ipynb #622b3e29
@@ -514,7 +516,7 @@ def check_fit(module: nn.Module, weights: Weights):
 
 # %% ../../nbs/4_models/01_weights.ipynb #f4a3bb44
 def place(owner: nn.Module, leaf: str, value: Tensor):
-    """Give a parameter or a buffer its value.
+    """Set the value of a parameter or a buffer.
 
     A module with a method `store` keeps its `weight` in its own way.
 
@@ -535,7 +537,7 @@ def place(owner: nn.Module, leaf: str, value: Tensor):
 def materialise(
     module: nn.Module, weights: Weights, dtype: torch.dtype = None, device: torch.device = "cpu"
 ) -> nn.Module:
-    """Fill `module` from `weights`; ValueError where the two do not fit (`check_fit`).
+    """Fill `module` from `weights`. Raise ValueError if the two do not match (`check_fit`).
 
     Args:
         module: Module on meta, see `build_on_meta`
@@ -557,7 +559,7 @@ def materialise(
 def randomise(
     module: nn.Module, dtype: torch.dtype, device: torch.device = "cpu", seed: int = 0
 ) -> nn.Module:
-    """Give every meta parameter random values directly on `device`.
+    """Set random values for every meta parameter, directly on `device`.
 
     Args:
         module: Module on meta, see `build_on_meta`
@@ -636,7 +638,9 @@ def free_memory_gib(device: torch.device) -> float:
 
 # %% ../../nbs/4_models/01_weights.ipynb #ef7a728d
 def same_tensor(name: str, names: Collection[str]) -> str:
-    """Find a tensor whose name has another prefix. Raises ValueError unless there is one.
+    """Return the name of a tensor under another prefix.
+
+    Raises ValueError unless there is exactly one.
 
     CLIPTextModel of transformers 5 says `encoder.…`, older files `text_model.encoder.…`.
 
@@ -675,7 +679,7 @@ def load_text_encoder(
     device: torch.device = "cpu",
     **kwargs: object,
 ) -> nn.Module:
-    """Load a transformers model from safetensors; ValueError when the folder is incomplete.
+    """Load a transformers model from safetensors. Raise ValueError if the folder is incomplete.
 
     On a GPU that cannot hold it, see `text_encoder_placement`.
 
@@ -683,7 +687,7 @@ def load_text_encoder(
         folder: Component folder
         class_name: transformers class
         dtype: Type of its parameters
-        device: Where it goes
+        device: target device
         **kwargs: For from_pretrained, e.g. config=
 
     Returns:

@@ -49,7 +49,7 @@ _SENTENCE = re.compile(r".*[.!?。！？](?=\s|$)", re.S)
 
 @dataclass
 class PictureWriter:
-    """A text encoder that sees and writes.
+    """A text encoder that sees pictures and generates text.
 
     Attributes:
         model: transformers model with `generate`
@@ -82,7 +82,7 @@ class PictureWriter:
         return digest.hexdigest()[:16]
 
     def _prompt(self, text: str) -> str:
-        """Return a text without the special words of the vocabulary."""
+        """Return a text without special tokens of the vocabulary."""
         for word in self.special:
             text = text.replace(word, " ")
         return text
@@ -91,7 +91,7 @@ class PictureWriter:
     def write(
         self, pictures: list[Image.Image], prompts: list[str], system: str, longest: int
     ) -> list[str]:
-        """Return an answer to each prompt about its picture.
+        """Return a generated text for each prompt and its picture.
 
         Args:
             pictures: RGB
@@ -116,7 +116,7 @@ class PictureWriter:
         return [self._answer(row) for row in made[:, ids.shape[1] :]]
 
     def _answer(self, ids: Tensor) -> str:
-        """Return the text of an answer, without a last sentence that is not whole."""
+        """Return the text of an answer, without an incomplete last sentence."""
         text = self.tokenizer.decode(ids, skip_special_tokens=True).strip()
         ended = bool(set(ids.tolist()) & set(self.model.generation_config.eos_token_id))
         whole = None if ended else _SENTENCE.match(text)

@@ -77,7 +77,7 @@ SEQUENCE_MULTIPLE = 32  # Picture and caption are filled up to a multiple of it
 
 
 def z_image_flops(config: Mapping, image_tokens: int, text_tokens: int) -> float:
-    """Compute the FLOPs of the main blocks (N+T tokens) and of the refiners (N, and T).
+    """Return the FLOPs of the main blocks (N+T tokens) and of the refiners (N, and T).
 
     Args:
         config: Denoiser configuration
@@ -216,11 +216,11 @@ class ZImage(Family):
         return cond + scale * (cond - uncond)
 
     def token_flops(self, config: Mapping, tokens: int, text_tokens: int) -> float:
-        """Compute `z_image_flops`."""
+        """Return `z_image_flops`."""
         return z_image_flops(config, tokens, text_tokens)
 
     def build_tiny(self) -> diffusers.ZImagePipeline:
-        """Build the stand-in with random pad tokens, so that they show."""
+        """Build the stand-in with random pad tokens, so that wrong padding shows in tests."""
         pipeline = super().build_tiny()
         with torch.no_grad():
             pipeline.transformer.x_pad_token.normal_()

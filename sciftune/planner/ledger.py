@@ -17,7 +17,7 @@ __all__ = ['EXCHANGE_COPIES', 'kept_by_graphs', 'Ledger', 'selects', 'recomputed
 
 # %% ../../nbs/6_planner/05_ledger.ipynb #e1d274a7
 def kept_by_graphs(phases: list[Phase]) -> list[Phase]:
-    """Return the phases of a step whose passes are replayed from CUDA graphs.
+    """Return the phases of a step when its passes are replayed from CUDA graphs.
 
     Args:
         phases: of a step that launches its kernels; 'network: phase' where there are several

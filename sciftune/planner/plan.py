@@ -78,7 +78,7 @@ def encoding_note(
 def _all_rows(
     profile: Profile, recipe: Recipe, strategy: Strategy, machine: Machine, mine: PlanRow
 ) -> list[PlanRow]:
-    """Return the run's row among those of the other strategies."""
+    """Return the rows of all strategies, with the run's own row."""
     world = strategy.world
     others = world if world > 1 else max(1, machine.count) if machine.cuda else 2
     rows = []
@@ -102,7 +102,7 @@ def _measured_times(
 
 
 def _saving(row: PlanRow, strategy: Strategy) -> str:
-    """Return what a checkpoint written in place means; empty if it is copied."""
+    """Return a note on checkpoints that are written in place; empty if they are copied."""
     if not row.saves_in_place:
         return ""
     short = "the host's memory does not hold a copy of it"
@@ -111,14 +111,14 @@ def _saving(row: PlanRow, strategy: Strategy) -> str:
 
 
 def _no_gpu(recipe: Recipe, machine: Machine) -> str:
-    """Return a note that the run uses the CPU although nobody chose it, or ''."""
+    """Return a note that the run uses the CPU without having been told to, or ''."""
     if machine.cuda or recipe.cpu:
         return ""
     return "no GPU was found, so the CPU is used; sciftune plan -p plan_device H200 plans for a GPU"
 
 
 def _uncompared(row: PlanRow, machine: Machine) -> str:
-    """Return what a machine that is not here must have; empty if its memory is known."""
+    """Return a note on the memory that another machine needs; empty if its memory is known."""
     if math.isfinite(machine.host):
         return ""
     return (
@@ -144,7 +144,7 @@ def _free_disk(recipe: Recipe, need: float, machine: Machine, notes: list[str]) 
 def _better(
     profile: Profile, recipe: Recipe, strategy: Strategy, machine: Machine, mine: PlanRow
 ) -> list[str]:
-    """Return settings that fit where the run does not, or that are faster, in words."""
+    """Return settings that fit if the run does not, or that are faster, in words."""
     if mine.fits and not machine.cuda:
         return []
     below = math.inf
@@ -158,7 +158,7 @@ def _better(
 def _otherwise(
     recipe: Recipe, family: Family, base: Path | str | None, machine: Machine, words: list[str]
 ) -> list[str]:
-    """Return shared tokens before settings that offload; adapters if nothing else fits."""
+    """Return settings with shared tokens before those that offload; adapters as a last resort."""
     words = [*shared_tokens(recipe, family, base, machine), *words]
     return words or adapters_instead(recipe, family, base, machine)
 
@@ -208,7 +208,7 @@ def plan(recipe: Recipe, world: int | None = None) -> Plan:
 
 
 def _choices(settings: list[Setting], recipe: Recipe) -> tuple[Choice, ...]:
-    """Return the chosen setting and the next best, with why they lose."""
+    """Return the chosen setting and the next best, with the reasons why they are slower."""
     best, choices = settings[0], []
     for setting in settings:
         row = setting.row
@@ -230,7 +230,7 @@ def _choices(settings: list[Setting], recipe: Recipe) -> tuple[Choice, ...]:
 
 
 def _words(strategy: Strategy, recipe: Recipe) -> str:
-    """Return the values of a recipe's open fields under a setting, as parameters of a command.
+    """Return the values of a recipe's open fields under a setting, as command-line parameters.
 
     Of the switches only those that are on.
     """
@@ -242,7 +242,7 @@ def _words(strategy: Strategy, recipe: Recipe) -> str:
 
 
 def _why_slower(setting: Setting, best: Setting) -> str:
-    """Return by how much a setting loses, and in which part of the step."""
+    """Return by how much a setting is slower, and in which part of the step."""
     if setting.same != best.same:
         return f"it trains in {setting.row.precision}"
     if not setting.row.seconds_per_step:
@@ -257,7 +257,7 @@ def _why_slower(setting: Setting, best: Setting) -> str:
 
 
 def _decided(recipe: Recipe, strategy: Strategy, machine: Machine) -> dict[str, str | bool | int]:
-    """Return the values of open fields; `num_processes` where not every card is used."""
+    """Return the values of open fields; `num_processes` if not every card is used."""
     new = strategy.recipe
     decided = {name: getattr(new, name) for name in recipe.open_fields}
     decided |= dict(reshard=new.reshard) if recipe.reshard != new.reshard else {}
@@ -297,7 +297,7 @@ def _row_plan(
     model: Profile,
     best: bool = False,
 ) -> Plan:
-    """Return the plan of a run whose settings are all known; `best`: they were searched for."""
+    """Return the plan of a run with known settings; `best`: they were searched for."""
     dtype = asked.policy.compute
     strategy, notes = settled(model, asked, machine), list(asked.policy.notes)
     if recipe.profile_block and machine.cuda and torch.cuda.is_available():

@@ -40,7 +40,7 @@ def _vae_config(
     revision = recipe.revision or None
     folder = base and family.resolve(base, ("vae",), revision, weights=False) / "vae"
     if folder and folder.is_dir():
-        return cls.load_config(folder)  # BAGEL's lies beside the model, in one file
+        return cls.load_config(folder)  # BAGEL's is beside the model, in one file
     return family.real_vae
 
 
@@ -89,7 +89,7 @@ def decode_bytes(
 
 # %% ../../nbs/6_planner/04_profile.ipynb #f49500ef
 def trained_share(recipe: Recipe, family: Family, base: Path | str | None = None) -> float:
-    """Return the FLOPs of a step with `trained_layers`, relative to one that trains all weights.
+    """Return the FLOPs of a step with `trained_layers`, relative to a step that trains all weights.
 
     Args:
         recipe: with `trained_layers`
@@ -176,7 +176,7 @@ def profile(
 
 # %% ../../nbs/6_planner/04_profile.ipynb #1534ef98
 def knows_published(recipe: Recipe, family: Family) -> bool:
-    """Return whether this is a plan of published weights whose configurations the package contains.
+    """Return whether this plans published weights whose configurations the package contains.
 
     Args:
         recipe: its model_path, revision and launcher
@@ -188,7 +188,7 @@ def knows_published(recipe: Recipe, family: Family) -> bool:
 
 @contextlib.contextmanager
 def planned_weights(recipe: Recipe, family: Family) -> Iterator[Path | str | None]:
-    """Give the folder that a plan reads: `weights_path`, or a folder of published configurations.
+    """Yield the folder that a plan reads: `weights_path`, or temporary published configurations.
 
     Published weights are thus planned without the hub.
 
@@ -204,7 +204,7 @@ def planned_weights(recipe: Recipe, family: Family) -> Iterator[Path | str | Non
 
 
 def weights_path(recipe: Recipe, family: Family) -> Path | str | None:
-    """Return the model's folder; create the stand-in if the recipe asks for one.
+    """Return the model's folder; create the stand-in if the recipe requests one.
 
     Args:
         recipe: its model_path

@@ -39,7 +39,7 @@ class BatchLine:
 # %% ../../nbs/6_planner/01_records.ipynb #967c8ea7
 @dataclass(frozen=True, kw_only=True)
 class Block(BlockSize):
-    """One unit of sharding, checkpointing and compiling; bytes as lines in the batch size.
+    """A unit of sharding, checkpointing and compiling; bytes as functions of the batch size.
 
     Attributes:
         boundary: inputs that this block adds, kept when it is checkpointed
@@ -93,7 +93,7 @@ class BlockTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile(ModelSize):
-    """Everything about a model that a plan needs, measured without memory.
+    """All facts about a model that a plan needs, measured without allocating memory.
 
     Attributes:
         blocks: in the order of execution
@@ -176,7 +176,7 @@ class ForwardPass:
 
 
 class MemoryLedger(Protocol):
-    """The part of the ledger with which a `StepCost` describes the phases of its step."""
+    """Protocol of the ledger, for the `StepCost` that describes the phases of its step."""
 
     def stored_on_gpu(self) -> dict[str, float]:
         """Return part -> bytes of a GPU between two steps."""

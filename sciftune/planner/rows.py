@@ -70,7 +70,7 @@ class Machine:
 
     @classmethod
     def of(cls, recipe: Recipe) -> Machine:
-        """Return this machine, with the recipe's own numbers where it has them.
+        """Return this machine, with numbers replaced by those that the recipe sets.
 
         Args:
             recipe: plan_device, device_memory_gib, host_memory_gib, cpu
@@ -98,7 +98,7 @@ class Machine:
 
     @classmethod
     def absent(cls, recipe: Recipe) -> Machine:
-        """Return a machine with GPUs of a data sheet, one for each of the recipe's processes there.
+        """Return a machine with GPUs from a data sheet, one for each of the recipe's processes.
 
         Args:
             recipe: plan_device, device_memory_gib, host_memory_gib
@@ -116,7 +116,7 @@ class Machine:
 
     @staticmethod
     def elsewhere(recipe: Recipe) -> tuple[float, int, bool, bool]:
-        """Return what is known of a machine with GPUs that is not this one.
+        """Return the known facts about another machine with GPUs.
 
         Args:
             recipe: host_memory_gib, num_processes, num_machines
@@ -167,7 +167,7 @@ def _rounded(parts: dict[str, float], digits: int) -> dict[str, float]:
 
 
 def _host_total(parts: dict[str, float], loading: float) -> float:
-    """Return the most that is held at the same time: weights are loaded before the rest exists."""
+    """Return the largest sum at a time: weights are loaded before the other parts exist."""
     processes = parts["processes"]
     return processes + max(loading, sum(parts.values()) - processes)
 
@@ -190,7 +190,7 @@ def _verdict(machine: Machine, total: float, usable: float, phase: Phase) -> str
 
 
 def _with_room(profile: Profile, strategy: Strategy, limit: float, level: int) -> Ledger:
-    """Return the ledger of a level of recomputation, with streamed states in free memory."""
+    """Return the ledger at a level of recomputation, with streamed states moved to free memory."""
     counts = recomputed_counts(profile, strategy, level)
     ledger = Ledger(profile, strategy, *counts)
     phase = ledger.peak()
@@ -219,7 +219,7 @@ def _seconds(ledger: Ledger, rates: DeviceRates) -> tuple[float, dict[str, float
 
 
 def tensors_limit(profile: Profile, strategy: Strategy, machine: Machine, usable: float) -> float:
-    """Return the bytes that may be allocated where the plan chooses the checkpointed blocks.
+    """Return the bytes available for tensors, from which the plan chooses the checkpointed blocks.
 
     Args:
         profile: the model

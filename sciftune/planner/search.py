@@ -44,7 +44,7 @@ __all__ = ['MOST_CARDS', 'engine_variants', 'variant', 'command', 'candidates', 
 
 # %% ../../nbs/6_planner/08_search.ipynb #c7fe2a59
 def engine_variants(world: int) -> list[dict]:
-    """Return the settings of all strategies that a plan compares, from whole to sharded.
+    """Return the settings of all strategies that a plan compares, from unsharded to sharded.
 
     Args:
         world: processes
@@ -127,7 +127,7 @@ def command(strategy: Strategy, recipe: Recipe) -> str:
 
 # %% ../../nbs/6_planner/08_search.ipynb #0dada070
 def _policies(recipe: Recipe, machine: Machine, name: str) -> Iterator[str]:
-    """Yield the precision policies to try under a strategy, once for those that it treats alike."""
+    """Yield the precision policies to try under a strategy; equivalent ones once."""
     more = ("bf16-master24", "bf16-mixed") if machine.cuda else ()
     same = strategy_class(name).same_policies
     yield recipe.precision
@@ -138,7 +138,7 @@ def _policies(recipe: Recipe, machine: Machine, name: str) -> Iterator[str]:
 
 
 def _engines(recipe: Recipe, world: int) -> Iterator[dict]:
-    """Yield variants for `world` processes; on one, sharded models only if they offload."""
+    """Yield variants for `world` processes; on one process, sharded models only with offloading."""
     for change in engine_variants(world):
         offload = change.get("offload", "none")
         alone = find_record("strategies", change["strategy"]).processes == "one"
@@ -387,7 +387,7 @@ def _shared_words(
 
 # %% ../../nbs/6_planner/08_search.ipynb #6436c9fa
 def settled(profile: Profile, strategy: Strategy, machine: Machine) -> Strategy:
-    """Return the strategy with the settings decided that its recipe leaves open.
+    """Return the strategy with all settings decided that its recipe leaves open.
 
     Args:
         profile: the model
@@ -415,7 +415,7 @@ def check_cards(recipe: Recipe, cards: list[dict]):
 
     Args:
         recipe: with open fields
-        cards: from `gpus`; empty where they are not here
+        cards: from `gpus`; empty if they are not here
     """
     name = recipe.open_fields[0]
     if recipe.num_machines > 1:
@@ -438,7 +438,7 @@ def check_cards(recipe: Recipe, cards: list[dict]):
 
 
 def _own_fields(recipe: Recipe) -> set[str]:
-    """Return the fields that some strategies read and that the recipe sets."""
+    """Return the fields that the recipe sets and that only some strategies read."""
     read = {name for record in records("strategies").values() for name in record.reads}
     free = {*recipe.open_fields, "reshard"}
     return {n for n in read - free if getattr(recipe, n) != Recipe.model_fields[n].default}
@@ -504,7 +504,7 @@ def open_settings(recipe: Recipe, machine: Machine, graphs: bool = True) -> Iter
 
 
 def _runs(strategy: Strategy, recipe: Recipe, speed: dict) -> bool:
-    """Return whether a setting is what was asked for, and none that a rank would refuse."""
+    """Return whether a setting satisfies the request and no rank would refuse it."""
     new, record = strategy.recipe, find_record("strategies", strategy.recipe.strategy)
     layers = record.hooks_layers and new.compile and new.gradient_checkpointing == "none"
     same = new.precision == recipe.precision and new.cuda_graphs == speed["cuda_graphs"]

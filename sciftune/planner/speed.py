@@ -74,12 +74,12 @@ DEVICES = {
 
 
 def device_rates(name: str) -> DeviceRates | None:
-    """Return the rates of a GPU by the driver's name for it, or None if it is not listed."""
+    """Return the rates of a GPU by its driver's name, or None if it is not listed."""
     return next((rates for part, rates in DEVICES.items() if part in name.upper()), None)
 
 
 def named_device(name: str) -> DeviceRates:
-    """Return the rates of a GPU that need not be on this machine.
+    """Return the rates of a GPU by name, whether or not it is on this machine.
 
     Args:
         name: `Recipe.plan_device`
@@ -110,7 +110,7 @@ NETWORK = 25e9  # bytes/s of a GPU between machines
 
 
 def forward_seconds(profile: Profile, strategy: Strategy, rates: DeviceRates) -> dict[str, float]:
-    """Return the seconds of a micro-batch's forward pass: products, attention, traffic."""
+    """Return the seconds of a micro-batch's forward pass: products, attention, memory traffic."""
     batch, policy = strategy.recipe.micro_batch, strategy.policy
     peak = rates.flops * (FLOAT32 if policy.compute == torch.float32 else 1)
     flops = batch / strategy.context * profile.flops
@@ -126,7 +126,7 @@ def forward_seconds(profile: Profile, strategy: Strategy, rates: DeviceRates) ->
 
 
 def _once_seconds(profile: Profile, strategy: Strategy, rates: DeviceRates) -> float:
-    """Return the seconds of any pass: gaps in compiled code, widening of weights."""
+    """Return the seconds of any pass for gaps in compiled code and widening of weights."""
     gaps = COMPILED_OPERATION * profile.operations if strategy.recipe.compile else 0.0
     return gaps + costs_of(strategy, profile).widening_bytes() / rates.memory
 
@@ -276,7 +276,7 @@ def step_interval(seconds: float, device: str) -> tuple[float, float]:
 
 # %% ../../nbs/6_planner/06_speed.ipynb #c66e325e
 def finished_at(device: torch.device) -> float:
-    """Return the clock's time in seconds once all work on the device is done."""
+    """Return the time in seconds once all work on the device has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -294,7 +294,7 @@ class OperationRecorder(TorchDispatchMode):
         return {k for k in seen if (k, "made") in below and (k, "kept") not in below} - free
 
     def sources(self, wanted: set[int], fixed: set[int], free: set[int]) -> set[int]:
-        """Return the storages of `fixed` from which `wanted` are computed.
+        """Return the storages of `fixed` from which `wanted` were computed.
 
         Args:
             wanted: ids of storages that backward reads
@@ -358,7 +358,7 @@ def _tensor_kind(tensor: torch.Tensor, order: dict[int, int]) -> tuple:
 
 
 def block_kind(module: nn.Module, args: tuple, kwargs: dict) -> tuple | None:
-    """Return what decides a block's bytes: layers, their settings, weights and inputs.
+    """Return what decides a block's bytes: layers, settings, weights and inputs.
 
     Returns:
         None if an input is neither a tensor nor a plain value
@@ -530,7 +530,7 @@ def shape_kind(module: nn.Module, args: tuple, kwargs: dict) -> tuple:
 
 @dataclass(frozen=True)
 class OutputShapes:
-    """The recipe of a block's outputs: inputs that it passes on, and shapes of the others.
+    """The shapes of a block's outputs, and which inputs it returns unchanged.
 
     Attributes:
         leaves: position among the inputs, (shape, stride, dtype, requires_grad), or None
@@ -619,7 +619,7 @@ def each_kind_once(
 # %% ../../nbs/6_planner/02_trace.ipynb #1ecd4b21
 @dataclass(frozen=True)
 class Call:
-    """A block and its inputs.
+    """A call of a block: the block and its inputs.
 
     Attributes:
         new_bytes: bytes of inputs that no block before it had
@@ -634,7 +634,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Trace:
-    """One forward pass on meta.
+    """The calls of one forward pass on meta.
 
     Attributes:
         calls: blocks in the order of execution
@@ -648,7 +648,7 @@ class Trace:
 
 
 class _Watch:
-    """Collect the contents of a `Trace` by hooks."""
+    """Hooks that fill a `Trace`."""
 
     def __init__(self):
         self.calls, self.first, self.seen = [], {}, set()

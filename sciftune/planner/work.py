@@ -32,7 +32,7 @@ __all__ = ['StepCost', 'step_cost_of', 'MetaModel']
 
 # %% ../../nbs/6_planner/03_work.ipynb #62548e39
 class StepCost:
-    """One forward and one backward pass of one network.
+    """The cost of one forward and one backward pass of one network; other objectives subclass it.
 
     Args:
         recipe: the run
@@ -147,7 +147,7 @@ class StepCost:
 
     # memory
     def stored(self, profile: Profile, strategy: Strategy) -> dict[str, tuple[float, float]]:
-        """Return what is stored besides the network.
+        """Return the bytes stored besides the trained network, by part.
 
         Args:
             profile: the model
@@ -232,7 +232,7 @@ def step_cost_of(recipe: Recipe) -> StepCost:
 # %% ../../nbs/6_planner/03_work.ipynb #6d0c47d2
 @dataclass(frozen=True)
 class MetaModel:
-    """A model without memory, with gradients where the recipe trains it.
+    """A model on meta, with gradients for the parameters that the recipe trains.
 
     Attributes:
         base: pipeline folder or hub id; None = published size

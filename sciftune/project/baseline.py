@@ -47,7 +47,7 @@ def one_batch(
         recipe: recipe of the measurement
         family: family of the model
         config: configuration of the denoiser
-        device: where it stays
+        device: target device
         size: height and width in pixels; None = a square
 
     Returns:
@@ -140,7 +140,7 @@ class StepClock:
         self.marks = []
 
     def mark(self):
-        """Set a mark."""
+        """Record a mark."""
         if self.cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -282,7 +282,7 @@ def write_random(
 
 
 def write_descriptions(folder: Path, family: Family, config: dict):
-    """Write config.json of the denoiser, and a model_index.json that names nothing else.
+    """Write config.json of the denoiser, and a model_index.json with no other component.
 
     Args:
         folder: a pipeline folder

@@ -248,7 +248,7 @@ def compilations(steps: list[dict], skip: int) -> dict[str, int]:
 
 
 def edge_of_memory(steps: list[dict], skip: int) -> dict[str, float]:
-    """Return the signs that a run is too close to the limit of the card's memory.
+    """Return signs that a run is too close to the limit of the card's memory.
 
     `retries` and `mapped_gib` count only after the first `skip` steps; both are 0 if memory
     suffices. `other_gib` is held by the context, libraries and NCCL, outside the allocator.

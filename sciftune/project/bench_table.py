@@ -343,7 +343,7 @@ def rate_words(
 def other_way(
     row: dict,
 ) -> str:
-    """Return the differing setting in words."""
+    """Return the settings that differ, in words."""
     host = ", optimizer on the host" if row["offload"] == "optimizer" else ""
     strategy = row["strategy"].upper()
     rest = "not compiled, everything recomputed"
@@ -351,7 +351,7 @@ def other_way(
 
 
 def comparisons(rows: list[dict]) -> Iterator[list[str]]:
-    """Compare presets with DeepSpeed with the fastest run on as many cards, as cells."""
+    """Return rows that compare DeepSpeed presets with the fastest run on as many cards."""
     fast = [row for row in good_rows(rows) if is_fast_setting(row)]
     for row in rows:
         if (row.get("preset") or "debug") in ("debug", "local"):

@@ -104,7 +104,7 @@ def trace_events(trace: dict, device: bool = True) -> list[TraceEvent]:
 
 
 class Gap(NamedTuple):
-    """A time in which nothing ran.
+    """A time span in which nothing ran.
 
     Attributes:
         length: in ms
@@ -122,7 +122,7 @@ class Gap(NamedTuple):
 def gaps_between(
     events: list[TraceEvent],
 ) -> list[Gap]:
-    """Return all times in which nothing ran."""
+    """Return all time spans in which nothing ran."""
     gaps, last = [], events[0]
     for event in events:
         if event.start > last.end:
@@ -293,7 +293,7 @@ def timed(call: Callable[[], object], cuda: bool, count: int = 8, warm: int = 3)
 # %% ../../nbs/10_project/04_gpu_profile.ipynb #a92f3391
 @dataclass
 class ProfiledModel:
-    """A few blocks of a model, one batch, and the parts of a step.
+    """A few blocks of a model with one batch, and the parts of a step as methods.
 
     Attributes:
         tiny: the tiny test model on a CPU
@@ -308,12 +308,12 @@ class ProfiledModel:
 
     @cached_property
     def cuda(self) -> bool:
-        """Return whether it is on a GPU."""
+        """Return whether the model is on a GPU."""
         return not self.tiny
 
     @cached_property
     def device(self) -> torch.device:
-        """Return its device."""
+        """Return the model's device."""
         return torch.device("cuda" if self.cuda else "cpu")
 
     @cached_property
@@ -383,7 +383,7 @@ class ProfiledModel:
             return self.loss()
 
     def forward_backward(self):
-        """Compute the gradients, and drop them."""
+        """Compute the gradients, and discard them."""
         self.loss().backward()
         for parameter in self.parameters:
             parameter.grad = None

@@ -45,7 +45,7 @@ def fields_markdown() -> str:
 
 
 def reference_rows(name: str) -> list[list[str]]:
-    """Return a row per setting of the reference: there, here, and why they differ.
+    """Return a row per setting of the reference: its value there and here, and why they differ.
 
     Args:
         name: a preset with a reference
@@ -83,7 +83,7 @@ def presets_markdown() -> str:
 # %% ../../nbs/10_project/08_pages.ipynb #25e7d262
 @contextmanager
 def _without_locks() -> Iterator[None]:
-    """Make torch's extensions be searched in an empty folder."""
+    """Make torch look for extensions in an empty folder, inside the block."""
     name = "TORCH_EXTENSIONS_DIR"
     before = os.environ.get(name)
     with tempfile.TemporaryDirectory() as folder:
@@ -263,7 +263,7 @@ RECORD_KINDS = {
 
 
 def record_names(package: str) -> list[str]:
-    """Return what a package adds to the package's tables: a kind with its names, each a text.
+    """Return what a package registers: a text per kind, with its names.
 
     Args:
         package: such as 'sciftune.extras.rl'

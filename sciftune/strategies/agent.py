@@ -42,7 +42,7 @@ ASKED: list[int] = []  # Signals that this process got
 
 
 def pass_on(number: int, frame: FrameType | None = None) -> None:
-    """Ask the children of this process to end after their step.
+    """Send the children of this process the signal to end after their step.
 
     Args:
         number: number of the received signal; children get SIGUSR1, or SIGTERM for any other
@@ -59,7 +59,7 @@ LOOPBACK = ("127.0.0.1", "localhost")
 
 @contextlib.contextmanager
 def loopback_store() -> Iterator[None]:
-    """Let the store of torchrun's agent listen on 127.0.0.1 alone where that is its address."""
+    """Make the store of torchrun's agent listen on 127.0.0.1 only, if that is its address."""
     from torch.distributed.elastic.rendezvous import static_tcp_rendezvous as rendezvous
 
     plain = rendezvous.TCPStore
@@ -78,7 +78,7 @@ HANDLED = "SIGQUIT"  # By torchrun, which kills ranks that save longer than 30 s
 
 @contextlib.contextmanager
 def patient_agent() -> Iterator[None]:
-    """Let accelerate's notebook launcher leave signals to the process that calls it."""
+    """Make accelerate's notebook launcher leave signals to the process that calls it."""
     from torch.distributed.launcher import api
 
     @dataclass
@@ -95,7 +95,7 @@ WAITING: list[WaitingRank] = []  # Started before the plan
 def waiting_rank(
     words: list[str], environment: Mapping[str, str] | None = None
 ) -> subprocess.Popen | None:
-    """Return the process of a rank that has waited for its plan; None where none can be used.
+    """Return the process of a rank that waits for its plan; None if none can be used.
 
     Args:
         words: command of the rank
@@ -113,7 +113,7 @@ def waiting_rank(
 
 @contextlib.contextmanager
 def waiting_ranks_first() -> Iterator[None]:
-    """Let torchrun's agent take ranks that have waited for their plan before it starts others."""
+    """Make torchrun's agent use ranks that wait for their plan before it starts others."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import (
         subprocess_handler as handler,
     )
@@ -163,7 +163,7 @@ def wait_for_program(words: list[str]) -> int:
 
 
 def run_agent(words: list[str]) -> int:
-    """Run a launch command in this process and return the exit code as a shell has it.
+    """Run a launch command in this process and return the exit code in a shell's convention.
 
     Args:
         words: `accelerate launch ...`, or any other program
@@ -181,7 +181,7 @@ def run_agent(words: list[str]) -> int:
 
 # %% ../../nbs/5_strategies/19_agent.ipynb #96959076
 def write_status(status: Path, **facts: object) -> None:
-    """Write `status.json`, so that a reader never sees half of it.
+    """Write `status.json` atomically.
 
     Args:
         status: status.json of the run
@@ -191,7 +191,7 @@ def write_status(status: Path, **facts: object) -> None:
 
 
 def run_job(status: Path, log_offset: int, handle: int, words: list[str]) -> int:
-    """Run the agent of a job, keep `status.json`, and return the exit code.
+    """Run the agent of a job, update `status.json`, and return the exit code.
 
     Args:
         status: status.json of the run
@@ -233,7 +233,7 @@ def run_early_job(door: int, status: Path, count: int, recipe: str, words: list[
         words: command of a rank
 
     Returns:
-        exit code; 0 where the run was refused
+        exit code; 0 if the run was refused
     """
     os.environ[LAUNCHER] = str(os.getpid())
     with contextlib.suppress(Exception):  # what fails here fails again with the log

@@ -71,7 +71,7 @@ def cos_and_sin(table: Tensor) -> tuple[Tensor, Tensor]:
 
 # %% ../../nbs/5_strategies/08_compilation.ipynb #57448e32
 class RealTable(nn.Module):
-    """Qwen-Image's position module with real tables for image and text, each made once."""
+    """Qwen-Image's position module with real tables for image and text, each computed once."""
 
     def __init__(self, inner: nn.Module):
         super().__init__()
@@ -82,11 +82,11 @@ class RealTable(nn.Module):
     def forward(
         self, shapes: list, device: torch.device | None = None, max_txt_seq_len: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the two tables, made at the first call with these sizes.
+        """Return the two tables, computed at the first call with these sizes.
 
         Args:
             shapes: [(frames, rows, columns)] of each sample's pictures, see `padded`
-            device: where the tables are wanted
+            device: device of the tables
             max_txt_seq_len: length of the text
 
         Returns:
@@ -100,13 +100,13 @@ class RealTable(nn.Module):
     def padded(
         self, sample: list, device: torch.device | None, length: int
     ) -> tuple[Tensor, Tensor]:
-        """Return the tables of pictures whose images are padded; padding has position 0.
+        """Return the tables of images padded to a common size; padding has position 0.
 
         An image stands in the top left corner of its picture; an image of no rows is absent.
 
         Args:
             sample: (1, rows, columns) of the pictures; as many (0, rows, columns) in them
-            device: where the tables are wanted
+            device: device of the tables
             length: length of the text
 
         Returns:
@@ -133,7 +133,7 @@ class RealTable(nn.Module):
 
         Args:
             shape: [(frames, rows, columns)] of the pictures of a sample
-            device: where the tables are wanted
+            device: device of the tables
             length: length of the text
 
         Returns:
@@ -296,13 +296,13 @@ def recompute_one_more(denoiser: nn.Module, names: tuple) -> int | None:
 
 # %% ../../nbs/5_strategies/08_compilation.ipynb #c71d004c
 def compiled_graphs() -> int:
-    """Graphs compiled in this process so far."""
+    """Return the number of graphs compiled in this process so far."""
     return compile_counters()["stats"]["unique_graphs"]
 
 # %% ../../nbs/5_strategies/08_compilation.ipynb #688f3a3a
 @functools.cache
 def tell_compilation():
-    """Let each graph count as progress: the first step with all of its graphs takes minutes."""
+    """Report each compiled graph as progress: all graphs of the first step take minutes."""
     on_compilation(
         lambda graph: progress("compiling a graph"),
         lambda graph: progress("a graph is compiled"),
@@ -310,7 +310,7 @@ def tell_compilation():
 
 
 def no_mixed_order_reductions():
-    """Turn Inductor's mix-order reductions off, where it has them and the user has said nothing."""
+    """Turn off Inductor's mix-order reductions, unless the user has set them."""
     if "TORCHINDUCTOR_MIX_ORDER_REDUCTION" not in os.environ:
         stop_mixed_reductions()
 
@@ -319,7 +319,7 @@ KEPT_OPERATIONS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution")
 
 
 def is_product(operation: str) -> bool:
-    """Return whether an operation's results are kept by selective recomputation.
+    """Return whether selective recomputation keeps an operation's results.
 
     Args:
         operation: its name, such as 'mm' or 'flash_attention'
@@ -385,14 +385,14 @@ def compile_blocks(denoiser: nn.Module, names: tuple, cache: Path | None = None,
 
 # %% ../../nbs/5_strategies/08_compilation.ipynb #647b8cfa
 def input_with_gradient(module: nn.Module, args: tuple) -> tuple | None:
-    """Forward pre-hook: let the input of a module have a gradient, for ZeRO-3.
+    """Forward pre-hook that makes a module's input require a gradient, for ZeRO-3.
 
     Args:
         module: has trained parameters
-        args: positional inputs; none where no gradient is wanted
+        args: positional inputs; none if no gradient is wanted
 
     Returns:
-        inputs; None where they stay as they are
+        inputs; None if they stay as they are
     """
     if not args or not torch.is_grad_enabled() or args[0].requires_grad:
         return None
@@ -401,7 +401,7 @@ def input_with_gradient(module: nn.Module, args: tuple) -> tuple | None:
 
 
 def gather_whole_blocks(denoiser: nn.Module, names: tuple):
-    """Let ZeRO-3 gather each block as a unit, outside of the compiled code.
+    """Make ZeRO-3 gather each block as a unit, outside of the compiled code.
 
     Args:
         denoiser: changed
@@ -418,7 +418,7 @@ def gather_whole_blocks(denoiser: nn.Module, names: tuple):
 # %% ../../nbs/5_strategies/08_compilation.ipynb #cg000012
 @functools.cache
 def tell_launches():
-    """Say once that blocks are launched although graphs were asked for."""
+    """Print once that blocks run without CUDA graphs although the recipe sets them."""
     warnings.warn(
         "cuda_graphs: the compiler launches a block kernel by kernel; "
         "TORCH_LOGS=perf_hints says why",
@@ -427,14 +427,14 @@ def tell_launches():
 
 
 def begin_graphs(module: nn.Module, args: tuple):
-    """Forward hook: the memory of the last step's graphs may be written again."""
+    """Forward hook that releases the memory of the last step's graphs."""
     if compile_counters()["inductor"]["cudagraph_skips"]:
         tell_launches()
     torch.compiler.cudagraph_mark_step_begin()
 
 # %% ../../nbs/5_strategies/08_compilation.ipynb #23b63259
 class ContiguousGradient(torch.autograd.Function):
-    """The same tensor; its gradient becomes contiguous."""
+    """Identity whose gradient is made contiguous."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -475,7 +475,7 @@ def contiguous_gradients(denoiser: nn.Module) -> nn.Module:
 def blocks_to_checkpoint(recipe: Recipe, recompute_blocks: int | None = None) -> int | None:
     """Return the number of blocks that `gradient_checkpointing` recomputes; None = all.
 
-    Raises RecipeError where recomputing none is not enough.
+    Raises RecipeError if recomputing none is not enough.
 
     Args:
         recipe: `gradient_checkpointing` is read
@@ -501,7 +501,7 @@ def prepare_denoiser(
     fp8: bool = False,
     selective_blocks: int = 0,
 ) -> nn.Module:
-    """Apply everything that the recipe asks for, in the required order. Raises RecipeError.
+    """Apply all transformations that the recipe sets, in the required order. Raises RecipeError.
 
     Args:
         denoiser: loaded or on meta; frozen parameters marked

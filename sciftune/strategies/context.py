@@ -62,7 +62,7 @@ def rank_part(x: Tensor, dim: int, place: int, ranks: int) -> Tensor:
 
 # %% ../../nbs/5_strategies/20_context.ipynb #96674e05
 def exchanged_mask(mask: Tensor | None, text: int, image: int, ranks: int) -> Tensor | None:
-    """Return the attention mask after the exchange, which hides padding behind the last token.
+    """Return the attention mask after the exchange, which hides the padding at the end.
 
     Args:
         mask: (B,1,1,T+N), True = attended to; None = everything is
@@ -82,7 +82,7 @@ def exchanged_mask(mask: Tensor | None, text: int, image: int, ranks: int) -> Te
 
 # %% ../../nbs/5_strategies/20_context.ipynb #9cf3bab2
 def check_heads(config: Mapping, ranks: int):
-    """Raise RecipeError where the ranks do not divide the heads.
+    """Raise RecipeError if the ranks do not divide the heads.
 
     Args:
         config: config of the denoiser
@@ -99,7 +99,7 @@ UNMASKED_BACKEND = AttentionBackendName("_native_cudnn")  # On a GPU, in 16 bits
 
 
 def parallel_processors(denoiser: nn.Module, mesh: DeviceMesh, device: torch.device) -> list:
-    """Make all attention layers exchange tokens for heads.
+    """Make all attention layers exchange tokens for heads; return their processors.
 
     Args:
         denoiser: changed
@@ -117,7 +117,7 @@ def parallel_processors(denoiser: nn.Module, mesh: DeviceMesh, device: torch.dev
 
 # %% ../../nbs/5_strategies/20_context.ipynb #a4f635d5
 class ContextParallel:
-    """Hooks that give a denoiser a part of the tokens and gather its prediction.
+    """Hooks that split the tokens of a denoiser's call and gather its prediction.
 
     Args:
         arguments: token arguments of the family
@@ -186,7 +186,7 @@ class ContextParallel:
         return (whole[:, : self.image], *out[1:])
 
     def whole_length(self, module: nn.Module, args: tuple, call: dict) -> tuple[tuple, dict]:
-        """Pass the text length of all ranks."""
+        """Return the text length over all ranks."""
         name = self.arguments.tables[1]
         return args, call | {name: self.ranks * call[name]}
 
@@ -196,7 +196,7 @@ class ContextParallel:
 
 # %% ../../nbs/5_strategies/20_context.ipynb #90b9757f
 def share_tokens(denoiser: nn.Module, family: Family, recipe: Recipe, engine: Engine) -> nn.Module:
-    """Divide the tokens of each sample over the ranks of a group, if the recipe asks for it.
+    """Divide the tokens of each sample over a group's ranks, if the recipe sets it.
 
     Raises RecipeError for a model whose tokens or heads cannot be divided.
 

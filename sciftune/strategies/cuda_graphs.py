@@ -56,7 +56,7 @@ WARM_UPS = 2  # passes beside the recording, in which libraries choose their ker
 
 
 def recorded(work: Callable, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Return a CUDA graph of `work()`, and what it returned.
+    """Return a CUDA graph of `work()`, and the result of `work`.
 
     Args:
         work: launches kernels only
@@ -94,11 +94,11 @@ class ForwardGraph:
 
     @property
     def busy(self) -> bool:
-        """Return whether a backward pass still needs what the last replay kept."""
+        """Return whether a backward pass still needs tensors of the last replay."""
         return False
 
     def __call__(self, *tensors: Tensor) -> Any:
-        """Return a copy of what the call returns."""
+        """Replay the pass and return copies of its outputs."""
         for own, tensor in zip(self.inputs, tensors, strict=True):
             own.copy_(tensor)
         self.graph.replay()
@@ -106,7 +106,7 @@ class ForwardGraph:
 
 # %% ../../nbs/5_strategies/25_cuda_graphs.ipynb #ba1f12c7
 class Kept:
-    """Stand for what a forward pass keeps for backward; alive as long as autograd needs it."""
+    """Stand-in for the tensors of a forward pass; it lives as long as autograd needs them."""
 
 
 class ReplayedCall(torch.autograd.Function):
@@ -172,11 +172,11 @@ class TrainingGraphs:
 
     @property
     def busy(self) -> bool:
-        """Return whether a backward pass still needs what the last replay kept."""
+        """Return whether a backward pass still needs tensors of the last replay."""
         return self.kept() is not None
 
     def __call__(self, *tensors: Tensor) -> Any:
-        """Return what the call returns, with its place in autograd's graph."""
+        """Replay the call and return its outputs, connected to autograd's graph."""
         return tree_unflatten(list(ReplayedCall.apply(self, *tensors, *self.parameters)), self.spec)
 
     def forward(self, tensors: tuple[Tensor, ...], kept: Kept) -> tuple[Tensor, ...]:
@@ -191,7 +191,7 @@ class TrainingGraphs:
         """Replay the backward pass; return the gradients of arguments and parameters."""
         for parameter in self.parameters:
             if parameter.grad is not None:
-                parameter.grad = parameter.grad.clone()  # it may lie where the replay writes
+                parameter.grad = parameter.grad.clone()  # it may be where the replay writes
         for own, gradient in zip(self.arriving, gradients, strict=True):
             own.copy_(gradient)
         self.backward_graph.replay()
@@ -202,7 +202,7 @@ class TrainingGraphs:
 
 # %% ../../nbs/5_strategies/25_cuda_graphs.ipynb #44f7b1f3
 def kind_of_call(network: nn.Module, leaves: list, adapted: nn.Module | None = None) -> Hashable:
-    """Return what a recording depends on.
+    """Return the properties of a call on which its recording depends.
 
     Args:
         network: whose parameters are used
@@ -226,13 +226,13 @@ MOST_GRAPHS = 12  # of a network; each keeps the memory of its activations
 
 
 def capture(call: TensorCall, tensors: list[Tensor]) -> ForwardGraph | TrainingGraphs:
-    """Record a call, with its backward pass where something gets a gradient."""
+    """Record a call, with its backward pass if anything gets a gradient."""
     gets = torch.is_grad_enabled() and (call.trained() or any(t.requires_grad for t in tensors))
     return TrainingGraphs(call, tensors) if gets else ForwardGraph(call, tensors)
 
 
 class GraphedCalls:
-    """Calls of a network, replayed from CUDA graphs from the third of a kind on.
+    """Calls of a network; the third call of a kind and later ones are replayed from CUDA graphs.
 
     Args:
         network: its parameters keep their memory from now on

@@ -41,7 +41,7 @@ RECORDS = [
 
 # %% ../../nbs/5_strategies/13_ddp.ipynb #ddpsum01
 def start_sum(gradients: list[Tensor], dtype: torch.dtype) -> Callable[[], list[Tensor]]:
-    """Begin to sum gradients over all ranks, beside what the device does meanwhile.
+    """Start summing gradients over all ranks, concurrently with other work of the device.
 
     Args:
         gradients: On one device, any shapes; overwritten where they have that type
@@ -66,7 +66,7 @@ def start_sum(gradients: list[Tensor], dtype: torch.dtype) -> Callable[[], list[
 def start_exchanged_sum(
     gradients: list[Tensor], stream: torch.cuda.Stream | None
 ) -> Callable[[], list[Tensor]]:
-    """Begin to sum gradients over all ranks in fp32; they travel in their own type.
+    """Start summing gradients over all ranks in fp32; they are sent in their own type.
 
     Args:
         gradients: On one device, of one type, any shapes
@@ -97,7 +97,7 @@ class ReplicatedModule(TrainedModule):
     """Module under DistributedDataParallel, or bare: in one process, or with released gradients."""
 
     def wrap(self):
-        """Let accelerate put DDP around the module, or give all ranks the values of rank 0."""
+        """Wrap the module in DDP by accelerate, or broadcast rank 0's values to all ranks."""
         self.backwards = 0  # micro-batches of this step so far
         self.compared = False  # whether ranks sum the same
         if self.strategy.releases_gradients and self.engine.world > 1:
@@ -123,7 +123,7 @@ class ReplicatedModule(TrainedModule):
         return RankSums(start)
 
     def __call__(self, *args, **kwargs):
-        """Forward; before the last micro-batch of a step without arming the reduction."""
+        """Run a forward pass; only that of a step's last micro-batch prepares the reduction."""
         more_to_come = self.backwards < self.strategy.accumulation - 1
         quiet = self.replicated and more_to_come and torch.is_grad_enabled()
         with self.module.no_sync() if quiet else contextlib.nullcontext():
@@ -149,7 +149,9 @@ class ReplicatedModule(TrainedModule):
             self.backwards = 0
 
     def step(self) -> Tensor:
-        """As of `TrainedModule`. Raises RuntimeError where ranks have summed different parameters.
+        """Clip and update as `TrainedModule` does.
+
+        Raises RuntimeError if ranks summed different parameters.
 
         Returns:
             Scalar fp32 ()
@@ -171,7 +173,7 @@ class ReplicatedModule(TrainedModule):
             )
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """As of `TrainedModule`, and divided by the ranks where their gradients are summed.
+        """Return the scaled loss of `TrainedModule`, divided by the ranks if gradients are summed.
 
         Args:
             loss: Scalar fp32 (), of one micro-batch
@@ -184,7 +186,7 @@ class ReplicatedModule(TrainedModule):
 
 # %% ../../nbs/5_strategies/13_ddp.ipynb #ddpshard2
 class SharedUpdates(ReplicatedModule):
-    """Every rank holds all weights, updates its part, and keeps optimizer states for that part.
+    """Module whose ranks hold all weights, and each update a part and keep that part's states.
 
     `params` are those parts, one-dimensional; a parameter may have none of them on this rank.
     """
@@ -214,11 +216,11 @@ class SharedUpdates(ReplicatedModule):
         return self.held()
 
     def norm_group(self):
-        """All processes: each measures the gradients of its part."""
+        """Return the group of all processes: each measures the gradients of its part."""
         return dist.group.WORLD
 
     def finish_write(self, steps: int):
-        """Also send every rank the weights of all. All ranks call it together.
+        """Finish as `TrainedModule` does, and gather all weights on every rank. All ranks call it.
 
         Args:
             steps: That the optimizer has taken
@@ -235,11 +237,11 @@ class DDP(Strategy):
 
     @property
     def network_class(self) -> type[TrainedModule]:
-        """Depends on who keeps the optimizer's states."""
+        """Return the class of network, which depends on who keeps the optimizer's states."""
         return SharedUpdates if self.shards > 1 else ReplicatedModule
 
     def check(self):
-        """Raise RecipeError for `shard_states` where no rank can update a part in backward."""
+        """Raise RecipeError for `shard_states` if ranks cannot update a part in backward."""
         if not self.recipe.shard_states:
             return
         if self.world == 1:
@@ -268,18 +270,18 @@ class DDP(Strategy):
 
     @property
     def shards(self) -> int:
-        """Into how many parts the optimizer's states are cut."""
+        """Return the number of parts of the optimizer's states."""
         return self.world if self.recipe.shard_states else 1
 
     @property
     def label(self) -> str:
-        """Name among the rows of a plan."""
+        """Return the name among the rows of a plan."""
         name, context, rest = super().label.partition("+context")
         return name + ("+shards" if self.shards > 1 else "") + context + rest
 
     @property
     def reduce_type(self) -> torch.dtype:
-        """The type in which released gradients are sent to other ranks.
+        """Return the type in which released gradients are sent to other ranks.
 
         bf16 where weights are, and the sums are those of fp32.
         """

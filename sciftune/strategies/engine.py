@@ -33,7 +33,7 @@ from .trained_module import TrainedModule
 
 # %% ../../nbs/5_strategies/16_engine.ipynb #a27d8c3b
 def limit_allocator(gib: float):
-    """Let torch's allocator use no more than a card of `gib` GiB would have.
+    """Limit torch's allocator to the memory of a card of `gib` GiB.
 
     Args:
         gib: memory of the smaller card
@@ -52,7 +52,7 @@ UNDERSTOOD = (
 
 
 def silence_understood():
-    """Leave `UNDERSTOOD` out of this process's log."""
+    """Remove the warnings in `UNDERSTOOD` from this process's log."""
     for category, message in UNDERSTOOD:
         warnings.filterwarnings("ignore", message, category)
 
@@ -113,7 +113,7 @@ def start_trackers(accelerator: Any, recipe: Recipe, run: RunDir):
 
 # %% ../../nbs/5_strategies/16_engine.ipynb #e0c13557
 class Engine:
-    """Processes, device and precision of a run.
+    """Process group, device and precision of a run.
 
     Raises RecipeError when the launch does not match the recipe.
 
@@ -177,7 +177,7 @@ class Engine:
 
     @property
     def builds_on_meta(self) -> bool:
-        """Return whether networks want modules on meta and fill each rank's part themselves.
+        """Return whether networks expect modules on meta and fill each rank's part themselves.
 
         A node then never holds one copy of the weights per rank.
         """
@@ -185,7 +185,7 @@ class Engine:
 
     @property
     def loading_device(self) -> torch.device:
-        """The device where modules are loaded; the host where their weights wait there."""
+        """Return the device on which modules are loaded: the host, if their weights stay there."""
         return torch.device("cpu") if self.strategy.streams_weights else self.device
 
     def policy_of(self, recipe: Recipe) -> Policy:
@@ -203,7 +203,7 @@ class Engine:
         fill: Callable = None,
         recipe: Recipe = None,
     ) -> TrainedModule:
-        """Put a trainable module under this engine.
+        """Wrap a trainable module for this engine.
 
         Args:
             module: on meta where `builds_on_meta`; blocks compiled
@@ -225,7 +225,7 @@ class Engine:
             dist.barrier()
 
     def total(self, values: Tensor) -> Tensor:
-        """Sum values over ranks, without waiting for the result on a GPU.
+        """Return sums over ranks, without waiting for the result on a GPU.
 
         Args:
             values: Any shape (...), the same on every rank; overwritten

@@ -39,7 +39,7 @@ def add_rows(rows: Tensor, out: Tensor, mean: bool = False):
 def exchanged_sum(
     numbers: Tensor, out: Tensor, mean: bool = False, group: dist.ProcessGroup = None
 ):
-    """Add numbers over all ranks in fp32, round once and write this rank's part.
+    """Sum numbers over all ranks in fp32, round once and write this rank's part.
 
     Numbers travel in their own type.
 
@@ -55,7 +55,7 @@ def exchanged_sum(
 
 # %% ../../nbs/5_strategies/24_flat_weights.ipynb #flatw021
 def beside(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager:
-    """Return a context that uses `stream`, after all work enqueued so far.
+    """Return a context on `stream`, which waits for all work enqueued so far.
 
     Args:
         stream: None on a CPU
@@ -114,7 +114,7 @@ class FlatWeights:
     def summed(
         self, gradients: dict[str, Tensor], dtype: torch.dtype, exchanges: bool
     ) -> tuple[list[nn.Parameter], list[Tensor]]:
-        """Return this rank's pieces that are not empty, and their gradients summed over all ranks.
+        """Return this rank's non-empty pieces, and their gradients summed over all ranks.
 
         Args:
             gradients: gradients of some of the parameters, any shapes
@@ -141,7 +141,7 @@ class FlatWeights:
 
 # %% ../../nbs/5_strategies/24_flat_weights.ipynb #flatw016
 class FlatSums(RankSums):
-    """Sums over ranks; each rank takes the part that it updates.
+    """Sums of gradients over ranks; each rank receives the part that it updates.
 
     Args:
         blocks: modules whose parameters share one tensor; the last has the rest
@@ -177,7 +177,7 @@ class FlatSums(RankSums):
                 self.flats |= dict.fromkeys(parameters, flat)
 
     def piece(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the part of a parameter that this rank updates; itself where it is not trained.
+        """Return the part of a parameter that this rank updates; itself if it is not trained.
 
         Args:
             parameter: a parameter of the module
@@ -221,7 +221,7 @@ class FlatSums(RankSums):
         return wait
 
     def connect(self):
-        """Sum and gather once, so that connections take their memory before the peak."""
+        """Sum and gather once, so that connections allocate their memory before the peak."""
         first = next(iter(self.flats.values()))
         first.summed({}, self.dtype, self.exchanges)
         first.gather()

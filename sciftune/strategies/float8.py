@@ -31,7 +31,7 @@ def captions_in_float8(recipe: Recipe) -> bool:
 
 
 def is_modulation(name: str) -> bool:
-    """Return whether a linear layer makes a block's scales and shifts, from one row per sample.
+    """Return whether a linear layer computes a block's scales and shifts, from one row per sample.
 
     Args:
         name: name of a layer, in its block
@@ -118,7 +118,7 @@ def _cast(x: Tensor, scale: Tensor, out: Tensor | None, turned: Tensor):
 
 @torch.library.custom_op("sciftune::float8_both", mutates_args=())
 def float8_both(x: Tensor, scale: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Convert a matrix to float8, as it is and transposed.
+    """Return a matrix in float8, as it is and transposed.
 
     Args:
         x: (N,C)
@@ -140,7 +140,7 @@ def _(x, scale, kind):
 
 @torch.library.custom_op("sciftune::float8_turned", mutates_args=())
 def float8_turned(x: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
-    """Convert a matrix to float8 and transpose it.
+    """Return a matrix in float8, transposed.
 
     Args:
         x: (N,C)
@@ -161,7 +161,7 @@ def _(x, scale, kind):
 
 # %% ../../nbs/5_strategies/22_float8.ipynb #f8000015
 class Float8Product(torch.autograd.Function):
-    """`x @ weight.T + bias` and its gradients, multiplied in float8."""
+    """`x @ weight.T + bias` in float8, with gradients in float8."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -220,7 +220,7 @@ class Float8Product(torch.autograd.Function):
 
 
 class Float8Linear(nn.Linear):
-    """Linear layer by `Float8Product`; torch handles inputs of no rows."""
+    """Linear layer by `Float8Product`; inputs without rows are left to torch."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer.
@@ -240,7 +240,7 @@ class Float8Linear(nn.Linear):
 def float8_linears(
     denoiser: nn.Module, blocks: list[nn.Module], smallest: int = 1024, captions: bool = True
 ) -> int:
-    """Make the large linear layers multiply in float8.
+    """Replace the large linear layers by `Float8Linear`.
 
     Raises RecipeError on a GPU that has no float8, and where no layer is large enough.
 

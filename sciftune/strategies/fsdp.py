@@ -62,7 +62,7 @@ class AllToAllReduceScatter:
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Return memory for input or output.
+        """Return a buffer for input or output.
 
         Args:
             size: shape of the buffer
@@ -79,7 +79,7 @@ class AllToAllReduceScatter:
         op: dist.ReduceOp,
         async_op: bool = False,
     ):
-        """Write this rank's part, added over all ranks. Raises ValueError for another `op`.
+        """Write this rank's part of the sum over all ranks. Raises ValueError for another `op`.
 
         Args:
             output_tensor: (N,), written
@@ -191,7 +191,7 @@ class ShardedModule(TrainedModule):
         return dict(mesh=self.engine.mesh, mp_policy=mixed, offload_policy=place)
 
     def materialise(self, device: torch.device):
-        """Give meta parameters memory for this rank's rows, and read just those.
+        """Allocate meta parameters for this rank's rows, and read only those.
 
         Buffers, which are small and real, move as they are.
 
@@ -241,7 +241,7 @@ class ShardedModule(TrainedModule):
         return self.engine.mesh["shard"].get_group()
 
     def after_eval(self):
-        """Free what was gathered.
+        """Free the gathered parameters.
 
         A root that stays gathered would not see the next change of its weights.
         """
@@ -282,7 +282,7 @@ class ShardedModule(TrainedModule):
 
 # %% ../../nbs/5_strategies/14_fsdp.ipynb #baa1dab4
 class FrozenShardedModule(ShardedModule):
-    """Shard a network without gradients, optimizer or wider weights."""
+    """Sharded module without gradients, optimizer or wider weights."""
 
     def wrap(self):
         """Shard the weights in the compute type."""
@@ -290,12 +290,12 @@ class FrozenShardedModule(ShardedModule):
         super().wrap()
 
     def make_optimizer(self, module: nn.Module):
-        """Make no optimizer: there is nothing to train."""
+        """Create no optimizer: there is nothing to train."""
         self.optimizer = None
 
 # %% ../../nbs/5_strategies/14_fsdp.ipynb #68ad6f79
 def gather_ahead(blocks: list[nn.Module], count: int):
-    """Gather the next `count` blocks when a block begins, in forward and in backward order.
+    """Make each block gather the next `count` blocks when it begins, in forward and backward order.
 
     Args:
         blocks: Sharded, in forward order
@@ -318,7 +318,7 @@ class FSDP(Strategy):
 
     @classmethod
     def policy_of(cls, recipe: Recipe, cuda: bool) -> Policy:
-        """Return the data types in force; shards in host memory are updated there.
+        """Return the data types in force; shards in host memory are updated on the host.
 
         Raises RecipeError for 'fp8' with shards in host memory.
 
@@ -346,7 +346,7 @@ class FSDP(Strategy):
 
     @classmethod
     def variants(cls, world: int) -> tuple[dict, ...]:
-        """Return the settings that a plan compares: freed, kept, hybrid, shards on the host.
+        """Return the settings that a plan compares: weights freed, kept gathered, hybrid, on host.
 
         Args:
             world: processes over all machines
@@ -369,12 +369,12 @@ class FSDP(Strategy):
 
     @property
     def shards(self) -> int:
-        """Processes that share one replica."""
+        """Return the number of processes that share one replica."""
         return self.recipe.hybrid_shard or self.world
 
     @property
     def reduce_type(self) -> torch.dtype:
-        """The type in which gradients are sent to other ranks.
+        """Return the type in which gradients are sent to other ranks.
 
         'auto' is bf16 where the sums are those of fp32.
         """
@@ -384,7 +384,7 @@ class FSDP(Strategy):
 
     @property
     def short_terms(self) -> bool:
-        """Return whether 'auto' finds that each rank adds one bf16 gradient to a sum."""
+        """Return whether a rank adds one bf16 gradient to a sum; 'auto' then sends it in bf16."""
         recipe = self.recipe
         once = self.accumulation == 1 and self.shards == self.world
         return recipe.reduce_type == "auto" and once and self.trained_itemsize == 2
@@ -396,7 +396,7 @@ class FSDP(Strategy):
 
     @property
     def autocasts(self) -> bool:
-        """Never: FSDP casts a unit's parameters as it gathers them."""
+        """Return False: FSDP casts a unit's parameters as it gathers them."""
         return False
 
     @property
@@ -409,7 +409,7 @@ class FSDP(Strategy):
 
     @property
     def label(self) -> str:
-        """Name among the rows of a plan."""
+        """Return the name among the rows of a plan."""
         hybrid = "+hybrid" if 0 < self.recipe.hybrid_shard < self.world else ""
         kept = "" if self.reshards else "+gathered"
         name, offload, rest = super().label.partition("+")
@@ -423,7 +423,7 @@ class FSDP(Strategy):
 
         Args:
             recipe: the run's recipe
-            plan: plan of the run; `Plan()` where there is none
+            plan: plan of the run; `Plan()` if there is none
         """
         if recipe.reshard != "auto":
             return recipe

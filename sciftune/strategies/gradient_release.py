@@ -27,7 +27,7 @@ def block_list(module: nn.Module) -> list[nn.Module]:
 
 # %% ../../nbs/5_strategies/03_gradient_release.ipynb #6ec1af9e
 class PendingGradients:
-    """Gradients of one block and one parameter group, held until the block's last one has come.
+    """Gradients of one block and parameter group, held until the block's last one is computed.
 
     Args:
         group: the optimizer's parameter group
@@ -41,7 +41,7 @@ class PendingGradients:
         self.due = 0  # gradients that complete the block: as many as in the pass before
 
     def add(self, parameter: nn.Parameter) -> bool:
-        """Keep a gradient.
+        """Add a gradient.
 
         Args:
             parameter: parameter with its gradient
@@ -110,7 +110,7 @@ class RankSums:
 
 # %% ../../nbs/5_strategies/03_gradient_release.ipynb #eb9da099
 class GradientRelease:
-    """Updates of parameters during the backward pass.
+    """Optimizer updates of parameters during the backward pass.
 
     Measures the gradient norm and clips by the previous one. The caller multiplies the loss by
     `scale` before the backward pass. With `sums`, gradients are summed over ranks before they are
@@ -232,7 +232,7 @@ class GradientRelease:
             self.sums.wait()
 
     def forget(self):
-        """Drop what is pending from a backward pass that did not end.
+        """Drop gradients of a backward pass that did not finish.
 
         Call it when the weights are replaced by those of a checkpoint. Updates that a subclass of
         `RankSums` has already started are completed.

@@ -51,18 +51,18 @@ def launch_command(run: RunDir) -> list[str]:
 
 # %% ../../nbs/5_strategies/17_launch_files.ipynb #951985d2
 def loopback_interface() -> str:
-    """Return the loopback interface of this machine; '' where it has an unusual name."""
+    """Return the loopback interface of this machine; '' if it has an unusual name."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in ("lo", "lo0") if name in names), "")
 
 
 def computes_on_host(strategy: Strategy) -> bool:
-    """Return whether processors compute: all of it, or the update of an offloaded optimizer."""
+    """Return whether CPUs compute: the whole run, or the update of an offloaded optimizer."""
     return on_cpu(strategy.recipe) or strategy.recipe.offload != "none"
 
 
 def threads_on_node(strategy: Strategy, processors: str) -> str:
-    """Assign OMP_NUM_THREADS in a shell of the machine that trains: its share for each process.
+    """Return shell code that sets OMP_NUM_THREADS to each process's share of the training machine.
 
     Args:
         strategy: counts the processes of a machine
@@ -125,7 +125,7 @@ _MACHINE = '--machine_rank "$SLURM_NODEID" --main_process_ip "$3" --main_process
 
 
 def _directives(strategy: Strategy, run: RunDir, memory: str) -> list[str]:
-    """Return the lines that Slurm reads."""
+    """Return Slurm's #SBATCH lines."""
     recipe, ranks = strategy.recipe, strategy.per_machine
     plain = re.sub(r"[^\w.-]", "_", run.path.name, flags=re.ASCII)
     options = {
@@ -187,7 +187,7 @@ def slurm_script(strategy: Strategy, run: RunDir, memory: str = "") -> str:
 
 # %% ../../nbs/5_strategies/17_launch_files.ipynb #baed0a37
 def engine_environment(run: RunDir, environment: Mapping[str, str]) -> tuple[dict[str, str], bool]:
-    """Return what `accelerate launch --config_file` adds to the environment of a rank.
+    """Return the variables that `accelerate launch --config_file` adds to a rank's environment.
 
     Args:
         run: with accelerate.yaml
@@ -217,14 +217,14 @@ def engine_environment(run: RunDir, environment: Mapping[str, str]) -> tuple[dic
 
 # %% ../../nbs/5_strategies/17_launch_files.ipynb #ae251bb2
 def _quoted(strategy: Strategy) -> dict[str, str]:
-    """Return the environment for a shell of the training machine, which counts its own threads."""
+    """Return the environment as shell code for the training machine, which counts its threads."""
     environment = launch_environment(strategy)
     environment.pop("OMP_NUM_THREADS", None)
     return {name: shlex.quote(value) for name, value in environment.items()}
 
 
 def command_text(strategy: Strategy, run: RunDir) -> str:
-    """Return command.txt: what to type, on one machine or several."""
+    """Return command.txt: the commands to type, on one machine or several."""
     words = [f"{name}={value}" for name, value in _quoted(strategy).items()]
     threads = threads_on_node(strategy, "$(env -u OMP_NUM_THREADS nproc)")
     variables = " ".join([*words, threads])

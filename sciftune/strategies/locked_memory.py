@@ -30,7 +30,7 @@ def _threads_of(process: int) -> ThreadPoolExecutor:
 
 
 def host_threads() -> ThreadPoolExecutor:
-    """Return the threads of this process; a fork has none of its parent's."""
+    """Return this process's pool of threads; a fork creates its own."""
     return _threads_of(os.getpid())
 
 
@@ -88,7 +88,7 @@ def map_memory(size: int) -> LockedMemory:
 
 
 def host_memory(sizes: list[int], lock: bool) -> tuple[list[Tensor], list[Future]]:
-    """Return zeros in host memory, and the futures of their locks; the last one is locked first.
+    """Return zeros in host memory, and futures of their page locks; the last one is locked first.
 
     Parts of no bytes have no lock.
 

@@ -35,7 +35,7 @@ def worth_streaming(numel: int) -> bool:
 
 
 def evenly_spread(sizes: list[float], share: float) -> list[bool]:
-    """Choose the things to remove so that the rest is evenly spread.
+    """Return which items to remove so that the rest is evenly spread.
 
     Args:
         sizes: sizes of the items, in order
@@ -54,7 +54,7 @@ def evenly_spread(sizes: list[float], share: float) -> list[bool]:
 
 
 def streamed(numels: list[int], each: float, resident: float) -> list[bool]:
-    """Choose the parameters to stream.
+    """Return which parameters' states to stream.
 
     Args:
         numels: Elements of the trained parameters, in order
@@ -98,7 +98,7 @@ def window_bytes(numels: list[int], each: float, blocks: list[int] = ()) -> floa
 
 
 def offloaded_bytes(numels: list[int], each: float, room: float, blocks: list[int] = ()) -> dict:
-    """Return where the states of a single GPU are when as many as fit in `room` stay there.
+    """Return the bytes of states on the GPU and on the host if as many as fit in `room` stay.
 
     Args:
         numels: Elements of the trained parameters, in order
@@ -127,7 +127,7 @@ def offloaded_bytes(numels: list[int], each: float, room: float, blocks: list[in
 def waiting_seconds(
     host: float, window: float, forward: float, backward: float, bus: float
 ) -> float:
-    """Return the seconds per step that wait for the bus.
+    """Return the seconds per step spent waiting for the bus.
 
     Args:
         host: bytes that are streamed in a step, S
@@ -199,7 +199,7 @@ def tensors_of(state: dict) -> dict[str, Tensor]:
 
 
 def put_tensors(state: dict, tensors: dict[str, Tensor]):
-    """Let a state refer to the same tensors elsewhere.
+    """Replace the tensors of a state by copies elsewhere.
 
     Args:
         state: The optimizer's, of one parameter
@@ -217,7 +217,7 @@ def put_tensors(state: dict, tensors: dict[str, Tensor]):
 # %% ../../nbs/5_strategies/05_offload.ipynb #5db66fe3
 @dataclass
 class CopyOut:
-    """States on their way to the host.
+    """A copy of states to the host that is under way.
 
     Attributes:
         number: Of the parameter
@@ -273,7 +273,7 @@ class HostStates:
         self._make_window(sizes, blocks)
 
     def _make_window(self, sizes: list[int], blocks: list[list]):
-        """Room on the device; the order is unknown."""
+        """Allocate the window on the device; the order of updates is not known yet."""
         numbers = [[self.number.get(id(p)) for p in block] for block in blocks]
         together = [sum(sizes[i] for i in block if i is not None) for block in numbers]
         size = window_size(sizes, together)
@@ -286,7 +286,7 @@ class HostStates:
         self.seen = []  # parameters of this step so far
 
     def _layout(self, i: int, prepare: Callable, filled: list) -> list:
-        """(name, dtype, shape, start, end) of each tensor; adds whether it is filled; frees it."""
+        """Return (name, dtype, shape, start, end) of each tensor in the window."""
         state = self.states[i] = prepare(self.goes[i])
         out, end = [], 0
         for k, t in tensors_of(state).items():
@@ -306,7 +306,7 @@ class HostStates:
 
     # one parameter
     def step_param(self, p: nn.Parameter, group: dict):
-        """Update `p`, wherever its states are.
+        """Update `p`, whether its states are on the host or on the device.
 
         Args:
             p: With its gradient
@@ -338,7 +338,7 @@ class HostStates:
         return start
 
     def _forget(self):
-        """Give up what was copied ahead."""
+        """Discard states that were copied ahead."""
         for start, _ in self.ready.values():
             self.ring.give_back(start)
         self.coming.extendleft(reversed(self.ready))
@@ -392,7 +392,7 @@ class HostStates:
 
     # a step, and looking
     def finish(self):
-        """Close a step: its order is the next one's."""
+        """Close a step: its order of updates predicts the next one's."""
         if not self.goes:
             return
         if self.seen != self.order or self.ready:
@@ -403,13 +403,13 @@ class HostStates:
         self._ahead()
 
     def settle(self):
-        """Between steps: wait until the states on the host are those of the last step."""
+        """Wait, between steps, until the states on the host are those of the last step."""
         if self.out:
             self.out.synchronize()
 
     @contextlib.contextmanager
     def at_hand(self, p: nn.Parameter, write: bool = False):
-        """Between steps: bring the states of `p` to its device inside the `with` block.
+        """Bring, between steps, the states of `p` to its device inside the `with` block.
 
         Args:
             p: one of the optimizer's parameters

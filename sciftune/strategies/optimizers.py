@@ -23,7 +23,7 @@ from ..models.compat import change_parts
 
 # %% ../../nbs/5_strategies/02_optimizers.ipynb #optmeth1
 class OptimizerMethods:
-    """Methods of an optimizer that engines need beside torch's; base of each optimizer's class.
+    """Methods that engines need besides torch's; base of every optimizer's class.
 
     Attributes:
         numbers: entries of a parameter group that change from step to step, for checkpoints
@@ -163,7 +163,7 @@ def set_packed_state(state: dict, values: Tensor):
 
 # %% ../../nbs/5_strategies/02_optimizers.ipynb #c99d1a3f
 def random_bits(like: Tensor, seed: Tensor) -> Tensor:
-    """Return 16 random bits per element: its index and a seed, mixed as MurmurHash3 ends.
+    """Return 16 random bits per element, hashed from its index and a seed as by MurmurHash3.
 
     A hash needs no generator, so that a compiler can make one kernel of it and what uses it.
 
@@ -182,7 +182,7 @@ def random_bits(like: Tensor, seed: Tensor) -> Tensor:
 
 
 def round_stochastically(values: Tensor, seed: Tensor) -> Tensor:
-    """Return `values` rounded to bf16 so that the expected value is exact.
+    """Return `values` rounded to bf16 so that their expected value is exact.
 
     Args:
         values: fp32 (...)
@@ -301,7 +301,7 @@ class WholeUpdates(OptimizerMethods, torch.optim.Optimizer):
         self.fused(add_update, parameter)(weight, update, decay, torch.tensor(number).int())
 
     def keep_watched(self, parameter: nn.Parameter, update: Tensor, decay: Tensor):
-        """Keep the exact update of the elements of `parameter` that are watched, if any.
+        """Keep the exact update of the measured elements of `parameter`, if any.
 
         Args:
             parameter: before its update
@@ -335,7 +335,7 @@ class WholeUpdates(OptimizerMethods, torch.optim.Optimizer):
 
 # %% ../../nbs/5_strategies/02_optimizers.ipynb #optmeth2
 def optimizer_class(name: str) -> type[OptimizerMethods]:
-    """Return the class of an optimizer. Raises RecipeError when a package that it needs is missing.
+    """Return the class of an optimizer. Raises RecipeError if a package that it needs is missing.
 
     Args:
         name: name of its record
@@ -414,12 +414,12 @@ def master_of(local: Tensor, state: dict) -> Tensor:
 
 
 def set_master(local: Tensor, values: Tensor, state: dict):
-    """Set a weight and, where there are, its correction bits.
+    """Set a weight and its correction bits, if it has any.
 
     Args:
         local: this rank's part of a parameter, any shape (...)
         values: as many fp32 values, on any device (count,)
-        state: optimizer state of the parameter; {} where it keeps no correction bits
+        state: optimizer state of the parameter; {} if it keeps no correction bits
     """
     values = values.to(local.device).reshape(local.shape)
     local.view(-1).copy_(values.reshape(-1))
@@ -440,7 +440,7 @@ def state_of(state: dict, key: str) -> Tensor | None:
         key: 'exp_avg' or 'exp_avg_sq'
 
     Returns:
-        This rank's part; None where there is no such state yet
+        This rank's part; None if there is no such state yet
     """
     stored = state.get(key)
     if stored is None:
@@ -451,7 +451,7 @@ def state_of(state: dict, key: str) -> Tensor | None:
 
 
 def set_state(state: dict, key: str, values: Tensor, local: Tensor):
-    """Set an optimizer state, quantising it where it is stored quantised.
+    """Set an optimizer state, quantised if it is stored quantised.
 
     Args:
         state: optimizer state of one parameter, complete
@@ -476,7 +476,7 @@ def _cut(stored: Tensor, begin: int, end: int, device: torch.device) -> Tensor:
         stored: plain, sharded or quantised, any shape (...)
         begin: first element of this rank's flattened part, a multiple of `GROUP`
         end: element after the last
-        device: where the result is wanted
+        device: device of the result
 
     Returns:
         (end - begin,)
@@ -504,7 +504,7 @@ def stored_values(
         key: 'weight', 'exp_avg' or 'exp_avg_sq'
         first: first element of the flattened part
         count: number of elements
-        device: where the result is wanted
+        device: device of the result
 
     Returns:
         (count,) fp32

@@ -39,7 +39,7 @@ class Policy:
 
     @property
     def optimizer_record(self) -> OptimizerRecord:
-        """The record of the optimizer."""
+        """Return the record of the optimizer."""
         return find_record("optimizers", self.optimizer)
 
 # %% ../../nbs/5_strategies/01_precision.ipynb #9df5c3d5
@@ -79,7 +79,7 @@ def adapter_policy(policy: Policy) -> Policy:
 
 # %% ../../nbs/5_strategies/01_precision.ipynb #ee0b6e94
 def chosen_optimizer(policy: Policy, recipe: Recipe, cuda: bool) -> Policy:
-    """Return the policy with the optimizer that the recipe names, where that can train it.
+    """Return the policy with the optimizer that the recipe names, if that can train it.
 
     Args:
         policy: with its usual optimizer
@@ -96,9 +96,9 @@ def chosen_optimizer(policy: Policy, recipe: Recipe, cuda: bool) -> Policy:
 
 
 def policy_for(recipe: Recipe, cuda: bool) -> Policy:
-    """Return the policy in force where every process holds the weights that it trains.
+    """Return the policy in force if every process holds the weights that it trains.
 
-    Raises RecipeError where the policy cannot run.
+    Raises RecipeError if the policy cannot run.
 
     Args:
         recipe: `precision`, `optimizer` and `lora_rank` are read

@@ -38,10 +38,10 @@ RECORDS = [
 
 # %% ../../nbs/5_strategies/12_single.ipynb #f8d31f69
 class StreamedModule(TrainedModule):
-    """TrainedModule whose optimizer states wait in host memory."""
+    """TrainedModule whose optimizer states stay in host memory."""
 
     def make_optimizer(self, module: nn.Module):
-        """Set an optimizer behind `HostStates` that is updated during backward.
+        """Create an optimizer behind `HostStates` that updates during backward.
 
         Args:
             module: on the device
@@ -63,7 +63,7 @@ class StreamedModule(TrainedModule):
     def weight_at_hand(
         self, parameter: nn.Parameter, write: bool = False
     ) -> contextlib.AbstractContextManager:
-        """Between steps: bring the weights of `parameter` to the device inside the `with` block.
+        """Bring, between steps, the weights of `parameter` to the device inside the `with` block.
 
         Args:
             parameter: one of the trained parameters
@@ -72,7 +72,7 @@ class StreamedModule(TrainedModule):
         return contextlib.nullcontext()
 
     def step(self) -> Tensor:
-        """Close the step, whose updates have happened; return the gradient norm.
+        """Finish the step, whose updates are done; return the gradient norm.
 
         Returns:
             scalar fp32 ()
@@ -107,10 +107,10 @@ class StreamedModule(TrainedModule):
 
 # %% ../../nbs/5_strategies/12_single.ipynb #63ffdad4
 class StreamedWeightsModule(StreamedModule):
-    """TrainedModule whose blocks' weights wait in host memory, too."""
+    """TrainedModule whose blocks' weights stay in host memory, too."""
 
     def wrap(self):
-        """Distribute the module over host and device. Raises RecipeError where it has no blocks."""
+        """Distribute the module over host and device. Raises RecipeError if it has no blocks."""
         names = self.strategy.block_classes
         blocks = blocks_of(self.raw, names)
         if not blocks:
@@ -124,13 +124,13 @@ class StreamedWeightsModule(StreamedModule):
         self.weights.keep_updates()
 
     def resident_states(self) -> float:
-        """Return the resident bytes that weights leave for states."""
+        """Return the bytes that resident weights leave for states."""
         return self.engine.resident_bytes - self.weights.resident
 
     def weight_at_hand(
         self, parameter: nn.Parameter, write: bool = False
     ) -> contextlib.AbstractContextManager:
-        """Between steps: bring the weights of `parameter` to the device inside the `with` block.
+        """Bring, between steps, the weights of `parameter` to the device inside the `with` block.
 
         Args:
             parameter: one of the trained parameters
@@ -139,7 +139,7 @@ class StreamedWeightsModule(StreamedModule):
         return self.weights.at_hand(parameter, write)
 
     def kept_weight(self, name: str) -> Tensor:
-        """Return the weights on the host where they are streamed.
+        """Return the stored weights: those on the host if they are streamed.
 
         Args:
             name: name of a trained parameter
@@ -158,7 +158,7 @@ class Single(Strategy):
 
     @classmethod
     def variants(cls, world: int) -> tuple[dict, ...]:
-        """All on the GPU, states on the host, or weights as well.
+        """Return the settings that a plan compares: nothing, states, or weights too on the host.
 
         Args:
             world: 1
@@ -170,7 +170,7 @@ class Single(Strategy):
 
     @property
     def possible(self) -> bool:
-        """States are streamed to a GPU, while one backward pass releases gradients.
+        """Return whether states can be streamed: to a GPU, with one backward pass per step.
 
         Weights are streamed as they are computed with.
         """
@@ -187,15 +187,15 @@ class Single(Strategy):
 
     @property
     def streams_states(self) -> bool:
-        """With `offload='optimizer'` and `'params'`."""
+        """Return True with `offload='optimizer'` and `'params'`."""
         return self.recipe.offload in ("optimizer", "params")
 
     @property
     def streams_weights(self) -> bool:
-        """With `offload='params'`."""
+        """Return True with `offload='params'`."""
         return self.recipe.offload == "params"
 
     @property
     def releases_gradients(self) -> bool:
-        """Always where states are streamed."""
+        """Return whether gradients are freed in backward: always if states are streamed."""
         return self.streams_states or super().releases_gradients

@@ -37,7 +37,7 @@ RENDEZVOUS_PORT = 29500  # Where several machines meet when the recipe names no 
 
 @dataclass(frozen=True)
 class Strategy:
-    """Recipe on a number of processes, under one engine; base class of all strategies.
+    """A recipe on a number of processes; base class of all strategies.
 
     Attributes:
         recipe: the run's recipe
@@ -63,7 +63,7 @@ class Strategy:
     def of(cls, recipe: Recipe, world: int, cuda: bool) -> "Strategy":
         """Return the strategy that a recipe names.
 
-        Raises RecipeError where its precision, its optimizer or the strategy itself cannot run,
+        Raises RecipeError if its precision, its optimizer or the strategy itself cannot run,
         and for CUDA graphs without a GPU.
 
         Args:
@@ -89,16 +89,16 @@ class Strategy:
         return made
 
     def check(self):
-        """Raise RecipeError for fields that this strategy cannot obey."""
+        """Raise RecipeError for fields that this strategy does not support."""
 
     @property
     def captured(self) -> bool:
-        """Return whether each pass is one CUDA graph, whose memory nothing else can use."""
+        """Return whether each pass is one CUDA graph, whose memory is reserved for it."""
         return self.recipe.cuda_graphs and not self.recipe.compile
 
     @classmethod
     def policy_of(cls, recipe: Recipe, cuda: bool) -> Policy:
-        """Return the data types in force. Raises RecipeError where they cannot run.
+        """Return the data types in force. Raises RecipeError if they cannot run.
 
         Args:
             recipe: `precision`, `optimizer` and `lora_rank` are read
@@ -108,11 +108,11 @@ class Strategy:
 
     @classmethod
     def with_plan(cls, recipe: Recipe, plan: Plan) -> Recipe:
-        """Return the recipe with what its plan decided; see `apply_plan`.
+        """Return the recipe with the decisions of its plan; see `apply_plan`.
 
         Args:
             recipe: the run's recipe
-            plan: plan of the run; `Plan()` where there is none
+            plan: plan of the run; `Plan()` if there is none
         """
         return recipe
 
@@ -131,7 +131,7 @@ class Strategy:
 
     @property
     def possible(self) -> bool:
-        """Return whether the recipe can run so; what no recipe allows is never asked."""
+        """Return whether the recipe can run; settings that no recipe allows are not asked for."""
         return True
 
     def alternatives(self) -> tuple["Strategy", ...]:
@@ -141,37 +141,37 @@ class Strategy:
     # a step
     @property
     def accumulation(self) -> int:
-        """Micro-batches of a process per optimizer step."""
+        """Return the micro-batches of a process per optimizer step."""
         return max(1, self.recipe.global_batch // (self.recipe.micro_batch * self.groups))
 
     @property
     def context(self) -> int:
-        """Ranks that work on the same samples, each on a part of their tokens."""
+        """Return the number of ranks that share samples, each working on a part of the tokens."""
         return self.recipe.context_parallel
 
     @property
     def groups(self) -> int:
-        """Groups of such ranks; each has samples of its own."""
+        """Return the number of groups of ranks that share samples."""
         return max(1, self.world // self.context)
 
     @property
     def per_machine(self) -> int:
-        """Processes of each machine, at least one."""
+        """Return the processes of each machine, at least one."""
         return max(1, self.world // self.recipe.num_machines)
 
     @property
     def shards(self) -> int:
-        """Into how many parts parameters, gradients or states are cut."""
+        """Return the number of parts of parameters, gradients or states."""
         return 1
 
     @property
     def streams_states(self) -> bool:
-        """Return whether optimizer states wait in host memory and pass through a device window."""
+        """Return whether optimizer states stay in host memory and pass through a device window."""
         return False
 
     @property
     def streams_weights(self) -> bool:
-        """Return whether weights of blocks wait in host memory, and models are loaded there."""
+        """Return whether weights of blocks stay in host memory, and models are loaded there."""
         return False
 
     @property
@@ -191,7 +191,7 @@ class Strategy:
 
     @property
     def trained_itemsize(self) -> int:
-        """Bytes of a trained number; adapters are fp32 on any base."""
+        """Return the bytes of a trained number; adapters are fp32 on any base."""
         return 4 if self.recipe.lora_rank else self.policy.weights.itemsize
 
     @property
@@ -204,14 +204,14 @@ class Strategy:
 
     @property
     def label(self) -> str:
-        """Name among the rows of a plan."""
+        """Return the name among the rows of a plan."""
         offload = self.recipe.offload
         context = f"+context{self.context}" if self.context > 1 else ""
         return self.recipe.strategy + (f"+{offload}" if offload != "none" else "") + context
 
     @cached_property
     def block_classes(self) -> tuple[str, ...]:
-        """Class names of the model's repeated blocks, the units of sharding."""
+        """Return the class names of the model's repeated blocks, the units of sharding."""
         return find_record("models", self.recipe.model).block_classes
 
     # configuration
@@ -241,15 +241,15 @@ class Strategy:
         )
 
     def config_files(self) -> dict[str, dict]:
-        """JSON files that the accelerate configuration refers to, by name."""
+        """Return the JSON files that the accelerate configuration refers to, by name."""
         return {}
 
     def environment(self) -> dict[str, str]:
-        """Environment variables that the engine needs."""
+        """Return the environment variables that the engine needs."""
         return {}
 
     def check_machine(self):
-        """Raise RecipeError where the engine would fail for something that this machine lacks."""
+        """Raise RecipeError if this machine lacks something that the engine needs."""
 
     # in the process
     def start(self, timeout: datetime.timedelta):
@@ -273,7 +273,7 @@ class Strategy:
         return Accelerator(kwargs_handlers=handlers, **self.accelerator_arguments())
 
     def accelerator_arguments(self) -> dict:
-        """Arguments of `accelerate.Accelerator` in this process."""
+        """Return the arguments of `accelerate.Accelerator` in this process."""
         return dict(cpu=not self.cuda, mixed_precision="bf16" if self._any_autocasts() else "no")
 
     def _any_autocasts(self) -> bool:
@@ -284,7 +284,7 @@ class Strategy:
         return self.policy_of(whole, self.cuda).name == "bf16-mixed"
 
     def mesh(self, device: torch.device):
-        """Return the device mesh with a dimension 'shard'; None where torch shards no tensor.
+        """Return the device mesh with a dimension 'shard'; None if torch shards no tensor.
 
         Args:
             device: device of this process
@@ -293,11 +293,11 @@ class Strategy:
 
 # %% ../../nbs/5_strategies/10_strategy.ipynb #132f6afd
 def with_choices(recipe: Recipe, plan: Plan) -> Recipe:
-    """Return the recipe with the settings that its plan chose; without a plan those it has.
+    """Return the recipe with the settings that its plan chose; without a plan unchanged.
 
     Args:
         recipe: the run's recipe
-        plan: plan of the run; `Plan()` where there is none
+        plan: plan of the run; `Plan()` if there is none
     """
     if not recipe.open_fields:
         return recipe
@@ -305,11 +305,11 @@ def with_choices(recipe: Recipe, plan: Plan) -> Recipe:
 
 
 def apply_plan(recipe: Recipe, plan: Plan) -> Recipe:
-    """Return the recipe with the fields filled in that were left to its plan.
+    """Return the recipe with its open fields filled in from its plan.
 
     Args:
         recipe: the run's recipe
-        plan: plan of the run; `Plan()` where there is none
+        plan: plan of the run; `Plan()` if there is none
     """
     recipe = with_choices(recipe, plan)
     return strategy_class(recipe.strategy).with_plan(recipe, plan)

@@ -22,7 +22,7 @@ from .offload import evenly_spread, worth_streaming
 
 # %% ../../nbs/5_strategies/21_streamed_weights.ipynb #b2be21d0
 def large_parameters(module: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Parameter]]:
-    """Return the parameters of each block that may wait on the host.
+    """Return the parameters of each block that may stay on the host.
 
     Args:
         module: the whole model
@@ -41,7 +41,7 @@ def large_parameters(module: nn.Module, blocks: list[nn.Module]) -> list[list[nn
 
 # %% ../../nbs/5_strategies/21_streamed_weights.ipynb #595667c6
 def placed_weights(sizes: list[float], resident: float) -> dict[str, float]:
-    """Return where the weights of blocks are when as many as fit in `resident` stay on the device.
+    """Return the bytes of block weights on device and host if as many as fit in `resident` stay.
 
     Args:
         sizes: Bytes of the blocks' large weights, in order
@@ -55,7 +55,7 @@ def placed_weights(sizes: list[float], resident: float) -> dict[str, float]:
 
 
 def window_at(sizes: list[float], resident: float, position: int) -> float:
-    """Bytes of streamed weights that are on the device: of a block in use and of the next one.
+    """Return the bytes of streamed weights on the device: of the block in use and the next one.
 
     Args:
         sizes: Bytes of the blocks' large weights, in order
@@ -80,7 +80,7 @@ def _away(sizes: list[float], resident: float) -> list[bool]:
 # %% ../../nbs/5_strategies/21_streamed_weights.ipynb #981d704f
 @dataclass
 class StreamedBlock:
-    """Weights of one block, on the device or not.
+    """The weights of one block, on the device or only on the host.
 
     Attributes:
         params: On the device; without memory while `there` is False
@@ -119,7 +119,7 @@ class StreamedBlock:
 
 # %% ../../nbs/5_strategies/21_streamed_weights.ipynb #c8d3e8a6
 class HostWeights:
-    """Weights of a model's blocks, in host memory while they are not used.
+    """The weights of a model's blocks, in host memory while they are not used.
 
     Args:
         module: the model; large weights of its blocks move to host memory
@@ -182,7 +182,7 @@ class HostWeights:
                 leaf.register_hook(lambda grad: self.use(number, "backward"))
 
     def keep_updates(self):
-        """From now on copy each trained weight to the host when it has been updated.
+        """Copy, from now on, each trained weight to the host after its update.
 
         Call it after the hooks that update weights are set: hooks run in the order of registration.
         """
@@ -204,7 +204,7 @@ class HostWeights:
 
     # a use
     def use(self, number: int, phase: str):
-        """Bring a block's weights and those of the next block; free all others.
+        """Bring a block's weights and those of the next block to the device; free all others.
 
         Args:
             number: number of a streamed block
@@ -222,7 +222,7 @@ class HostWeights:
         self._wait(self.blocks[number])
 
     def _next(self, phase: str, number: int) -> int:
-        """Return the block that was used after this one; at first follow the order of the model."""
+        """Return the block that was used after this one; in the first pass the model's next."""
         if (phase, number) in self.follows:
             return self.follows[phase, number][1]
         after = number + (-1 if phase == "backward" else 1)
@@ -260,7 +260,7 @@ class HostWeights:
 
     # between steps
     def kept(self, parameter: nn.Parameter) -> Tensor:
-        """Return the stored weights of `parameter`: on the host where they are streamed.
+        """Return the stored weights of `parameter`: those on the host if they are streamed.
 
         Args:
             parameter: a parameter of the module
@@ -276,7 +276,7 @@ class HostWeights:
 
     @contextlib.contextmanager
     def at_hand(self, parameter: nn.Parameter, write: bool = False) -> Iterator[None]:
-        """Between steps: bring the weights of `parameter` alone to the device in the `with` block.
+        """Bring, between steps, the weights of `parameter` to the device inside the `with` block.
 
         Args:
             parameter: a parameter of the module

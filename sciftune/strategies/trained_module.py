@@ -35,7 +35,7 @@ from .strategy import Strategy
 # %% ../../nbs/5_strategies/09_trained_module.ipynb #cd27a2d7
 @dataclass(frozen=True)
 class FlatRange:
-    """Contiguous piece of a flattened parameter.
+    """A contiguous range of a flattened parameter.
 
     Attributes:
         name: parameter name
@@ -51,7 +51,7 @@ class FlatRange:
 
     @property
     def total(self) -> int:
-        """Elements of the whole parameter."""
+        """Return the elements of the whole parameter."""
         return int(torch.Size(self.shape).numel())
 
     def part(self, rank: int, world: int) -> "FlatRange":
@@ -68,14 +68,14 @@ class FlatRange:
 
 # %% ../../nbs/5_strategies/09_trained_module.ipynb #e5ab42d5
 class EngineLike(Protocol):
-    """The part of `Engine` that a trained module uses.
+    """Protocol: the part of `Engine` that a trained module uses.
 
     Attributes:
         accelerator: accelerate.Accelerator
         device: device of this process
         rank: number of this process
         world: processes of the run
-        mesh: device mesh with a dimension 'shard'; None where torch shards no tensor
+        mesh: device mesh with a dimension 'shard'; None if torch shards no tensor
         resident_bytes: bytes of offloaded tensors that stay on the device
         strategy: strategy of the run
     """
@@ -90,7 +90,7 @@ class EngineLike(Protocol):
 
 
 class TrainedModule:
-    """Trainable module on one process, with its optimizer.
+    """A trainable module in one process, with its optimizer; base class for all engines.
 
     Base class of replicated and sharded networks.
 
@@ -129,13 +129,13 @@ class TrainedModule:
         return {n: p for n, p in self.raw.named_parameters() if p.requires_grad}
 
     def wrap(self):
-        """Put the module on the device and under the engine; sets `module` and `optimizer`."""
+        """Move the module to the device, wrap it for the engine; set `module` and `optimizer`."""
         self.raw.to(self.engine.device)
         self.module = self.engine.accelerator.prepare(self.raw)  # autocast, and DDP over processes
         self.make_optimizer(self.raw)
 
     def make_optimizer(self, module: nn.Module):
-        """Set `optimizer`, and `release` where gradients are applied during backward.
+        """Create `optimizer`, and `release` if gradients are applied during backward.
 
         Args:
             module: module whose parameters are trained, sharded or not
@@ -185,7 +185,7 @@ class TrainedModule:
         return self.raw.parameters()
 
     def after_eval(self):
-        """Free what forward-only passes gathered; call it after them."""
+        """Free the weights that forward-only passes gathered; call it after them."""
 
     def set_rate(self, rate: float):
         """Set the learning rate.
@@ -243,7 +243,7 @@ class TrainedModule:
 
     @property
     def clip(self) -> float:
-        """The factor on the next loss that clips by the norm of the last step.
+        """Return the factor of the next loss that clips by the norm of the last step.
 
         Part of a checkpoint.
         """
@@ -256,7 +256,7 @@ class TrainedModule:
 
     @property
     def states(self) -> tuple[str, ...]:
-        """Return what a checkpoint keeps of a parameter, in fp32: the weight and its states."""
+        """Return the names of what a checkpoint stores of a parameter: weight and states."""
         return "weight", *self.policy.optimizer_record.checkpointed
 
     # what this rank holds
@@ -285,7 +285,7 @@ class TrainedModule:
 
     @property
     def numbers(self) -> list[dict]:
-        """The optimizer's numbers of each parameter group, for a checkpoint."""
+        """Return the optimizer's numbers of each parameter group, for a checkpoint."""
         keys = optimizer_class(self.policy.optimizer).numbers
         return [{key: group[key] for key in keys} for group in self.optimizer.param_groups]
 
@@ -296,7 +296,7 @@ class TrainedModule:
 
     @cached_property
     def starts(self) -> dict[str, int]:
-        """The first held element of each parameter."""
+        """Return the first held element of each parameter."""
         return {r.name: r.start for r in self.held()}
 
     def local(self, name: str) -> Tensor:

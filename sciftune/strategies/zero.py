@@ -71,7 +71,7 @@ class ZeroModule(TrainedModule):
     """Module under a DeepSpeed engine, stage 1 or 2."""
 
     def wrap(self):
-        """Hand both to DeepSpeed, whose flat partitions become the optimizer's parameters."""
+        """Wrap module and optimizer by DeepSpeed, whose flat partitions are optimized."""
         self.prepare_module()
         accelerator = self.engine.accelerator
         self.module, _ = accelerator.prepare(self.raw, self.base_optimizer())
@@ -225,7 +225,7 @@ class ZeroModule(TrainedModule):
 
 # %% ../../nbs/5_strategies/15_zero.ipynb #5722d804
 def drop_host_gradients(zero: object):
-    """Keep only the fp32 gradients of the sub-group that is being updated on the host.
+    """Keep fp32 gradients on the host only for the sub-group that is being updated.
 
     Raises RecipeError for a DeepSpeed whose methods differ.
 
@@ -267,7 +267,7 @@ def drop_host_gradients(zero: object):
 
 # %% ../../nbs/5_strategies/15_zero.ipynb #bb5d211d
 def gather_adapted_layers(module: nn.Module):
-    """Let ZeRO-3 gather adapted layers whose parts read each other's parameters, as in DoRA.
+    """Make ZeRO-3 gather adapted layers whole if their parts read each other's parameters (DoRA).
 
     Args:
         module: with adapters or without
@@ -292,7 +292,7 @@ class Zero3Module(ZeroModule):
             drop_host_gradients(self.zero)
 
     def prepare_module(self):
-        """Fill a meta module one block at a time and let DeepSpeed partition it."""
+        """Fill a meta module one block at a time, each partitioned by DeepSpeed at once."""
         gather_adapted_layers(self.raw)
         if not any(p.is_meta for p in self.raw.parameters()):
             return
@@ -311,7 +311,7 @@ class Zero3Module(ZeroModule):
         self.params = self.trained_parameters()
 
     def fill_unit(self, prefix: str, unit: nn.Module):
-        """Give the meta parameters of a unit their values, on the device.
+        """Set the values of a unit's meta parameters, on the device.
 
         Args:
             prefix: name of the unit in the whole module
@@ -392,7 +392,7 @@ class Zero3Module(ZeroModule):
             safe_set_local_optimizer_state(parameter, padded, key)
 
     def refresh_weights(self):
-        """Gather small parameters again, or they would keep their old values.
+        """Gather small parameters again, which would otherwise keep their old values.
 
         They are kept whole and are not gathered in a forward pass.
         """
@@ -436,7 +436,7 @@ HOST_SUB_GROUP = 2**28  # The same where the optimizer is on the host
 
 
 class Zero(Strategy):
-    """Common base of the three stages."""
+    """Base class of the three stages."""
 
     stage = 0  # 1, 2 or 3 in subclasses
     network_class = ZeroModule
@@ -458,7 +458,7 @@ class Zero(Strategy):
 
     @classmethod
     def policy_of(cls, recipe: Recipe, cuda: bool) -> Policy:
-        """Return `zero_policy`.
+        """Return the data types in force; see `zero_policy`.
 
         Args:
             recipe: `precision`, `optimizer` and `lora_rank` are read
@@ -468,17 +468,17 @@ class Zero(Strategy):
 
     @property
     def shards(self) -> int:
-        """All processes."""
+        """Return the number of processes: every stage shards over all."""
         return self.world
 
     @property
     def autocasts(self) -> bool:
-        """Never: DeepSpeed's weights are bf16."""
+        """Return False: DeepSpeed's weights are bf16."""
         return False
 
     @property
     def updates_on_host(self) -> bool:
-        """With fp32 master and states in host memory."""
+        """Return whether the fp32 master and the states are in host memory."""
         return self.recipe.offload in ("optimizer", "params")
 
     def zero_config(self) -> dict:
@@ -494,7 +494,7 @@ class Zero(Strategy):
         return section
 
     def offload_place(self) -> dict:
-        """Return where DeepSpeed keeps what is offloaded."""
+        """Return the `offload_*` section: where DeepSpeed keeps offloaded state."""
         return dict(device="cpu", pin_memory=self.cuda)
 
     def deepspeed_config(self) -> dict:
@@ -590,7 +590,7 @@ class Zero3(Zero):
         return (*super().variants(world), dict(offload="params"), dict(offload="nvme"))
 
     def check_machine(self):
-        """Raise RecipeError where DeepSpeed cannot compile its code for files."""
+        """Raise RecipeError if DeepSpeed cannot compile its code for files."""
         if self.recipe.offload == "nvme" and not finds_libaio():
             raise RecipeError(
                 "offload: 'nvme' needs libaio, which DeepSpeed compiles against and does not find "
@@ -600,7 +600,7 @@ class Zero3(Zero):
             )
 
     def offload_place(self) -> dict:
-        """Return host memory or files as the place of what is offloaded."""
+        """Return the `offload_*` section: host memory or files."""
         if self.recipe.offload == "nvme":
             return dict(device="nvme", nvme_path=self.recipe.nvme_path)
         return super().offload_place()

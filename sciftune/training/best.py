@@ -40,7 +40,7 @@ class Best:
         self.measure = [str(getattr(recipe, name, "")) for name in changing]
 
     def update(self, step: int, value: float) -> bool:
-        """Take a validation into account, and return whether it is the best.
+        """Record a validation, and return whether it is the best so far.
 
         Args:
             step: steps taken; 0 is not judged
@@ -58,7 +58,7 @@ class Best:
 
     @property
     def over(self) -> bool:
-        """Return whether patience has ended."""
+        """Return whether no improvement came for `patience` validations."""
         return 0 < self.patience <= self.since
 
     def state_dict(self) -> dict:

@@ -35,7 +35,7 @@ def head_of(readme: Path) -> dict[str, Any]:
 
 
 def base_and_licence(recipe: Recipe) -> tuple[str, str]:
-    """Return what was trained from, in words, and its licence (empty = unknown)."""
+    """Return the base model, in words, and its licence (empty = unknown)."""
     record: FamilyRecord = find_record("models", recipe.model)
     path = recipe.model_path
     if path in ("tiny", "random"):
@@ -55,7 +55,7 @@ HUB_LICENCES = ("apache-2.0", "creativeml-openrail-m", "mit", "openrail++")  # i
 
 
 def licence_head(licence: str) -> dict[str, str]:
-    """Return a licence as the YAML of a card names it.
+    """Return a licence in the form of a model card's YAML.
 
     Args:
         licence: from `base_and_licence`
@@ -220,7 +220,7 @@ def model_card(run: RunDir, recipe: Recipe, folder: Path, pictures: bool = True)
         run: its folder
         recipe: of the run
         folder: the export that the card is for
-        pictures: whether samples.png lies beside it
+        pictures: whether samples.png is beside it
     """
     base, licence = base_and_licence(recipe)
     return filled(

@@ -73,11 +73,11 @@ from .host_memory import return_freed
 
 # %% ../../nbs/7_training/05_checkpoints.ipynb #e284b803
 class FlatShard(torch.Tensor):
-    """A one-dimensional tensor that knows which range of a flattened parameter it is."""
+    """A one-dimensional tensor with the range of the flattened parameter that it holds."""
 
     @staticmethod
     def of(values: Tensor, part: FlatRange) -> "FlatShard":
-        """Return `values` with their range; memory is shared.
+        """Return `values` as a shard of their range; memory is shared.
 
         Args:
             values: (part.count,) in any shape
@@ -122,11 +122,11 @@ class FlatShard(torch.Tensor):
 
 
 class DeferredShard(FlatShard):
-    """A shard whose values are read every time they are needed."""
+    """A shard whose values are computed at every access."""
 
     @staticmethod
     def of(read: Callable[[], Tensor], part: FlatRange) -> "DeferredShard":
-        """Return a stand-in of the range's size: one element of memory, repeated.
+        """Return a placeholder with the range's size that takes the memory of one element.
 
         Args:
             read: returns the values: (part.count,) fp32, in memory of their own
@@ -142,7 +142,7 @@ class DeferredShard(FlatShard):
 
 # %% ../../nbs/7_training/05_checkpoints.ipynb #f70a0b04
 class CopyMemory:
-    """Host memory for what a rank contributes to a checkpoint, reused by every checkpoint.
+    """Host memory for this rank's part of a checkpoint, reused by every checkpoint.
 
     Args:
         counts: fp32 numbers of each shard, in order
@@ -158,7 +158,7 @@ class CopyMemory:
         self.next = 0
 
     def begin(self) -> None:
-        """Wait until the memory is ready, and start again at the first shard.
+        """Wait until the memory is allocated, and restart at the first shard.
 
         Copies to memory that could not be locked are slower; a warning says so.
         """
@@ -190,14 +190,14 @@ class CopyMemory:
 
 
 def touch(part: Tensor) -> None:
-    """Make the system allocate all pages of host memory, from this thread alone."""
+    """Write to all pages of host memory, so that the system allocates them."""
     ctypes.memset(part.data_ptr(), 0, part.nbytes)
 
 
 def contributions(
     networks: dict[str, TrainedModule], averages: dict[str, EMA]
 ) -> Iterator[tuple[str, FlatRange, Callable[[], Tensor]]]:
-    """Yield what this rank contributes to a checkpoint: the ranges that it owns, in order.
+    """Yield this rank's part of a checkpoint: the ranges that it owns, in order.
 
     The keys are '<network>/<state>/<parameter>'.
 
@@ -256,7 +256,7 @@ def is_finite(values: Tensor, state: str) -> bool:
 
 
 class CheckedValues(DefaultSavePlanner):
-    """Give torch the values of a checkpoint, check them, and free those that were deferred."""
+    """Reader of a checkpoint's values for torch: it checks them and frees deferred ones."""
 
     def __init__(self):
         super().__init__()
@@ -299,7 +299,7 @@ class DigestingFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | Path, mode: str) -> Iterator[IO[bytes]]:
-        """Open a file; its digests are known when it is closed.
+        """Open a file for writing; its digests are known when it is closed.
 
         Args:
             path: of the file
@@ -317,7 +317,7 @@ class DigestingFiles(FileSystem):
 
 # %% ../../nbs/7_training/05_checkpoints.ipynb #d7f8345b
 def failure_cause(error: BaseException) -> str:
-    """Return what made a writing fail, per rank if torch knows the rank.
+    """Return why a write failed, per rank if torch reports the rank.
 
     Returns:
         'OSError: No space left on device, at filesystem.py:112'
@@ -331,13 +331,13 @@ def failure_cause(error: BaseException) -> str:
 
 
 def _raised(error: BaseException, calls: traceback.StackSummary) -> str:
-    """Return an error in one line, with the place that raised it."""
+    """Return an error in one line, with the line of code that raised it."""
     text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     return f"{text}, at {Path(calls[-1].filename).name}:{calls[-1].lineno}" if calls else text
 
 # %% ../../nbs/7_training/05_checkpoints.ipynb #af14674a
 class Checkpointer:
-    """Write the checkpoints of a run, one at a time, and remove old ones.
+    """Writes the checkpoints of a run, one at a time, and removes old ones.
 
     Args:
         engine: of the run
@@ -367,7 +367,7 @@ class Checkpointer:
         self.best = ""  # folder that is kept whatever its age
         self.memory = None  # for copies
         self.group = None
-        if engine.world > 1:  # a slow disk is no error; the caller decides when it has stalled
+        if engine.world > 1:  # a slow disk is not an error; the caller decides when it has stalled
             self.group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
         if engine.main:
             run.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -375,7 +375,7 @@ class Checkpointer:
             self._tidy()
 
     def _tidy(self) -> None:
-        """Remove what a killed writer left, and restore a checkpoint that it was replacing."""
+        """Remove files of a killed writer, and restore a checkpoint that it was replacing."""
         for old in self.run.checkpoints.glob(".step_*.old"):
             final = old.with_name(old.name.split(".")[1])
             if not final.exists():
@@ -386,7 +386,7 @@ class Checkpointer:
     def prepare(
         self, networks: dict[str, TrainedModule], averages: dict[str, EMA] | None = None
     ) -> None:
-        """Begin to allocate host memory for copies, which is kept until `release`.
+        """Start allocating host memory for copies, which is kept until `release`.
 
         Nothing is allocated if checkpoints are written in place.
         """
@@ -409,7 +409,7 @@ class Checkpointer:
         averages: dict[str, EMA] | None = None,
         best: str = "",
     ) -> None:
-        """Begin the checkpoint of `step`, or write it in place. All ranks call it together.
+        """Start the checkpoint of `step`, or write it in place. All ranks call it together.
 
         Args:
             step: steps taken
@@ -527,7 +527,7 @@ class Checkpointer:
         return error or (CheckpointError(others[0]) if others else None)
 
     def join(self) -> None:
-        """Wait for the current writing.
+        """Wait until the current checkpoint is written; raise its error.
 
         Raises:
             CheckpointError: it failed
@@ -548,7 +548,7 @@ class Checkpointer:
         return bool(self.thread) and self.thread.is_alive()
 
     def settle(self, patience: float) -> None:
-        """Wait for the current writing; raise nothing.
+        """Wait until the current checkpoint is written; ignore errors.
 
         Args:
             patience: seconds without a byte written after which to give up
@@ -610,13 +610,13 @@ METADATA_NAMES = METADATA_CLASSES | {
 
 
 class MetadataUnpickler(PythonUnpickler):
-    """Read `.metadata` and nothing else: only the names of torch's format are known.
+    """Unpickler for `.metadata` only: it accepts the names of torch's format and no others.
 
     It derives from the unpickler written in Python, whose BUILD can be overridden.
     """
 
     def find_class(self, module: str, name: str) -> object:
-        """Return what a name means; raise UnpicklingError if it is not part of the format."""
+        """Return the object of a name; raise UnpicklingError if it is not part of the format."""
         if (module, name) in METADATA_NAMES:
             return METADATA_NAMES[module, name]
         dtype = getattr(torch, name, None) if module == "torch" else None
@@ -625,7 +625,7 @@ class MetadataUnpickler(PythonUnpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which can run code")
 
     def load_build(self):
-        """Set attributes on instances of the format's classes, and on nothing else."""
+        """Set attributes of instances of the format's classes; refuse other objects."""
         if type(self.stack[-2]) not in METADATA_CLASSES.values():
             raise pickle.UnpicklingError("it changes something that is not an entry")
         super().load_build()
@@ -645,7 +645,7 @@ class CheckpointReader(dcp.FileSystemReader):
         self.metadata = None
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
-        """Return which file holds which range of which tensor.
+        """Return the file and range of every stored tensor.
 
         Args:
             *args: unused
@@ -687,7 +687,7 @@ def _check_metadata(metadata: Metadata) -> None:
 
 # %% ../../nbs/7_training/05_checkpoints.ipynb #7e8983cd
 def common_fault(engine: Engine, fault: Callable[[int, int], str]) -> str:
-    """Return a fault that any rank finds in its share. All ranks call it together.
+    """Return an error that any rank finds in its share. All ranks call it together.
 
     Args:
         engine: of the run
@@ -839,7 +839,7 @@ def load_checkpoint(
 
 # %% ../../nbs/7_training/05_checkpoints.ipynb #f1205d8c
 class CheckpointTensors(Mapping):
-    """Map parameter names to their whole flattened fp32 values, each read when it is accessed.
+    """Mapping from parameter name to the whole flattened fp32 values, read on access.
 
     Args:
         path: a complete checkpoint

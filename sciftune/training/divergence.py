@@ -26,7 +26,7 @@ class DivergedError(ArithmeticError):
 
 
 class Divergence:
-    """Read the numbers of a run step by step, and recognise when it diverges."""
+    """Reads the numbers of a run step by step, and recognises divergence."""
 
     def __init__(self, recipe: Recipe):
         record = find_record("objectives", recipe.objective)
@@ -41,7 +41,7 @@ class Divergence:
         self.over = False
 
     def update(self, moved: float) -> None:
-        """Store how far a step has moved the weights.
+        """Record how far a step has moved the weights.
 
         Args:
             moved: from `UpdateMeter.after`
@@ -66,11 +66,11 @@ class Divergence:
         return self._finding(row["step"], why)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: what was usual at the start."""
+        """Return what a checkpoint stores: the usual values at the start of the run."""
         return dict(losses=self.losses, norms=self.norms, moved=self.moved)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what was usual at the start of the run.
+        """Restore the usual values at the start of the run.
 
         Args:
             state: from `state_dict`; empty = an older checkpoint
@@ -80,7 +80,7 @@ class Divergence:
         self.moved = state.get("moved", 0.0)
 
     def _why(self) -> str:
-        """Return which rule applies; '' = none."""
+        """Return the rule that applies; '' = none."""
         first = self.losses
         if not first or len(self.last) < ROW:
             return ""

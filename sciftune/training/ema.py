@@ -79,7 +79,7 @@ class EMA:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[TrainedModule]:
-        """Compute with the average inside the context. All ranks enter together."""
+        """Replace the weights by the average inside the context. All ranks enter it together."""
         network = self.network
         ranges = network.held()
         weights = {part.name: network.read(part, "weight").to("cpu", copy=True) for part in ranges}
@@ -107,7 +107,7 @@ class OptimizerAverage(EMA):
         self.ranges = {owned.name: owned for owned in network.owned()}
 
     def update(self) -> None:
-        """Do nothing: the optimizer has done it."""
+        """Do nothing: the optimizer computes the average."""
 
     def read(self, part: FlatRange) -> Tensor:
         """Return the average in a range that this rank owns.
@@ -128,7 +128,7 @@ class OptimizerAverage(EMA):
         return kind.averaged(weight, states, network.recipe)
 
     def write(self, part: FlatRange, values: Tensor) -> None:
-        """Do nothing: weights and states of the checkpoint give the average.
+        """Do nothing: the average follows from the checkpoint's weights and states.
 
         Args:
             part: one of `TrainedModule.owned`

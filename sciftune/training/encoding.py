@@ -102,14 +102,14 @@ RANDOM_SAMPLES = 512  # if no drawn collection names a number
 
 
 def random_samples(recipe: Recipe) -> int:
-    """Return how many random latents stand for the samples of a recipe."""
+    """Return how many distinct random latents represent the samples of a recipe."""
     drawn = [records("collections").get(path) for path, _ in recipe.sources]
     counts = [getattr(recipe, record.count) for record in drawn if record]
     return max(counts, default=RANDOM_SAMPLES)
 
 
 def random_data(recipe: Recipe, family: Family) -> CachedData:
-    """Return what `cache_data` returns, for random weights: images of the sizes of `random_sizes`.
+    """Return random latents in the form of `cache_data`: images of the sizes of `random_sizes`.
 
     There are no prompts, since there is no VAE.
 
@@ -157,7 +157,7 @@ def random_data(recipe: Recipe, family: Family) -> CachedData:
 
 # %% ../../nbs/7_training/07_encoding.ipynb #c7ac8253
 def training_samples(recipe: Recipe, family: Family) -> list[CachedSample]:
-    """Return the training set of `cache_data`, as far as the order of samples depends on it.
+    """Return the training set of `cache_data`, without encoding: enough for the order of samples.
 
     The samples have no cache keys.
     """
@@ -178,7 +178,7 @@ def training_samples(recipe: Recipe, family: Family) -> list[CachedSample]:
 
 # %% ../../nbs/7_training/07_encoding.ipynb #e28c7efa
 def scheduled_weights(recipe: Recipe, family: Family) -> Path | str:
-    """Return `weights_path` after checking the folder's scheduler.
+    """Return `weights_path`, after a check of the folder's scheduler.
 
     Args:
         recipe: its model_path
@@ -219,7 +219,7 @@ def write_truth(
 
 
 def _write_thumbnail(data: bytes, file: Path, largest: int):
-    """Write an encoded image at a size to look at, atomically."""
+    """Write a small copy of an encoded image, atomically."""
     picture = load_picture(data)
     picture.thumbnail((largest, largest))
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -228,12 +228,12 @@ def _write_thumbnail(data: bytes, file: Path, largest: int):
 
 # %% ../../nbs/7_training/07_encoding.ipynb #7e162183
 def square(recipe: Recipe) -> tuple[int, int]:
-    """Return the (height, width) of an image that has no shape of its own."""
+    """Return the (height, width) of an image without a shape of its own."""
     return recipe.resolution, recipe.resolution
 
 
 def with_prompts(recipe: Recipe, collection: SampleCollection) -> SampleCollection:
-    """Return a collection followed by the prompts that the recipe gives, if it gives some."""
+    """Return a collection followed by the recipe's prompts, if it sets any."""
     prompts = own_prompts(recipe)
     rows = [prompt_rows(recipe, prompt) for prompt in prompts]
     return PromptedCollection(collection, rows) if prompts else collection
@@ -242,7 +242,7 @@ def with_prompts(recipe: Recipe, collection: SampleCollection) -> SampleCollecti
 def drawn_numbers(
     recipe: Recipe, collection: SampleCollection, train: list[int], held: list[int]
 ) -> list[int]:
-    """Return the numbers of the samples or prompts that a validation draws.
+    """Return the numbers of the samples or prompts that a validation samples.
 
     Args:
         recipe: its prompts, or its validation_images
@@ -296,7 +296,7 @@ def drawn_size(jobs: EncodingJobs, i: int) -> tuple[int, int]:
 
 
 def listed_prompts(jobs: EncodingJobs, numbers: list[int]) -> dict[str, list]:
-    """List the captions of the validation images: the recipe's, or those of samples.
+    """Return the captions of the validation images: the recipe's, or those of samples.
 
     Args:
         jobs: of the run
@@ -329,7 +329,7 @@ def _opened(recipe: Recipe, engine: Engine, run_dir: RunDir) -> tuple:
 def _listed(
     jobs: EncodingJobs, train: list[int], held: list[int], tensors: TensorCache
 ) -> CachedData:
-    """Return the samples and prompts of a run by the keys of their tensors, some not there yet."""
+    """Return the samples and prompts of a run with their cache keys, some not cached yet."""
     recipe, collection = jobs.recipe, jobs.collection
     negative = jobs.caption(jobs.family.negative_caption)
     prompts = listed_prompts(jobs, drawn_numbers(recipe, collection, train, held))

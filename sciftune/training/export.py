@@ -164,7 +164,7 @@ def _export_type(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype
 
 # %% ../../nbs/7_training/06_export.ipynb #e4902501
 def _count_types(folder: Path, shapes: Mapping[str, tuple]) -> Counter:
-    """Open what was written and count types; raise ValueError at the first tensor that is wrong."""
+    """Open the written files and count types; raise ValueError at the first wrong tensor."""
     written = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
@@ -281,7 +281,7 @@ def _copy_config(base: Path, out: Path):
 def export_damage(
     folder: Path, rank: int = 0, world: int = 1, progress: Callable[[str], None] = lambda note: None
 ) -> str:
-    """Return what differs from the digests in a folder or, without them, in its components.
+    """Return how a folder differs from its digests; without digests, why it cannot be read.
 
     Args:
         folder: of a pipeline or of adapters
@@ -318,7 +318,7 @@ def verify_base(engine: Engine, base: Path | None, heartbeat: Beat = lambda *a: 
 # %% ../../nbs/7_training/06_export.ipynb #d88a13ed
 @contextmanager
 def _folder_beside(out: Path) -> Iterator[Path]:
-    """Give a path beside `out` for a new folder, removed at the end."""
+    """Yield a path beside `out` for a new folder, which is removed at the end."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with temporary_folder(out.parent, f".{out.name}.") as (folder, _):
         yield folder / "component"

@@ -66,7 +66,7 @@ def read_heartbeats(folder: Path, ranks: Iterable[int] | None = None) -> list[di
 
 # %% ../../nbs/7_training/10_heartbeat.ipynb #6ff7e9f1
 def heartbeat_table(folder: Path) -> str:
-    """Return the last beats as text, with the rank marked that fell silent first."""
+    """Return the last beats as text, marking the rank that fell silent first."""
     beats = read_heartbeats(folder)
     first_silent = min((beat["time"] for beat in beats), default=0)
     lines = ["rank  stage           step  silent for"]
@@ -84,7 +84,7 @@ FAREWELL = 5.0  # seconds between the end of one rank and that of the others
 
 
 class Heartbeat:
-    """Report where this rank is, and end the process when all ranks have been silent too long.
+    """Reports this rank's position, and ends the process when all ranks were silent too long.
 
     Args:
         folder: heartbeats/ of the run folder; created if missing
@@ -125,7 +125,7 @@ class Heartbeat:
         self.thread.start()
 
     def beat(self, stage: str, step: int = -1, note: str = "") -> None:
-        """Report where this rank is; a write into memory.
+        """Report this rank's position; it only writes to memory.
 
         Args:
             stage: what this rank does now
@@ -141,7 +141,7 @@ class Heartbeat:
             self.map[: len(header) + len(text)] = header + text
 
     def _progress(self, note: str) -> None:
-        """Beat again for the same stage, unless this is a worker forked from the rank."""
+        """Repeat the beat of the same stage, unless this is a worker forked from the rank."""
         if os.getpid() == self.pid and not self.closed.is_set():
             self.beat(self.stage, self.step, note)
 
@@ -167,7 +167,7 @@ class Heartbeat:
         return time.time() - latest > self.limit
 
     def _lost(self) -> list[int]:
-        """Return ranks of this machine that were seen alive and went without closing."""
+        """Return ranks of this machine that were alive and ended without closing."""
         lost = []
         for beat in read_heartbeats(self.folder, self.beside):
             rank, pid = beat["rank"], beat["pid"]
@@ -202,7 +202,7 @@ class Heartbeat:
 
 
 def _runs(pid: int) -> bool:
-    """Return whether there is such a process that has not ended."""
+    """Return whether a process exists and has not ended."""
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return False

@@ -16,7 +16,7 @@ import psutil
 
 # %% ../../nbs/7_training/17_host_memory.ipynb #33437016
 def _sum_of_lines(path: str, keys: tuple[str, ...]) -> int:
-    """Return the sum of some lines of a file in /proc, in bytes; 0 if the process has gone."""
+    """Return the sum of some lines of a file in /proc, in bytes; 0 if the process has ended."""
     total = 0
     with suppress(OSError):
         for line in Path(path).read_text().splitlines():
@@ -32,7 +32,7 @@ def resident_bytes(pids: Iterable[int]) -> int:
 
 
 def proportional_bytes(pids: Iterable[int]) -> int:
-    """Return the same with every page divided by the number of processes that have it.
+    """Return the memory of processes with every page divided by the processes that share it.
 
     Returns:
         0 if the system does not report it
@@ -42,7 +42,7 @@ def proportional_bytes(pids: Iterable[int]) -> int:
 
 # %% ../../nbs/7_training/17_host_memory.ipynb #f68cf84e
 class HostMemory:
-    """Measure this process and those that it has started, in a thread.
+    """Measures this process and its children in a thread.
 
     Args:
         every: seconds between two samples
@@ -62,7 +62,7 @@ class HostMemory:
         self.thread.start()
 
     def look(self) -> int:
-        """Return the bytes now; measure shared pages again after 10 s or 10 % of growth."""
+        """Return the bytes now; shared pages are measured again after 10 s or 10 % of growth."""
         now = resident_bytes(self.pids)
         self.looks += 1
         if now > 1.1 * self.seen or self.looks * self.every > 10:

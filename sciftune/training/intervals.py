@@ -30,7 +30,7 @@ def loss_by_sigma(losses: Tensor, sigma: Tensor, ranges: int) -> Tensor:
 
 # %% ../../nbs/7_training/18_intervals.ipynb #e6fb5bff
 def latent_sums(latents: Tensor, sizes: list | None = None) -> Tensor:
-    """Return the sums that mean and standard deviation of latents are computed from.
+    """Return the sums from which mean and standard deviation of latents follow.
 
     Args:
         latents: (B,...)
@@ -46,7 +46,7 @@ def latent_sums(latents: Tensor, sizes: list | None = None) -> Tensor:
 
 # %% ../../nbs/7_training/18_intervals.ipynb #e725c311
 def line_due(recipe: Recipe, step: int) -> bool:
-    """Return whether the numbers of a step go into metrics.jsonl.
+    """Return whether a step's numbers are written to metrics.jsonl.
 
     Args:
         recipe: its log_steps and steps
@@ -56,13 +56,13 @@ def line_due(recipe: Recipe, step: int) -> bool:
 
 
 class Sums:
-    """Tensors by name that are added up on the device."""
+    """Sums of tensors by name, on the device."""
 
     def __init__(self):
         self.held = {}
 
     def add(self, reported: dict) -> dict:
-        """Add the sums in what an objective reports, and return the scalars.
+        """Add the sums in an objective's report, and return its scalars.
 
         Args:
             reported: from an objective's loss: scalars, and sums with a dimension or more
@@ -77,7 +77,7 @@ class Sums:
         return scalars
 
     def take(self) -> dict[str, Tensor]:
-        """Return the sums so far, by name, and begin again without any."""
+        """Return the sums so far, by name, and reset them."""
         sums, self.held = self.held, {}
         return sums
 

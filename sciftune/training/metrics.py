@@ -19,7 +19,7 @@ from .host_memory import resident_bytes
 
 # %% ../../nbs/7_training/02_metrics.ipynb #6e69669b
 class DeferredMetrics:
-    """A queue of the numbers of steps; each is read by the `push` after the one that queued it."""
+    """A queue of steps' numbers, each read one `push` after it was queued."""
 
     def __init__(self):
         self.pending = []
@@ -51,7 +51,7 @@ class DeferredMetrics:
         return finished
 
     def flush(self) -> list[dict]:
-        """Wait for everything queued and return it."""
+        """Wait for all queued numbers and return them."""
         finished = []
         for row, shapes, host, copied in self.pending:
             if copied:

@@ -57,7 +57,7 @@ MONITOR_RULES = (*_TABLE, "updates rounded away")  # names of findings
 
 
 def _finding(name: str, extra: bool = False, **values: Any) -> Finding:
-    """Fill in a row of the table.
+    """Fill in a row of the table of findings.
 
     Args:
         name: of the row
@@ -133,7 +133,7 @@ _READ = (  # of a row
 
 # %% ../../nbs/7_training/12_monitor.ipynb #6658fc97
 class Monitor:
-    """Read the rows of a run and name what is wrong.
+    """Reads the rows of a run and reports what is wrong.
 
     Args:
         recipe: the run
@@ -158,7 +158,7 @@ class Monitor:
         self.reported = set()  # names of findings
 
     def updates(self, words: str) -> None:
-        """Store whether updates reach the weights.
+        """Record whether updates reach the weights.
 
         Args:
             words: from `update_warning`: '' if they do
@@ -176,7 +176,7 @@ class Monitor:
         return self._once([*(rule() for rule in rules), *self._slow()])
 
     def held_out(self, row: dict) -> list[Finding]:
-        """Return new findings: three held-out losses no better than the start, also the last."""
+        """Return a finding if three held-out losses, the last included, do not beat the first."""
         if row.get("held_out") is None:
             return []
         now = row["held_out"]

@@ -36,7 +36,7 @@ class StepDataset(Dataset):
 
 
 def _begin_worker(parent: int, worker: int) -> None:
-    """Make a worker end with its parent, and not before it.
+    """Make a worker end with its parent, and ignore signals that the parent handles.
 
     When a scheduler asks all processes to end, the trainer ends its workers itself.
     """
@@ -46,7 +46,7 @@ def _begin_worker(parent: int, worker: int) -> None:
 
 # %% ../../nbs/7_training/11_prefetch.ipynb #4b9aabbc
 class Prefetcher:
-    """Micro-batches of consecutive steps, made before they are requested.
+    """Micro-batches of consecutive steps, prepared before they are requested.
 
     Args:
         source: step -> micro-batches; depends on nothing but the step

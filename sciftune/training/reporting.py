@@ -125,7 +125,7 @@ class Reporter:
             log_pictures(self.engine.accelerator.trackers, images, step)
 
     def checkpoint(self, step: int, seconds: float) -> None:
-        """Report a checkpoint that was begun, or written in place.
+        """Report a checkpoint that was started, or written in place.
 
         Args:
             step: of the checkpoint
@@ -149,7 +149,7 @@ class Reporter:
 
         Args:
             step: of the measurement
-            plan: `Plan()` where there is none
+            plan: `Plan()` if there is none
         """
         planned, outside = plan.run.allocated_gib, plan.outside_gib
         if not self.engine.main or not planned or self.engine.device.type != "cuda":

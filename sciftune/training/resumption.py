@@ -14,7 +14,7 @@ from .task import get_task
 
 # %% ../../nbs/7_training/15_resumption.ipynb #8de5a22e
 def check_checkpoint_data(recipe: Recipe, checkpoint: Path):
-    """Raise RecipeError or DataError if the data are no longer those of the checkpoint.
+    """Raise RecipeError or DataError if the data differ from the checkpoint's.
 
     Args:
         recipe: the run

@@ -16,7 +16,7 @@ from ..strategies.trained_module import TrainedModule
 
 # %% ../../nbs/7_training/22_retries.ipynb #264ce13a
 def retries_so_far(device: torch.device) -> int:
-    """Return how often the allocator has failed, given pages back and tried again.
+    """Return how often the allocator ran out of memory, freed cached blocks and retried.
 
     Args:
         device: of this process; a CPU has no retries
@@ -25,7 +25,7 @@ def retries_so_far(device: torch.device) -> int:
 
 
 class Retries:
-    """Watch the retries of steps, and recompute more blocks because of them.
+    """Counts the allocator's retries in steps, and recomputes more blocks because of them.
 
     Args:
         recipe: the run
@@ -47,7 +47,7 @@ class Retries:
         self.finished = False  # nothing more can be recomputed, and that has been said
 
     def begin(self):
-        """Begin a step; what happens between steps does not count."""
+        """Start counting for a step; retries between steps do not count."""
         self.before = retries_so_far(self.device)
 
     def in_step(self) -> int:
@@ -55,7 +55,7 @@ class Retries:
         return retries_so_far(self.device) - self.before
 
     def row(self, step: int, retries: float) -> Finding | None:
-        """Recompute one block more after a step with retries. All ranks call it alike.
+        """Recompute one more block after a step with retries; return an event. All ranks call it.
 
         Args:
             step: whose numbers have arrived; one more has begun since

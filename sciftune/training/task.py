@@ -61,7 +61,7 @@ class OptimizerStep:
 def unprepared_denoiser(
     recipe: Recipe, family: Family, base: Path | None, engine: Engine
 ) -> nn.Module:
-    """Return the denoiser in the policy's type, on meta if the engine fills it, else loaded.
+    """Return the denoiser in the policy's dtype: on meta if the engine fills it, else loaded.
 
     Args:
         recipe: the run
@@ -162,7 +162,7 @@ class ParameterSource:
         return self.weights.slice(name, first, last)
 
     def whole(self, name: str) -> Tensor:
-        """Return a weight of the base as the run holds it, in fp32."""
+        """Return a weight of the base in fp32, rounded as the run holds it."""
         return self(name, None, None).to(self.dtype).cpu().float()
 
     def random(self, name: str, first: int | None, last: int | None) -> Tensor:
@@ -181,7 +181,7 @@ class ParameterSource:
 def parameter_source(
     recipe: Recipe, family: Family, base: Path | None, engine: Engine, model: nn.Module
 ) -> ParameterSource | None:
-    """Return where a sharded engine gets the values of meta parameters; None for a loaded model.
+    """Return the source from which a sharded engine fills meta parameters; None for a loaded model.
 
     Args:
         recipe: the run
@@ -202,14 +202,14 @@ def parameter_source(
 
 # %% ../../nbs/7_training/09_task.ipynb #7a832f25
 def _trained_a_part(recipe: Mapping) -> bool:
-    """Return whether a run left a part of its network as it was; `recipe` as in info.json."""
+    """Return whether a run trained only a part of its network; `recipe` as in info.json."""
     fields = find_record("objectives", recipe["objective"]).trains_part
     part = any(recipe.get(name) in values for name, values in fields.items())
     return bool(recipe.get("lora_rank") or recipe.get("trained_layers") or part)
 
 
 class BaseTensors(Mapping):
-    """Map names of tensors to their values as earlier runs trained them, without adapters.
+    """Mapping from tensor name to its value after earlier runs, without adapters.
 
     Args:
         runs: the last one first
@@ -283,7 +283,7 @@ class EarlierRun:
 
     @property
     def base(self) -> BaseTensors:
-        """Return what has been trained, without adapters and parts that are not exported."""
+        """Return the tensors that earlier runs trained, without adapters and unexported parts."""
         return BaseTensors(self.runs)
 
     def _holder(self, name: str) -> "EarlierRun | None":
@@ -301,7 +301,7 @@ class EarlierRun:
             )
 
     def frozen(self, model: nn.Module, values: Callable | None = None) -> Callable | None:
-        """Give frozen parameters the checkpoint's values.
+        """Set frozen parameters to the checkpoint's values.
 
         Args:
             model: before it is given to the engine
@@ -336,7 +336,7 @@ class EarlierRun:
         return None
 
     def trained(self, network: TrainedModule) -> int:
-        """Give trained parameters the checkpoint's values, per rank; return how many."""
+        """Set this rank's trained parameters to the checkpoint's values; return how many."""
         readers = {run: CheckpointReader(run.path) for run in self.runs}
         names = set()
         for part in network.held():
@@ -374,7 +374,7 @@ class EarlierRun:
 # %% ../../nbs/7_training/09_task.ipynb #3085f205
 @dataclass(frozen=True)
 class Export:
-    """An export: what to write of a checkpoint, and where.
+    """The arguments of an export: the checkpoint, the target and the options.
 
     Attributes:
         checkpoint: a complete checkpoint
@@ -401,11 +401,11 @@ class Export:
 
     @property
     def revision(self) -> str | None:
-        """Return the revision of the hub model that was trained from."""
+        """Return the hub revision of the base."""
         return self.recipe.revision or None
 
     def base(self, components: tuple | None = None) -> Path:
-        """Return the folder that was trained from.
+        """Return the folder of the base.
 
         Args:
             components: sub-folders that must exist; None = the denoiser's
@@ -427,7 +427,7 @@ class Export:
         return get_task(self.recipe.objective).not_exported
 
     def earlier(self, network: str = "denoiser") -> Mapping[str, Tensor]:
-        """Return what earlier runs trained before this one; {} if it began with the base."""
+        """Return the tensors that earlier runs trained; {} if this run began with the base."""
         if not self.recipe.start_from:
             return {}
         return EarlierRun(self.recipe.start_from, self.recipe.start_from_ema, network).base
@@ -546,7 +546,7 @@ class Task:
         recipe: Recipe = None,
         replace_frozen: bool = True,
     ) -> TrainedModule:
-        """Put a module on the engine, with the weights of `start_from`. All ranks call it.
+        """Wrap a module by the engine, with the weights of `start_from`. All ranks call it.
 
         Args:
             model: the module
@@ -612,12 +612,12 @@ class Task:
 
     @classmethod
     def data_fingerprint(cls, recipe: Recipe) -> str | None:
-        """Return the `fingerprint` of a run with today's data; None if only a run can tell."""
+        """Return the `fingerprint` of a run with the present data; None if only a run knows it."""
         return None
 
     @classmethod
     def training_order(cls, recipe: Recipe) -> GlobalOrder | BucketOrder | Mixture:
-        """Return the order in which a run draws its samples, from the data alone.
+        """Return the order in which a run draws its samples, computed without encoding.
 
         It has `steps(epochs)`, which `num_train_epochs` needs.
         """
@@ -651,7 +651,7 @@ class Task:
         return {}
 
     def state_dict(self) -> dict:
-        """Return what a resume needs beside the step, as JSON."""
+        """Return what a resume needs besides the step, as JSON."""
         return {}
 
     def load_state_dict(self, state: dict):

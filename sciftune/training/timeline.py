@@ -37,7 +37,7 @@ class Timeline:
             self.marks.append(("plan", float(waited)))
 
     def enter(self, stage: str) -> None:
-        """End the current stage and begin `stage`; entering the same one changes nothing."""
+        """End the current stage and start `stage`; the current stage itself continues."""
         if stage != self.marks[-1][0]:
             self.marks.append((stage, time.time()))
 
@@ -62,7 +62,7 @@ def launch_summary(seconds: dict[str, float]) -> str:
 
 # %% ../../nbs/7_training/04_timeline.ipynb #bb898179
 def _denoiser_files(recipe: Path) -> list[Path]:
-    """Return the denoiser's safetensors for a recipe.yaml; none for a hub id or a stand-in."""
+    """Return the denoiser's safetensors of a recipe.yaml; none for a hub id or a stand-in."""
     try:
         model_path = str(read_mapping(recipe)["model_path"])
     except (FileError, KeyError):
@@ -84,7 +84,7 @@ def _ask_for(files: list[Path]) -> None:
 
 # %% ../../nbs/7_training/04_timeline.ipynb #36071897
 def import_ahead(recipe: Path) -> None:
-    """Import diffusers' models; without peft where a run adds no adapters.
+    """Import diffusers' models; without peft if a run adds no adapters.
 
     Args:
         recipe: recipe.yaml of the run
@@ -95,7 +95,7 @@ def import_ahead(recipe: Path) -> None:
 
 
 def read_ahead(recipe: Path) -> int:
-    """Begin to read the weights of a run into the page cache, without waiting.
+    """Start reading the weights of a run into the page cache, without waiting.
 
     Args:
         recipe: recipe.yaml of the run

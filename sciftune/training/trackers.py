@@ -69,7 +69,7 @@ def _board_pictures(writer: Any, pictures: Sequence[tuple[Path, str]], step: int
 # %% ../../nbs/7_training/20_trackers.ipynb #6df6dfe8
 @contextlib.contextmanager
 def reopened_trackers(recipe: Recipe, run: RunDir) -> Iterator[list[Any]]:
-    """Give the trackers of a run, reopened; [] if the recipe names none.
+    """Yield the trackers of a run, reopened; [] if the recipe names none.
 
     Args:
         recipe: of the run

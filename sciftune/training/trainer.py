@@ -79,7 +79,7 @@ from .task import get_task
 
 # %% ../../nbs/7_training/14_trainer.ipynb #13e3c41d
 class StopRequest:
-    """Record whether this process was asked to stop."""
+    """A signal handler that records the request to stop."""
 
     def __init__(self):
         self.asked = False
@@ -90,7 +90,7 @@ class StopRequest:
 
 # %% ../../nbs/7_training/14_trainer.ipynb #a4ec3a28
 class SaveRequest:
-    """Watch for a request to save a checkpoint now.
+    """A watcher for the file that requests a checkpoint.
 
     Args:
         run_dir: of the run
@@ -174,7 +174,7 @@ class Run:
             self.reporter.say("note: " + note)
 
     def _count_samples(self) -> None:
-        """Print what trains; raise RecipeError if `steps` are not those of `num_train_epochs`."""
+        """Print how many samples train; raise RecipeError if `steps` contradict the epochs."""
         recipe = self.recipe
         if self.task.samples:
             self.reporter.say(samples_line(recipe, *self.task.samples))
@@ -194,7 +194,7 @@ class Run:
         return {name: EMA(networks[name], recipe.ema_decay, recipe.ema_warmup) for name in names}
 
     def _record(self) -> None:
-        """Write record.json (what ran on what) and start the trackers."""
+        """Write record.json (code, versions, devices) and start the trackers."""
         if self.engine.main:
             record = run_record() | dict(
                 data=self.task.fingerprint,
@@ -217,7 +217,7 @@ class Run:
         return dict(zip(("train", "held_out"), self.task.samples, strict=True))
 
     def stage(self, name: str, step: int = -1, note: str = "") -> None:
-        """Report what this rank does from now on to the heartbeat and the timeline.
+        """Report this rank's next stage to the heartbeat and the timeline.
 
         Args:
             name: of the stage
@@ -228,7 +228,7 @@ class Run:
         self.timeline.enter(name)
 
     def resume(self) -> int:
-        """Continue from a checkpoint if the recipe asks for it and there is one.
+        """Continue from a checkpoint if the recipe requests it and there is one.
 
         Returns:
             steps taken; 0 = a new run
@@ -308,12 +308,12 @@ class Run:
 
     @property
     def unseen(self) -> bool:
-        """Return whether the step that a run resumes at has still to be validated and judged."""
+        """Return whether the step at which a run resumes has still to be validated."""
         due = _due(self.start, self.recipe.validation_steps)
         return bool(self.recipe.keep_best and self.start and due and self.best.seen < self.start)
 
     def checkpoint(self, step: int) -> None:
-        """Begin a checkpoint. All ranks call it.
+        """Start a checkpoint. All ranks call it.
 
         The rows of its steps are written first: a run that resumes from it misses no row, and no
         checkpoint follows a loss that is not finite.
@@ -342,7 +342,7 @@ class Run:
         self.heartbeat.beat("checkpoint", self.task.done, note)
 
     def settle(self) -> None:
-        """Let a checkpoint being written complete, before this process ends with an error."""
+        """Wait for a checkpoint that is being written, before this process ends with an error."""
         if self.checkpointer.writing:
             rank = self.engine.rank
             message = f"rank {rank}: before it ends, {self.checkpointer.name} is written to its end"
@@ -389,7 +389,7 @@ class Run:
         return row
 
     def first_step(self, step: int) -> None:
-        """Report where the time since the launch went; this waits for the device, once in a run.
+        """Report the time since the launch by stage; it waits for the device, once in a run.
 
         Also begin to allocate host memory for the copies of checkpoints.
         """
@@ -501,7 +501,7 @@ def _due(step: int, every: int) -> bool:
 
 
 def _between_steps(run: Run, step: int) -> bool:
-    """Validate and save if it is time; return whether anything was done."""
+    """Validate and save if they are due; return whether anything was done."""
     validates = _due(step, run.recipe.validation_steps)
     saves = run.saves.due or _due(step, run.recipe.checkpoint_steps)
     if validates:
@@ -516,7 +516,7 @@ def _between_steps(run: Run, step: int) -> bool:
 def _timed_step(
     run: Run, step: int, batches: Callable[[int], list[dict]], began: float
 ) -> tuple[dict, dict]:
-    """Take a step; return what the host knows of it, and its numbers on the device."""
+    """Take a step; return the numbers known on the host, and those on the device."""
     run.heartbeat.beat("step", step)
     run.watch.start()
     mine = batches(step)
@@ -586,7 +586,7 @@ def finish_run(run: Run, step: int, stopped: bool) -> None:
 
 # %% ../../nbs/7_training/14_trainer.ipynb #4b2229f4
 def train(recipe: Recipe, run_dir: RunDir) -> None:
-    """Train as the recipe says, into the run folder. All ranks call it.
+    """Train a recipe into its run folder. All ranks call it.
 
     An error is raised only after a checkpoint being written is complete.
 
@@ -622,7 +622,7 @@ BROKEN = re.compile(r"(closed|reset) by peer|Broken pipe|remote process exited",
 
 
 def lost_rank(error: BaseException) -> str:
-    """Return what to do if the connection to another rank broke.
+    """Return the message if an error means that the connection to another rank broke.
 
     Returns:
         '' if the error has another cause
@@ -636,7 +636,7 @@ def lost_rank(error: BaseException) -> str:
 
 # %% ../../nbs/7_training/14_trainer.ipynb #19d2186e
 def import_used(recipe_file: str) -> None:
-    """Import what a run uses later, while its plan is waited for.
+    """Import the modules that a run uses later, while it waits for its plan.
 
     Args:
         recipe_file: recipe that is being planned; '' = none is
@@ -667,7 +667,7 @@ def run_rank(arguments: list[str]) -> None:
 
 
 def train_recipe(recipe_file: str | Path) -> int:
-    """Train; return 0, or record and print what is wrong and return its exit code.
+    """Train and return 0; on an error, record and print it and return its exit code.
 
     Args:
         recipe_file: recipe.yaml of a run folder

@@ -60,11 +60,11 @@ class UpdateMeter:
             }
 
     def after(self) -> dict:
-        """Compare what happened in the step with the optimizer's ideal update.
+        """Compare the step's changes with the optimizer's ideal update.
 
         Returns:
             changed (0..1), ratio, moved, blocks: {block: {changed, ratio, moved}}, and
-            stochastic=True where weights are rounded stochastically
+            stochastic=True if weights are rounded stochastically
         """
         device = self.network.engine.device
         sums = torch.zeros(len(self.blocks), 5, device=device, dtype=torch.float64)
@@ -81,7 +81,7 @@ class UpdateMeter:
         return _shares(whole) | stochastic | dict(blocks=blocks)
 
     def _ideal(self, part: FlatRange, kept: dict) -> Tensor:
-        """Return (count,): the exact update."""
+        """Return the exact update (count,)."""
         network = self.network
         if self.record.packed:
             update = network.optimizer.watched[network.params[part.name]]
@@ -122,7 +122,7 @@ def _stored_type(tensor: Tensor) -> str:  # tensor (...) or a quantised state of
 
 
 def types_in_use(network: TrainedModule) -> dict:
-    """Return the data types that a network's tensors really have.
+    """Return the data types that a network's tensors actually have.
 
     Returns:
         weights: {type: tensors}, states: {type: tensors}, compute: type
@@ -141,7 +141,7 @@ def types_in_use(network: TrainedModule) -> dict:
 
 # %% ../../nbs/7_training/03_updates.ipynb #50f1b3b3
 def update_warning(numbers: dict) -> str:
-    """Return what is wrong with the updates, and what helps.
+    """Return a warning about the updates and its remedy.
 
     Args:
         numbers: from `UpdateMeter.after`

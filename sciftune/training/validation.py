@@ -29,11 +29,11 @@ from ..strategies.trained_module import TrainedModule
 
 # %% ../../nbs/7_training/08_validation.ipynb #a7e1c883
 def to_device(batch: object, device: torch.device) -> object:
-    """Return the same structure on `device`; from pinned memory without waiting.
+    """Return the same structure on `device`; copies from pinned memory do not wait.
 
     Args:
         batch: tensors in dicts and lists; anything else is returned as it is
-        device: where the tensors go
+        device: target device
     """
     return send_to_device(batch, device, non_blocking=True)
 
@@ -63,7 +63,7 @@ def rank_batches(
 
 
 def _batches_of_a_kind(size, rank, world_size, kinds):
-    """Yield the batches of `rank` where items differ; repeated ones do not count."""
+    """Yield the batches of `rank` if items differ in size; repeated ones do not count."""
     groups = [[i for i, k in enumerate(kinds) if k == kind] for kind in sorted(set(kinds))]
     batches = [g[first : first + size] for g in groups for first in range(0, len(g), size)]
     for number in range(rank, -(-len(batches) // world_size) * world_size, world_size):
@@ -157,7 +157,7 @@ def write_images(
 
 # %% ../../nbs/7_training/08_validation.ipynb #d67bb616
 def _noise_place(recipe: Recipe, prompt: DrawnPrompt, number: int) -> tuple:
-    """Return what the noise of a prompt is a function of: its own seed, or the recipe's."""
+    """Return the values that decide the noise of a prompt: its own seed, or the recipe's."""
     if prompt.seed is None:
         return recipe.seed, "validation", number
     return prompt.seed, "validation"
@@ -224,7 +224,7 @@ def pipeline_sampler(
     guidance: float | None = None,
     settings: Sequence[DrawnPrompt] = (),
 ) -> Callable:
-    """Return a function that samples as the pipeline at `base` does, with another denoiser.
+    """Return a function that samples like the pipeline at `base`, with another denoiser.
 
     Args:
         recipe: its validation_sample_steps and validation_guidance
@@ -265,7 +265,7 @@ def sample_images(
     folder: Path,
     heartbeat: Callable = lambda *a: None,
 ):
-    """Sample the validation prompts as the pipeline does, a micro-batch at once. All ranks call it.
+    """Sample the validation prompts like the pipeline, a micro-batch at once. All ranks call it.
 
     Args:
         recipe: the run

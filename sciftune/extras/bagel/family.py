@@ -85,7 +85,7 @@ RECORDS = [
 
 # %% ../../../nbs/extras/bagel/01_family.ipynb #5ac761e8
 class Bagel(Family):
-    """BAGEL-7B-MoT: from a folder in the released layout, or a hub id, to modules, and back."""
+    """BAGEL-7B-MoT, loaded from a folder in the released layout or a hub id, and saved as such."""
 
     record = RECORDS[0]
     denoiser_component = "."
@@ -117,7 +117,7 @@ class Bagel(Family):
 
         Args:
             path: Folder or hub id
-            components: Unused: everything lies in one folder
+            components: Unused: everything is in one folder
             revision: revision of a hub id
             weights: False = of a hub, configurations only
         """
@@ -238,7 +238,7 @@ class Bagel(Family):
         Args:
             path: Folder or hub id
             dtype: type of the parameters
-            device: Where it goes
+            device: target device
             revision: revision of a hub id
             prepare: Changes it while it is on meta
             **changes: Single fields of the configuration
@@ -300,7 +300,7 @@ class Bagel(Family):
         Args:
             path: Folder or hub id
             dtype: type of the parameters
-            device: Where it goes
+            device: target device
             revision: revision of a hub id
         """
         return load_autoencoder(self.resolve(path, revision=revision), dtype, device)
@@ -318,7 +318,7 @@ class Bagel(Family):
         Args:
             path: Folder or hub id
             dtype: type of the autoencoder
-            device: Where it goes
+            device: target device
             revision: revision of a hub id
             parts: What to load
         """
@@ -331,7 +331,7 @@ class Bagel(Family):
         return Encoders(vae, {}, tokenizers)
 
     def load_tokenizer(self, folder: Path) -> transformers.Qwen2Tokenizer:
-        """Load the language model's tokenizer, whose files lie beside the weights."""
+        """Load the language model's tokenizer, whose files are beside the weights."""
         check_tokenizer_files(folder)
         with readable(folder):
             return transformers.Qwen2Tokenizer.from_pretrained(folder)

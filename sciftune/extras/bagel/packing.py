@@ -34,7 +34,7 @@ from sciftune.extras.bagel.sequences import (
 # %% ../../../nbs/extras/bagel/08_packing.ipynb #41160b9e
 @dataclass(frozen=True)
 class PackingRules:
-    """The sizes of the model that the packer needs.
+    """Sizes of the model that the packer needs.
 
     Attributes:
         vit_patch: Pixels per patch of the vision tower
@@ -69,7 +69,7 @@ class PackingRules:
         )
 
     def grid(self, kind: str, width: int, height: int) -> tuple[int, int]:
-        """Tokens of an image. Raises DataError when the size does not suit the encoder.
+        """Return the tokens of an image. Raises DataError when the size does not suit the encoder.
 
         Args:
             kind: vit_image | vae_image
@@ -118,7 +118,7 @@ class PackedBatch(dict):
         return PackedBatch({**self, **other})
 
     def nested_masks(self) -> list[Tensor]:
-        """Additive masks (0 and -inf), one per sample, as the published batches carry them.
+        """Return additive masks (0 and -inf), one per sample, as the published batches have them.
 
         Returns:
             (L,L) for each sample
@@ -133,7 +133,7 @@ class PackedBatch(dict):
 
 # %% ../../../nbs/extras/bagel/08_packing.ipynb #f6bc37df
 class Packer:
-    """Lists that grow item by item and become a PackedBatch.
+    """A packed sequence under construction: lists that become a `PackedBatch`.
 
     Args:
         rules: packing rules of the model
@@ -194,7 +194,7 @@ class Packer:
         return after
 
     def announce(self, item: dict):
-        """Make the last token learn what follows, if the item says so.
+        """Add a loss on the last token for what follows, if the item requests it.
 
         Args:
             item: item of the plan
@@ -286,7 +286,7 @@ class Packer:
 
 # %% ../../../nbs/extras/bagel/08_packing.ipynb #303fabed
 def split_starts(plan: list[dict]) -> list[int]:
-    """For each item, the first item of its split.
+    """Return, for each item, the first item of its split.
 
     Args:
         plan: Items
@@ -393,7 +393,7 @@ VIT_SIZE = Resize(14, 980, 378, 2_007_040)  # As published, where images are onl
 
 @dataclass(frozen=True)
 class Group:
-    """Examples that are drawn from with one weight.
+    """Examples that are drawn with one weight.
 
     Attributes:
         mandatory: Every pack begins with one of its samples
@@ -460,7 +460,7 @@ def item_sources(
     rules: PackingRules,
     choose: Callable,
 ) -> tuple[list, list, list[int]]:
-    """Return the content of each item of a plan. Raises DataError for an image that does not fit.
+    """Return the content of each item of a plan. Raises DataError for an image of unsuitable size.
 
     Args:
         group: group of the example
@@ -602,7 +602,7 @@ def item_noise(sample: PlannedSample, size: int, seed: int) -> Callable:
 
 # %% ../../../nbs/extras/bagel/08_packing.ipynb #e7537bbb
 class SampleStream:
-    """Endless draws from weighted groups; each group is gone through in a new order per epoch."""
+    """Endless draws from weighted groups; each group is shuffled anew in every epoch."""
 
     def __init__(
         self,
@@ -816,7 +816,9 @@ class PackStream(SampleStream):
         return pack
 
     def packs_of(self, epochs: float) -> int:
-        """Packs until every draw of the first passes is in one. Raises ValueError for groups.
+        """Return the packs until every draw of the first passes is in one.
+
+        Raises ValueError for groups.
 
         They are planned from the beginning, which takes the text and the sizes of every example;
         the stream itself stays where it is. A draw that is passed over counts as trained.
@@ -859,7 +861,7 @@ class PackStream(SampleStream):
         return self._fingerprint
 
     def state_dict(self) -> dict:
-        """Return everything that decides the packs to come, as plain numbers and strings."""
+        """Return the state that decides the next packs, as plain numbers and strings."""
         return dict(
             taken=dict(self.taken),
             draws=self.draws,

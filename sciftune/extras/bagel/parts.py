@@ -285,7 +285,7 @@ class PartsWeights(ReleaseWeights):
         self.where = {name: place.file for name, place in self.places.items()}
 
     def shape(self, name: str) -> torch.Size:
-        """Return the shape that the model wants."""
+        """Return the shape of a tensor in the model."""
         return self.shapes[name]
 
     def stored(self, name: str):
@@ -421,7 +421,7 @@ def assemble(root: Path, parts: Mapping[str, str], seed: int) -> Path:
 
 
 def _write_parts(folder: Path, parts: Mapping[str, str], seed: int):
-    """Write a folder, and check that model, tokenizer and autoencoder can be had from it."""
+    """Write a folder, and check that model, tokenizer and autoencoder can be loaded from it."""
     llm, vit, coder = (Path(parts[f]) for f in ("llm_path", "vit_path", "vae_path"))
     config = parts_config(llm, vit)
     for file in TOKENIZER_FILES:
@@ -471,7 +471,7 @@ def _check_tokenizer(folder: Path, config: BagelConfig, llm: Path):
 
 
 def _check_shapes(weights: PartsWeights):
-    """Raise RecipeError where a stored tensor has not the shape of the configuration."""
+    """Raise RecipeError if a stored tensor has not the shape of the configuration."""
     wrong = dict(llm_path=[], vit_path=[])
     for name, place in weights.places.items():
         stored = weights.stored(name)
@@ -503,7 +503,7 @@ def parts_digests(folder: Path | None) -> dict[str, list[str]]:
 
 
 def check_same_parts(then: Mapping[str, list[str]], now: Mapping[str, list[str]]):
-    """Raise RecipeError naming the parts whose weights are others than in the checkpoint.
+    """Raise RecipeError naming the parts whose weights differ from the checkpoint's.
 
     Args:
         then: `parts_digests` of a checkpoint

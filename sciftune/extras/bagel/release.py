@@ -50,7 +50,7 @@ AE_NAMES = (
 
 
 def autoencoder_names(state: Mapping[str, Tensor], to_diffusers: bool) -> dict[str, Tensor]:
-    """Return the same tensors under the other names.
+    """Return the same tensors under the names of the other layout.
 
     Attention weights change between (C,C,1,1) and (C,C).
 
@@ -126,7 +126,7 @@ def load_autoencoder(
     Args:
         folder: With ae.safetensors or vae/
         dtype: type of the parameters
-        device: Where it goes
+        device: target device
     """
     if (folder / "vae").is_dir():
         vae = diffusers.AutoencoderKL.from_pretrained(
@@ -256,7 +256,7 @@ def config_from_weights(config: BagelConfig, files: Mapping[str, Path]) -> Bagel
 
 # %% ../../../nbs/extras/bagel/03_release.ipynb #c0bb3a0e
 class ReleaseWeights(Weights):
-    """Read the tensors that a model of `config` needs, when they are asked for.
+    """Tensors that a model of `config` needs, read on access.
 
     Args:
         folder: With ema.safetensors, model.safetensors or a sharded index
@@ -287,7 +287,7 @@ class ReleaseWeights(Weights):
             self.where.setdefault(table, None)  # computed
 
     def shape(self, name: str) -> torch.Size:
-        """Return the shape that the model wants.
+        """Return the shape of a tensor in the model.
 
         Args:
             name: name of a tensor

@@ -65,7 +65,7 @@ def t2i_segments(picture: str, captions: object) -> tuple[Segment, ...]:
 
 # %% ../../../nbs/extras/bagel/07_released.ipynb #5fbedd22
 class EditChain(Example):
-    """A row of edits; what an epoch trains is a part of it."""
+    """A row of edits, of which an epoch trains a part."""
 
     def drawn(self, number: Callable[..., float]) -> Example:
         """Return the part for one epoch, chosen as the published code chooses.
@@ -174,7 +174,7 @@ def _row_segments(
 
 # %% ../../../nbs/extras/bagel/07_released.ipynb #18683e3d
 class CellImages:
-    """Pictures in cells of parquet files, for `verify_examples`.
+    """Source of pictures in cells of parquet files, for `verify_examples`.
 
     Args:
         examples: result of `parquet_examples`
@@ -349,7 +349,7 @@ RELEASED_KINDS = ("t2i_pretrain", "unified_edit", "vlm_sft")
 
 
 def dataset_info(config: Path) -> tuple[dict, Path]:
-    """Read where the data sets lie. Raises DataError if no file says it.
+    """Return the locations of the data sets. Raises DataError if no file lists them.
 
     Args:
         config: the YAML file
@@ -410,7 +410,7 @@ def transform(group: dict, name: str, stride: int, where: str) -> Resize | None:
 
 
 def used_files(files: list[Path], count: int) -> list[tuple[int, Path]]:
-    """Return the files that are used, from the beginning again if there are fewer.
+    """Return the files that are used; if there are too few, they repeat.
 
     Args:
         files: files of a data set
@@ -431,7 +431,7 @@ class ReleasedGroup:
         sets: name, count, and the fields of DATASET_INFO with whole paths
         weight: weight of the group in the mixture
         mandatory: True if each packed sequence has a sample of it
-        vae: Sizes for the autoencoder; None = as the recipe says
+        vae: Sizes for the autoencoder; None = as set in the recipe
         vit: Sizes for the vision tower
         shuffle_seed: seed that shuffles the lines
     """

@@ -33,7 +33,7 @@ from ...models.encoders import Encoders
 
 # %% ../../../nbs/extras/bagel/05_sampling.ipynb #bd36b93d
 class KVCache:
-    """Hold what the model has read.
+    """Keys and values of all tokens that the model has read.
 
     Args:
         layers: number of layers of the model
@@ -87,7 +87,7 @@ class KVCache:
 def new_tokens(
     ids: Sequence[int], cells: int, position: int, device: torch.device | str, advance: bool = False
 ) -> PackedBatch:
-    """Build text-type tokens and the room for an image between them.
+    """Build text-type tokens and placeholders for an image between them.
 
     Args:
         ids: Text-type tokens: a text, or (soi, eoi) around `cells`
@@ -109,7 +109,7 @@ def new_tokens(
 def image_cells(
     rows: int, columns: int, side: int, device: torch.device | str
 ) -> tuple[Tensor, Tensor]:
-    """Return packed places of an image's tokens behind soi, and their cells in the table.
+    """Return the packed positions of an image's tokens after soi, and their cells in the table.
 
     Args:
         rows: rows of the image, in tokens
@@ -133,7 +133,7 @@ def latent_tokens(
     side: int,
     position: int,
 ) -> PackedBatch:
-    """Frame an image's latents at one time.
+    """Frame an image's noisy latents at one time with its start and end tokens.
 
     Args:
         special: special tokens of the tokenizer
@@ -399,7 +399,7 @@ def generate_image(
 
 # %% ../../../nbs/extras/bagel/05_sampling.ipynb #26128172
 class Context:
-    """Hold what has been said and shown, and the reduced contexts that guidance needs.
+    """The conversation so far, and the reduced contexts that guidance needs.
 
     Args:
         model: BagelModel, bare or wrapped by an engine
@@ -438,7 +438,7 @@ class Context:
             prefill_text(self.model, cache, ids, self.special, self.device)
 
     def system(self, ids: Sequence[int]):
-        """Read a text that guidance does not leave out.
+        """Read a text that guidance keeps in all contexts.
 
         Args:
             ids: Without bos and eos
@@ -447,7 +447,7 @@ class Context:
         self.no_text = self.full.copy()
 
     def thought(self, ids: Sequence[int]):
-        """Read what the model itself has written.
+        """Read a text that the model itself has generated.
 
         Args:
             ids: result of `generate_text`
@@ -470,11 +470,11 @@ class Context:
         self.no_text = self.full.copy()
 
     def generate_text(self, **how) -> list[int]:
-        """Write; arguments of `generate_text`."""
+        """Generate a text; arguments of `generate_text`."""
         return generate_text(self.model, self.full, self.special, device=self.device, **how)
 
     def generate_image(self, noise: Tensor, guidance: Guidance | None = None) -> Tensor:
-        """Draw.
+        """Generate an image.
 
         Args:
             noise: Standard normal (C,h,w)

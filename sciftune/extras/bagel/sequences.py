@@ -36,7 +36,7 @@ from ...data.sources import set_aside, verify_once
 
 # %% ../../../nbs/extras/bagel/06_sequences.ipynb #929af203
 def sent(values: Tensor, device: torch.device | str) -> Tensor:
-    """Copy a tensor to a device without making the host wait.
+    """Return a tensor on a device, copied without making the host wait.
 
     Args:
         values: tensor on the CPU (...)
@@ -242,7 +242,7 @@ def load_image(path: str | Path, width: int, height: int) -> Tensor:
 
 # %% ../../../nbs/extras/bagel/06_sequences.ipynb #852d1bf8
 def image_patches(image: Tensor, size: int) -> Tensor:
-    """Patches in row-major order.
+    """Return the patches of an image in row-major order.
 
     Args:
         image: (C,H,W), H and W multiples of `size`
@@ -312,7 +312,7 @@ class Example:
         return [path for s in self.segments for path in s.paths]
 
     def drawn(self, number: Callable[..., float]) -> "Example":
-        """Return what an epoch trains: all of it, or a part of a chain (`extras.bagel.released`).
+        """Return what an epoch trains: the whole example, or a part of a chain.
 
         Args:
             number: function of a purpose that returns a number in [0,1)
@@ -384,7 +384,7 @@ def read_text_segment(entry: dict, where: str) -> Segment:
 
 # %% ../../../nbs/extras/bagel/06_sequences.ipynb #cf57385a
 def image_paths(entry: dict, folder: Path, where: str) -> tuple[str, ...]:
-    """Return the image's path, or those of the frames. Raises DataError for anything but paths.
+    """Return the image's path, or those of the frames. Raises DataError for other values.
 
     Args:
         entry: an image or video segment
@@ -477,7 +477,7 @@ def object_list(record: dict, key: str, where: str) -> list[dict]:
 
 
 def turn_text(turn: dict, key: str, where: str) -> str:
-    """Return the text of a turn. Raises DataError if it is no string.
+    """Return the text of a turn. Raises DataError if it is not a string.
 
     Args:
         turn: turn of a conversation
@@ -490,7 +490,7 @@ def turn_text(turn: dict, key: str, where: str) -> str:
 
 
 def image_entry(path: str, learn: bool) -> dict:
-    """Return an image segment as it stands in a file.
+    """Return an image segment in the form of a file.
 
     Args:
         path: path relative to the file
@@ -515,7 +515,7 @@ def element_entry(element: dict, learn: bool, where: str) -> dict:
 
 # %% ../../../nbs/extras/bagel/06_sequences.ipynb #e2a9d5f1
 def from_messages(record: dict, where: str) -> list[dict]:
-    """Messages with <image> tags; images[0] is the user's even where no tag says so.
+    """Convert messages with <image> tags; images[0] is the user's even without a tag.
 
     Args:
         record: record with `messages`, and maybe images
@@ -548,7 +548,7 @@ def from_messages(record: dict, where: str) -> list[dict]:
 
 # %% ../../../nbs/extras/bagel/06_sequences.ipynb #0be4ea41
 def from_llava(record: dict, where: str, seen: dict) -> list[dict]:
-    """Image (one or several) or video (frames), and turns of human and gpt.
+    """Convert an image (one or several) or a video (frames), with turns of human and gpt.
 
     Args:
         record: record with `conversations` of {from, value}, and maybe image or video
@@ -807,7 +807,7 @@ def verify_examples(
 
 
 def _with_digest(example: Example, images: dict[str, Row]) -> Example:
-    """Return an example with one digest of the bytes of its images."""
+    """Return an example with one joint digest of the bytes of its images."""
     if example.fault:
         return example
     together = "".join(images[file].digest for file in example.files)

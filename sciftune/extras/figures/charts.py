@@ -70,7 +70,7 @@ HATCH = 8  # period of the hatching, in pixels of a chart of 128
 
 @functools.lru_cache(maxsize=4)
 def _hatching(n: int) -> Image.Image:
-    """Return where the strokes of a hatched area lie on a page of n canvas pixels."""
+    """Return the positions of the strokes of a hatched area on a page of n canvas pixels."""
     period = n * HATCH // 128
     x = np.arange(n)
     on = (x[:, None] + x[None, :]) % period < 0.45 * period
@@ -444,7 +444,7 @@ _CLAIM = re.compile(
 
 
 def claims(caption: str) -> dict:
-    """Parse the kind of chart and the number of its marks from a caption.
+    """Return the kind of chart and the number of marks that a caption states.
 
     Returns:
         kind, count; empty for a caption that is not of this language
@@ -508,7 +508,7 @@ def listed_names(text: str) -> tuple[str, ...]:
 
 
 def check_drawn(recipe: Recipe) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Read the styles and kinds of figures from a recipe.
+    """Return the styles and kinds of figures that a recipe sets, checked.
 
     Args:
         recipe: figures_side, figures_style, figures_kinds

@@ -24,7 +24,7 @@ def some_values(rng: np.random.Generator, values: list, n: int):
 
 
 def labelled(draw: Callable) -> Callable:
-    """Put the labels of a function's name before what it returns."""
+    """Add the labels of a function's name to its result."""
 
     @functools.wraps(draw)
     def with_labels(*args):

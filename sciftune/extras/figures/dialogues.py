@@ -94,7 +94,7 @@ def is_logarithmic(facts: dict) -> tuple[str, str] | None:
 
 
 def stated(question: str, key: str) -> Callable:
-    """Return a function that asks for a fact.
+    """Return a function that makes a question from a fact.
 
     Args:
         question: text of the question
@@ -339,7 +339,7 @@ def figures_jsonl(
         about: kinds of questions
 
     Returns:
-        the JSONL file; images lie beside it
+        the JSONL file; images are beside it
 
     Raises:
         ValueError: a parameter is out of range

@@ -492,7 +492,7 @@ TRIES = 200  # attempts with other data until an edit applies
 
 
 def _in_blocks(names: tuple[str, ...], index: int, seed: int) -> str:
-    """Choose one of some names; each occurs once in a block of as many rows."""
+    """Return one of some names; in a block of as many rows each occurs once."""
     block, at = divmod(index, len(names))
     return names[np.random.default_rng([seed, block, 4]).permutation(len(names))[at]]
 
@@ -825,7 +825,7 @@ def _checked_names(what: str, given: tuple, known: object):
 def _asked_names(
     count: int, seed: int, chart_side: int, styles: tuple, kinds: tuple, edits: tuple
 ) -> tuple[tuple, tuple]:
-    """Return kinds and edits, all if none are named. Raises ValueError for unknown ones."""
+    """Return the kinds and edits that a recipe names; all if it names none. Raises ValueError."""
     table, all_kinds = _edits_of(chart_side)
     kinds, edits = tuple(kinds) or all_kinds, tuple(edits) or tuple(table)
     _checked_names("edits", edits, table)

@@ -93,12 +93,12 @@ def series_facts(look: Look, x: np.ndarray, named: list):
 
 
 def on(colour: object):
-    """Return an ink that is legible on a colour: black or white."""
+    """Return black or white, whichever is legible on a colour."""
     return "black" if np.dot(to_rgb(colour), (0.3, 0.6, 0.1)) > 0.5 else "white"
 
 
 def says_series(series: list[dict], noun: str = "line"):
-    """Name the series in words."""
+    """Return a sentence that names the series."""
     return [several([f"the {s['colour']} {noun} ({s['name']}) {s['trend']}" for s in series])]
 
 # %% ../../../nbs/extras/figures/01b_kinds.ipynb #07b73e3f

@@ -77,7 +77,7 @@ def mark_parts(read: dict, caption: str) -> Parts:
 def coming_colours(
     facts: dict, before: Image.Image, after: Image.Image, mask: np.ndarray
 ) -> dict[str, list[str]]:
-    """Return the new colours of an edit that show in the changed pixels.
+    """Return the new colours of an edit that appear in the changed pixels.
 
     Args:
         facts: facts of a row of edits

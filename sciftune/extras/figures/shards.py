@@ -99,7 +99,7 @@ def make_collection(
 
 
 def _exit_codes(running: list, folder: Path) -> list[int]:
-    """Wait for the processes that draw into `folder`; each shard is a piece of progress."""
+    """Wait for the processes that draw into `folder`, reporting each shard as progress."""
     before = 0
     while any(_code(p) is None for p in running):
         time.sleep(0.02)
@@ -116,7 +116,7 @@ def _code(process: subprocess.Popen | multiprocessing.process.BaseProcess) -> in
 
 
 def _fork(errors: Path, parts: list, draw: Callable, args: list):
-    """Fork a process that writes shards, and what goes wrong into a file."""
+    """Fork a process that writes shards, and its error into a file."""
     parent = os.getpid()
 
     def write():
@@ -131,7 +131,7 @@ def _fork(errors: Path, parts: list, draw: Callable, args: list):
 
 
 def _spawn(errors: Path, parts: list, draw: Callable, args: list) -> subprocess.Popen:
-    """Do the same in a new interpreter, which finds `draw` by its module and name."""
+    """Start a process as `_fork` does, in a new interpreter that imports `draw` by name."""
     code = (
         "from sciftune.core.ownership import end_with_parent; end_with_parent()\n"
         "import sys, json, importlib; from sciftune.extras.figures.shards import write_shard\n"
@@ -151,7 +151,7 @@ def _spawn(errors: Path, parts: list, draw: Callable, args: list) -> subprocess.
 
 
 def _draw_shards(folder: Path, shards: list, draw: Callable, args: list, workers: int):
-    """Draw all shards, here or in processes that take every n-th one."""
+    """Draw all shards, here or in several processes that each draw every n-th one."""
     if workers <= 1:
         for name, indices in shards:
             write_shard(folder / name, indices, draw, args)

@@ -80,7 +80,7 @@ class Statement:
 
 @dataclass(frozen=True)
 class Specification:
-    """A figure to be drawn: `prompt` says what `statements` check, `panels` are the truth."""
+    """A figure to be drawn: `prompt` describes what `statements` check; `panels` are the truth."""
 
     number: int
     level: int
@@ -98,12 +98,12 @@ NOTE = "Error bars show the SD of {} runs"
 
 @functools.cache
 def _shades() -> dict[str, list[str]]:
-    """Return the shades that cannot be taken for those of another colour."""
+    """Return the shades of a colour that cannot be confused with another colour's."""
     return {name: [c for c in shades()[name] if c.startswith("#")] for name in COLOURS}
 
 
 def _levels(rng: np.random.Generator, n: int) -> np.ndarray:
-    """Return `n` shares of an axis in random order, far from each other."""
+    """Return `n` distinct shares of an axis in random order."""
     return rng.permutation(np.linspace(0.22, 0.92, n) if n > 1 else [rng.uniform(0.3, 0.9)])
 
 
@@ -125,7 +125,7 @@ def _values(rng: np.random.Generator, kind: str, n: int, top: float, log: bool) 
 
 
 def _panel(rng: np.random.Generator, kind: str, row: list[str], level: int, i: int) -> Panel:
-    """Return a panel about a row of TOPICS or GROUPS, the `i`th of its figure."""
+    """Return panel number `i` of a figure, on a row of TOPICS or GROUPS."""
     most = dict(bars=(4, 5, 4), lines=(2, 4, 3), points=(2, 3, 3))[kind][level - 1]
     n = int(rng.integers(2, most) if kind == "bars" else rng.integers(1 + (level == 2), most))
     log = kind == "lines" and level > 1 and rng.random() < 0.3
@@ -164,13 +164,13 @@ Said = tuple[str, list[Statement]]
 
 
 class _Words:
-    """Write sentences and their statements about a panel in a cell."""
+    """Sentences and statements about a panel in a cell."""
 
     def __init__(self, panel: Panel, cell: PanelPlace):
         self.panel, self.cell, self.said = panel, cell, []
 
     def say(self, sentence: str, *statements: tuple):
-        """Add a sentence with statements: kind, text, check and arguments of each."""
+        """Add a sentence with its statements: kind, text, check and arguments of each."""
         where = f"{self.panel.letter} " if self.panel.letter else ""
         self.said.append(
             (
@@ -191,7 +191,7 @@ def _label(axis: str, text: str) -> list[tuple]:
 
 
 def _about_axes(w: _Words, what: str):
-    """Say title, labels and panel letter."""
+    """Add sentences about title, labels and panel letter."""
     p = w.panel
     title = ("words", f'title "{p.title}"', "word", p.title)
     letter = [("conventions", f'letter {p.letter} before "{p.title}"', "letter", p.letter, p.title)]
@@ -208,7 +208,7 @@ def _about_axes(w: _Words, what: str):
 
 
 def _about_bars(w: _Words):
-    """Say what stands in a bar chart."""
+    """Add sentences about the bars."""
     p = w.panel
     bars = p.series
     named = [f'{_a(s.colour)} one for "{s.name}"' for s in bars]
@@ -251,7 +251,7 @@ def _way(series: Series) -> str:
 
 
 def _about_series(w: _Words):
-    """Say what lines and points there are."""
+    """Add sentences about lines and points."""
     p, noun = w.panel, w.panel.kind[:-1]
     for s in p.series:
         many = f"{number(len(s.values))} {s.colour} points"
@@ -368,7 +368,7 @@ def _about_panels(
     places: Sequence[str],
     titles: tuple,
 ) -> Said:
-    """Say how the panels stand."""
+    """Add sentences about the arrangement of panels."""
     where = several([f"{p.letter} at the {place}" for p, place in zip(panels, places, strict=True)])
     found = [Statement("panels", what, "panel_count", (cells[0], len(panels), titles))]
     for p, cell, place in zip(panels, cells, places, strict=True):

@@ -82,7 +82,7 @@ VALUE = 0.06  # of the axis, by which a value may be missed
 
 
 class SeenFigure:
-    """The marks, words and colours in a picture of a specification."""
+    """The marks, words and colours that were found in a picture of a specification."""
 
     def __init__(self, image: Image.Image, entries: Sequence[tuple[PanelPlace, str]] = ()):
         self.readings = read_text(image)
@@ -94,7 +94,7 @@ class SeenFigure:
             self.marked[top:bottom, left:right] = -1
 
     def _sample(self, cell: PanelPlace, name: str) -> tuple | None:
-        """Return the box of a text of the legend and of what is before it."""
+        """Return the box of a legend's text and of the colour sample before it."""
         for reading in self.inside(cell):
             if stands_in(name, reading.text):
                 left, top, right, bottom = reading.box
@@ -111,7 +111,7 @@ class SeenFigure:
         return int(column * x), int(row * y), int((column + 1) * x), int((row + 1) * y)
 
     def inside(self, cell: PanelPlace) -> list[Reading]:
-        """Return the lines of text whose centre lies in a cell."""
+        """Return the lines of text whose centre is in a cell."""
         left, top, right, bottom = self.bounds(cell)
         x, y = BEYOND * (right - left), BEYOND * (bottom - top)
         return [
@@ -191,7 +191,7 @@ def _centre(box: tuple) -> tuple[float, float]:
 
 
 class StatedFigure(SeenFigure):
-    """Answer whether statements hold; a statement names one of these methods."""
+    """Checks of statements on a picture; a statement names one of these methods."""
 
     def holds(self, statement: Statement) -> bool:
         """Return whether a statement is true of the picture."""
@@ -203,7 +203,7 @@ class StatedFigure(SeenFigure):
         return any(stands_in(text, r.text) or part in squeezed(r.text) for r in self.inside(cell))
 
     def letter(self, cell: PanelPlace, letter: str, title: str) -> bool:
-        """Return whether the letter of a panel stands before its title."""
+        """Return whether the letter of a panel precedes its title."""
         return self.word(cell, f"{letter} {title}")
 
     def shown(self, cell: PanelPlace, colour: str) -> bool:
@@ -228,7 +228,7 @@ class StatedFigure(SeenFigure):
         return len(self.marks(cell, colour)) == count
 
     def ordered(self, cell: PanelPlace, colours: Sequence[str]) -> bool:
-        """Return whether bars stand in this order from left to right."""
+        """Return whether bars are in this order from left to right."""
         bars = [self.bar(cell, c) for c in colours]
         return all(bars) and sorted(bars, key=_centre) == bars
 
@@ -245,7 +245,7 @@ class StatedFigure(SeenFigure):
         return (first - last) * (1 if way == "rises" else -1) > 0.02 * self.height / cell[3]
 
     def under(self, cell: PanelPlace, colour: str, name: str) -> bool:
-        """Return whether a name stands under the bar of a colour."""
+        """Return whether a name is below the bar of a colour."""
         bar = self.bar(cell, colour)
         return bool(bar) and any(
             abs(x - _centre(bar)[0]) < 0.6 * (bar[2] - bar[0]) and y > bar[3] - 3
@@ -263,7 +263,7 @@ class StatedFigure(SeenFigure):
         return found
 
     def written(self, cell: PanelPlace, colour: str, value: float) -> bool:
-        """Return whether a number stands above the bar of a colour."""
+        """Return whether a number is above the bar of a colour."""
         bar = self.bar(cell, colour)
         return bool(bar) and any(
             abs(x - _centre(bar)[0]) < 0.6 * (bar[2] - bar[0]) and y < bar[1] + 3
@@ -293,7 +293,7 @@ class StatedFigure(SeenFigure):
         return abs(seen) < VALUE * axis
 
     def log_axis(self, cell: PanelPlace) -> bool:
-        """Return whether the ticks of the y axis stand by their logarithms."""
+        """Return whether the ticks of the y axis are spaced by their logarithms."""
         return self.ticks(cell, log=True) is not None and self.ticks(cell) is None
 
     def error_bars(self, cell: PanelPlace, colour: str) -> bool:
@@ -317,7 +317,7 @@ class StatedFigure(SeenFigure):
         return self.word(cell, title) and all(self.shown(cell, c) for c in colours)
 
     def panel_count(self, cell: PanelPlace, count: int, titles: Sequence[str]) -> bool:
-        """Return whether each cell of the picture has marks, and each title stands somewhere."""
+        """Return whether each cell of the picture has marks, and each title is somewhere."""
         *_, columns, rows = cell
         cells = [(i % columns, i // columns, columns, rows) for i in range(count)]
         filled = all(any(self.marks(own, c) for c in COLOURS) for own in cells)

@@ -279,7 +279,7 @@ for _kernel in (_triton_quantize_kernel, _triton_dequantize_kernel):
 
 
 class Moment(_MaybeQuantizedTensor):
-    """Moment whose scales are counted in 1/UNIT."""
+    """flashoptim's quantised state whose scales are counted in 1/UNIT."""
 
     def materialize(self) -> Tensor:
         """Return the moment as numbers."""
@@ -376,7 +376,7 @@ def _local(t: Tensor) -> Tensor:  # (...)
 
 
 def _sent(values: list, like: Tensor, dtype=torch.int64) -> Tensor:
-    """Copy values to the device of `like` without waiting.
+    """Return values on the device of `like`, copied without waiting.
 
     Args:
         values: numbers for a new tensor
@@ -417,7 +417,7 @@ class BlockLaunch:
         self.put(addresses)
 
     def put(self, addresses: list):
-        """Send the table."""
+        """Copy the table of arguments to the device."""
         self.addresses = addresses
         self.table = _sent(
             [
@@ -558,7 +558,7 @@ class LeanAdamW(FlashAdamW):
             params[i].grad = None
 
     def _given(self, fits, grads):
-        """Local gradients as the kernel takes them."""
+        """Return local gradients in the layout that the kernel expects."""
         given = [_local(grads[i]) for i in fits]
         return [g if g.dtype is torch.bfloat16 else g.to(torch.bfloat16) for g in given]
 

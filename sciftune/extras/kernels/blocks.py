@@ -208,7 +208,7 @@ def fused_norm_rope(
         table2: Its own tables
 
     Returns:
-        (B,S+S2,heads,D); None where the kernels do not compute
+        (B,S+S2,heads,D); None if the kernels do not compute
     """
     width = x.shape[-1]
     if not has_kernels(x) or width & (width - 1):  # Triton's tiles are powers of two
@@ -412,7 +412,7 @@ class FusedProjection(torch.autograd.Function):
 def project_heads(
     fused: Tensor, norm_q: nn.Module, norm_k: nn.Module, table: tuple[Tensor, Tensor], heads: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    """Return what `FusedProjection` computes; None where the kernels do not compute.
+    """Return what `FusedProjection` computes; None if the kernels do not compute.
 
     Args:
         fused: (B,S,3C+2M)

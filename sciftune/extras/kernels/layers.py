@@ -186,7 +186,7 @@ class FusedAttention(flux2.Flux2ParallelSelfAttnProcessor):
 
 # %% ../../../nbs/extras/kernels/05_layers.ipynb #23k0025
 def replace_layers(denoiser: nn.Module, blocks: list[nn.Module]) -> nn.Module:
-    """Let blocks compute with kernels where they have such layers.
+    """Replace layers of blocks by those that compute with kernels, if there are any.
 
     Args:
         denoiser: before compilation and engines

@@ -54,7 +54,7 @@ MOST_NOTED = 1500  # characters of a note
 def question(
     instruction: str, captions: Sequence[str], words: str, mentions: Sequence[str] = ()
 ) -> str:
-    """Return what the model is asked about a picture.
+    """Return the instruction to the model about a picture.
 
     Args:
         instruction: what to describe
@@ -69,7 +69,7 @@ def question(
 
 # %% ../../../nbs/extras/papers/07_caption.ipynb #b304e68a
 class Journal:
-    """The answers so far, in a file that one process at a time writes.
+    """The captions so far, in a file that one process at a time writes.
 
     Args:
         path: the file; its folder is made
@@ -96,11 +96,11 @@ class Journal:
                 self.answers[row["key"]] = dict(caption=row["caption"])
 
     def close(self):
-        """Let other calls write."""
+        """Release the file for other processes."""
         self.file.close()
 
     def add(self, answers: list[dict]):
-        """Add some answers; captions are written to the disk.
+        """Append some captions, and flush them to the disk.
 
         Args:
             answers: 'key', and 'caption' or 'reason'
@@ -130,7 +130,7 @@ def batches(sizes: Sequence[tuple[int, int]], count: int) -> Iterator[list[int]]
 
 
 def ask_each(ask: Callable, numbers: list[int]) -> list[dict]:
-    """Return the answer about each picture: its caption, or the reason why there is none.
+    """Return for each picture its caption, or the reason why there is none.
 
     Args:
         ask: function of numbers that returns a text for each; raises ValueError
@@ -154,7 +154,7 @@ UNCAPTIONED = "(no caption)"  # of pictures without one, which are described, to
 
 
 def new_captions(text: str, old: Sequence[str], weight: int) -> list[CellValue]:
-    """Return the captions of a row.
+    """Return the captions of a row, the new one first.
 
     Args:
         text: the new one
@@ -167,7 +167,7 @@ def new_captions(text: str, old: Sequence[str], weight: int) -> list[CellValue]:
 
 
 def _store(collection: Collection, i: int, folder: Path, stored: dict[str, str]) -> str:
-    """Put a picture into a folder, as a hard link where that can be, and return its name there.
+    """Add a picture to a folder, as a hard link if possible, and return its name there.
 
     Args:
         collection: of the picture
@@ -223,7 +223,7 @@ class Captioned(Collected):
     """The result of `describe_collection`."""
 
     def lines(self) -> list[str]:
-        """Return what was written, for people."""
+        """Return a summary of what was written, as lines."""
         reasons = Counter(row["reason"].partition(":")[0] for row in self.left_out)
         return [
             f"{len(self.rows)} pictures described in {self.folder}",
@@ -233,7 +233,7 @@ class Captioned(Collected):
 
 
 def writing_model(model: str, model_path: str | None = None) -> tuple[Family, str]:
-    """Return the family and the folder of a model whose text encoder writes.
+    """Return family and folder of a model whose text encoder can generate text.
 
     Args:
         model: name of a family, a pipeline folder, or a hub id
@@ -252,7 +252,7 @@ def writing_model(model: str, model_path: str | None = None) -> tuple[Family, st
 
 
 def _opened(data: str, metadata: str | None, out: Path) -> Collection:
-    """Open a collection with all that its rows say; pictures need no caption."""
+    """Open a collection with all columns of its rows; pictures need no caption."""
     if "://" not in data and out.resolve().is_relative_to(Path(data).expanduser().resolve()):
         raise FileError(f"out: {out} lies in data, {data}; name another folder")
     for name, path in dict(data=data, metadata=metadata or "://").items():
@@ -294,7 +294,7 @@ def describe_collection(
         out: folder of the new one; what was written before stays
         model: family, pipeline folder or hub id
         model_path: folder of a family; None = its published weights
-        metadata: list that lies outside of `data`
+        metadata: list that is outside of `data`
         language: of the captions
         words: of a caption, about
         prompt: instruction in the place of `INSTRUCTION`
@@ -360,14 +360,14 @@ def _check_writes(writer: PictureWriter, instruction: str):
 
 
 def _key(*parts: str) -> str:
-    """Return a hash of all that a caption depends on."""
+    """Return a hash of everything that a caption depends on."""
     return hashlib.sha256("\0".join(parts).encode("utf-8", "replace")).hexdigest()[:32]
 
 
 def _answer_all(
     ask: Callable, groups: Iterator[list[int]], keys: list[str], journal: Journal, tell: Callable
 ):
-    """Write the answers of all batches that are not written; the others are not asked for."""
+    """Caption all batches that the journal lacks."""
     began, asked, said = time.monotonic(), 0, 0.0
     for numbers in groups:
         if all(keys[i] in journal.answers for i in numbers):

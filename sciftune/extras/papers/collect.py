@@ -73,7 +73,7 @@ class Source:
 
 
 def document_kind(path: Path) -> str:
-    """Return the kind of a file; '' = none that is read."""
+    """Return the kind of a document by its file; '' = not a document that is read."""
     if kind := DOCUMENT_ENDINGS.get(path.suffix.lower()):
         return kind
     with path.open("rb") as file:
@@ -95,7 +95,7 @@ def _tex_folders(root: Path, names: Iterable[str]) -> list[str]:
 
 
 def find_documents(paths: Iterable[str | Path]) -> tuple[list[Source], list[tuple[str, str]]]:
-    """List the documents in some files and folders. Raises FileError for a path without any.
+    """Return the documents in some files and folders. Raises FileError for a path without any.
 
     Args:
         paths: files and folders
@@ -141,14 +141,14 @@ MARKER = re.compile(r"[\W_o]*$")  # letters that R and others draw as marks: ●
 
 
 def labels_of(figure: FoundFigure) -> list[str] | None:
-    """Return the texts of a figure without the marks of its data; None = unknown."""
+    """Return the texts of a figure without the texts of its data; None = unknown."""
     if figure.words is None:
         return None
     return [w.text for w in figure.words if not MARKER.match(w.text) or "−" in w.text]
 
 
 def read_document(source: Source, side: int, panels: bool) -> Document:
-    """Read one document; raises nothing that a damaged file causes.
+    """Return the content of one document; errors of a damaged file become reasons in the result.
 
     Args:
         source: what to read
@@ -263,7 +263,7 @@ class Collected:
     documents: int
 
     def lines(self) -> list[str]:
-        """Return what was found, for people."""
+        """Return a summary of what was found, as lines."""
         known = [row for row in self.rows if "labels" in row]
         words = sum(len(row["labels"]) for row in known)
         named = len({row["document"] for row in self.rows})
@@ -339,7 +339,7 @@ def _written(place: Path, document: Source, licence: str, left_out: list) -> lis
 
 
 def _folder_name(document: Source, digest: str) -> str:
-    """Return a name for the folder of a document that people recognise."""
+    """Return a readable name for the folder of a document."""
     stem = re.sub(r"[^\w-]+", "_", document.name)[-40:].strip("_") or "document"
     return f"{stem}-{digest[:10]}"
 
@@ -351,7 +351,7 @@ def write_lines(path: Path, rows: list[dict]):
 
 
 def without_duplicates(folder: Path, rows: list[dict]) -> tuple[list[dict], list[tuple]]:
-    """Leave out figures that are there already, as of a paper and its preprint.
+    """Leave out figures that occur twice, as in a paper and its preprint.
 
     Args:
         folder: of the collection

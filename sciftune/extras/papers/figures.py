@@ -29,7 +29,7 @@ MISSING = (
 
 @dataclass(frozen=True)
 class FigureWord:
-    """A text that stands in a figure.
+    """A text inside a figure, with its box.
 
     Attributes:
         text: as written
@@ -44,7 +44,7 @@ class FigureWord:
     angle: float = 0.0
 
     def moved(self, scale: float, left: float = 0, top: float = 0) -> FigureWord:
-        """Return the word as it stands in a picture that was cut and then scaled.
+        """Return the word in the coordinates of a picture that was cropped and then scaled.
 
         Args:
             scale: pixels per unit of the box
@@ -87,7 +87,7 @@ class Document:
 
     Attributes:
         figures: in their order
-        left_out: where and why, of every picture that is no figure of `figures`
+        left_out: where and why, of every picture that is not a figure of `figures`
         licence: as the document names it; '' = it names none
     """
 
@@ -101,7 +101,7 @@ class Document:
 
 
 def require(*names: str):
-    """Raise FileError with the line that installs the packages that are missing.
+    """Raise FileError with the install line of missing packages.
 
     Args:
         *names: modules
@@ -246,7 +246,7 @@ def empty_strips(ink: np.ndarray) -> list[tuple[int, int, int]]:
 
 
 def cut_parts(image: Image.Image, count: int) -> list[tuple[int, int, int, int]]:
-    """Cut a picture along its widest empty strips.
+    """Return the parts of a picture between its widest empty strips.
 
     Args:
         image: the picture
@@ -278,13 +278,13 @@ def cut_parts(image: Image.Image, count: int) -> list[tuple[int, int, int, int]]
 
 
 def _inside(word: FigureWord, part: tuple[int, int, int, int]) -> bool:
-    """Return True if the middle of a word lies in a part."""
+    """Return True if the middle of a word is in a part."""
     x, y = (word.box[0] + word.box[2]) / 2, (word.box[1] + word.box[3]) / 2
     return part[0] <= x < part[2] and part[1] <= y < part[3]
 
 
 def _lettered(parts: list[tuple], words: Iterable[FigureWord], letters: list[str]) -> list[str]:
-    """Return the letter of each part; [] if the cut does not stand."""
+    """Return the letter of each part; [] if the cut is doubtful."""
     marks = [(w, found[1].lower()) for w in words if (found := re.match(MARK, w.text))]
     if marks:
         own = [[letter for word, letter in marks if _inside(word, part)] for part in parts]
@@ -298,7 +298,7 @@ MARK = r"\(?([a-hA-H])[).]?$"
 
 
 def split_panels(figure: FoundFigure) -> list[FoundFigure]:
-    """Cut a figure into the panels that its caption names.
+    """Return the panels of a figure that its caption names; the figure alone if in doubt.
 
     Returns:
         the panels; the figure alone where the cut is not sure

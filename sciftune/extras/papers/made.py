@@ -40,7 +40,7 @@ def plotted(kind: str, labels: Sequence[str], seed: int = 0) -> bytes:
 
 
 def _saved(figure: Figure, kind: str) -> bytes:
-    """Return a figure as a file."""
+    """Return a figure as the bytes of a file."""
     FigureCanvasAgg(figure)
     file = io.BytesIO()
     with matplotlib.rc_context(SETTINGS):

@@ -58,7 +58,7 @@ def page_picture(path: Path, root: Path, address: str, side: int) -> FoundFigure
 
     Args:
         path: the page
-        root: folder that no file may lie outside of
+        root: folder that no file may be outside of
         address: as the page writes it
         side: pixels of the longer side
     """
@@ -94,7 +94,7 @@ def _text(node: Any) -> str:
 
 
 def _html_caption(node: Any) -> tuple[str, str]:
-    """Return the caption of a picture's node and where it stood."""
+    """Return the caption of a picture's node, and its source."""
     for parent in list(node.parents)[:4]:
         if parent.name in ("figure", "div", "td"):
             found = parent.find("figcaption") or parent.find(class_=re.compile(r"(?i)^caption"))
@@ -146,7 +146,7 @@ def read_html(path: Path, root: Path, side: int = 1024) -> Document:
 
 
 def _svg_text(node: Any) -> str:
-    """Return an inline SVG as a file of its own; html.parser has lowered its attributes."""
+    """Return an inline SVG as a file of its own, with the attributes' case restored."""
     text = str(node).replace("viewbox=", "viewBox=")
     return text if "xmlns=" in text else text.replace("<svg", f"<svg {SVG_SPACE}", 1)
 
@@ -166,7 +166,7 @@ def _markdown_text(source: str) -> str:
 
 
 def _cell_caption(cell: dict, output: dict, before: str) -> tuple[str, str]:
-    """Return the caption of what a cell has drawn and where it stood."""
+    """Return the caption of a cell's picture, and its source."""
     found = re.search(r"^#\|\s*fig[-.]cap\s*[:=]\s*[\"']?(.+?)[\"']?\s*$", _source(cell), re.M)
     if found:
         return found[1], "caption"

@@ -58,7 +58,7 @@ def crossing(a: Box, b: Box) -> bool:
 
 @dataclass(frozen=True)
 class Placement:
-    """Map points of a page to where they are shown.
+    """Map from points of a page to displayed points.
 
     Attributes:
         origin: of the point (0, 0)
@@ -71,7 +71,7 @@ class Placement:
     up: tuple[float, float]
 
     def box(self, left: float, bottom: float, right: float, top: float) -> Box:
-        """Return a box of the page as it is shown."""
+        """Return a box of the page as displayed."""
         corners = [
             tuple(self.origin[k] + x * self.right[k] + y * self.up[k] for k in (0, 1))
             for x in (left, right)
@@ -81,7 +81,7 @@ class Placement:
         return min(xs), min(ys), max(xs), max(ys)
 
     def angle(self, x: float, y: float) -> float:
-        """Return the angle of a direction of the page as it is shown, in degrees."""
+        """Return the angle of a direction of the page as displayed, in degrees."""
         shown = [x * self.right[k] + y * self.up[k] for k in (0, 1)]
         return round(math.degrees(math.atan2(-shown[1], shown[0])), 1)
 
@@ -96,7 +96,7 @@ GAP = 0.6  # widest gap in a text, in sizes of its font
 
 @dataclass
 class Letters:
-    """Letters of one text, while it is read.
+    """The letters of one text, collected while it is read.
 
     Attributes:
         text: so far
@@ -135,14 +135,14 @@ class Letters:
 
 
 def _along(box: Box, angle: float) -> tuple[float, float]:
-    """Return where a letter begins and ends in the direction of reading."""
+    """Return start and end of a letter in the direction of reading."""
     if 45 <= angle < 135:
         return -box[3], -box[1]
     return (box[1], box[3]) if -135 <= angle < -45 else (box[0], box[2])
 
 
 def _across(box: Box, angle: float) -> float:
-    """Return where the lower edge of a letter lies, across the direction of reading."""
+    """Return the position of a letter's lower edge, across the direction of reading."""
     if 45 <= angle < 135:
         return box[2]
     return -box[0] if -135 <= angle < -45 else box[3]
@@ -177,7 +177,7 @@ def texts_of(letters: Iterator[tuple[str, Box, float, float]]) -> list[FigureWor
 
 
 def parted_numbers(word: FigureWord) -> list[FigureWord]:
-    """Part ticks that stand so near that they were joined: 0.0 0.5 or 0.000.050.10."""
+    """Split ticks that are so close that they were joined: 0.0 0.5 or 0.000.050.10."""
     parts = word.text.split()
     for k in (1, 2, 3):
         one = rf"[-−]?\d+\.\d{{{k}}}"
@@ -225,7 +225,7 @@ class PageContent:
 
 
 def _placement(page: Any, width: float, height: float) -> Placement:
-    """Ask pdfium where three points of the page land."""
+    """Return the map from page to display, from three points that pdfium converts."""
     from pypdfium2 import raw
 
     fine, points = 1000, []
@@ -329,7 +329,7 @@ class FoundCaption:
 
 
 def joined_lines(lines: Sequence[str]) -> str:
-    """Join the lines of a paragraph; a hyphen at the end of a line is left out before a letter."""
+    """Return the lines of a paragraph as one text, without hyphens at line ends before a letter."""
     text = "\n".join(lines)
     text = re.sub(r"(?<=[a-zà-ÿ])-\n(?=[a-zà-ÿ])", "", text)
     return re.sub(r"\s+", " ", text).strip()
@@ -397,7 +397,7 @@ def find_captions(texts: Sequence[FigureWord]) -> list[FoundCaption]:
 
 
 def _free_above(start: FigureWord, texts: Sequence[FigureWord]) -> bool:
-    """Return True if no line of text stands right above one."""
+    """Return True if no line of text is directly above one."""
     return not any(
         0 < start.box[3] - w.box[3] < 1.6 * start.size and overlap_across(w.box, start.box) > 0.5
         for w in texts
@@ -424,7 +424,7 @@ def paragraph_lines(texts: Sequence[FigureWord]) -> list[FigureWord]:
 
 
 def _rule(box: Box, width: float) -> bool:
-    """Return True for a line across the page, as under a heading."""
+    """Return True for a line across the page, such as under a heading."""
     return box[3] - box[1] < 2 and box[2] - box[0] > 0.6 * width
 
 
@@ -486,7 +486,7 @@ def figure_box(
 
 
 def _grown(box: Box, content: PageContent, walls: list[Box]) -> Box:
-    """Return a box grown by what lies close to it and does not lead over a wall."""
+    """Return a box extended by what is close to it, up to obstacles."""
     words = [(w.box, 12.0) for w in content.texts if w.box not in walls]
     drawn = [(b, REACH) for b in content.drawn if not _rule(b, content.size[0])]
     rest, grew = words + drawn, True
@@ -525,7 +525,7 @@ def _render(page: Any, content: PageContent, box: Box, side: int) -> tuple[Any, 
 def _page_figures(
     page: Any, content: PageContent, side: int, document: Document
 ) -> Iterator[FoundFigure]:
-    """Yield the figures of a page; what has no picture is left out with its reason."""
+    """Yield the figures of a page; a figure without a picture is left out with its reason."""
     captions = find_captions(content.texts)
     content.taken = {id(w) for c in captions for w in c.lines}
     for caption in captions:
@@ -588,7 +588,7 @@ def _page_text(content: PageContent) -> str:
 
 
 def _give_mentions(document: Document, text: str):
-    """Give each figure the sentences that name it; its own caption is none of them."""
+    """Add to each figure the sentences that mention it, except its own caption."""
     said = mentions_of(s for s in sentences(text) if not CAPTION.match(s))
     for k, figure in enumerate(document.figures):
         document.figures[k] = replace(figure, mentions=said.get(figure.number, ()))

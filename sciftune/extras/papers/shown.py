@@ -20,7 +20,7 @@ __all__ = ['collected_page', 'boxes_page']
 
 # %% ../../../nbs/extras/papers/06_shown.ipynb #56f6603d
 def collected_page(found: Collected, count: int = 9) -> Figure:
-    """Show some figures, evenly over the collection, with document and caption.
+    """Return a page of some figures, evenly over the collection, with document and caption.
 
     Args:
         found: result of `collect` or `describe_collection`
@@ -45,7 +45,7 @@ def collected_page(found: Collected, count: int = 9) -> Figure:
 
 
 def boxes_page(found: Collected) -> Figure:
-    """Show the figure with most words, with their boxes; an empty page if no words are known.
+    """Return a page of the figure with most words, with their boxes; empty if no words are known.
 
     Args:
         found: result of `collect`

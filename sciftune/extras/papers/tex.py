@@ -100,7 +100,7 @@ def folder_files(path: Path) -> dict[str, bytes]:
 
 # %% ../../../nbs/extras/papers/03_tex.ipynb #a7c673a9
 def argument(text: str, start: int) -> tuple[str, int]:
-    """Return the argument in braces that begins at or after a place, and where it ends.
+    """Return the first argument in braces at or after a position, and its end.
 
     Args:
         text: TeX
@@ -120,7 +120,7 @@ def argument(text: str, start: int) -> tuple[str, int]:
 
 
 def commands_of(text: str, name: str) -> Iterator[tuple[int, str]]:
-    """Yield place and argument of each use of a command.
+    """Yield position and argument of each use of a command.
 
     Args:
         text: TeX
@@ -134,7 +134,7 @@ INPUT = re.compile(r"\\(?:input|include|subfile)\s*\{([^}]*)\}")
 
 
 def whole_text(files: Mapping[str, bytes], name: str, depth: int = 0) -> str:
-    r"""Return a TeX file without comments, with the files that it takes in by \input in place.
+    r"""Return a TeX file without comments, with \input files inserted.
 
     Args:
         files: of the source
@@ -155,7 +155,7 @@ def whole_text(files: Mapping[str, bytes], name: str, depth: int = 0) -> str:
 
 
 def main_files(files: Mapping[str, bytes]) -> list[str]:
-    """Return the names of the files that begin a document and stand in no other, the main first.
+    """Return the files that begin a document and are not included by others, the main one first.
 
     Raises SourceError without one.
     """
@@ -211,7 +211,7 @@ def _with_units(tex: str) -> str:
 
 
 def text_of_tex(tex: str, numbers: Mapping[str, str] | None = None) -> str:
-    """Return TeX as text: marks and commands replaced, citations left out.
+    """Return TeX as plain text: marks and commands replaced, citations removed.
 
     Args:
         tex: a caption or a sentence
@@ -299,7 +299,7 @@ def tex_figures(text: str) -> list[TexFigure]:
 
 
 def find_picture(files: Mapping[str, bytes], name: str, folders: tuple[str, ...]) -> str | None:
-    """Return the file that a picture's name means, as TeX looks it up; None = there is none.
+    """Return the file that a picture's name means, by TeX's rules; None = not found.
 
     Args:
         files: of the source
@@ -344,7 +344,7 @@ def opened_picture(name: str, data: bytes, side: int) -> FoundFigure:
 
 
 def montage(rows: list[list[FoundFigure]], side: int) -> FoundFigure:
-    """Put pictures side by side and below each other, as the source does.
+    """Return one picture of several, arranged as in the source.
 
     Args:
         rows: pictures
@@ -395,7 +395,7 @@ def _figure_pictures(
 def _with_captions(
     figure: TexFigure, rows: list[list[FoundFigure]], plain: Callable[[str], str], side: int
 ) -> list[FoundFigure]:
-    """Return the figure, or its panels where each picture has a caption of its own."""
+    """Return the figure, or its panels if each picture has its own caption."""
     pictures = [picture for row in rows for picture in row]
     caption = plain(figure.caption)
     before, texts = caption_panels(caption)

@@ -21,7 +21,7 @@ __all__ = ['MOST_SVG', 'Matrix', 'rendered_pdf', 'transformation', 'svg_words', 
 
 # %% ../../../nbs/extras/papers/02a_vector.ipynb #378362ef
 def rendered_pdf(data: bytes, side: int) -> FoundFigure:
-    """Render the first page of a PDF picture. Raises ValueError for what is none.
+    """Return the first page of a PDF picture as pixels. Raises ValueError for anything else.
 
     Args:
         data: the file
@@ -72,7 +72,7 @@ def transformation(text: str) -> Matrix:
 
 
 def _style(element: ElementTree.Element, name: str, usual: str) -> str:
-    """Return a property that an element says itself, by an attribute or in its style."""
+    """Return a property that an element sets itself, by an attribute or in its style."""
     styled = re.search(rf"(?:^|[;\s]){name}\s*:\s*([^;]+)", element.get("style", ""))
     if styled:
         return styled[1].strip()
@@ -89,7 +89,7 @@ def _number(text: str | None) -> float:
 
 
 def _placed(text: str, matrix: Matrix, size: float, shift: float) -> FigureWord:
-    """Return a text whose line begins at the origin of a matrix."""
+    """Return a text whose baseline begins at the origin of a matrix."""
     length = ImageFont.load_default(20).getlength(text) / 20 * size
     left = -shift * length
     corners = np.array(
@@ -102,7 +102,7 @@ def _placed(text: str, matrix: Matrix, size: float, shift: float) -> FigureWord:
 
 
 def svg_words(root: ElementTree.Element) -> list[FigureWord]:
-    """Return the texts of an SVG, in its own units.
+    """Return the texts of an SVG with their boxes, in its own units.
 
     Args:
         root: with comments
@@ -141,7 +141,7 @@ def svg_words(root: ElementTree.Element) -> list[FigureWord]:
 
 
 def rendered_svg(data: bytes, side: int) -> FoundFigure:
-    """Render an SVG picture on white. Raises ValueError for what is none.
+    """Return an SVG picture as pixels on white. Raises ValueError for anything else.
 
     Args:
         data: the file

@@ -49,7 +49,7 @@ def dpo_loss(changes: Tensor, beta: float) -> tuple[Tensor, Tensor]:
 
 
 def won(margin: Tensor) -> Tensor:
-    """Return 1 if the chosen image is preferred, 0.5 if neither is, else 0.
+    """Return 1 if the model prefers the chosen image, 0.5 for a tie, else 0.
 
     Args:
         margin: margins of the chosen images (B,)

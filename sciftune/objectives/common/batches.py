@@ -130,7 +130,7 @@ class LatentBatches:
         return out
 
     def within_range(self, step: int, sample: CachedSample, epoch: int, u: float) -> float:
-        """Return the uniform number that draws a level of `sigma_range`.
+        """Return the uniform number that maps to a noise level inside `sigma_range`.
 
         Args:
             step: training step, from 0
@@ -190,7 +190,7 @@ class LatentBatches:
         return dict(cells=stack_sizes([cell_weights(recipe, image) for image in images])[0])
 
     def prior(self, items: list[tuple]) -> dict[str, Tensor]:
-        """Return which samples of a micro-batch are of `prior_data`; {} without it."""
+        """Return a mask of the samples that come from `prior_data`; {} without it."""
         paths = [path for path, _ in self.recipe.sources]
         if self.recipe.prior_data not in paths:
             return {}
@@ -240,7 +240,7 @@ class LatentBatches:
         return reference_latents(self.tensors, sample.references)
 
     def loses_references(self, sample: CachedSample, epoch: int) -> bool:
-        """Return True if a sample is trained without references in `epoch`."""
+        """Return True if a sample is trained without its references in `epoch`."""
         lost = uniform(self.recipe.seed, "drop references", sample.id, epoch)
         return lost < self.recipe.reference_dropout
 

@@ -65,7 +65,7 @@ def shift(sigma: Tensor, factor: float) -> Tensor:
 def shift_factor(
     recipe: Recipe, family: Family, height: int | None = None, width: int | None = None
 ) -> float:
-    """Return the shift that `timestep_shift` names: none, the family's, its sampler's, or a number.
+    """Return the shift that `timestep_shift` means: none, the family's, its sampler's, or a number.
 
     Args:
         recipe: its timestep_shift and resolution
@@ -95,7 +95,7 @@ def shift_factor(
 # %% ../../../nbs/8_objectives/common/02_noise_levels.ipynb #7f434fca
 @functools.cache
 def _uniform_of(kind: str, factor: float, sigma: float) -> float:
-    """Return u whose level after density and shift is `sigma`, by bisection."""
+    """Return the u whose level, after density and shift, is `sigma`, by bisection."""
 
     def level(u: float) -> float:
         return shift(density(torch.tensor([u], dtype=torch.float64), kind), factor).item()
@@ -108,7 +108,7 @@ def _uniform_of(kind: str, factor: float, sigma: float) -> float:
 
 
 def within(u: float, kind: str, factor: float, low: float, high: float) -> float:
-    """Return the uniform number that draws a level between `low` and `high`.
+    """Return the uniform number that maps to a level between `low` and `high`.
 
     Args:
         u: uniform number in [0,1]

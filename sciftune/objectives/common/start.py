@@ -39,7 +39,7 @@ def without_adapters(network: nn.Module) -> Iterator[nn.Module]:
 # %% ../../../nbs/8_objectives/common/06_start.ipynb #54363ebb
 @torch.no_grad()
 def at_start(denoiser: nn.Module, start: nn.Module | None, predict: Callable) -> Tensor:
-    """Return the prediction of the model at the start. All ranks call it.
+    """Return the prediction of the model as it was before training. All ranks call it.
 
     Args:
         denoiser: as the engine wraps it

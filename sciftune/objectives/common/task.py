@@ -84,7 +84,7 @@ def held_out_loss(
 
 # %% ../../../nbs/8_objectives/common/05_task.ipynb #7487e666
 def validation_scores(folder: Path) -> dict:
-    """Ask every scorer about a folder of validation images.
+    """Return every scorer's numbers for a folder of validation images.
 
     Args:
         folder: validation_images/step_XXXXXX of a run
@@ -200,7 +200,7 @@ class DenoisingTask(Task):
         return sum(n * self.work[size] for size, n in sizes.items()) / sizes.total()
 
     def token_sizes(self, sample: CachedSample) -> list[tuple]:
-        """Return the sizes that the FLOPs of a sample depend on; see `forward_flops`."""
+        """Return the sizes on which the FLOPs of a sample depend; see `forward_flops`."""
         side = (self.recipe.resolution, self.recipe.resolution)
         seen = self.reference_tokens(sample)
         return [(*size, *seen) for size in sample.sizes or (side,)]
@@ -243,7 +243,7 @@ class DenoisingTask(Task):
         return tuple(map(sum, zip((0, 0), *tokens, strict=True)))
 
     def row(self, row: dict) -> dict:
-        """Return what a row of the metrics needs about this step's FLOPs.
+        """Return the numbers of the metrics row from which this step's FLOPs follow.
 
         With adapters: the share of a step's FLOPs that recomputing all blocks adds (else 1/3). With
         packing: the FLOPs of the step, whose samples differ in size.

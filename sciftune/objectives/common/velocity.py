@@ -27,7 +27,7 @@ def noised(x0: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
 
 # %% ../../../nbs/8_objectives/common/01_velocity.ipynb #c8b11614
 def velocity_target(x0: Tensor, noise: Tensor) -> Tensor:
-    """Return what flow matching trains a model to predict: noise - x0, in fp32.
+    """Return the training target of flow matching, noise - x0, in fp32.
 
     Args:
         x0: clean latents (B,...)

@@ -16,7 +16,7 @@ __all__ = ['ComparedStepCost', 'PriorStepCost']
 
 # %% ../../../nbs/8_objectives/common/08_work.ipynb #2b75e15b
 class ComparedStepCost(StepCost):
-    """Count updates whose loss compares with the model at the start, without sampling.
+    """The cost of updates whose loss compares with the model before training.
 
     Subclasses define `rows`.
     """
@@ -44,7 +44,7 @@ class ComparedStepCost(StepCost):
         return self.forward_only() + self.updates * self.rows() * whole
 
     def stored(self, profile: Profile, strategy: Strategy) -> dict[str, tuple[float, float]]:
-        """Return the bytes of the copy of the start; adapters need none.
+        """Return the bytes of the copy of the starting weights; adapters need none.
 
         Args:
             profile: The model

@@ -203,7 +203,7 @@ def joined_fingerprint(images: str, captions: str) -> str:
 
 
 def data_now(recipe: Recipe, family: Family) -> tuple[int, str]:
-    """Return what a run would read, without encoding anything; an LMDB is imported once.
+    """Return what a run would read, without encoding; an LMDB is imported once.
 
     Returns:
         number of captions in an epoch; fingerprint
@@ -389,7 +389,7 @@ class DistillationBatches:
         return batch
 
     def text(self, items: list[tuple]) -> dict | list[str]:
-        """Return the conditioning of a caption per sample, or live captions' texts."""
+        """Return the conditioning of one caption per sample, or the texts of live captions."""
         keys = []
         for sample, epoch in items:
             u = uniform(self.recipe.seed, "caption", sample.id, epoch)

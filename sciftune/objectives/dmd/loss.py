@@ -314,7 +314,7 @@ def gan_generator_loss(fake: Tensor) -> Tensor:
 
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #e136b1eb
 def gan_discriminator_loss(fake: Tensor, real: Tensor) -> Tensor:
-    """Return the GAN loss of the discriminator, low if it tells both apart.
+    """Return the GAN loss of the discriminator, low if it distinguishes real and generated images.
 
     Args:
         fake: logits of generated images (B,)
@@ -393,7 +393,7 @@ def tau_range(settings: Settings) -> tuple[int, int]:
 
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #b41ee96a
 def unwrap_to(network: object, attribute: str) -> object | None:
-    """Return the outermost wrapper of `network`, or the module itself, with `attribute`.
+    """Return the outermost wrapper of `network`, or the module itself, that has `attribute`.
 
     Args:
         network: module, wrapped in `.module` any number of times
@@ -408,14 +408,14 @@ def unwrap_to(network: object, attribute: str) -> object | None:
 
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #1940e087
 class GradientSwitch:
-    """Let one network at a time collect gradients."""
+    """Enables gradients of one network at a time."""
 
     def __init__(self):
         self.trainable = {}  # network -> its trainable parameters
         self.on = {}  # network -> whether they collect gradients now
 
     def __call__(self, networks: dict, name: str):
-        """Freeze all networks but `name`; what was frozen at first stays frozen.
+        """Freeze all networks but `name`; parameters that were frozen before stay frozen.
 
         Args:
             networks: name -> module or wrapper (callables without `parameters` are ignored)
@@ -445,7 +445,7 @@ class GradientSwitch:
 
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #4d8f5b98
 def without_gradient_sync(network: object) -> AbstractContextManager:
-    """Keep DDP from waiting for the parameters' gradients inside the block.
+    """Disable DDP's synchronisation of the parameters' gradients inside the block.
 
     Args:
         network: frozen in this optimizer step
@@ -456,9 +456,9 @@ def without_gradient_sync(network: object) -> AbstractContextManager:
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #3686a48a
 @contextmanager
 def teacher_of(networks: dict) -> Iterator[object]:
-    """Yield the teacher; disable adapters of a generator that stands in for it.
+    """Yield the teacher; if it is the generator without adapters, disable them inside the block.
 
-    Raises ValueError where there is neither a teacher nor an adapter.
+    Raises ValueError if there is neither a teacher nor an adapter.
 
     Args:
         networks: networks by name; without "teacher" the base of a LoRA generator serves

@@ -427,7 +427,7 @@ class DistillationTask(Task):
         return forward * step_passes(recipe, share) / 3
 
     def validate(self, step: int) -> dict:
-        """Sample the student, and once the teacher. All ranks call it."""
+        """Sample the student, and at the first validation the teacher. All ranks call it."""
         began = time.time()
         found = self.held_out()
         if self.data.prompts:

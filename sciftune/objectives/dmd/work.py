@@ -311,7 +311,7 @@ class DistillationPhases:
         return self.ledger.backward(base, (self.ledger.forward_pass(),), "generator: ")
 
     def generating(self) -> Phase:
-        """Return the phase in which the generator makes the critic's images."""
+        """Return the phase in which the generator makes images for the critic."""
         activations = self.size.forward_only(self.batch)
         name = "critic: generator's forward-only pass"
         return self._phase(name, activations, self.generator_root + self.passing)
@@ -358,7 +358,7 @@ class DMDStepCost(StepCost):
 
     # memory
     def stored(self, model: Profile, strategy: Strategy) -> dict[str, tuple[float, float]]:
-        """Return the bytes of the critic with its states, and of the teacher.
+        """Return the bytes of the critic with its states, and of the teacher; not of the generator.
 
         Args:
             model: profile of the generator
@@ -438,7 +438,7 @@ class DMDStepCost(StepCost):
         return costs_of(its, critic).sent_bytes(share, checkpointed_share, model.numel)
 
     def autocasts(self, model: Profile, strategy: Strategy) -> bool:
-        """Return the answer for the critic, which is updated in every step.
+        """Return whether the critic, which is updated in every step, uses autocast.
 
         Args:
             model: profile of the generator

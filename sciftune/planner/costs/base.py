@@ -19,7 +19,7 @@ from ...strategies.strategy import Strategy
 # %% ../../../nbs/6_planner/costs/01_base.ipynb #cfb0b31a
 @dataclass(frozen=True, kw_only=True)
 class BlockSize:
-    """Parameters of a block.
+    """Numbers of parameters of a block.
 
     Attributes:
         numel: number of parameters
@@ -35,7 +35,7 @@ class BlockSize:
 
 @dataclass(frozen=True)
 class OuterModule:
-    """Module outside of blocks that has parameters.
+    """A module outside of blocks, and its parameters.
 
     Attributes:
         after: number of blocks that have begun when it first runs
@@ -71,7 +71,7 @@ class ModelSize:
 
     @property
     def outer_numel(self) -> int:
-        """Parameters outside of blocks."""
+        """Return the number of parameters outside of blocks."""
         return self.numel - sum(b.numel for b in self.blocks)
 
     def outer_trained(self, after: int) -> int:
@@ -131,22 +131,22 @@ class Costs:
     # stored between two steps
     @property
     def parameter_shards(self) -> int:
-        """Over how many ranks parameters are spread."""
+        """Return the number of ranks over which parameters are sharded."""
         return 1
 
     @property
     def master_itemsize(self) -> int:
-        """Bytes of a master weight, or of its correction bits."""
+        """Return the bytes of a master weight, or of its correction bits."""
         return self.policy.optimizer_record.master_bytes if self.weights == 2 else 0
 
     @property
     def optimizer_itemsize(self) -> float:
-        """Bytes of the optimizer's states per trained parameter."""
+        """Return the bytes of the optimizer's states per trained parameter."""
         return self.state_itemsize - self.master_itemsize
 
     @property
     def state_itemsize(self) -> float:
-        """Bytes of states and correction bits per trained parameter."""
+        """Return the bytes of states and correction bits per trained parameter."""
         return self.policy.optimizer_record.bytes_per_weight(self.strategy.trained_itemsize)
 
     def parameter_bytes(self) -> float:
@@ -162,7 +162,7 @@ class Costs:
         return self.weights - NARROW_BYTES[kind] if kind != "bf16" else 0
 
     def stored_sizes(self) -> dict[str, float]:
-        """Return the stored bytes per rank, by part, wherever they are."""
+        """Return the stored bytes per rank, by part, on whatever device."""
         shards, trained = self.strategy.shards, self.model.trained
         return dict(
             parameters=self.parameter_bytes() / self.parameter_shards,
@@ -187,7 +187,7 @@ class Costs:
         return 0.0
 
     def stream_bytes(self) -> float:
-        """Return the most that communication holds at a time.
+        """Return the largest bytes that communication holds at a time.
 
         The allocator keeps what was used on a stream for that stream, so these bytes are
         reserved also while the peak of all streams together holds fewer of them.
@@ -226,11 +226,11 @@ class Costs:
         return 2.0 * sum(blocks[i].numel for i in before)
 
     def widened_bytes(self) -> float:
-        """Return the bytes of the widest layer of a narrow base; one at a time is wide."""
+        """Return the bytes of the largest layer of a quantised base, widened; one at a time is."""
         return float(self.compute * self.model.widest)
 
     def widening_bytes(self) -> float:
-        """Return the bytes that a pass reads and writes to widen all layers of a narrow base."""
+        """Return the bytes that a pass reads and writes to widen all layers of a quantised base."""
         kind = self.recipe.lora_base
         each = 0.0 if kind == "bf16" else NARROW_BYTES[kind] + self.compute
         return each * self.model.narrow
@@ -247,7 +247,7 @@ class Costs:
 
     @property
     def holds_all_gradients(self) -> bool:
-        """Return whether all gradients are there during the whole of backward."""
+        """Return whether all gradients exist during the whole backward pass."""
         return self.gradients_stay or self.strategy.accumulation > 1
 
     @property
@@ -257,7 +257,7 @@ class Costs:
 
     @property
     def wider_gradients(self) -> int:
-        """Bytes by which a gradient is wider than the product that makes it."""
+        """Return the extra bytes of a gradient that is wider than the product behind it."""
         return self.weights - self.compute if self.strategy.autocasts else 0
 
     def outer_gradient_bytes(self, after: int) -> float:
@@ -293,7 +293,7 @@ class Costs:
 
     # on the host
     def host_bytes(self, parts: dict[str, float]) -> dict[str, float]:
-        """Return the bytes that `parts` really take on the host, with what training adds to them.
+        """Return the bytes that `parts` really occupy on the host, with what training adds to them.
 
         Args:
             parts: part -> bytes that a rank keeps on the host
@@ -309,7 +309,7 @@ class Costs:
         return 0.0
 
     def with_room(self, room: float) -> Strategy:
-        """Return the strategy that uses free memory, where it can.
+        """Return the strategy with streamed state kept in free memory, if it streams any.
 
         Args:
             room: bytes of the GPU that nothing else needs
@@ -317,7 +317,7 @@ class Costs:
         return self.strategy
 
     def with_resident(self, resident: float) -> Strategy:
-        """Return the strategy with these `resident_bytes`, where it streams something.
+        """Return the strategy with these `resident_bytes`, if it streams anything.
 
         Args:
             resident: bytes of streamed tensors that stay on the GPU

@@ -16,16 +16,16 @@ RECORDS = [
 
 # %% ../../../nbs/6_planner/costs/03_ddp.ipynb #98db95e4
 class DDPCosts(Costs):
-    """Whole models whose gradients are averaged."""
+    """Costs of data parallelism: a whole model per rank, gradients averaged."""
 
     @property
     def gradients_stay(self) -> bool:
-        """In DDP's buckets, unless they are released."""
+        """Return whether gradients stay in DDP's buckets: unless they are released."""
         return not self.strategy.releases_gradients
 
     @property
     def summed(self) -> float:
-        """Bytes of memory of a number while it is summed: sent, and received.
+        """Return the bytes of memory per number while it is summed: sent, and received.
 
         With `shard_states` also of the gradients, which wait until then, and of this rank's sums.
         """
@@ -36,7 +36,7 @@ class DDPCosts(Costs):
 
     @property
     def reduces_outer_last(self) -> bool:
-        """With released gradients, over several ranks."""
+        """Return whether outer gradients are reduced last: if released, over several ranks."""
         return self.strategy.releases_gradients and self.strategy.world > 1
 
     def gathered_bytes(self, position: int) -> float:

@@ -25,12 +25,12 @@ class FSDPCosts(Costs):
 
     @property
     def parameter_shards(self) -> int:
-        """The size of a shard group."""
+        """Return the ranks of a shard group."""
         return self.strategy.shards
 
     @property
     def reduce(self) -> int:
-        """Bytes of memory of a number while gradients are reduced: sent, and received."""
+        """Return the bytes of memory per number while gradients are reduced: sent, and received."""
         return self.strategy.reduce_type.itemsize * (2 if self.strategy.exchanges else 1)
 
     def gathered_bytes(self, position: int) -> float:
@@ -59,7 +59,7 @@ class FSDPCosts(Costs):
         return gathered + self.reduce * sum(b.trained for b in behind)
 
     def reduction_excess(self, position: int) -> float:
-        """Bytes by which reducing a block needs more than its backward, without a GPU.
+        """Return the bytes by which a block's reduction exceeds its backward pass, without a GPU.
 
         gloo reduces a block before the next one begins. Its input, a copy of that, and the result
         take the place of the block's parameters and gradients.
@@ -75,7 +75,7 @@ class FSDPCosts(Costs):
 
     @property
     def adds_gradients(self) -> bool:
-        """Never: a block's gradients exist together until they are reduced."""
+        """Return False: a block's gradients exist together until they are reduced."""
         return False
 
     def outer_gathered_bytes(self) -> float:

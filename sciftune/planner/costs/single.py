@@ -85,7 +85,7 @@ class StreamedWeightsCosts(StreamedCosts):
 
     @cached_property
     def _weights_room(self) -> float:
-        """Bytes that weights may take for good."""
+        """Return the bytes that resident weights may take."""
         window = self._states_within(0.0)["gpu"]  # and the states that cannot be streamed
         return self.strategy.room - window
 

@@ -31,7 +31,7 @@ class ZeroCosts(Costs):
 
     @property
     def optimizer_itemsize(self) -> float:
-        """Bytes of the optimizer's fp32 states per trained parameter."""
+        """Return the bytes of the optimizer's fp32 states per trained parameter."""
         return self.policy.optimizer_record.bytes_per_weight(4)
 
     def gathered_bytes(self, position: int) -> float:
@@ -47,12 +47,12 @@ class ZeroCosts(Costs):
 
     @property
     def adds_gradients(self) -> bool:
-        """Always: each is copied into the bucket when it is made."""
+        """Return True: each gradient is copied into the bucket when it is computed."""
         return True
 
     @property
     def touched_bucket(self) -> float:
-        """Bytes of the bucket that a process takes; the system gives pages that are written."""
+        """Return the bytes of a bucket's written pages: the system allocates no others."""
         return float(self.compute * min(BUCKET, self.model.trained))
 
     def gradient_bytes(self) -> float:
@@ -124,11 +124,11 @@ class Zero2Costs(ZeroCosts):
 
     @property
     def gradient_shards(self) -> int:
-        """All ranks."""
+        """Return the number of ranks: gradients are sharded over all."""
         return self.strategy.shards
 
     def gradient_bytes(self) -> float:
-        """Return the bytes of this rank's gradients; 0 where they are on the host."""
+        """Return the bytes of this rank's gradients; 0 if they are on the host."""
         return 0.0 if self.recipe.offload != "none" else super().gradient_bytes()
 
     def moved_numbers(self, backward_share: float, checkpointed_share: float) -> float:
@@ -144,7 +144,7 @@ class Zero3Costs(Zero2Costs):
 
     @property
     def parameter_shards(self) -> int:
-        """All ranks."""
+        """Return the number of ranks: parameters are sharded over all."""
         return self.strategy.shards
 
     def stored_sizes(self) -> dict[str, float]:

@@ -37,7 +37,7 @@ def row_sizes(weight: Tensor) -> Tensor:
 
 
 class Sizes(DoraLinearLayer):
-    """The sizes of a linear layer's rows, and the product with them."""
+    """Norms of a linear layer's rows, and the product with them."""
 
     def get_lora_weight(
         self,
@@ -52,7 +52,7 @@ class Sizes(DoraLinearLayer):
     def get_weight_norm(
         self, weight: Tensor, lora_weight: Tensor, scaling: float, adapter_name: str | None = None
     ) -> Tensor:
-        """Return the size of each row of a weight with its change, fp32.
+        """Return the norm of each row of a weight with its change, fp32.
 
         Args:
             weight: (d_out,...)
@@ -66,23 +66,23 @@ class Sizes(DoraLinearLayer):
 
 
 class ConvSizes(Sizes, DoraConv2dLayer):
-    """The same for a convolution, whose sizes peft keeps as (1,d_out,1,1)."""
+    """Norms of a convolution's filters, which peft stores as (1,d_out,1,1)."""
 
     def get_weight_norm(
         self, weight: Tensor, lora_weight: Tensor, scaling: float, adapter_name: str | None = None
     ) -> Tensor:
-        """Return the size of each filter, (1,d_out,1,1), see `Sizes.get_weight_norm`."""
+        """Return the norm of each filter, (1,d_out,1,1), see `Sizes.get_weight_norm`."""
         return super().get_weight_norm(weight, lora_weight, scaling)[None, :, None, None]
 
 
 class DoRA(LoRA):
-    """DoRA, with rsLoRA's scale if asked."""
+    """DoRA, with rsLoRA's scale if `lora_rslora` is set."""
 
     dora = True
 
     @classmethod
     def prepare(cls, module: nn.Module):
-        """Prepare the products of LoRA, and let sizes be computed in fp32."""
+        """Prepare the products of LoRA, and compute the norms in fp32."""
         super().prepare(module)
         for part in getattr(module, "lora_magnitude_vector", {}).values():
             part.__class__ = ConvSizes if isinstance(part, DoraConv2dLayer) else Sizes
@@ -96,7 +96,7 @@ class DoRA(LoRA):
         generator: torch.Generator,
         weight: Callable[[], Tensor],
     ) -> Tensor:
-        """Return the sizes of the base's rows for `lora_magnitude_vector`, else as LoRA does."""
+        """Return the norms of the base's rows for `lora_magnitude_vector`; others as in LoRA."""
         if ".lora_magnitude_vector." in name:
             return row_sizes(weight()).reshape(shape)
         return super().first(name, shape, rank, generator, weight)

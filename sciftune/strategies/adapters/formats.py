@@ -43,7 +43,7 @@ def original_names(family: Family, names: Iterable[str]) -> dict[str, list[str]]
 
 # %% ../../../nbs/5_strategies/adapters/07_formats.ipynb #f435a177
 class LayerAdapter(NamedTuple):
-    """The adapter of one layer of diffusers.
+    """The adapter of one layer, with diffusers' names.
 
     Attributes:
         tensors: by peft's name behind the layer's, such as 'lora_A.weight'
@@ -62,7 +62,7 @@ _SIZES = "lora_magnitude_vector"
 def _joined(
     parts: list[str], rows: Mapping[str, int], adapters: Mapping, sizes: Callable[[str], Tensor]
 ) -> LayerAdapter:
-    """Join the adapters of layers whose rows are stacked; those without one keep their sizes."""
+    """Join the adapters of layers whose rows are stacked; without one a layer's part is zero."""
     there = [name for name in parts if name in adapters]
     if len(parts) == 1:
         return adapters[there[0]]
@@ -84,7 +84,7 @@ def _joined(
 
 
 def _lycoris(adapter: LayerAdapter) -> dict[str, Tensor]:
-    """Return the factors of LoKr; programs scale by alpha where one of them is a thin product."""
+    """Return the factors of LoKr; programs scale by alpha if one of them is a thin product."""
     tensors, thin = dict(adapter.tensors), adapter.tensors.get("lokr_w2_b")
     if thin is None:
         tensors["lokr_w1"] = tensors["lokr_w1"] * adapter.scale
@@ -99,7 +99,7 @@ def foreign_tensors(
     adapters: Mapping[str, LayerAdapter],
     sizes: Callable[[str], Tensor],
 ) -> dict[str, Tensor]:
-    """Return the adapters as a file of another program holds them.
+    """Return the adapters with the names and scales of another program's file.
 
     Args:
         layout: 'kohya' or 'comfyui'
@@ -150,7 +150,7 @@ _LEAVES = {
 
 
 def _stems(family: Family, names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the layers by what programs write before the name of a tensor."""
+    """Return the layers by the prefix of their tensors' names in files of other programs."""
     part = family.denoiser_component
     found = {}
     for name in names:
@@ -167,7 +167,7 @@ def _stems(family: Family, names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _divided(parts: list[str], rows: Mapping[str, int], tensors: dict) -> dict[str, dict]:
-    """Return what each of the layers of a joined one gets of its adapter."""
+    """Return the share of each layer in the adapter of a joined layer."""
     down, up = (tensors[key] for key in _PEFT)
     sizes = [rows[name] for name in parts]
     pieces = up.split(sizes)
@@ -189,7 +189,7 @@ def _divided(parts: list[str], rows: Mapping[str, int], tensors: dict) -> dict[s
 def _layer_state(
     parts: list[str], rows: Mapping[str, int], own: dict
 ) -> dict[str, tuple[dict, float | None]] | None:
-    """Return tensors and alpha for each of the layers of a joined one; None for another adapter."""
+    """Return tensors and alpha for each layer of a joined one; None for another kind of adapter."""
     alpha = own.pop("alpha", None)
     if any(name.startswith("lokr") for name in own):
         thin = next((own[n] for n in ("lokr_w1_b", "lokr_w2_b") if n in own), None)

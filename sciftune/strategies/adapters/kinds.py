@@ -62,7 +62,7 @@ class LayerSetting(NamedTuple):
 
 
 class AdapterKind(ABC):
-    """A kind of adapters."""
+    """A kind of adapters; base class of all kinds."""
 
     @classmethod
     @abstractmethod
@@ -77,7 +77,7 @@ class AdapterKind(ABC):
     @classmethod
     @abstractmethod
     def prepare(cls, module: nn.Module):
-        """Let a module that peft has added multiply in the type of its input.
+        """Make a module that peft has added compute in the type of its input.
 
         Args:
             module: any module of an adapted model; others stay as they are
@@ -123,7 +123,7 @@ def adapter_kind(name: str) -> type[AdapterKind]:
 
 
 def pattern(values: Mapping[str, float], usual: float) -> dict[str, float]:
-    """Return what peft calls a pattern: layers whose value is not the usual one.
+    """Return peft's pattern dict: layers whose value differs from the default.
 
     Args:
         values: by name of a layer

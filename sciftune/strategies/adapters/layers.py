@@ -109,7 +109,7 @@ def layer_settings(denoiser: nn.Module, family: Family, recipe: Recipe) -> dict[
 
 
 def _by_layer(field: str, text: str, layers: list[str]) -> dict[str, float]:
-    """Return the numbers of a field by name of a layer."""
+    """Return the numbers of a field such as `lora_ranks`, by layer name."""
     found = {}
     ends = layer_values(field, text)
     for end in sorted(ends, key=len):
@@ -122,7 +122,7 @@ def _by_layer(field: str, text: str, layers: list[str]) -> dict[str, float]:
 
 # %% ../../../nbs/5_strategies/adapters/09_layers.ipynb #4df97142
 def _settings_of(layers: Mapping[str, nn.Module], root: bool) -> dict[str, object]:
-    """Return the recipe fields that describe adapters of a file.
+    """Return the recipe fields that match a file's adapters.
 
     Args:
         layers: layer -> peft's layer
@@ -146,7 +146,7 @@ def _settings_of(layers: Mapping[str, nn.Module], root: bool) -> dict[str, objec
 
 
 def _kind_of(path: str | Path, layers: Mapping[str, nn.Module]) -> str:
-    """Return the `lora_kind` of a file. Raises RecipeError for adapters that no run trains."""
+    """Return the `lora_kind` of a file. Raises RecipeError for adapters of other kinds."""
     merge = "merge it with sciftune merge_lora, and give the folder as model_path"
     kinds = set()
     for layer in layers.values():
@@ -239,7 +239,7 @@ def read_lora(recipe: Recipe, family: Family, denoiser: nn.Module) -> dict:
 
 # %% ../../../nbs/5_strategies/adapters/09_layers.ipynb #d95f0d44
 def first_values(recipe: Recipe, family: Family, denoiser: nn.Module) -> Callable:
-    """Return the function that gives adapters their first values.
+    """Return the function that computes adapters' first values.
 
     Raises RecipeError for a `lora_path` that this run cannot go on from exactly.
 
@@ -269,7 +269,7 @@ def add_lora(denoiser: nn.Module, family: Family, recipe: Recipe) -> Callable:
     """Freeze the denoiser and add adapters.
 
     Adapters of a real model get their values, those of a meta model stay on meta.
-    Raises RecipeError where `lora_path` holds other adapters than the recipe asks for, on meta
+    Raises RecipeError if `lora_path` holds other adapters than the recipe asks for, on meta
     too, so that a plan reports it.
 
     Args:

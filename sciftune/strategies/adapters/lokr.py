@@ -40,7 +40,7 @@ def _times(x: Tensor, whole: Mapping, left: Mapping, right: Mapping, name: str) 
 
 
 class KroneckerLinear(Linear):
-    """peft's layer, whose factors are applied one after the other in the type of the input."""
+    """peft's layer, applying its factors one after the other in the type of the input."""
 
     def _get_delta_activations(self, name: str, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         first = self.lokr_w1[name] if name in self.lokr_w1 else self.lokr_w1_b[name]
@@ -51,7 +51,7 @@ class KroneckerLinear(Linear):
 
 
 class KroneckerConv(Conv2d):
-    """peft's layer of a convolution, whose change is computed in the type of the input."""
+    """peft's layer of a convolution, computing its change in the type of the input."""
 
     def get_delta_weight(self, name: str, **kwargs: Any) -> Tensor:
         """Return the change of the weight in the type of the base.
@@ -81,7 +81,7 @@ class LoKr(AdapterKind):
 
     @classmethod
     def prepare(cls, module: nn.Module):
-        """Let a layer of peft apply its factors as this notebook does."""
+        """Make a layer of peft apply its factors as this notebook does."""
         if isinstance(module, Linear):
             module.__class__ = KroneckerLinear
         elif isinstance(module, Conv2d):
@@ -104,7 +104,7 @@ class LoKr(AdapterKind):
 
     @classmethod
     def products(cls, layer: nn.Module) -> int:
-        """Return what the two factors multiply, the second on all rows of the first's input."""
+        """Return the multiplications by both factors, the second on all rows of the input."""
         second = [*layer.lokr_w2.values(), *layer.lokr_w2_a.values(), *layer.lokr_w2_b.values()]
         (first,) = layer.lokr_w1.values()
         width = layer.get_base_layer().weight.shape[0] // first.shape[0]

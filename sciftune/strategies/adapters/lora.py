@@ -92,7 +92,7 @@ class LoRA(AdapterKind):
 
     @classmethod
     def prepare(cls, module: nn.Module):
-        """Let the two products of a layer's adapter stay in the type of their input."""
+        """Make the two products of a layer's adapter stay in the type of their input."""
         if not hasattr(module, "lora_A"):
             return
         module.cast_input_dtype_enabled = False
@@ -115,6 +115,6 @@ class LoRA(AdapterKind):
 
     @classmethod
     def products(cls, layer: nn.Module) -> int:
-        """Return the numbers of A and B."""
+        """Return the numbers of parameters of A and B."""
         pair = (*layer.lora_A.parameters(), *layer.lora_B.parameters())
         return sum(p.numel() for p in pair)

@@ -51,7 +51,7 @@ def nf4_levels(device: torch.device) -> Tensor:
 
 
 def narrowed(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Return the codes and scales of a weight in fewer bits.
+    """Return the codes and scales of a weight in fp8 or NF4.
 
     Args:
         weight: (rows, columns); columns divisible by 128 for nf4
@@ -74,7 +74,7 @@ def narrowed(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 # %% ../../../nbs/5_strategies/adapters/06_narrow.ipynb #83617112
 def _from_nf4(codes: Tensor, scale: Tensor, levels: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the weights of NF4 codes: levels times the scale of their block."""
+    """Return the weights of NF4 codes: levels times the scales of their blocks."""
     whole = torch.cat([codes & 15, codes >> 4], 1)
     blocks = levels[whole.int()].unflatten(1, (-1, NF4_BLOCK))
     return (blocks * scale.float()[..., None]).flatten(1).to(dtype)
@@ -92,7 +92,7 @@ def _fused(function: Callable) -> Callable:
 
 
 def widened(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the weights as numbers, by one kernel on a GPU.
+    """Return the dequantised weights, by one kernel on a GPU.
 
     Args:
         weight: (rows, columns or columns/2) uint8, from `narrowed`
@@ -112,7 +112,7 @@ def widened(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 # %% ../../../nbs/5_strategies/adapters/06_narrow.ipynb #ccd21677
 @torch.library.custom_op("sciftune::narrow_product", mutates_args=())
 def narrow_product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """Multiply by the widened weight; `x` gets a gradient, the weight none.
+    """Return the product with the dequantised weight; only `x` gets a gradient.
 
     Args:
         x: (...,d_in)
@@ -127,7 +127,7 @@ def narrow_product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
 
 @torch.library.custom_op("sciftune::narrow_product_backward", mutates_args=())
 def narrow_product_backward(grad: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """Return the gradient of the input, widening the weight again.
+    """Return the gradient of the input, dequantising the weight again.
 
     Args:
         grad: (...,d_out)
@@ -163,7 +163,7 @@ narrow_product.register_autograd(_gradient, setup_context=_keep_narrow)
 
 
 class NarrowLinear(nn.Linear):
-    """A frozen linear layer whose weight is kept in fewer bits.
+    """A frozen linear layer whose weight is stored as fp8 or NF4.
 
     Kept as uint8, which no cast of the module touches.
     """
@@ -171,7 +171,7 @@ class NarrowLinear(nn.Linear):
     kind = "fp8"  # or 'nf4'
 
     def store(self, weight: Tensor):
-        """Keep a weight; called by whatever fills the model (`models.weights.place`).
+        """Quantise and store a weight; `models.weights.place` calls it.
 
         Args:
             weight: (d_out,d_in)
@@ -220,9 +220,9 @@ NARROW_BYTES = dict(
 
 
 def quantise_base(denoiser: nn.Module, kind: str, names: tuple, smallest: int = 256) -> int:
-    """Let the large linears of the blocks keep fewer bits; values that are there are narrowed.
+    """Replace the blocks' large linear layers by `NarrowLinear`; existing values are quantised.
 
-    At no time is more than one layer wide. Raises RecipeError where there are none.
+    At no time is more than one layer wide. Raises RecipeError if there are none.
 
     Args:
         denoiser: On meta: its layers narrow their weights as they are read
@@ -248,7 +248,7 @@ def quantise_base(denoiser: nn.Module, kind: str, names: tuple, smallest: int = 
 
 
 def not_for_ddp(denoiser: nn.Module):
-    """DDP leaves frozen parameters alone: it cannot send codes, and every rank has read them.
+    """Exclude frozen parameters from DDP, which cannot send codes; every rank has read them.
 
     Args:
         denoiser: With real weights and adapters

@@ -40,7 +40,10 @@ LORA_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")  
 
 
 def _lora_file(path: str | Path) -> Path:
-    """Return the file that holds the adapters. RecipeError for a pickle, damage, or a choice."""
+    """Return the file with the adapters.
+
+    Raise RecipeError for a pickle, damage, or several files.
+    """
     where = Path(path).expanduser()
     if not where.exists():
         raise RecipeError(f"lora_path: {path} does not exist")
@@ -65,7 +68,7 @@ def _lora_file(path: str | Path) -> Path:
 
 
 class _Scalars(TorchFunctionMode):
-    """Note every tensor whose value is read as a number, as a scale per layer is."""
+    """Records every tensor whose value is read as a number, such as a scale per layer."""
 
     def __init__(self):
         super().__init__()
@@ -78,7 +81,7 @@ class _Scalars(TorchFunctionMode):
 
 
 def _unused_tensors(tensors: Mapping[str, Tensor], outputs: Iterable) -> list[str]:
-    """Name the tensors that are not in the computation of the outputs."""
+    """Return the names of the tensors on which the outputs do not depend."""
     waiting = [getattr(tensor, "grad_fn", None) for tensor in outputs]
     seen, visited = set(), set()
     while waiting:
@@ -92,14 +95,14 @@ def _unused_tensors(tensors: Mapping[str, Tensor], outputs: Iterable) -> list[st
 
 
 def _some(names: list[str]) -> str:
-    """Name the first, and say how many more there are."""
+    """Return the first name, and the number of the others."""
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _read_pipeline_layout(
     path: str | Path, raw: dict, family: Family, model: nn.Module
 ) -> tuple[dict, dict]:
-    """Convert a file's names as the pipeline does; returns tensors and scales per layer.
+    """Return tensors and scales per layer of a file, converted as the pipeline does.
 
     Raises RecipeError for a tensor that the conversion leaves out, or that is of no component that
     the pipeline puts adapters on.
@@ -139,7 +142,7 @@ def _component(key: str) -> str:
 
 
 def _check_components(path: str | Path, cls: type, part: str, state: dict, alphas: dict):
-    """Raise RecipeError for a tensor or a scale that `load_lora_weights` would not look at."""
+    """Raise RecipeError for a tensor or a scale that `load_lora_weights` would ignore."""
     text = [name for name in lora_components(cls) if name.startswith("text_encoder")]
     known, there = (".lora_", ".lokr_", "_lora."), {_component(key) for key in state}
     other = [
@@ -155,7 +158,7 @@ def _check_components(path: str | Path, cls: type, part: str, state: dict, alpha
 
 
 def _read_peft_layout(raw: dict, about: Path) -> tuple[dict, Any]:
-    """Take peft's own names and configuration, of which every field must be known."""
+    """Return tensors and settings in peft's own layout; every field must be known."""
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING
 
     fields = read_object(about)
@@ -164,7 +167,7 @@ def _read_peft_layout(raw: dict, about: Path) -> tuple[dict, Any]:
 
 
 def _check_start(path: str | Path, begin: bool | str | None):
-    """Raise RecipeError where the adapters belong to weights that their start has changed."""
+    """Raise RecipeError if the adapters' initialisation has changed the weights of their base."""
     if isinstance(begin, str) and begin not in ("gaussian", "eva", "orthogonal"):
         raise RecipeError(
             f"lora_path: {path} began with init_lora_weights={begin!r}, which changes the weights "
@@ -184,7 +187,7 @@ def adapter_layers_of(model: nn.Module) -> dict:
 
 
 def _without_memory(model: nn.Module) -> nn.Module:
-    """Put zeros in the place of meta weights: peft sends adapters to the device of the weights."""
+    """Replace meta weights by zeros: peft moves adapters to the device of the weights."""
     for layer in model.modules():
         for name, parameter in list(layer.named_parameters(recurse=False)):
             zeros = torch.zeros((), device="cpu").expand(parameter.shape)
@@ -195,7 +198,7 @@ def _without_memory(model: nn.Module) -> nn.Module:
 def _place_adapters(
     path: str | Path, file: Path, family: Family, model: nn.Module, encoder: Callable | None
 ) -> dict:
-    """Put the adapters of a file on empty models as the pipeline's own loader does.
+    """Add the adapters of a file to empty models with the pipeline's own loader.
 
     Returns:
         Component -> its model, names of its tensors
@@ -237,7 +240,7 @@ def _place_adapters(
 def _load_component(
     family: Family, name: str, model: nn.Module, state: dict, scales: dict, about: dict | None
 ) -> list[str]:
-    """Put a component's adapters on it; returns the names of the tensors below the component."""
+    """Add a component's adapters to it; return the names of the tensors in the component."""
     given = dict(prefix=name, metadata=about, adapter_name=ADAPTER, low_cpu_mem_usage=True)
     if name == family.denoiser_component:
         model.load_lora_adapter(state, network_alphas=scales, **given)
@@ -251,7 +254,7 @@ def _load_component(
 
 
 def _check_scales(path: str | Path, family: Family, model: nn.Module, alphas: dict):
-    """Raise RecipeError unless every scale of a component has gone to a layer of it."""
+    """Raise RecipeError unless every scale of a component was applied to one of its layers."""
     placed = (getattr(layer, "lora_alpha", {}) for layer in adapter_layers_of(model).values())
     taken = Counter(float(alpha[ADAPTER]) for alpha in placed if alpha)
     if alphas and taken != Counter(alphas.values()):
@@ -314,7 +317,7 @@ def _check_placed(path: str | Path, where: str, model: nn.Module, tensors: list[
 
 
 def _not_mergeable(layer: nn.Module) -> str:
-    """Say why a layer's adapters have no merged weight; '' where they have."""
+    """Return why a layer's adapters have no merged weight; '' if they have."""
     variant = getattr(layer, "lora_variant", {}).get(ADAPTER)
     if variant is not None and not type(variant).__name__.startswith("Dora"):
         return f"holds adapters of a kind that cannot be merged ({type(variant).__name__})"

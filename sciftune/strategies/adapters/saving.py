@@ -96,7 +96,7 @@ def save_lora(
 
 
 def _about(recipe: Recipe) -> dict[str, str]:
-    """Return what sd-scripts writes about a network into the head of its file."""
+    """Return the metadata that sd-scripts writes into the header of its files."""
     module = "lycoris.kohya" if recipe.lora_kind == "lokr" else "networks.lora"
     alpha = recipe.lora_alpha or recipe.lora_rank
     known = dict(ss_network_module=module, ss_network_dim=recipe.lora_rank, ss_network_alpha=alpha)
@@ -104,7 +104,7 @@ def _about(recipe: Recipe) -> dict[str, str]:
 
 
 def reads_lokr(family: Family) -> bool:
-    """Return whether the family's pipeline loads LoKr; others ask for 'lora' in every name.
+    """Return whether the family's pipeline loads LoKr; others require 'lora' in every name.
 
     Args:
         family: of the adapters
@@ -113,14 +113,14 @@ def reads_lokr(family: Family) -> bool:
 
 
 def _write_diffusers(state: dict, config: dict, family: Family, folder: Path):
-    """pytorch_lora_weights.safetensors, by the pipeline's own method."""
+    """Write pytorch_lora_weights.safetensors by the pipeline's own method."""
     part = family.denoiser_component
     parts = {f"{part}_lora_layers": state, f"{part}_lora_adapter_metadata": config}
     getattr(diffusers, family.pipeline_class).save_lora_weights(folder, **parts)
 
 
 def _write_peft(state: dict, config: PeftConfig, recipe: Recipe, folder: Path):
-    """adapter_model.safetensors and adapter_config.json, for `PeftModel.from_pretrained`."""
+    """Write adapter_model.safetensors and adapter_config.json, for `PeftModel.from_pretrained`."""
     tensors = {PEFT_PREFIX + name: tensor for name, tensor in state.items()}
     save_file(tensors, folder / LORA_FILES[1], metadata=dict(format="pt"))
     base = str(recipe.start_from or recipe.model_path)

@@ -128,7 +128,7 @@ class Adafactor(WholeUpdates):
         return [state[name] for name in names if name in state]
 
     def joins(self, device: torch.device) -> bool:
-        """Return whether the engine shall give the parameters of a block together."""
+        """Return whether the engine should pass the parameters of a block together."""
         return device.type == "cuda" and self.compiles
 
     def step_param(self, parameter: nn.Parameter, group: dict):

@@ -52,7 +52,7 @@ class AdamW(OptimizerMethods, torch.optim.AdamW):
     def for_partitions(
         cls, params: list, recipe: Recipe, cuda: bool, on_host: bool
     ) -> torch.optim.Optimizer:
-        """Return the optimizer of ZeRO's partitions; on the host of a GPU DeepSpeed's kernel."""
+        """Return the optimizer of ZeRO's partitions; on a GPU machine's host DeepSpeed's kernel."""
         numbers = adam_arguments(recipe)
         if not (cuda and on_host):
             return torch.optim.AdamW(params, fused=cuda, foreach=False, **numbers)
@@ -61,7 +61,7 @@ class AdamW(OptimizerMethods, torch.optim.AdamW):
         return DeepSpeedCPUAdam(params, adamw_mode=True, **numbers)
 
     def new_state(self, parameter: nn.Parameter) -> dict:
-        """Return the state of `parameter`, creating it where it does not exist.
+        """Return the state of `parameter`, creating it if it does not exist.
 
         Args:
             parameter: one of the optimizer's parameters

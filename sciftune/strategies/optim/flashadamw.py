@@ -52,7 +52,7 @@ class MasterAdamW(_AdamW, OptimizerMethods):
         return cls(params, master_weight_bits=24, **adam_arguments(recipe))
 
     def new_state(self, parameter: nn.Parameter) -> dict:
-        """Return the state of `parameter`, creating it where it does not exist.
+        """Return the state of `parameter`, creating it if it does not exist.
 
         Args:
             parameter: one of the optimizer's parameters

@@ -55,7 +55,7 @@ class Lion(OptimizerMethods, torch.optim.Optimizer):
         return cls(params, recipe.learning_rate, betas, recipe.weight_decay)
 
     def new_state(self, parameter: nn.Parameter) -> dict:
-        """Return the state of `parameter`, creating it where it does not exist.
+        """Return the state of `parameter`, creating it if it does not exist.
 
         Args:
             parameter: one of the optimizer's parameters

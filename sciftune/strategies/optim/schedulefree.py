@@ -48,7 +48,7 @@ class ScheduleFree(OptimizerMethods, schedulefree.AdamWScheduleFree):
         return made
 
     def new_state(self, parameter: nn.Parameter) -> dict:
-        """Return the state of `parameter`, creating it where it does not exist.
+        """Return the state of `parameter`, creating it if it does not exist.
 
         Args:
             parameter: one of the optimizer's parameters

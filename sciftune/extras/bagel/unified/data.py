@@ -360,7 +360,7 @@ class UnifiedBatches:
         return packs
 
     def _remember(self, packs: list[list[PlannedSample]]):
-        """Keep the state and the counts of the last steps."""
+        """Keep the state and the counts of the last steps, for checkpoints."""
         self.states[self.step] = self.state_dict()
         self.planned[self.step] = self.count(packs)
         self.states = {k: v for k, v in self.states.items() if k > self.step - 4}

@@ -146,7 +146,7 @@ def complete_example(
     device: torch.device | str = "cpu",
     same_calls: bool = False,
 ) -> str | Tensor:
-    """Generate the last segment of an example.
+    """Generate the last segment of an example with the model.
 
     Args:
         model: BagelModel, bare or wrapped by an engine
@@ -326,7 +326,7 @@ class UnifiedTask(Task):
             self.say(f"{self.rejected} examples set aside, see {self.run_dir.quarantine}")
 
     def _network(self) -> TrainedModule:
-        """Build the model under the engine, starting as the recipe says."""
+        """Build the model under the engine, starting as set in the recipe."""
         recipe, engine = self.recipe, self.engine
         model = build_unified_model(recipe, self.family, self.base, engine, self.plan)
         self.config = model.config
@@ -396,7 +396,7 @@ class UnifiedTask(Task):
         )
 
     def _say_too_long(self, count: int, samples: int):
-        """Report skipped samples: at the first, and when the number has doubled."""
+        """Print the number of skipped samples: at the first one, and whenever it has doubled."""
         if count < max(1, 2 * self.said_too_long):
             return
         self.said_too_long = count

@@ -34,7 +34,7 @@ class DiffusionDPO(Rollouts):
         return dict(latents=x)
 
     def learn_from(self, made: list[dict], rewards: Tensor) -> list[dict]:
-        """Give each image its group's pair, the best and the worst image. All ranks call it."""
+        """Add to each image its group's pair, the best and the worst image. All ranks call it."""
         size = rewards.shape[1]
         first = torch.arange(len(rewards), device=rewards.device) * size
         ends = torch.stack((first + rewards.argmax(1), first + rewards.argmin(1)))

@@ -16,7 +16,7 @@ from ....training.task import OptimizerStep
 
 # %% ../../../../nbs/extras/rl/flow_grpo/02_loss.ipynb #1b4843c1
 def noise_rate(sigma: Tensor, second: float, a: float) -> Tensor:
-    """Return the noise per root of time: a*sqrt(sigma/(1-sigma)), finite at sigma=1.
+    """Return the noise per square root of time: a*sqrt(sigma/(1-sigma)), finite at sigma=1.
 
     Args:
         sigma: noise levels (n,) in (0,1]
@@ -114,7 +114,7 @@ def group_advantages(rewards: Tensor, limit: float) -> Tensor:
 def clipped_loss(
     log_prob: Tensor, before: Tensor, advantage: Tensor, clip: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of PPO, and where its gradient is clipped.
+    """Return PPO's clipped loss, and a mask of rows whose gradient is clipped.
 
     Args:
         log_prob: log-probabilities of steps, now (n,)
@@ -173,7 +173,7 @@ class FlowGRPO(Rollouts):
         return dict(latents=x, x=path[number, rows], after=path[number + 1, rows], number=number)
 
     def learn_from(self, made: list[dict], rewards: Tensor) -> list[dict]:
-        """Give each trained step the advantage of its image."""
+        """Add to each trained step the advantage of its image."""
         advantages = group_advantages(rewards, self.recipe.advantage_clip).flatten()
         for micro in made:
             del micro["latents"]

@@ -76,7 +76,7 @@ def check_decodes(
 
 
 def check_judged(recipe: Recipe, collection: object, count: int):
-    """Raise RecipeError if no training sample can be rated.
+    """Raise RecipeError if the rewards can rate no training sample.
 
     Args:
         recipe: its reward

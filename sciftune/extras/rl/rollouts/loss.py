@@ -128,13 +128,13 @@ class Rollouts:
         return self.learn_from(made, rewards)
 
     def micro_of(self, denoiser: nn.Module, batch: dict) -> dict:
-        """Return the rolled-out micro-batch of `batch`; the first of a step brings the rollout."""
+        """Return the rolled-out micro-batch of `batch`; the first of a step runs the rollout."""
         if "rollout" in batch:
             self.rollout = self.roll_out(denoiser, batch.pop("rollout"))
         return self.rollout[batch["number"]]
 
     def shares(self, found: dict) -> dict:
-        """Divide metrics by the updates of a rollout, which add up in a row."""
+        """Divide metrics of a rollout by its updates, since a row adds them up."""
         return {name: value / self.recipe.updates_per_rollout for name, value in found.items()}
 
     def reported(self, rated: Tensor, rewards: Tensor) -> dict:

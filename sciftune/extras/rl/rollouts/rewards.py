@@ -38,7 +38,7 @@ class Reward:
         self,
         caption: str,
     ) -> bool:
-        """Return True if the caption names something that this reward looks for."""
+        """Return True if this reward can rate images of the caption."""
         return True
 
     def __call__(self, pictures: Tensor, captions: list[str]) -> list[float]:

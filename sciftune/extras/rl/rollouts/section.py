@@ -25,7 +25,7 @@ def reward_parts(reward: str) -> tuple[tuple[float, str], ...]:
         (factor, name or 'package.module:function') of each term
 
     Raises:
-        ValueError: a term is no reward, or is given twice.
+        ValueError: a term is not a reward, or is given twice.
     """
     parts = []
     for term in reward.split("+"):
