@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import diffusers
 import torch
 import transformers
+from diffusers.models.embeddings import get_1d_sincos_pos_embed_from_grid
 from torch import Tensor, nn
 
 from ..core.registry import FamilyRecord
@@ -102,6 +103,21 @@ class StableDiffusion3(Family):
         tokenizer_3=tiny.t5_tokenizer,
         text_encoder_3=lambda tokenizer: tiny.tiny_t5(tokenizer, 64),
     )
+
+    def new_denoiser(self, config: Mapping) -> nn.Module:
+        """Build the denoiser; the 384² positions of its table share the sines of 384."""
+        size = config.get("pos_embed_max_size")
+        if not size:
+            return super().new_denoiser(config)
+        net = super().new_denoiser({**config, "pos_embed_max_size": 1})
+        patches, width = net.pos_embed, net.pos_embed.pos_embed.shape[-1]
+        line = torch.arange(size) / (size / patches.base_size) / patches.interpolation_scale
+        sines = get_1d_sincos_pos_embed_from_grid(width // 2, line).float()
+        both = sines.expand(size, -1, -1), sines[:, None].expand(-1, size, -1)
+        patches.pos_embed = torch.cat(both, -1).flatten(0, 1)[None]
+        patches.pos_embed_max_size = size
+        net.register_to_config(pos_embed_max_size=size)
+        return net
 
     def text_length(self, text_tokens: int = None) -> int:
         """Return CLIP's 77 tokens and those of T5."""

@@ -30,16 +30,37 @@ SHOWN = 20_000  # characters of what a failure has said
 SPEAK_EVERY = 60.0  # seconds between two lines about what is still running
 IMPORTED = (  # once, before processes are forked: what runs notebooks, and what many of them import
     "nbdev.test",
+    "IPython.core.application",
+    "IPython.core.logger",
+    "IPython.core.magics",
+    "IPython.core.oinspect",
+    "sqlite3",
+    "matplotlib.pyplot",
     "matplotlib.backends.backend_agg",
     "matplotlib_inline.backend_inline",
+    "fastcore.test",
     "nbformat.validator",
     "jsonschema",
     "pandas",
     "pyarrow.parquet",
+    "pytest",
+    "datasets",
     "deepspeed",
+    "flashoptim",
+    "cv2",
+    "onnxruntime",
+    "rapidocr.cal_rec_boxes",
+    "rapidocr.inference_engine.onnxruntime",
     "diffusers.guiders",
+    "diffusers.pipelines.flux.pipeline_flux_kontext",
     "diffusers.pipelines.onnx_utils",
     "diffusers.pipelines.pipeline_utils",
+    "torch._dynamo.testing",
+    "torch._functorch.aot_autograd",
+    "torch._inductor.compile_fx",
+    "torch._inductor.lowering",
+    "torch.distributed.algorithms.ddp_comm_hooks",
+    "torch.profiler._cupti_monitor",
     "transformers.models.auto.tokenization_auto",
     "sciftune.planner.plan",
     "sciftune.training.trainer",
@@ -194,6 +215,20 @@ def used_by_tests() -> Iterator[str]:
     yield from ("pytest", *forked.USED_LATER, *warm.IMPORTED)
 
 
+def import_plugins() -> None:
+    """Import families, objectives and strategies, which are read when they are wanted."""
+    from sciftune.core.recipe import resolve
+    from sciftune.core.registry import records
+    from sciftune.models.family import get_family
+    from sciftune.training.task import get_task
+
+    resolve()  # reads all records
+    for wanted, kind in ((get_family, "models"), (get_task, "objectives")):
+        for name in records(kind):
+            with contextlib.suppress(ImportError, ValueError):  # some are of extras
+                wanted(name)
+
+
 def import_once(tests: bool = False) -> None:
     """Import what the forked processes would import one by one; for `tests`, theirs, too."""
     gc.disable()  # nothing to collect there, and much time to search
@@ -204,7 +239,7 @@ def import_once(tests: bool = False) -> None:
         for name in itertools.chain(IMPORTED, used_by_tests() if tests else ()):
             with contextlib.suppress(ImportError):  # some are of extras
                 importlib.import_module(name)
-        importlib.import_module("sciftune.core.recipe").resolve()  # reads all records
+        import_plugins()
     finally:
         os.dup2(shown, 2)
     gc.freeze()  # nor do the forked ones search it
