@@ -189,7 +189,7 @@ def _check_list(value: str):
 
 def _check_text(value: Any):
     """Raise ValueError for text with control characters or half of a surrogate pair."""
-    if not isinstance(value, str):
+    if not isinstance(value, str) or value.isprintable():
         return
     spoilt = [c for c in value if unicodedata.category(c) in ("Cc", "Cs") and c not in "\r\n\t"]
     if spoilt:
@@ -240,10 +240,11 @@ class Section(BaseModel):
     def _conceal(cls, value: Any, info: ValidationInfo) -> Any:
         for part in value if isinstance(value, (list, tuple)) else (value,):
             _check_text(part)
-        if isinstance(value, str):
-            _check_list(value)
-            _check_place(info.field_name, value)
-        if not isinstance(value, str) or "://" not in value:
+        if not isinstance(value, str):
+            return value
+        _check_list(value)
+        _check_place(info.field_name, value)
+        if "://" not in value:
             return value
         if facts(cls, info.field_name)["weighted"]:
             return _without_secrets(value)
@@ -252,9 +253,10 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def _below_largest(cls, value: Any, info: ValidationInfo) -> Any:
-        if cls.model_fields[info.field_name].annotation is int and value >= WHOLE_LIMIT:
-            raise ValueError(f"must be below {WHOLE_LIMIT}")
-        if isinstance(value, float) and abs(value) >= NUMBER_LIMIT:
+        if isinstance(value, int) and value >= WHOLE_LIMIT:
+            if cls.model_fields[info.field_name].annotation is int:
+                raise ValueError(f"must be below {WHOLE_LIMIT}")
+        elif isinstance(value, float) and abs(value) >= NUMBER_LIMIT:
             raise ValueError(f"must be below {NUMBER_LIMIT:.0e}")
         return value
 

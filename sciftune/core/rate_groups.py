@@ -77,13 +77,13 @@ def canonical_groups(value: Any) -> str:
     Args:
         value: mapping of patterns, or its JSON or YAML text; '' and None = no groups
     """
+    if value is None or value == {} or isinstance(value, str) and not value.strip():
+        return ""
     form = "must be a mapping of parts to factors, for example {'attn': 0.1}"
     try:
         given = parsed_yaml(value) if isinstance(value, str) else value
     except ValueError as error:
         raise ValueError(f"{form}: {error}") from None
-    if value is None or value == {} or isinstance(value, str) and not value.strip():
-        return ""
     if not isinstance(given, Mapping) or not given:
         raise ValueError(form)
     groups = {}

@@ -159,7 +159,8 @@ def _without_unread(values: dict, weak: Collection[str]) -> dict:
 
     One that goes may be the switch of others, so this repeats until nothing goes.
     """
-    unread = set(unread_fields(dict(Fields(**values)))) & set(weak) & set(values)
+    weak = set(weak) & set(values)
+    unread = weak and weak.intersection(unread_fields(dict(Fields(**values))))
     if not unread:
         return values
     return _without_unread({k: v for k, v in values.items() if k not in unread}, weak)

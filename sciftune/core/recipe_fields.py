@@ -127,6 +127,12 @@ def why_unread(name: str, values: Mapping[str, Any]) -> str:
     return ""
 
 # %% ../../nbs/1_core/04a_recipe_fields.ipynb #9dff7929
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    """Return the default of every field."""
+    return {name: field.get_default() for name, field in Fields.model_fields.items()}
+
+
 def unread_fields(values: Mapping[str, Any]) -> dict[str, str]:
     """Return the fields that differ from their default although the run would not read them.
 
@@ -136,6 +142,6 @@ def unread_fields(values: Mapping[str, Any]) -> dict[str, str]:
     Returns:
         reason, by field
     """
-    given = [n for n, f in Fields.model_fields.items() if values[n] != f.get_default()]
+    given = [name for name, default in _defaults().items() if values[name] != default]
     reasons = {name: why_unread(name, values) for name in given}
     return {name: reason for name, reason in reasons.items() if reason}

@@ -96,7 +96,11 @@ class Denoising(FamilyBase, ABC):
             folder = self.resolve(path, revision=revision, weights=False)
             limit, name = bounded(folder / self.denoiser_component), f"{path} {name}"
         with readable(f"config.json of {name}"), limit:
-            return build_on_meta(lambda: getattr(diffusers, self.denoiser_class)(**config))
+            return build_on_meta(lambda: self.new_denoiser(config))
+
+    def new_denoiser(self, config: Mapping) -> nn.Module:
+        """Build the denoiser of a configuration, with parameters where they are made."""
+        return getattr(diffusers, self.denoiser_class)(**config)
 
     def denoiser_weights(self, path: str | Path, revision: str = None) -> Weights:
         """Open the denoiser's weights lazily: each rank of a sharded strategy reads its part."""

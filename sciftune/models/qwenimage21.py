@@ -37,7 +37,7 @@ from .qwenimage_edit import LastState, WithoutVideos
 from .references import references_of
 from .sampler import build_scheduler
 from .tokens import compute_dtype, pad_rows
-from .weights import build_on_meta, pipeline_index, readable
+from .weights import pipeline_index
 from .writers import QWEN_TURNS, qwen_pictures
 
 # %% auto #0
@@ -559,11 +559,9 @@ class QwenImage21(Family):
         """Return the shape of the states with the places of images, which have no limit."""
         return dict(text=(text_tokens or self.text_tokens, config["context_in_dim"]))
 
-    def empty_denoiser(self, path: str | Path | Mapping = None, revision: str = None) -> nn.Module:
-        """Build the denoiser on meta; see `positioned_denoiser`."""
-        config = self.config(path, revision)
-        with readable(f"config.json of {self.denoiser_class}"):
-            return build_on_meta(lambda: positioned_denoiser(config))
+    def new_denoiser(self, config: Mapping) -> nn.Module:
+        """Build the denoiser; see `positioned_denoiser`."""
+        return positioned_denoiser(config)
 
     def sampling(self, path: str | Path = None, revision: str = None) -> dict:
         """Return the sampler's settings, with the folder's `sample_sigmas` if it has them."""

@@ -8,8 +8,10 @@ __all__ = ['SMALLEST', 'SLOTS', 'BLOCKS', 'worth_streaming', 'evenly_spread', 's
 
 # %% ../../nbs/5_strategies/05_offload.ipynb #27f2d576
 import contextlib
+import functools
+import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,12 +66,19 @@ def streamed(numels: list[int], each: float, resident: float) -> list[bool]:
     Returns:
         Whether each parameter's states wait on the host
     """
-    wide = list(filter(worth_streaming, numels))
+    goes = iter(_wide_streamed(numels, each, resident)[1])
+    return [worth_streaming(n) and next(goes) for n in numels]
+
+
+def _wide_streamed(
+    numels: Sequence[int], each: float, resident: float
+) -> tuple[list[int], list[bool]]:
+    """Return the elements of each parameter that is worth streaming, and whether it goes."""
+    wide = [n for n in numels if n >= SMALLEST]
     large = each * sum(wide)
     small = each * sum(numels) - large
     share = max(0.0, min(1.0, (resident - small) / large)) if large else 1.0
-    goes = iter(evenly_spread(wide, share))
-    return [worth_streaming(n) and next(goes) for n in numels]
+    return wide, evenly_spread(wide, share)
 
 
 def window_size(sizes: list[float], blocks: list[float]) -> float:
@@ -109,12 +118,19 @@ def offloaded_bytes(numels: list[int], each: float, room: float, blocks: list[in
     Returns:
         gpu, host, resident, window: bytes; share: of residents, 0..1
     """
+    return dict(_offloaded(tuple(numels), each, room, tuple(blocks)))
+
+
+@functools.lru_cache(4096)  # a plan asks for the same ones again
+def _offloaded(
+    numels: tuple[int, ...], each: float, room: float, blocks: tuple[int, ...]
+) -> dict[str, float]:
     total = each * sum(numels)
     if total <= room:
         return dict(gpu=total, host=0.0, resident=total, window=0.0, share=1.0)
     window = window_bytes(numels, each, blocks)
-    goes = streamed(numels, each, room - window)
-    host = each * sum(n for n, away in zip(numels, goes, strict=True) if away)
+    wide, goes = _wide_streamed(numels, each, room - window)
+    host = each * sum(itertools.compress(wide, goes))
     return dict(
         gpu=total - host + window,
         host=host,

@@ -23,9 +23,9 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any
@@ -633,6 +633,15 @@ class MetadataUnpickler(PythonUnpickler):
     dispatch = PythonUnpickler.dispatch | {pickle.BUILD[0]: load_build}
 
 # %% ../../nbs/7_training/05_checkpoints.ipynb #0ce211f3
+@lru_cache(2)  # each network and state of a checkpoint asks for it
+def _read_index(file: Path, *version: int) -> Metadata:
+    """Return the metadata in a file; `version` changes with its bytes."""
+    with open_file(file) as stream:
+        metadata = MetadataUnpickler(stream).load()
+    _check_metadata(metadata)
+    return metadata
+
+
 class CheckpointReader(dcp.FileSystemReader):
     """torch's reader of a checkpoint folder, without its `pickle.load`; it reads metadata once.
 
@@ -657,16 +666,14 @@ class CheckpointReader(dcp.FileSystemReader):
         if self.metadata is None:
             file = Path(self.path) / ".metadata"
             try:
-                with open_file(file) as stream:
-                    metadata = MetadataUnpickler(stream).load()
-                _check_metadata(metadata)
+                now = file.stat()
+                metadata = _read_index(file, now.st_ino, now.st_mtime_ns, now.st_size)
             except Exception as error:  # a damaged pickle raises errors of any type
                 raise CheckpointError(
                     f"{file} is refused: it is no index of tensors in a checkpoint "
                     f"({type(error).__name__}: {error})"
                 ) from None
-            metadata.storage_meta = StorageMeta(load_id=self.load_id)
-            self.metadata = metadata
+            self.metadata = replace(metadata, storage_meta=StorageMeta(load_id=self.load_id))
         return self.metadata
 
 

@@ -36,10 +36,11 @@ def draw_once(folder: str = "") -> None:
     if trace := sys.modules.get("sciftune.planner.trace"):
         trace._MEASURED_BLOCKS = MeasuredBlocks()
     with contextlib.suppress(ImportError):  # an extra
-        from sciftune.extras.figures import shards
+        from sciftune.extras.figures import dialogues, shards
 
         if shards.write_shard.__module__ == __name__:
             return  # of the process that this one was forked from
+        dialogues.dialogue_records = functools.partial(drawn, dialogues.dialogue_records)
         write, package = shards.write_shard, shards.__name__.rpartition(".")[0]
 
         def write_shard(path, indices, draw, args):
@@ -74,9 +75,10 @@ def write_whole(file: Path, value) -> None:
     aside.rename(file)
 
 
-def drawn(draw, *args):
+def drawn(draw, *args, **named):
     """Return what `draw` returns, from the file of an earlier call."""
-    key = hashlib.sha256(repr((draw.__module__, draw.__qualname__, args)).encode()).hexdigest()
+    call = draw.__module__, draw.__qualname__, args, named
+    key = hashlib.sha256(repr(call).encode()).hexdigest()
     file = Path(os.environ[PLACE]) / f"{key}.pickle"
     if file.exists():
         return pickle.loads(file.read_bytes())
