@@ -1,5 +1,6 @@
 """Every engine trains the optimizer that is asked for, or refuses it by name."""
 
+import functools
 import itertools
 from typing import get_args
 
@@ -22,19 +23,25 @@ SETTINGS = [
 ]
 
 
-def recipe_of(strategy, offload, precision, rank, **more):
+@functools.cache
+def resolved(strategy, offload, precision, rank, **more):
+    "The recipe of a setting, or the error that refuses it."
     more |= dict(nvme_path="/tmp") if offload == "nvme" else {}
     processes = 1 if STRATEGIES[strategy].processes == "one" else 2
-    return resolve(
-        strategy=strategy,
-        offload=offload,
-        precision=precision,
-        lora_rank=rank,
-        num_processes=processes,
-        micro_batch=1,
-        global_batch=processes,
-        **more,
-    )
+    more |= dict(num_processes=processes, micro_batch=1, global_batch=processes)
+    engine = dict(strategy=strategy, offload=offload)
+    try:
+        return resolve(precision=precision, lora_rank=rank, **engine, **more)
+    except RecipeError as error:
+        return error
+
+
+def recipe_of(*setting, **more):
+    "The recipe of a setting; raises RecipeError."
+    recipe = resolved(*setting, **more)
+    if isinstance(recipe, RecipeError):
+        raise recipe
+    return recipe
 
 
 @pytest.mark.parametrize("optimizer", ASKED)

@@ -636,7 +636,10 @@ class Task:
         return learning_rate_at(self.recipe, step)
 
     def flops(self) -> float:
-        """Return forward FLOPs per sample of the global batch; 0 = unknown."""
+        """Return forward FLOPs per sample of the global batch; 0 = unknown.
+
+        Called where MFU is written: by rank 0, on devices whose peak is known.
+        """
         return 0.0
 
     def row(self, row: dict) -> dict:

@@ -156,8 +156,8 @@ class Run:
             second_step=self.start + 2,
             moved=self.divergence.update,
         )
-        self.peak = peak_flops(self.engine.device)
-        self.flops = self.task.flops()
+        self.peak = peak_flops(self.engine.device) if self.engine.main else None
+        self.flops = self.task.flops() if self.peak else 0.0  # counting takes seconds
         return_freed()  # memory freed while loading
         self._record()
 

@@ -132,6 +132,7 @@ class DenoisingTask(Task):
         self.samples = (len(self.data.train), len(self.data.held))
         self.keep = base is not None and not recipe.model_path.startswith("random")
         self.baseline = None  # held-out loss of the model as it started
+        self.work = {}  # FLOPs of a sample by its size, see `flops`
         scheduled = base if self.keep else None  # random weights follow the published schedule
         self.objective = self.objective_class(recipe, family, scheduled)
         self.heartbeat("loading")
@@ -246,8 +247,10 @@ class DenoisingTask(Task):
         """Return the numbers of the metrics row from which this step's FLOPs follow.
 
         With adapters: the share of a step's FLOPs that recomputing all blocks adds (else 1/3). With
-        packing: the FLOPs of the step, whose samples differ in size.
+        packing: the FLOPs of the step, whose samples differ in size. Nothing before `flops`.
         """
+        if not self.work:
+            return {}
         numbers = dict(forward_share=self.forward_share) if self.recipe.lora_rank else {}
         if self.recipe.packing:
             numbers["flops"] = self.packed_flops(row["step"] - 1)
