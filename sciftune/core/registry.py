@@ -283,11 +283,12 @@ class ObjectiveRecord(Record):
     @field_validator("reads")
     @classmethod
     def _without_groups(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Replace the names of groups in `reads` by their fields."""
+        """Replace the names of groups in `reads` by their fields; a group may name others."""
         groups = packaged_table("assets/read_groups.yaml")
         if unknown := [n for n in names if n.startswith("@") and n not in groups]:
             raise ValueError(f"no group {unknown[0]}; there are {', '.join(groups)}")
-        return tuple(field for name in names for field in groups.get(name, (name,)))
+        fields = tuple(field for name in names for field in groups.get(name, (name,)))
+        return fields if fields == names else cls._without_groups(fields)
 
     def trains(self, family: FamilyRecord) -> bool:
         """Return whether this objective can train a family."""

@@ -19,11 +19,12 @@ from .images import OTHER_SUFFIXES, SUFFIXES, DataError, check_regular
 from .rows import Texts
 
 # %% auto #0
-__all__ = ['SYSTEM_FOLDERS', 'HIDDEN_NAMES', 'USED', 'is_hidden', 'check_place', 'valid_text', 'Account', 'Kinds', 'unread_name',
-           'ListedFiles', 'FolderFiles', 'masked_image', 'unread_kind', 'composed', 'stored_name']
+__all__ = ['SYSTEM_FOLDERS', 'OWN_FILES', 'HIDDEN_NAMES', 'USED', 'is_hidden', 'check_place', 'valid_text', 'Account', 'Kinds',
+           'unread_name', 'ListedFiles', 'FolderFiles', 'masked_image', 'unread_kind', 'composed', 'stored_name']
 
 # %% ../../nbs/2_data/17_files.ipynb #1e590fe5
 SYSTEM_FOLDERS = ("/proc", "/sys", "/dev")
+OWN_FILES = ("_complete.json",)  # which this package writes into collections that it draws
 HIDDEN_NAMES = ("__MACOSX", "lost+found", "@eaDir", "Thumbs.db", "desktop.ini")
 
 
@@ -202,6 +203,8 @@ class FolderFiles(ListedFiles):
         try:
             with os.scandir(os.path.join(self.root, folder)) as entries:
                 for entry in entries:
+                    if entry.name in OWN_FILES:
+                        continue
                     name = f"{folder}{entry.name}"
                     kind = self._kind(entry, name)
                     if kind in ("", "folder"):

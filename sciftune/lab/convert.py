@@ -10,8 +10,6 @@ import argparse
 import sys
 from pathlib import Path
 
-import torch
-
 from sciftune.core.checkpoint_folders import (
     CheckpointError,
     checkpoint_damage,
@@ -23,17 +21,14 @@ from sciftune.core.checkpoint_folders import (
 from ..core.recipe import Recipe, restored
 from ..core.recipe_checks import check_adapters
 from ..core.rundir import RunDir
-from ..training.card import write_model_card
-from ..training.export import merge_lora
-from ..training.task import Export, get_task
 
 # %% ../../nbs/9_lab/12_convert.ipynb #c66c9996
-TYPES = {
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "fp32": torch.float32,
-    "float32": torch.float32,
-    "float16": torch.float16,
+TYPES = {  # name in a command -> name in torch, which is imported after the command was parsed
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp32": "float32",
+    "float32": "float32",
+    "float16": "float16",
 }
 
 
@@ -91,8 +86,14 @@ def convert_checkpoint(
     check_adapters(recipe)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists; give a new folder")
+    import torch
+
+    from sciftune.training.card import write_model_card
+    from sciftune.training.task import Export, get_task
+
     state = model_state(recipe.optimizer, "ema" if ema else "weight")
-    export = Export(checkpoint, out, recipe, state, TYPES[dtype], pipeline, TYPES[dtype])
+    number_type = getattr(torch, TYPES[dtype])
+    export = Export(checkpoint, out, recipe, state, number_type, pipeline, number_type)
     written = get_task(recipe.objective).write_model(export)
     if not written:
         raise ValueError(f"objective {recipe.objective} writes no model")
@@ -140,10 +141,13 @@ def merge_command(words: list[str]):
     parser.add_argument("--dtype", default="bfloat16", choices=types)
     parser.add_argument("--max_shard_size", default="10GB")
     given = parser.parse_args(words)
+    import torch
+
+    from sciftune.training.export import merge_lora
+
+    number_type = getattr(torch, TYPES[given.dtype])
     try:
-        layers = merge_lora(
-            given.base, given.lora, given.out, TYPES[given.dtype], given.max_shard_size
-        )
+        layers = merge_lora(given.base, given.lora, given.out, number_type, given.max_shard_size)
     except (ValueError, OSError) as error:
         sys.exit(f"merge_lora: {error}")
     print(f"merged {layers} layers into {given.out}")

@@ -22,7 +22,6 @@ from ..core.recipe import Recipe
 from ..core.rundir import RunDir
 from .jobs import LaunchError, begin, interruptible, launch, processes, state
 from .prepare import prepare_run, recipe_from
-from ..training.checkpoints import CheckpointReader, CheckpointTensors
 
 # %% ../../nbs/9_lab/15_prove.ipynb #e2c2ff1a
 def recorded_numbers(run: RunDir) -> dict[tuple[int, str], float]:
@@ -54,6 +53,8 @@ def weights_deviation(whole: Path, other: Path) -> float:
     Returns:
         deviation over all networks and parameters
     """
+    from sciftune.training.checkpoints import CheckpointReader, CheckpointTensors  # imports torch
+
     stored = CheckpointReader(whole).read_metadata().state_dict_metadata
     networks = {key.split("/")[0] for key in stored if key.split("/")[1:2] == ["weight"]}
     distance = size = 0.0

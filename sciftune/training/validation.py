@@ -109,7 +109,7 @@ def held_out_sums(
         for number, (items, counted) in enumerate(
             rank_batches(count, size, engine.group, engine.groups, kinds)
         ):
-            heartbeat("held-out loss", number)
+            heartbeat("held-out samples", number)
             rows = measure(items, counted)
             if sums is None:
                 sums = torch.zeros_like(rows[0])

@@ -64,6 +64,8 @@ TORCH_FREE = [  # imported by the kernel that launches, whose forks torch could 
     "project.pages",
     "lab.tables",
     "lab.command",
+    "lab.convert",
+    "lab.prove",
     *itertools.chain(*added("TORCH_FREE")),
 ]
 FORMATTED = ["nbs", "tests", "scripts"]

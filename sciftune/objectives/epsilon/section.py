@@ -19,11 +19,7 @@ RECORDS = [
         task="sciftune.objectives.epsilon.task:EpsilonTask",
         starting_loss=2.5,
         reads=(
-            "@run",
-            "@denoiser",
-            "@cached",
-            "@images",
-            "@captioned",
+            "@generation",
             "@pictures",
             "@supervised",
             "stratified",

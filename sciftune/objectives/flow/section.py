@@ -26,11 +26,7 @@ RECORDS = [
         starting_loss=4.0,
         context_parallel=True,
         reads=(
-            "@run",
-            "@denoiser",
-            "@cached",
-            "@images",
-            "@captioned",
+            "@generation",
             "@pictures",
             "@supervised",
             "packing",

@@ -21,11 +21,7 @@ RECORDS = [
         predictions=("velocity",),
         falling_loss=False,
         reads=(
-            "@run",
-            "@denoiser",
-            "@cached",
-            "@images",
-            "@captioned",
+            "@generation",
             "group_size",
             "reward",
             "rollout_guidance",

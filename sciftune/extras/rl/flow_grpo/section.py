@@ -25,7 +25,7 @@ RECORDS = [
         work="sciftune.extras.rl.flow_grpo.work:GRPOStepCost",
         predictions=("velocity",),
         falling_loss=False,
-        reads=("@run", "@denoiser", "@cached", "@images", "@captioned", "lora_base"),
+        reads=("@generation", "lora_base"),
         presets={
             "tiny": {
                 "steps": 50,

@@ -20,11 +20,7 @@ RECORDS = [
         predictions=("velocity",),
         pairs=True,
         reads=(
-            "@run",
-            "@denoiser",
-            "@cached",
-            "@images",
-            "@captioned",
+            "@generation",
             "@pictures",
             "stratified",
             "loss_weighting",
