@@ -31,6 +31,8 @@ RECORDS = [
         scope="tensor",
         packed=2.0079,
         rounds=True,
+        workspace=18.5,
+        host_seconds=0.9e-3,
         packages=("torchao",),
     )
 ]

@@ -28,6 +28,8 @@ RECORDS = [
         scope="tensor",
         packed=1,
         rounds=True,
+        workspace=19.5,
+        products=15,  # five iterations of three
     )
 ]
 
