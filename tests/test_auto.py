@@ -14,6 +14,8 @@ from sciftune.planner.plan import write_plan
 from sciftune.planner.profile import profile
 from sciftune.planner.rows import Machine, plan_row
 from sciftune.planner.search import (
+    OFFLOAD_GAIN,
+    Setting,
     best_settings,
     check_cards,
     engine_variants,
@@ -73,7 +75,8 @@ def test_settings_chosen_on_h100s(model, count, batch, expected, slowest):
     first = settings[0]
     assert first.row.fits and first.row.strategy in expected and first.seconds < slowest
     assert first.strategy.recipe.compile and len(settings) == 6
-    assert [s.seconds for s in settings] == sorted(s.seconds for s in settings)
+    assert settings == sorted(settings, key=lambda one: one.rank)
+    assert len({one.run for one in settings}) == 6
     if (model, count) == ("qwenimage", 4):
         assert first.row.micro_batch >= 2
 
@@ -102,11 +105,12 @@ def test_no_setting_by_hand_is_planned_faster(draws):
                 continue
             row = plan_row(measured(model), strategy, place)
             if row.fits and row.precision == precision:
-                fitting.append((row.seconds_per_step, row.strategy, change))
-        for seconds, label, change in fitting:
+                fitting.append(Setting(strategy, row, row.seconds_per_step, True))
+        for other in fitting:
             compared += 1
-            told = (model, count, batch, name, label, change, chosen.row.strategy)
-            assert chosen.row.fits and chosen.seconds <= seconds + 1e-4, told
+            told = (model, count, batch, name, other.row.strategy, other.run, chosen.row.strategy)
+            assert chosen.row.fits and chosen.rank[1] <= other.rank[1] + 1e-4, told
+            assert chosen.seconds <= (1 + 2 * OFFLOAD_GAIN) * other.seconds, told
     assert compared > draws
 
 
