@@ -27,7 +27,7 @@ from ..core.files import FileError, read_object
 from ..core.progress import progress, progress_by_bytes
 
 # %% auto #0
-__all__ = ['HUB_ID', 'MOST_LAYERS', 'MOST_ITEMS', 'PICKLES', 'POINTER', 'MOST_TENSORS', 'ENCODING_ROOM', 'GIB', 'fetch',
+__all__ = ['HUB_ID', 'MOST_LAYERS', 'MOST_ITEMS', 'PICKLES', 'POINTER', 'MOST_TENSORS', 'DRAWN', 'ENCODING_ROOM', 'GIB', 'fetch',
            'readable', 'pipeline_index', 'resolve_folder', 'read_config', 'component_config', 'open_weights',
            'weight_files', 'bounded', 'Weights', 'read_tensor', 'build_on_meta', 'check_not_quantised', 'check_stored',
            'check_fit', 'place', 'materialise', 'randomise', 'freeze', 'text_encoder_placement', 'stored_numel',
@@ -556,6 +556,9 @@ def materialise(
     return module.to(device)  # the non-persistent buffers
 
 # %% ../../nbs/4_models/01_weights.ipynb #b9fde7ae
+DRAWN = 4_000_037  # random numbers of a matrix on a CPU; prime, so that rows differ
+
+
 def randomise(
     module: nn.Module, dtype: torch.dtype, device: torch.device = "cpu", seed: int = 0
 ) -> nn.Module:
@@ -575,7 +578,10 @@ def randomise(
         for leaf, p in list(owner.named_parameters(recurse=False)):
             value = torch.empty(p.shape, dtype=dtype, device=device)
             if p.ndim > 1:
-                value.normal_(std=p[0].numel() ** -0.5, generator=gen)
+                few = value.view(-1)[: None if value.is_cuda else DRAWN]
+                few.normal_(std=p[0].numel() ** -0.5, generator=gen)
+                for part in value.view(-1).split(few.numel())[1:]:
+                    part.copy_(few[: part.numel()])
             else:
                 value.fill_(1.0 if leaf == "weight" else 0.0)
             place(owner, leaf, value)

@@ -221,6 +221,8 @@ class _Backward:
         for one, kept, working in reversed(self.passes):
             for i in reversed(range(one.blocks)):
                 yield self._block(one, i, kept[i], working[i])
+                if self.released and self.trains:
+                    yield self._update(one, i)
             self.held -= one.outside
         reduction = self.costs.outer_reduction() if self.trains else None
         if reduction:
@@ -248,6 +250,12 @@ class _Backward:
         if position not in self.left:
             self.left.add(position)
             self.behind += self.whole * block.trained / max(1, self.profile.trained)
+        return phase
+
+    def _update(self, one: ForwardPass, position: int) -> Phase:
+        name = f"update of block {position + 1} of {one.blocks}{one.name}"
+        phase = self._phase(name, position, 0.0, 0.0)
+        phase.parts["optimizer"] += self.costs.update_bytes()
         return phase
 
     def _gradients(self):

@@ -248,6 +248,8 @@ def _why_slower(setting: Setting, best: Setting) -> str:
     if not setting.row.seconds_per_step:
         return "slower by the rates of an H200; those of this device are not known"
     more = setting.seconds - best.seconds
+    if more < -0.0005:
+        return f"{-more:.3f} s faster, too little for offload={setting.strategy.recipe.offload}"
     if more < 0.0005:
         return f"as fast, needs {setting.row.gpu_total_gib - best.row.gpu_total_gib:.1f} GiB more"
     parts, least = setting.row.seconds_parts, best.row.seconds_parts

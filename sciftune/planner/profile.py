@@ -144,8 +144,10 @@ def profile(
         of_objective = model.work.measure(model, blocks)
     frozen, side = model.frozen, recipe.resolution
     tokens = model.work.text_tokens(family), model.work.reference_tokens(family)
-    numels = {n: p.numel() for n, p in model.denoiser.named_parameters()}
+    parameters = dict(model.denoiser.named_parameters())
+    numels = {n: p.numel() for n, p in parameters.items()}
     trained_numels = tuple(v for n, v in numels.items() if n not in frozen)
+    shorter = {n: min(p.shape) if p.dim() == 2 else 0 for n, p in parameters.items()}
     repeated = blocks_of(model.denoiser, model.block_classes)
     large, others = (
         len(float8_layers(model.denoiser, repeated, captions=seen)) for seen in (True, False)
@@ -160,6 +162,7 @@ def profile(
         trained=sum(trained_numels),
         tensors=tuple(numels.values()),
         trained_tensors=trained_numels,
+        trained_sides=sum(v * shorter[n] for n, v in numels.items() if n not in frozen),
         narrow=sum(model.narrow_numels()),
         widest=max(model.narrow_numels(), default=0),
         outside=BatchLine.through(*(t.outside for t in traces)),

@@ -111,6 +111,7 @@ class Profile(ModelSize):
         times: seconds of blocks, measured on this machine's GPU
         context: ranks that share a sample; bytes are for the tokens of one of them
         compiles_itself: the model chooses what of a block is compiled
+        trained_sides: weights of each trained matrix times its shorter side, summed
     """
 
     blocks: tuple[Block, ...]
@@ -128,6 +129,7 @@ class Profile(ModelSize):
     times: BlockTimes = None
     context: int = 1
     compiles_itself: bool = False
+    trained_sides: float = 0.0
 
     @property
     def attention_share(self) -> float:

@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from sciftune.models.family import Family
 
 # %% auto #0
-__all__ = ['MOST_CARDS', 'engine_variants', 'variant', 'command', 'candidates', 'Setting', 'least_seconds', 'planned_setting',
-           'ranked', 'suggestions', 'adapters_instead', 'shared_tokens', 'settled', 'check_cards', 'open_settings',
-           'best_settings']
+__all__ = ['OFFLOAD_GAIN', 'MOST_CARDS', 'engine_variants', 'variant', 'command', 'candidates', 'Setting', 'least_seconds',
+           'planned_setting', 'ranked', 'suggestions', 'adapters_instead', 'shared_tokens', 'settled', 'check_cards',
+           'open_settings', 'best_settings']
 
 # %% ../../nbs/6_planner/08_search.ipynb #c7fe2a59
 def engine_variants(world: int) -> list[dict]:
@@ -167,6 +167,9 @@ def candidates(recipe: Recipe, machine: Machine, worlds: Iterable[int]) -> Itera
                     yield strategy
 
 # %% ../../nbs/6_planner/08_search.ipynb #9e9a2854
+OFFLOAD_GAIN = 0.03  # share of a step for the optimizer, twice that for weights
+
+
 @dataclass(frozen=True)
 class Setting:
     """A setting with its plan.
@@ -183,9 +186,21 @@ class Setting:
 
     @property
     def rank(self) -> tuple:
-        """Return the sort key: settings in the named precision first, then the fastest."""
-        offloads = self.strategy.recipe.offload != "none"
-        return not self.same, self.seconds, offloads, self.row.gpu_total_gib
+        """Return the sort key: settings in the named precision first, then the fastest.
+
+        A setting that offloads must gain `OFFLOAD_GAIN`: its copies depend on the host's bus and
+        memory, and its start locks pages.
+        """
+        offloads = ("none", "optimizer", "params", "nvme").index(self.strategy.recipe.offload)
+        return not self.same, self.seconds * (1 + OFFLOAD_GAIN * offloads), self.row.gpu_total_gib
+
+    @property
+    def run(self) -> tuple:
+        """Return what differs between runs, but for offloading, which may move nothing."""
+        recipe, row = self.strategy.recipe, self.row
+        names = ("strategy", "micro_batch", "compile", "cuda_graphs", "shard_states", "reshard")
+        chosen = (getattr(recipe, name) for name in names)
+        return *chosen, self.strategy.world, row.recompute_blocks, row.selective_blocks
 
     def need(self, machine: Machine) -> tuple:
         """Return the sort key of settings that do not fit: by their share of what there is.
@@ -537,13 +552,15 @@ def best_settings(
             f"{recipe.open_fields[0]}: 'auto' finds no strategy that reads what this recipe sets; "
             "give strategy and micro_batch"
         )
-    fitting, smallest = [], None
+    fitting, smallest, every = [], None, {}
     for least, strategy in sorted(waiting, key=lambda pair: pair[0]):
         if len(fitting) == most and fitting[-1].rank[:2] <= (False, least):
             break
         setting = planned_setting(profile, strategy, machine, rates)
         if setting.row.fits:
-            fitting = sorted([*fitting, setting], key=lambda one: one.rank)[:most]
+            other = every.get(setting.run, setting)
+            every[setting.run] = min(other, setting, key=lambda one: one.rank)
+            fitting = sorted(every.values(), key=lambda one: one.rank)[:most]
         elif not smallest or setting.need(machine) < smallest.need(machine):
             smallest = setting
     return fitting or [smallest]

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from sciftune.models.family import Family
 
 # %% auto #0
-__all__ = ['DEVICES', 'PRODUCTS', 'ATTENTION', 'EXPOSED', 'FLOAT8', 'FLOAT32', 'COMPILED_TRAFFIC', 'EAGER_TRAFFIC',
-           'SELECTIVE_TRAFFIC', 'OPERATION', 'CAST_OPERATION', 'COMPILED_OPERATION', 'COMPILED_BLOCK', 'FLOAT8_LAYER',
-           'GRAPHED_BLOCK', 'NETWORK', 'SEEN', 'MEASURED_ON', 'DeviceRates', 'device_rates', 'named_device',
-           'forward_seconds', 'step_parts', 'step_seconds', 'total_seconds', 'step_interval', 'finished_at',
-           'time_block', 'time_blocks']
+__all__ = ['DEVICES', 'PRODUCTS', 'ATTENTION', 'UPDATE', 'EXPOSED', 'FLOAT8', 'FLOAT32', 'FLOAT8_CASTS', 'COMPILED_TRAFFIC',
+           'EAGER_TRAFFIC', 'SELECTIVE_TRAFFIC', 'OPERATION', 'CAST_OPERATION', 'COMPILED_OPERATION', 'COMPILED_BLOCK',
+           'FLOAT8_LAYER', 'GRAPHED_BLOCK', 'NETWORK', 'SEEN', 'MEASURED_ON', 'DeviceRates', 'device_rates',
+           'named_device', 'forward_seconds', 'step_parts', 'step_seconds', 'total_seconds', 'step_interval',
+           'finished_at', 'time_block', 'time_blocks']
 
 # %% ../../nbs/6_planner/06_speed.ipynb #80b32333
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class DeviceRates:
         size: GB of its memory, of 10^9 bytes
         float8: whether it multiplies float8
         bus: bytes/s between host and GPU, each way
+        pace: rate of products and attention, measured, relative to an H200 of the same peak
     """
 
     flops: float
@@ -55,13 +56,14 @@ class DeviceRates:
     size: float
     float8: bool = True
     bus: float = 50e9
+    pace: float = 1.0
 
 
 DEVICES = {
     "B200": DeviceRates(2250e12, 8e12, 600e9, 180),
     "GH200": DeviceRates(989e12, 4.8e12, 300e9, 141, bus=300e9),
     "H200": DeviceRates(989e12, 4.8e12, 300e9, 141),
-    "H100": DeviceRates(989e12, 3.35e12, 300e9, 80),
+    "H100": DeviceRates(989e12, 3.35e12, 300e9, 80, pace=1.08),
     "H800": DeviceRates(989e12, 3.35e12, 130e9, 80),
     "A100": DeviceRates(312e12, 2e12, 200e9, 80, float8=False, bus=25e9),
     "A800": DeviceRates(312e12, 2e12, 130e9, 80, float8=False, bus=25e9),
@@ -98,8 +100,10 @@ def named_device(name: str) -> DeviceRates:
 
 # %% ../../nbs/6_planner/06_speed.ipynb #571bb909
 PRODUCTS, ATTENTION = 0.64, 0.49  # share of the peak that they reach
+UPDATE = 0.6  # share of the memory's rate that fused AdamW reaches
 EXPOSED = 0.4  # share of an exchange that is waited for, at least
-FLOAT8, FLOAT32 = 1.65, 0.5  # rates relative to bf16
+FLOAT8, FLOAT32 = 1.7, 0.5  # rates relative to bf16
+FLOAT8_CASTS = 9  # bytes per weight of blocks that each pass moves to make float8 of them
 COMPILED_TRAFFIC, EAGER_TRAFFIC = 1.6, 7  # times the bytes that contractions read and write
 SELECTIVE_TRAFFIC = 4  # times the bytes that are computed again instead of kept
 OPERATION, CAST_OPERATION = 20e-6, 32e-6  # host seconds per operation, and under autocast
@@ -112,7 +116,7 @@ NETWORK = 25e9  # bytes/s of a GPU between machines
 def forward_seconds(profile: Profile, strategy: Strategy, rates: DeviceRates) -> dict[str, float]:
     """Return the seconds of a micro-batch's forward pass: products, attention, memory traffic."""
     batch, policy = strategy.recipe.micro_batch, strategy.policy
-    peak = rates.flops * (FLOAT32 if policy.compute == torch.float32 else 1)
+    peak = rates.pace * rates.flops * (FLOAT32 if policy.compute == torch.float32 else 1)
     flops = batch / strategy.context * profile.flops
     attention = flops * profile.attention_share
     traffic = sum(block.traffic(batch) for block in profile.blocks)
@@ -126,9 +130,12 @@ def forward_seconds(profile: Profile, strategy: Strategy, rates: DeviceRates) ->
 
 
 def _once_seconds(profile: Profile, strategy: Strategy, rates: DeviceRates) -> float:
-    """Return the seconds of any pass for gaps in compiled code and widening of weights."""
+    """Return the seconds of any pass for gaps in compiled code and casts of weights."""
     gaps = COMPILED_OPERATION * profile.operations if strategy.recipe.compile else 0.0
-    return gaps + costs_of(strategy, profile).widening_bytes() / rates.memory
+    moved = costs_of(strategy, profile).widening_bytes()
+    if strategy.policy.fp8:
+        moved += FLOAT8_CASTS * sum(block.numel for block in profile.blocks)
+    return gaps + moved / rates.memory
 
 
 def _compute_seconds(
@@ -164,6 +171,16 @@ def _updated_bytes(profile: Profile, strategy: Strategy, checkpointed: int) -> f
     stored.pop("frozen", 0)
     part = profile.trained * strategy.trained_itemsize / strategy.shards  # of this rank
     return sum(stored.values()) + min(here, part)  # `here` is less if parameters are on the host
+
+
+def _update_seconds(
+    profile: Profile, strategy: Strategy, checkpointed: int, rates: DeviceRates
+) -> float:
+    record, shards = strategy.policy.optimizer_record, strategy.shards
+    moved = 2 * _updated_bytes(profile, strategy, checkpointed) / (UPDATE * rates.memory)
+    flops = 2 * record.products * profile.trained_sides / shards
+    seconds = record.traffic * moved + flops / (PRODUCTS * rates.pace * rates.flops)
+    return seconds + record.host_seconds * len(profile.trained_tensors)
 
 
 def _context_seconds(
@@ -231,7 +248,7 @@ def step_parts(
         context=_context_seconds(profile, strategy, share, rates),
         exchange=near / rates.link + far / NETWORK,
         copies=costs.copied_bytes(profile.backward_blocks, share) / rates.memory,
-        update=2 * _updated_bytes(profile, strategy, checkpointed) / (0.6 * rates.memory),
+        update=_update_seconds(profile, strategy, checkpointed, rates),
         offload=costs.offload_seconds(max(compute, host), share, rates.bus),
     )
 
@@ -259,8 +276,8 @@ def total_seconds(parts: dict[str, float]) -> float:
     return busy + waited + parts["copies"] + parts["update"] + parts["offload"]
 
 # %% ../../nbs/6_planner/06_speed.ipynb #1d7e23cd
-SEEN = (0.8, 1.55)  # least and most measured seconds over planned seconds on H200s
-MEASURED_ON = "H200"
+SEEN = (0.8, 1.55)  # least and most measured seconds over planned seconds on H200s and H100s
+MEASURED_ON = ("H200", "H100")
 
 
 def step_interval(seconds: float, device: str) -> tuple[float, float]:
@@ -270,7 +287,7 @@ def step_interval(seconds: float, device: str) -> tuple[float, float]:
         seconds: from `step_seconds`
         device: name of the GPU
     """
-    times = 1 if MEASURED_ON in device.upper() else 2
+    times = 1 if any(name in device.upper() for name in MEASURED_ON) else 2
     low, high = (seconds * factor**times for factor in SEEN)
     return low, high
 

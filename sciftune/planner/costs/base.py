@@ -282,11 +282,13 @@ class Costs:
     def update_bytes(self) -> float:
         """Return the temporary bytes of the optimizer step.
 
-        AdamW on a CPU makes three tensors; an update of whole matrices is computed in fp32 with
-        four tensors of that size beside it, and rounded with its random bits.
+        AdamW on a CPU makes three tensors; an update of whole matrices that is not compiled has
+        five fp32 tensors of that size, and the gradient.
         """
-        if self.policy.optimizer_record.packed:
-            return 22.0 * max(self.model.trained_tensors)
+        record = self.policy.optimizer_record
+        if record.packed:
+            compiled = self.strategy.cuda and self.recipe.compile
+            return (record.workspace if compiled else 22.0) * max(self.model.trained_tensors)
         if self.recipe.offload != "none" or self.strategy.cuda:
             return 0.0
         return 3 * self.weights * max(self.model.tensors) / self.strategy.shards

@@ -30,6 +30,9 @@ RECORDS = [
         scope="tensor",
         packed=0.001,
         rounds=True,
+        workspace=4,
+        traffic=8,
+        host_seconds=0.13e-3,
         ignores=("adam_beta1", "adam_beta2", "adam_epsilon"),
     )
 ]

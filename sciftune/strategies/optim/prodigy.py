@@ -29,6 +29,7 @@ RECORDS = [
         states=("exp_avg", "exp_avg_sq", "s", "p0"),
         adapters=True,
         scope="model",
+        host_seconds=0.24e-3,
         packages=("prodigyopt",),
     )
 ]
