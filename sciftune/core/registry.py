@@ -196,6 +196,11 @@ class OptimizerRecord(Record):
         ignores: recipe fields that other optimizers read, and this one does not
         averages: validates and exports an average of the weights that it computes from its states
         packages: modules that it imports and that need not be installed
+        workspace: bytes per weight of the parameter that a compiled update of whole parameters
+            works on, with its gradient
+        traffic: seconds of the update's kernels relative to reading and writing all it stores
+        host_seconds: of the host per parameter, which kernels wait for
+        products: products of a matrix with a square one of its shorter side
     """
 
     title: str
@@ -213,6 +218,10 @@ class OptimizerRecord(Record):
     averages: bool = False
     ignores: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
+    workspace: float = 0.0
+    traffic: float = 1.0
+    host_seconds: float = 0.0
+    products: int = 0
 
     @property
     def whole(self) -> bool:

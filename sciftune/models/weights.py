@@ -27,8 +27,8 @@ from ..core.files import FileError, read_object
 from ..core.progress import progress, progress_by_bytes
 
 # %% auto #0
-__all__ = ['HUB_ID', 'MOST_LAYERS', 'MOST_ITEMS', 'PICKLES', 'POINTER', 'MOST_TENSORS', 'DRAWN', 'ENCODING_ROOM', 'GIB', 'fetch',
-           'readable', 'pipeline_index', 'resolve_folder', 'read_config', 'component_config', 'open_weights',
+__all__ = ['HUB_ID', 'MOST_LAYERS', 'MOST_ITEMS', 'PICKLES', 'POINTER', 'MOST_TENSORS', 'RANDOM_NUMBERS', 'ENCODING_ROOM', 'GIB',
+           'fetch', 'readable', 'pipeline_index', 'resolve_folder', 'read_config', 'component_config', 'open_weights',
            'weight_files', 'bounded', 'Weights', 'read_tensor', 'build_on_meta', 'check_not_quantised', 'check_stored',
            'check_fit', 'place', 'materialise', 'randomise', 'freeze', 'text_encoder_placement', 'stored_numel',
            'free_memory_gib', 'same_tensor', 'text_encoder_numel', 'load_text_encoder', 'link_or_copy']
@@ -556,7 +556,7 @@ def materialise(
     return module.to(device)  # the non-persistent buffers
 
 # %% ../../nbs/4_models/01_weights.ipynb #b9fde7ae
-DRAWN = 4_000_037  # random numbers of a matrix on a CPU; prime, so that rows differ
+RANDOM_NUMBERS = 4_000_037  # random numbers of a matrix on a CPU; prime, so that rows differ
 
 
 def randomise(
@@ -578,7 +578,7 @@ def randomise(
         for leaf, p in list(owner.named_parameters(recurse=False)):
             value = torch.empty(p.shape, dtype=dtype, device=device)
             if p.ndim > 1:
-                few = value.view(-1)[: None if value.is_cuda else DRAWN]
+                few = value.view(-1)[: None if value.is_cuda else RANDOM_NUMBERS]
                 few.normal_(std=p[0].numel() ** -0.5, generator=gen)
                 for part in value.view(-1).split(few.numel())[1:]:
                     part.copy_(few[: part.numel()])
