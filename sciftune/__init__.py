@@ -64,6 +64,9 @@ _WARN_AT_IMPORT = (  # of kernels for other GPUs, and of image processors that P
 for _name in _WARN_AT_IMPORT:
     logging.getLogger(_name).setLevel(logging.ERROR)
 
+_CPU = "Setting accelerator to CPU"  # DeepSpeed warns of it in every process without a GPU
+logging.getLogger("DeepSpeed").addFilter(lambda record: _CPU not in record.getMessage())
+
 
 # onnxruntime, which diffusers imports, would send events to Microsoft and leave a file in TMPDIR
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
