@@ -98,6 +98,8 @@ def absolute_data(path: str, root: Path) -> str:
         path: a path, a pattern, a drawn collection, or an address
         root: the repository
     """
+    if path in records("collections") and Path(path).exists():
+        print(f"note: data={path} is what sciftune draws; the folder here is data=./{path}")
     if path in records("collections") or "://" in path:
         return path
     found = absolute_path(path, root)

@@ -176,6 +176,7 @@ def few_step_scheduler(
         original_inference_steps=steps,
         set_alpha_to_one=False,
         clip_sample=False,
+        steps_offset=1,  # without effect here; the pipelines of Stable Diffusion ask for it
     )
 
 # %% ../../nbs/4_models/07_sd.ipynb #9d84a148

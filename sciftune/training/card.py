@@ -76,9 +76,7 @@ def sampling_arguments(recipe: Recipe) -> dict[str, Any]:
         return sizes | dict(num_inference_steps=recipe.denoising_steps, guidance_scale=0)
     if recipe.validation_sample_steps:
         sizes["num_inference_steps"] = recipe.validation_sample_steps
-    if recipe.validation_guidance >= 0:
-        sizes |= _guidance(recipe)
-    return sizes
+    return sizes | _guidance(recipe)
 
 
 def _call_parameters(recipe: Recipe) -> dict[str, inspect.Parameter]:
@@ -88,12 +86,14 @@ def _call_parameters(recipe: Recipe) -> dict[str, inspect.Parameter]:
 
 
 def _guidance(recipe: Recipe) -> dict[str, Any]:
-    """Return the validation's guidance as arguments of this pipeline."""
+    """Return the validation's guidance as arguments of this pipeline; below 0 its own scale."""
     parameters = _call_parameters(recipe)
     scale = parameters.get("guidance_scale")
+    name, negative = "guidance_scale", {}
     if "true_cfg_scale" in parameters and (scale is None or scale.default is None):
-        return dict(true_cfg_scale=recipe.validation_guidance, negative_prompt=" ")
-    return dict(guidance_scale=recipe.validation_guidance)
+        name, negative = "true_cfg_scale", dict(negative_prompt=" ")  # without it nothing guides
+    chosen = recipe.validation_guidance
+    return negative | ({name: chosen} if chosen >= 0 else {})
 
 
 def loading_code(recipe: Recipe, folder: Path) -> str:
