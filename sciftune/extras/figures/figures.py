@@ -41,7 +41,7 @@ from .looks import CHOICES, STYLES, Look, draw_look, number
 
 # %% auto #0
 __all__ = ['SINGLE', 'IN_PANELS', 'SIZES', 'KINDS', 'SUPERSCRIPTS', 'arrange', 'style_axes', 'panels', 'caption', 'compose',
-           'plain_text', 'draw_words', 'Drawing', 'draw_figure']
+           'plain_text', 'draw_words', 'canvas_image', 'png', 'Drawing', 'draw_figure']
 
 # %% ../../../nbs/extras/figures/01c_figures.ipynb #40d2908b
 def _overflow(ax: Axes, renderer: object):
@@ -309,6 +309,18 @@ def draw_words(fig: Figure) -> list[dict]:
     return words
 
 # %% ../../../nbs/extras/figures/01c_figures.ipynb #94cc1f95
+def canvas_image(fig: Figure) -> Image.Image:
+    """Return a drawn figure as a picture, RGB."""
+    return Image.fromarray(np.asarray(fig.canvas.buffer_rgba())[..., :3])
+
+
+def png(image: Image.Image, **options: int) -> bytes:
+    """Encode a picture as PNG; `options` are those of Pillow."""
+    out = io.BytesIO()
+    image.save(out, "PNG", **options)
+    return out.getvalue()
+
+
 @dataclass(frozen=True)
 class Drawing:
     """A drawn figure.
@@ -345,10 +357,7 @@ def draw_figure(
     if side is not None:
         fig.set_dpi(fig.dpi * side / max(facts["size"]))
     facts["words"] = draw_words(fig)
-    image = Image.fromarray(np.asarray(fig.canvas.buffer_rgba())[..., :3])
+    image = canvas_image(fig)
     facts["size"] = list(image.size)
-    png = io.BytesIO()
-    image.save(png, "PNG")
-    return Drawing(
-        f"{style}-{seed}-{index:06d}", png.getvalue(), caption(facts), *image.size, facts
-    )
+    name = f"{style}-{seed}-{index:06d}"
+    return Drawing(name, png(image), caption(facts), *image.size, facts)

@@ -15,6 +15,7 @@ import transformers
 from torch import nn
 
 from .charts import vocabulary
+from .looks import CHOICES
 from ...models import tiny
 from ...models.flux2 import KLEIN_9B
 from ...models.qwenimage import QWEN_IMAGE, qwen_image_template
@@ -61,30 +62,7 @@ def keep_words(lm: nn.Module, gain: float) -> nn.Module:
     return lm
 
 # %% ../../../nbs/extras/figures/05_nano.ipynb #nanofam2
-NANO_KLEIN = dict(
-    full=dict(
-        vae=dict(block_out_channels=(16, 32, 64, 96), norm_num_groups=8),
-        text=64,
-        denoiser=dict(
-            num_layers=3,
-            num_single_layers=6,
-            attention_head_dim=32,
-            num_attention_heads=6,
-            axes_dims_rope=(8, 8, 8, 8),
-        ),
-    ),
-    smoke=dict(
-        vae=dict(block_out_channels=(8, 8, 16, 16), norm_num_groups=4),
-        text=16,
-        denoiser=dict(
-            num_layers=1,
-            num_single_layers=2,
-            attention_head_dim=16,
-            num_attention_heads=4,
-            axes_dims_rope=(4, 4, 4, 4),
-        ),
-    ),
-)
+NANO_KLEIN = CHOICES["nano_klein"]
 KLEIN_TURN = "user\nassistant\n<think>\n\n</think>\n\n"  # the words of its chat template
 
 
@@ -108,22 +86,7 @@ def nano_klein(size: str = "full") -> diffusers.Flux2KleinPipeline:
     )
 
 # %% ../../../nbs/extras/figures/05_nano.ipynb #nanofam3
-NANO_QWEN_IMAGE = dict(
-    full=dict(
-        vae=dict(base_dim=16, dim_mult=[1, 2, 3, 4], num_res_blocks=1),
-        text=128,
-        denoiser=dict(
-            num_layers=5, attention_head_dim=32, num_attention_heads=6, axes_dims_rope=(8, 12, 12)
-        ),
-    ),
-    smoke=dict(
-        vae=dict(base_dim=8, dim_mult=[1, 2, 2, 2], num_res_blocks=1),
-        text=32,
-        denoiser=dict(
-            num_layers=2, attention_head_dim=16, num_attention_heads=4, axes_dims_rope=(4, 6, 6)
-        ),
-    ),
-)
+NANO_QWEN_IMAGE = CHOICES["nano_qwenimage"]
 
 
 def nano_qwenimage(size: str = "full") -> diffusers.QwenImagePipeline:
