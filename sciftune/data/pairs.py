@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from ..core.progress import progress
 from .files import FolderFiles, check_place
 from .images import DataError, Sample
-from .parquet import BATCH, Parquet, check_row_group, parquet_shards
+from .parquet import Parquet, parquet_shards, shard_columns
 from sciftune.data.readers import (
     CAPTION_KEYS,
     ID_KEYS,
@@ -141,58 +142,32 @@ class PairParquet(Parquet):
     Raises DataError for a shard without the columns of a pair.
     """
 
-    def _list(self, n: int, path: Path):
-        name = os.path.relpath(path, self.root).replace(os.sep, "/")
-        file = self.open_file(path)
-        images, labels, caption, ident = _shard_columns(path, file.schema_arrow)
-        self.column.append(images[0])
-        self.stamps.append(f"{name}|{self.version(path)}")
-        read, at = [c for c in (caption, ident, *labels) if c], 0
-        for group in range(file.num_row_groups):
-            check_row_group(path, file, group, (caption, ident))
-            batches = file.iter_batches(BATCH, [group], read)
-            records = (record for batch in batches for record in batch.to_pylist())
-            for r, record in enumerate(records):
-                given = record[ident] if ident else None
-                row = Row(f"{name} row {at}", (n, group, r))
-                row.id = f"{name}:{at}" if given is None else str(given)
-                self.rows.append(_paired(row, record, caption, (*images, *labels)))
-                at += 1
+    def columns(self, path: Path, schema: pa.Schema) -> tuple[str | None, ...]:
+        """Return the columns of the chosen image, caption, id and document, and of a pair."""
+        try:
+            pair = pair_columns(schema.names)
+        except DataError as e:
+            raise DataError(f"{path}: {e}") from None
+        shard_columns(path, schema, pair[1:2])  # refused if these are no images
+        image, caption, ident, _ = shard_columns(path, schema, pair[:1])
+        if not caption:
+            raise DataError(f"{path}: no caption column: expected one of {', '.join(CAPTION_KEYS)}")
+        self.pair = pair
+        return image, caption, ident, None, *pair[2:]
 
+    def _references(self, path: Path, file: pq.ParquetFile) -> list[str]:
+        return []  # a pair has no other images
 
-def _shard_columns(path: Path, schema: pa.Schema) -> tuple:
-    """Return the columns of images, labels, captions and ids ('' = none)."""
-    try:
-        columns = pair_columns(schema.names)
-    except DataError as e:
-        raise DataError(f"{path}: {e}") from None
-    images, labels = columns[:2], columns[2:]
-    for name in images:
-        kind = schema.field(name).type
-        held = "bytes" in [f.name for f in kind] if pa.types.is_struct(kind) else False
-        if not held and not pa.types.is_binary(kind) and not pa.types.is_large_binary(kind):
-            raise DataError(f"{path}: column {name} holds {kind}: expected image bytes")
-    caption, ident = (next((k for k in keys if k in schema.names), "") for keys in _TEXT_KEYS)
-    if not caption:
-        raise DataError(f"{path}: no caption column: expected one of {', '.join(CAPTION_KEYS)}")
-    return images, labels, caption, ident
-
-
-_TEXT_KEYS = (CAPTION_KEYS, ID_KEYS)
-
-
-def _paired(row: Row, record: dict, caption: str, columns: tuple[str, ...]) -> Row:
-    """Return the row with its captions and both images, or with its error."""
-    progress(f"{row.source} listed")
-    try:
-        row.captions = captions_of(record[caption])
-        chosen, rejected = chosen_and_rejected(record, columns)
-        place = row.key
-        row.key = (*place, chosen, 0)
-        row.references = (Row(row.source, (*place, rejected, 0), REJECTED),)
-    except DataError as e:
-        row.fault = str(e)
-    return row
+    def complete(self, row: Row, *labels: CellValue) -> Row:
+        """Return the row with both images, or with its error."""
+        try:
+            record = dict(zip(self.pair[2:], labels, strict=True))
+            chosen, rejected = chosen_and_rejected(record, self.pair)
+            row.key, place = (*row.key, chosen, 0), row.key
+            row.references = (Row(row.source, (*place, rejected, 0), REJECTED),)
+        except DataError as e:
+            row.fault = row.fault or str(e)
+        return row
 
 # %% ../../nbs/2_data/16_pairs.ipynb #4ac86aad
 def find_pairs(path: str | Path, metadata: str | Path | None = None) -> Files | PairParquet:

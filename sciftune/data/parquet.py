@@ -42,9 +42,9 @@ from .rows import CellValue, Row, Rows
 
 # %% auto #0
 __all__ = ['RECORDS', 'BROKEN_PARQUET', 'MAX_ROW_GROUP', 'MAX_TEXT', 'MAX_UNPACKED', 'IMAGE_COLUMNS', 'BATCH', 'check_row_group',
-           'cell_values', 'area_columns', 'row_areas', 'Parquet', 'parquet_shards', 'RemoteParquet', 'ParquetReader',
-           'Cell', 'cell_path', 'parse_cell', 'cell_bytes', 'image_bytes', 'check_listed_files', 'HuggingFace',
-           'HuggingFaceReader']
+           'cell_values', 'shard_columns', 'area_columns', 'row_areas', 'Parquet', 'parquet_shards', 'RemoteParquet',
+           'ParquetReader', 'Cell', 'cell_path', 'parse_cell', 'cell_bytes', 'image_bytes', 'check_listed_files',
+           'HuggingFace', 'HuggingFaceReader']
 
 # %% ../../nbs/2_data/20_parquet.ipynb #c70d62ba
 RECORDS = [
@@ -207,13 +207,20 @@ def _reference_columns(
         raise DataError(f"{path}: {e}") from None
 
 
-def _columns(path, schema: pa.Schema) -> tuple[str, str | None, str | None, str | None]:
-    """Return the names of the columns of image, caption, id and document.
+def shard_columns(
+    path: str | Path, schema: pa.Schema, images: Sequence[str] = IMAGE_COLUMNS
+) -> tuple[str, str | None, str | None, str | None]:
+    """Return the columns of image, caption, id and document, None for one that is not there.
 
-    Raises DataError for a missing one.
+    Raises DataError without a column of images, and for one of another type.
+
+    Args:
+        path: path of the shard, for messages
+        schema: its columns
+        images: names of a column of images, the first one that is there counts
     """
     expected = "image bytes, or a struct of bytes and path"
-    image = _column(path, schema, "image", IMAGE_COLUMNS, _holds_bytes, expected)
+    image = _column(path, schema, "image", images, _holds_bytes, expected)
     texts = "text or lists of text"
     caption = None
     if set(CAPTION_KEYS) & set(schema.names):
@@ -354,10 +361,21 @@ class Parquet:
         status = os.stat(path)
         return f"{status.st_size}|{status.st_mtime_ns}"
 
+    columns = staticmethod(shard_columns)  # and, of rows that `complete` uses, more of them
+
+    def complete(self, row: Row, *values: CellValue) -> Row:
+        """Return a row with what a subclass adds to it.
+
+        Args:
+            row: with its captions, or its fault
+            *values: of the columns that `columns` names beyond the usual ones
+        """
+        return row
+
     def _list(self, n: int, path: Path):
         name = os.path.relpath(bare(str(path)), self.root).replace(os.sep, "/")
         file = self.open_file(path)
-        image, *texts = _columns(path, file.schema_arrow)
+        image, *texts = self.columns(path, file.schema_arrow)
         for group in range(file.num_row_groups):
             check_row_group(path, file, group, texts)
         self.column.append(image)
@@ -369,7 +387,7 @@ class Parquet:
             batches = file.iter_batches(BATCH, [group], [c for c in texts if c])
             counts = self._reference_counts(n, file, group)
             lines = file.metadata.row_group(group).num_rows
-            for r, (text, given, document) in enumerate(_values(batches, texts, lines)):
+            for r, (text, given, document, *more) in enumerate(_values(batches, texts, lines)):
                 own_id = f"{name}:{at}" if given is None else str(given)
                 row = Row(f"{name} row {at}", (n, group, r), own_id)
                 row = _checked(row, text, document, missing)
@@ -378,7 +396,7 @@ class Parquet:
                     for column, counted in counts.items()
                     for number in range(counted[r])
                 )
-                self.rows.append(row)
+                self.rows.append(self.complete(row, *more))
                 at += 1
 
     def _references(self, path: Path, file: pq.ParquetFile) -> list[str]:
@@ -682,7 +700,7 @@ class HuggingFace:
         self.claimed = {}
         self.notes = []
         schema = self.data.features.arrow_schema
-        self.column, *texts = _columns(root, schema)
+        self.column, *texts = shard_columns(root, schema)
         if isinstance(self.data.features[self.column], datasets.Image):
             self.data = self.data.cast_column(self.column, datasets.Image(decode=False))
         references = _reference_columns(root, root, schema, _first_cells(self.data), self.notes)

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -31,6 +30,7 @@ from sciftune.lab.plots import (
     add_legend,
     column,
     common_style,
+    empty_axes,
     empty_figure,
     image_grid,
     measured_peak,
@@ -41,6 +41,7 @@ from sciftune.lab.plots import (
     train_rows,
     validation_rows,
     without_formulas,
+    write_prompt,
 )
 from .scores import SCORES, read_evaluation, score_text
 from .summary import outcome, picture_rows, typed_value
@@ -150,8 +151,7 @@ def run_colour(number: int) -> str:
 
 def plot_losses(runs: list[RunDir], log: bool = False) -> Figure:
     """Plot training and held-out losses of all runs beside each other, optionally on log axes."""
-    fig, axes = plt.subplots(1, 2, figsize=(8.6, 2.8), dpi=90, layout="constrained")
-    plt.close(fig)
+    fig, (axes,) = empty_axes(1, 2, 8.6, 2.8)
     for ax, title in zip(axes, ("Training loss, smoothed", "Held-out loss"), strict=True):
         common_style(ax, title, "optimizer step")
         ax.set_yscale("log" if log else "linear")
@@ -160,12 +160,8 @@ def plot_losses(runs: list[RunDir], log: bool = False) -> Figure:
         style = dict(color=run_colour(i), lw=1.4, label=label)
         axes[0].plot(column(rows, "step"), smooth(column(rows, "loss")), **style)
         axes[1].plot(column(held, "step"), column(held, "held_out"), marker=".", **style)
-    starts = {
-        r["held_out_baseline"]
-        for run in runs
-        for r in validation_rows(run)[:1]
-        if "held_out_baseline" in r
-    }
+    first = (row for run in runs for row in validation_rows(run)[:1])
+    starts = {row["held_out_baseline"] for row in first if "held_out_baseline" in row}
     if len(starts) == 1:
         axes[1].axhline(starts.pop(), color=COLORS["dark"], ls=":", lw=0.9)
     add_legend(axes[1])
@@ -197,21 +193,12 @@ def plot_fields(runs: list[RunDir], names: Sequence[str] = ()) -> Figure:
     if not names or not any(np.isfinite(h).any() for h in held):
         return empty_figure("Best held-out loss", "the runs do not differ, or have no loss yet")
     best = [np.nanmin(h) if np.isfinite(h).any() else np.nan for h in held]
-    fig, axes = plt.subplots(
-        1,
-        len(names),
-        figsize=(1.2 + 2.6 * len(names), 2.8),
-        dpi=90,
-        layout="constrained",
-        sharey=True,
-        squeeze=False,
-    )
-    plt.close(fig)
-    for ax, name in zip(axes[0], names, strict=True):
+    fig, (axes,) = empty_axes(1, len(names), 1.2 + 2.6 * len(names), 2.8, sharey=True)
+    for ax, name in zip(axes, names, strict=True):
         _draw_field(ax, runs, name, differing[name], best)
-    axes[0, 0].set_ylabel("best held-out loss", fontsize=8)
+    axes[0].set_ylabel("best held-out loss", fontsize=8)
     if len(runs) <= 6:
-        add_legend(axes[0, -1])
+        add_legend(axes[-1])
     return without_formulas(fig)
 
 
@@ -247,8 +234,7 @@ def plot_pictures(runs: list[RunDir], rows: int = 6) -> Figure:
     for ax, label in zip(axes[0, 1:], run_labels(runs), strict=True):
         ax.set_title(textwrap.fill(label, 16), fontsize=6)
     for row, prompt in zip(axes, shared, strict=True):
-        text = textwrap.fill(textwrap.shorten(prompt, 110, placeholder=" …"), 22)
-        row[0].text(0, 0.5, text, fontsize=6, va="center", transform=row[0].transAxes)
+        write_prompt(row[0], prompt)
         for ax, found in zip(row[1:], pictures, strict=True):
             if prompt in found:
                 ax.imshow(imread(found[prompt]), cmap="gray")

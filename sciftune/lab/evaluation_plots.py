@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SERIES_COLORS', 'FRAMES', 'evaluated_at_end', 'run_evaluation', 'evaluation_table', 'skipped_scores',
-           'statement_totals', 'statement_rows', 'plot_evaluation', 'plot_legibility', 'marked', 'picture_verdict',
-           'edit_tile', 'words_page']
+           'statement_totals', 'statement_rows', 'plot_evaluation', 'plot_legibility', 'marked', 'write_verdict',
+           'picture_verdict', 'edit_tile', 'words_page']
 
 # %% ../../nbs/9_lab/32_evaluation_plots.ipynb #364e0c4f
 import os
@@ -195,17 +195,19 @@ def marked(image: Image.Image, picture: Picture, side: int = 260) -> Image.Image
     small = image.convert("RGB").resize([max(1, round(scale * n)) for n in image.size])
     page = Image.new("RGB", (side, side + 62), "white")
     page.paste(small)
-    pen, font = ImageDraw.Draw(page), ImageFont.load_default(10)
+    pen = ImageDraw.Draw(page)
     for word in picture.words:
         if word.box and word.state in FRAMES:
-            box = [scale * v for v in word.box]
-            pen.rectangle(
-                (box[0] - 1, box[1] - 1, box[2] + 1, box[3] + 1), None, FRAMES[word.state]
-            )
-    y = side + 2
-    for text, colour in picture_verdict(picture):
-        pen.text((2, y), text[: side // 5], colour, font)
-        y += 12
+            edges = zip(word.box, (-1, -1, 1, 1), strict=True)
+            pen.rectangle([scale * v + beside for v, beside in edges], None, FRAMES[word.state])
+    return write_verdict(page, picture, side + 2)
+
+
+def write_verdict(page: Image.Image, picture: Picture, top: int) -> Image.Image:
+    """Write the verdict on a picture onto its page, in lines from `top` on. Returns the page."""
+    pen, font = ImageDraw.Draw(page), ImageFont.load_default(10)
+    for number, (text, colour) in enumerate(picture_verdict(picture)):
+        pen.text((2, top + 12 * number), text[: page.width // 5], colour, font)
     return page
 
 
@@ -259,10 +261,7 @@ def edit_tile(picture: Picture, folder: Path, side: int) -> Image.Image:
         small = Image.open(folder / file).convert("RGB")
         small.thumbnail((side, side))
         tile.paste(small, (i * (side + 4), 0))
-    pen, font = ImageDraw.Draw(tile), ImageFont.load_default(10)
-    for i, (text, colour) in enumerate(picture_verdict(picture)):
-        pen.text((2, side + 2 + 12 * i), text[: tile.width // 5], colour, font)
-    return tile
+    return write_verdict(tile, picture, side + 2)
 
 
 def words_page(
@@ -281,12 +280,10 @@ def words_page(
     if not (folder / "pictures.jsonl").is_file():
         raise ValueError(f"{folder} holds no evaluated pictures")
     pictures = read_pictures(folder)[:most]
-    tiles = [
-        edit_tile(p, folder, side // 2)
-        if p.beside
-        else marked(Image.open(folder / p.file), p, side)
-        for p in pictures
-    ]
+    tiles = []
+    for picture in pictures:
+        edited = picture.beside and edit_tile(picture, folder, side // 2)
+        tiles.append(edited or marked(Image.open(folder / picture.file), picture, side))
     step_x, step_y = (max(t.size[k] for t in tiles) + 8 for k in (0, 1))
     columns = max(1, columns * (side + 8) // step_x)
     rows = -(-len(tiles) // columns)

@@ -10,7 +10,6 @@ __all__ = ['findings_table', 'faults_table', 'fits_table', 'tokens_table', 'choi
 import textwrap
 from collections.abc import Sequence
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -27,6 +26,7 @@ from sciftune.lab.plots import (
     PART_COLORS,
     Table,
     add_legend,
+    empty_axes,
     empty_figure,
     figure,
     without_formulas,
@@ -52,18 +52,11 @@ def faults_table(finding: DataFinding, count: int = 20) -> Table:
 def fits_table(look: DataLook) -> Table:
     """Return what each way to fit an image keeps and costs."""
     heading = "fit, pixels kept, worst image, images cut, tokens, of them padding, time of a step"
-    rows = [
-        [
-            cost["fit"],
-            percent(cost["kept"]),
-            percent(cost["worst"]),
-            percent(cost["cut"]),
-            f"{cost['tokens']:.0f}",
-            percent(cost["padding"]),
-            f"{cost['time']:.2f} of crop",
-        ]
-        for cost in look.fits
-    ]
+    rows = []
+    for cost in look.fits:
+        *kept, padding = (percent(cost[name]) for name in ("kept", "worst", "cut", "padding"))
+        time = f"{cost['time']:.2f} of crop"
+        rows.append([cost["fit"], *kept, f"{cost['tokens']:.0f}", padding, time])
     return Table(heading.split(", "), rows)
 
 
@@ -71,18 +64,9 @@ def tokens_table(look: DataLook) -> Table:
     """Return caption lengths for each text encoder, in tokens with the model's template."""
     rows = []
     for count in look.tokens:
-        middle, high = np.quantile(count.lengths, (0.5, 0.95))
+        longest = [f"{n:.0f}" for n in np.quantile(count.lengths, (0.5, 0.95, 1))]
         cut = np.mean([n > count.limit for n in count.lengths])
-        rows.append(
-            [
-                count.encoder,
-                count.limit,
-                f"{middle:.0f}",
-                f"{high:.0f}",
-                max(count.lengths),
-                percent(cut),
-            ]
-        )
+        rows.append([count.encoder, count.limit, *longest, percent(cut)])
     return Table(["text encoder", "reads", "median", "95 %", "longest", "captions cut"], rows)
 
 # %% ../../nbs/9_lab/26_look_page.ipynb #a69bb411
@@ -178,11 +162,8 @@ def sample_page(
         numbers: indices of the samples to show
         look: findings
     """
-    height = 0.2 + 1.6 * max(1, len(numbers))
-    fig, axes = plt.subplots(
-        max(1, len(numbers)), 3, figsize=(7.5, height), dpi=90, squeeze=False, layout="constrained"
-    )
-    plt.close(fig)
+    count = max(1, len(numbers))
+    fig, axes = empty_axes(count, 3, 7.5, 0.2 + 1.6 * count)
     for row, i in zip(axes, numbers, strict=False):
         sample = collection[i]
         view = training_view(recipe, sample)
@@ -238,10 +219,7 @@ def pairs_page(collection: SampleCollection, finding: DataFinding, count: int = 
     """
     number = {name: i for i, name in enumerate(collection.ids)}
     shown = finding.faults[:count]
-    fig, axes = plt.subplots(
-        2, len(shown), figsize=(1.6 * len(shown), 3.0), dpi=90, squeeze=False, layout="constrained"
-    )
-    plt.close(fig)
+    fig, axes = empty_axes(2, len(shown), 1.6 * len(shown), 3.0)
     for column, fault in zip(axes.T, shown, strict=True):
         other = fault.says.rpartition(" as ")[2]
         for ax, name in zip(column, (fault.row, other), strict=True):

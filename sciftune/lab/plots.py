@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['COLORS', 'PART_COLORS', 'EMPTY', 'MODALITIES', 'STEP_PARTS', 'as_run', 'train_rows', 'validation_rows', 'column',
-           'evenly', 'smooth', 'figure', 'common_style', 'over_steps', 'add_legend', 'font_with', 'with_fonts',
-           'without_formulas', 'empty_figure', 'body_limit', 'readable_size', 'measured_peak', 'trained_on_cpu',
-           'plot_plan', 'plot_loss', 'plot_sigma', 'plot_grad_norm', 'plot_learning_rate', 'plot_parts', 'plot_tokens',
-           'step_time_parts', 'plot_step_time', 'planned_peak_of', 'plot_memory', 'plot_host_memory', 'image_steps',
-           'read_prompts', 'image_grid', 'plot_images', 'compact', 'Table', 'held_out_change', 'quarantined',
-           'median_of', 'plan_against_use', 'short_number', 'update_rows', 'telling_updates', 'plot_updates',
-           'recognised_troubles']
+           'evenly', 'smooth', 'figure', 'empty_axes', 'common_style', 'over_steps', 'add_legend', 'font_with',
+           'with_fonts', 'without_formulas', 'empty_figure', 'body_limit', 'readable_size', 'measured_peak',
+           'trained_on_cpu', 'plot_plan', 'plot_loss', 'plot_sigma', 'plot_grad_norm', 'plot_learning_rate',
+           'plot_metrics', 'plot_parts', 'plot_tokens', 'step_time_parts', 'plot_step_time', 'planned_peak_of',
+           'plot_memory', 'draw_planned', 'plot_host_memory', 'image_steps', 'read_prompts', 'image_grid',
+           'write_prompt', 'plot_images', 'compact', 'Table', 'held_out_change', 'quarantined', 'median_of',
+           'plan_against_use', 'short_number', 'update_rows', 'telling_updates', 'plot_updates', 'recognised_troubles']
 
 # %% ../../nbs/9_lab/01_plots.ipynb #ea52f775
 import functools
@@ -143,10 +143,30 @@ def figure(
         height: in inches
         width: in inches
     """
-    fig, ax = plt.subplots(figsize=(width, height), dpi=90, layout="constrained")
+    fig, axes = empty_axes(1, 1, width, height)
+    common_style(axes[0, 0], title, xlabel, ylabel)
+    return fig, axes[0, 0]
+
+
+def empty_axes(
+    rows: int, columns: int, width: float, height: float, **options: Any
+) -> tuple[Figure, np.ndarray]:
+    """Create a figure, which no notebook shows by itself, with a grid of axes.
+
+    Args:
+        rows: number of axes below each other
+        columns: number of axes beside each other
+        width: in inches
+        height: in inches
+        **options: of `plt.subplots`
+
+    Returns:
+        the figure; (rows, columns) axes
+    """
+    look = dict(dpi=90, layout="constrained", squeeze=False)
+    fig, axes = plt.subplots(rows, columns, figsize=(width, height), **look, **options)
     plt.close(fig)
-    common_style(ax, title, xlabel, ylabel)
-    return fig, ax
+    return fig, axes
 
 
 def common_style(ax: Axes, title: str, xlabel: str, ylabel: str = "") -> None:
@@ -358,15 +378,8 @@ def plot_loss(run: RunDir | str | Path) -> Figure:
     ax.plot(x, y, color=COLORS["raw"], lw=0.8, label="each step")
     ax.plot(x, smooth(y), color=COLORS["main"], lw=1.5, label="smoothed")
     if held:
-        ax.plot(
-            column(held, "step"),
-            column(held, "held_out"),
-            "o-",
-            color=COLORS["second"],
-            ms=3.5,
-            lw=1.2,
-            label="held-out",
-        )
+        style = dict(color=COLORS["second"], ms=3.5, lw=1.2, label="held-out")
+        ax.plot(column(held, "step"), column(held, "held_out"), "o-", **style)
         base = column(held, "held_out_baseline")
         base = base[np.isfinite(base)]
         if len(base):
@@ -427,25 +440,46 @@ def plot_learning_rate(run: RunDir | str | Path) -> Figure:
     ax.yaxis.get_offset_text().set_fontsize(7)
     return fig
 
+# %% ../../nbs/9_lab/01_plots.ipynb #878d1513
+def plot_metrics(
+    run: RunDir | str | Path, title: str, ylabel: str, labels: dict[str, str], log: bool = False
+) -> Figure:
+    """Plot metrics of a run over its steps, raw and smoothed; metrics without values are left out.
+
+    Args:
+        run: a run folder or its path
+        title: heading of the figure
+        ylabel: label of the axis, with its unit
+        labels: metric -> its name in the legend, at most three
+        log: logarithmic axis
+    """
+    rows = train_rows(run)
+    measured = [key for key in labels if np.isfinite(column(rows, key)).any()]
+    if not measured:
+        return empty_figure(title, "nothing of it in this run")
+    fig, ax = over_steps(title, ylabel)
+    steps = column(rows, "step")
+    for key, name in zip(measured, ("main", "second", "third"), strict=False):
+        values = column(rows, key)
+        at = np.isfinite(values)
+        ax.plot(steps[at], values[at], color=COLORS[name], lw=0.7, alpha=0.35)
+        smoothed = smooth(values[at])
+        ax.plot(steps[at], smoothed, color=COLORS[name], lw=1.5, label=labels[key])
+    if log:
+        ax.set_yscale("log")
+        ax.tick_params(which="minor", labelsize=6)
+    add_legend(ax)
+    return fig
+
 # %% ../../nbs/9_lab/01_plots.ipynb #5fd75061
 MODALITIES = {"text_tokens": "text", "vit_tokens": "images seen", "vae_tokens": "latents"}
 
 
 def plot_parts(run: RunDir | str | Path) -> Figure:
     """Plot the cross entropy and the latent error of each step."""
-    rows = [r for r in train_rows(run) if "ce" in r]
-    if not rows:
-        return empty_figure("Text and image loss", "no step of unified training yet")
-    fig, ax = over_steps("Text and image loss", "per token")
-    for k, c, name in (
-        ("ce", "main", "text, cross entropy"),
-        ("mse", "second", "latents, squared error"),
-    ):
-        y = column(rows, k)
-        ax.plot(column(rows, "step"), y, color=COLORS[c], lw=0.6, alpha=0.3)
-        ax.plot(column(rows, "step"), smooth(y), color=COLORS[c], lw=1.5, label=name)
-    ax.set_ylim(bottom=0)
-    add_legend(ax)
+    labels = dict(ce="text, cross entropy", mse="latents, squared error")
+    fig = plot_metrics(run, "Text and image loss", "per token", labels)
+    fig.axes[0].set_ylim(bottom=0)
     return fig
 
 
@@ -456,15 +490,10 @@ def plot_tokens(run: RunDir | str | Path) -> Figure:
         return empty_figure("Tokens per step", "no step of unified training yet")
     packing, speed = np.mean(column(rows, "packing")), np.median(column(rows, "tokens_per_second"))
     rows = evenly(rows)
-    fig, ax = over_steps(
-        f"Tokens per step: packs {packing:.0%} full, {speed:,.0f} tokens per second", "tokens"
-    )
-    ax.stackplot(
-        column(rows, "step"),
-        [smooth(column(rows, k)) for k in MODALITIES],
-        labels=MODALITIES.values(),
-        colors=PART_COLORS,
-    )
+    title = f"Tokens per step: packs {packing:.0%} full, {speed:,.0f} tokens per second"
+    fig, ax = over_steps(title, "tokens")
+    tokens = [smooth(column(rows, k)) for k in MODALITIES]
+    ax.stackplot(column(rows, "step"), tokens, labels=MODALITIES.values(), colors=PART_COLORS)
     add_legend(ax)
     return fig
 
@@ -530,13 +559,24 @@ def plot_memory(run: RunDir | str | Path) -> Figure:
         if np.isfinite(y).any():
             ax.plot(column(rows, "step"), y, color=COLORS[color], lw=1.5, label=key.split("_")[1])
     planned = k * planned_peak_of(run)
-    if not math.isnan(planned):
-        ax.axhline(
-            planned, color=COLORS["dark"], ls="--", lw=1, label=f"plan: {planned:.3g} {unit}"
-        )
-    ax.set_ylim(0, 1.1 * max(k * peak, 0 if math.isnan(planned) else planned))
-    add_legend(ax)
+    draw_planned(ax, 0 if math.isnan(planned) else planned, k * peak, unit)
     return fig
+
+
+def draw_planned(ax: Axes, planned: float, used: float, unit: str):
+    """Draw a line at the planned memory, and give the axes limit and legend.
+
+    Args:
+        ax: axes of a memory over the steps
+        planned: 0 without a plan
+        used: largest memory used
+        unit: of both
+    """
+    if planned:
+        style = dict(color=COLORS["dark"], ls="--", lw=1)
+        ax.axhline(planned, label=f"plan: {planned:.3g} {unit}", **style)
+    ax.set_ylim(0, 1.1 * max(used, planned))
+    add_legend(ax)
 
 # %% ../../nbs/9_lab/01_plots.ipynb #7110ef66
 def plot_host_memory(run: RunDir | str | Path) -> Figure:
@@ -548,12 +588,7 @@ def plot_host_memory(run: RunDir | str | Path) -> Figure:
     fig, ax = over_steps("Host memory", "memory (GiB)")
     ax.plot(column(rows, "step"), used, color=COLORS["main"], lw=1.5, label="used")
     plan = Plan.load(run.plan)
-    planned = plan.run.host_gib if plan.chosen else 0.0
-    if planned:
-        style = dict(color=COLORS["dark"], ls="--", lw=1)
-        ax.axhline(planned, label=f"plan: {planned:.3g} GiB", **style)
-    ax.set_ylim(0, 1.1 * max(np.nanmax(used), planned))
-    add_legend(ax)
+    draw_planned(ax, plan.run.host_gib if plan.chosen else 0.0, np.nanmax(used), "GiB")
     return fig
 
 # %% ../../nbs/9_lab/01_plots.ipynb #733830c0
@@ -590,20 +625,19 @@ def image_grid(rows: int, columns: int) -> tuple[Figure, np.ndarray]:
     Returns:
         the figure; (rows, columns) axes without frames
     """
-    fig, axes = plt.subplots(
-        rows,
-        columns,
-        figsize=(0.25 + 1.25 * columns, 0.25 + 1.25 * rows),
-        dpi=90,
-        squeeze=False,
-        layout="constrained",
-        width_ratios=[1.15] + [1] * (columns - 1),
-    )
-    plt.close(fig)
+    width, height = (0.25 + 1.25 * n for n in (columns, rows))
+    ratios = [1.15] + [1] * (columns - 1)
+    fig, axes = empty_axes(rows, columns, width, height, width_ratios=ratios)
     fig.get_layout_engine().set(w_pad=0.02, h_pad=0.02, wspace=0, hspace=0)
     for ax in axes.flat:
         ax.axis("off")
     return fig, axes
+
+
+def write_prompt(ax: Axes, prompt: str):
+    """Write a prompt into the first axes of a row of `image_grid`."""
+    text = textwrap.fill(textwrap.shorten(prompt, 110, placeholder=" …"), 22)
+    ax.text(0, 0.5, text, fontsize=6, va="center", transform=ax.transAxes)
 
 
 def plot_images(run: RunDir | str | Path, columns: int = 6, rows: int = 6) -> Figure:
@@ -630,8 +664,7 @@ def plot_images(run: RunDir | str | Path, columns: int = 6, rows: int = 6) -> Fi
                 ax.imshow(imread(folder / name), cmap="gray")
     for i, (ax, name) in enumerate(zip(axes[:, 0], names, strict=True)):
         prompt = prompts[i] if i < len(prompts) else name
-        text = textwrap.fill(textwrap.shorten(prompt, 110, placeholder=" …"), 22)
-        ax.text(0, 0.5, text, fontsize=6, va="center", transform=ax.transAxes)
+        write_prompt(ax, prompt)
     return without_formulas(fig)
 
 # %% ../../nbs/9_lab/01_plots.ipynb #50a5214d
@@ -796,21 +829,10 @@ def plot_updates(run: RunDir | str | Path) -> Figure:
     changed, ratio = (np.array([v[k] for _, v in data]) for k in ("changed", "ratio"))
     x = np.arange(len(data))
     fig, ax = figure(f"Updates per block, step {rows[-1]['step']}", "", "share, ratio (1 = exact)")
-    ax.bar(
-        x,
-        changed,
-        0.8,
-        color=COLORS["raw"],
-        label=f"weights that changed\n(all: {rows[-1]['changed']:.3g})",
-    )
-    ax.plot(
-        x,
-        ratio,
-        "o",
-        color=COLORS["main"],
-        ms=3.5,
-        label=f"realised / ideal update\n(all: {rows[-1]['ratio']:.3g})",
-    )
+    label = "weights that changed\n(all: {changed:.3g})".format(**rows[-1])
+    ax.bar(x, changed, 0.8, color=COLORS["raw"], label=label)
+    label = "realised / ideal update\n(all: {ratio:.3g})".format(**rows[-1])
+    ax.plot(x, ratio, "o", color=COLORS["main"], ms=3.5, label=label)
     ax.axhline(1, color=COLORS["dark"], lw=0.8, ls="--")
     ax.set_ylim(0, max(1.1, min(2.0, 1.1 * ratio.max())))
     every = max(1, len(data) // 16)

@@ -384,10 +384,7 @@ def read_evaluation(run: Path | str) -> list[Evaluation]:
     return sorted(rows, key=lambda row: (row.step, row.series, row.name))
 
 
-def keep_evaluation(
-    run: Path | str,
-    row: Evaluation,
-):
+def keep_evaluation(run: Path | str, row: Evaluation):
     """Write a row of evaluation.jsonl, replacing one of the same name."""
     rows = [r for r in read_evaluation(run) if r.name != row.name] + [row]
     lines = [json.dumps(asdict(r), ensure_ascii=False) for r in rows]

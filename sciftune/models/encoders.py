@@ -61,7 +61,7 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")  # One o
 # %% auto #0
 __all__ = ['TextTokenizer', 'VOCABULARIES', 'TOKENIZER_OBJECTS', 'PROCESSOR_FILES', 'CPU_PIXELS', 'check_captions', 'user_turn',
            'chat_text', 'check_tokenizer_files', 'check_processor_files', 'load_image_processor', 'Encoders',
-           'frame_forward', 'for_single_frames', 'in_threads', 'Encoding']
+           'unpadded_states', 'frame_forward', 'for_single_frames', 'in_threads', 'Encoding']
 
 # %% ../../nbs/4_models/01c_encoders.ipynb #enc-7
 def check_captions(captions: list[str]) -> list[str]:
@@ -187,12 +187,52 @@ class Encoders:
             m.to(device)
         return self
 
+    @torch.no_grad()
+    def states(
+        self, captions: list[str], length: int, suffix: str = "", **options: object
+    ) -> transformers.utils.ModelOutput:
+        """Run a text encoder on captions that are padded and cut to one length, pads included.
+
+        Args:
+            captions: texts
+            length: of every result, tokens
+            suffix: of the encoder and its tokenizer: '', '_2', '_3'
+            **options: of the call
+        """
+        cut = dict(padding="max_length", truncation=True, max_length=length)
+        ids = self.tokenizers["tokenizer" + suffix](captions, return_tensors="pt", **cut).input_ids
+        encoder = self.text["text_encoder" + suffix]
+        return encoder(ids.to(encoder.device), **options)
+
     def unload(self):
         """Drop the modules and free their memory."""
         self.vae, self.text, self.tokenizers = None, {}, {}
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+# %% ../../nbs/4_models/01c_encoders.ipynb #b2965ef8
+@torch.no_grad()
+def unpadded_states(
+    lm: nn.Module, tokenizer: TextTokenizer, texts: list[str], length: int
+) -> list[Tensor]:
+    """Return the final hidden states of texts, without those of pads.
+
+    Args:
+        lm: language model without its vocabulary head
+        tokenizer: its tokenizer
+        texts: captions in their templates
+        length: where a text is cut, tokens
+
+    Returns:
+        One (T_i, width) tensor per text
+    """
+    batch = tokenizer(texts, max_length=length, truncation=True, padding=True, return_tensors="pt")
+    batch = batch.to(next(lm.parameters()).device)
+    mask = batch.attention_mask
+    hidden = lm(input_ids=batch.input_ids, attention_mask=mask, use_cache=False)
+    rows = zip(hidden.last_hidden_state, mask.bool(), strict=True)
+    return [states[valid].clone() for states, valid in rows]
 
 # %% ../../nbs/4_models/01c_encoders.ipynb #124a2e87
 def frame_forward(module: nn.Module, usual: Callable, x: Tensor, *cache: Tensor | None) -> Tensor:

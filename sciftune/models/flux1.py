@@ -25,7 +25,7 @@ from sciftune.models.packing import (
     own_pictures,
     separate_rows,
 )
-from .published import CLIP_L, FLUX1_VAE, T5_XXL
+from .published import CLIP_L, FLUX1_VAE, T5_XXL, class_defaults
 from .references import mask_with_references, references_of
 from .sampler import GuidanceInput
 from sciftune.models.tokens import (
@@ -53,51 +53,20 @@ RECORDS = [
         pipeline_class="FluxPipeline",
         block_classes=("FluxTransformerBlock", "FluxSingleTransformerBlock"),
         blocks=57,
-        objectives=("flow",),
         usual_learning_rates=(5e-6, 5e-5),
         guides_above=None,
         context_parallel=True,
         packing=True,
-        lora_formats=("diffusers", "kohya", "comfyui"),
         single_file=True,
     )
 ]
 
 # %% ../../nbs/4_models/05_flux1.ipynb #fbb05517
 FLUX1_LAYERS = packaged_table("models/flux1_layers.yaml")
-FLUX1_DEV = dict(
-    patch_size=1,
-    in_channels=64,
-    out_channels=None,
-    num_layers=19,
-    num_single_layers=38,
-    attention_head_dim=128,
-    num_attention_heads=24,
-    joint_attention_dim=4096,
-    pooled_projection_dim=768,
-    guidance_embeds=True,
-    axes_dims_rope=(16, 56, 56),
-)
+FLUX1_DEV = class_defaults("FluxTransformer2DModel", guidance_embeds=True)
 FLUX1_SCHNELL = dict(FLUX1_DEV, guidance_embeds=False)
 
 # %% ../../nbs/4_models/05_flux1.ipynb #ede3bae5
-def _padded_ids(encoders: Encoders, captions: list[str], suffix: str, length: int) -> Tensor:
-    """Return token ids (B, length) of captions padded and cut to one length.
-
-    Args:
-        encoders: with tokenizers
-        captions: texts
-        suffix: "" = CLIP, "_2" = T5
-        length: of every result
-    """
-    tokens = encoders.tokenizers["tokenizer" + suffix](
-        captions, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
-    )
-    encoder = encoders.text["text_encoder" + suffix]
-    return tokens.input_ids.to(next(encoder.parameters()).device)
-
-
-@torch.no_grad()
 def t5_and_clip_states(
     encoders: Encoders, captions: list[str], text_tokens: int
 ) -> tuple[Tensor, Tensor]:
@@ -111,9 +80,8 @@ def t5_and_clip_states(
     Returns:
         T5 states (B,T,4096), pooled CLIP (B,768)
     """
-    text = encoders.text["text_encoder_2"](_padded_ids(encoders, captions, "_2", text_tokens))[0]
-    clip = encoders.text["text_encoder"](_padded_ids(encoders, captions, "", 77))
-    return text, clip.pooler_output
+    text = encoders.states(captions, text_tokens, "_2")[0]
+    return text, encoders.states(captions, 77).pooler_output
 
 # %% ../../nbs/4_models/05_flux1.ipynb #b6cc58f0
 def flux1_position_ids(
@@ -287,10 +255,6 @@ class Flux1(GuidanceInput, Family):
         everything = torch.ones(text.shape[:2], device=device)
         mask = mask_with_references(conditioning, x_t, 2, everything)
         pictures = [x_t, *references_of(conditioning)]
-        ids = [
-            flux1_position_ids(x.shape[2] // 2, x.shape[3] // 2, device, first=k)
-            for k, x in enumerate(pictures)
-        ]
         out = denoiser(
             hidden_states=torch.cat([pack(x) for x in pictures], 1).to(dtype),
             joint_attention_kwargs=None if mask is None else dict(attention_mask=mask),
@@ -300,7 +264,7 @@ class Flux1(GuidanceInput, Family):
             encoder_hidden_states=text.to(dtype),
             pooled_projections=conditioning["pooled"].to(dtype),
             txt_ids=torch.zeros(text.shape[1], 3, dtype=torch.int64, device=device),
-            img_ids=torch.cat(ids),
+            img_ids=picture_places([x[0] for x in pictures]),
         )[0]
         return unpack(out[:, : h // 2 * (w // 2)], h // 2, w // 2).to(x_t.dtype)
 

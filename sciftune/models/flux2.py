@@ -35,7 +35,7 @@ from sciftune.models.packing import (
     separate_rows,
     spread,
 )
-from .published import QWEN3_4B, QWEN3_8B
+from .published import QWEN3_4B, QWEN3_8B, class_defaults
 from .references import mask_with_references, references_of
 from sciftune.models.tokens import (
     TokenArguments,
@@ -61,7 +61,6 @@ _KLEIN = {
     "references": 10,
     "context_parallel": True,
     "packing": True,
-    "lora_formats": ("diffusers", "kohya", "comfyui"),
     "single_file": True,
 }
 RECORDS = [
@@ -89,20 +88,11 @@ RECORDS = [
 
 # %% ../../nbs/4_models/04_flux2.ipynb #7e591913
 FLUX2_LAYERS = packaged_table("models/flux2_layers.yaml")
-KLEIN_9B = dict(
-    patch_size=1,
-    in_channels=128,
-    out_channels=None,
-    num_layers=8,
+KLEIN_9B = class_defaults(
+    "Flux2Transformer2DModel",
     num_single_layers=24,
-    attention_head_dim=128,
     num_attention_heads=32,
     joint_attention_dim=12288,
-    timestep_guidance_channels=256,
-    mlp_ratio=3.0,
-    axes_dims_rope=(32, 32, 32, 32),
-    rope_theta=2000,
-    eps=1e-6,
     guidance_embeds=False,
 )
 KLEIN_4B = dict(
@@ -493,10 +483,6 @@ class Klein(Family):
         everything = torch.ones(text.shape[:2], device=device)
         mask = mask_with_references(conditioning, x_t, 1, everything)
         pictures = [x_t, *references_of(conditioning)]
-        ids = [
-            flux2_position_ids(b, x.shape[2], x.shape[3], 1, device, time=REFERENCE_TIME * k)
-            for k, x in enumerate(pictures)
-        ]
         tokens = [x.flatten(2).transpose(1, 2).float() for x in pictures]
         out = denoiser(
             hidden_states=torch.cat(tokens, 1),
@@ -504,7 +490,7 @@ class Klein(Family):
             encoder_hidden_states=text.to(dtype),
             guidance=self.guidance_input(conditioning, sigma),
             txt_ids=flux2_position_ids(b, 1, 1, text.shape[1], device),
-            img_ids=torch.cat(ids, 1),
+            img_ids=picture_ids([x[0] for x in pictures]).expand(b, -1, -1),
             joint_attention_kwargs=None if mask is None else dict(attention_mask=mask),
             return_dict=False,
         )[0]

@@ -26,8 +26,8 @@ from sciftune.models.encoders import (
     check_processor_files,
     load_image_processor,
 )
-from .flux2 import KLEIN_9B, TINY_KLEIN, Klein
-from .published import MISTRAL_SMALL
+from .flux2 import TINY_KLEIN, Klein
+from .published import MISTRAL_SMALL, class_defaults
 from .sampler import GuidanceInput
 from .weights import load_text_encoder
 
@@ -48,26 +48,18 @@ RECORDS = [
         pipeline_class="Flux2Pipeline",
         block_classes=("Flux2TransformerBlock", "Flux2SingleTransformerBlock"),
         blocks=56,
-        objectives=("flow",),
         usual_learning_rates=(5e-6, 5e-5),
         float32_arguments=("timestep", "guidance", "hidden_states"),
         guides_above=None,
         references=10,
         writes="Mistral3ForConditionalGeneration",
         packing=True,
-        lora_formats=("diffusers", "kohya", "comfyui"),
         single_file=True,
     )
 ]
 
 # %% ../../nbs/4_models/14_flux2_dev.ipynb #9213ce62
-FLUX2_DEV = dict(
-    KLEIN_9B,
-    num_single_layers=48,
-    num_attention_heads=48,
-    joint_attention_dim=15360,
-    guidance_embeds=True,
-)
+FLUX2_DEV = class_defaults("Flux2Transformer2DModel")
 
 # %% ../../nbs/4_models/14_flux2_dev.ipynb #4177d11f
 def dev_turns(tokenizer: TextTokenizer, caption: str) -> str:

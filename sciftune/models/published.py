@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['CLIP_L', 'CLIP_G', 'T5_XXL', 'QWEN3_4B', 'QWEN3_8B', 'QWEN25_VL_7B', 'QWEN3_VL_8B', 'MISTRAL_SMALL', 'FLUX1_VAE',
-           'SD_VAE', 'SDXL_VAE', 'write_configurations']
+           'SD_VAE', 'SDXL_VAE', 'class_defaults', 'write_configurations']
 
 # %% ../../nbs/4_models/20_published.ipynb #a3c1f0be
+import inspect
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +28,17 @@ MISTRAL_SMALL = tuple(_ENCODERS["MISTRAL_SMALL"])
 
 # %% ../../nbs/4_models/20_published.ipynb #a3c1f0b9
 FLUX1_VAE, SD_VAE, SDXL_VAE = (_AUTOENCODERS[n] for n in ("FLUX1_VAE", "SD_VAE", "SDXL_VAE"))
+
+# %% ../../nbs/4_models/20_published.ipynb #252997b2
+def class_defaults(name: str, **others: object) -> dict:
+    """Return the default configuration of a class of diffusers, with `others` in the place of some.
+
+    Args:
+        name: class
+        **others: values that are not its defaults
+    """
+    parameters = inspect.signature(getattr(diffusers, name).__init__).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty} | others
 
 # %% ../../nbs/4_models/20_published.ipynb #a3c1f0bc
 def _configuration(kind: str, values: Mapping) -> dict:

@@ -16,7 +16,12 @@ from torch import Tensor, nn
 
 from ..core.registry import FamilyRecord
 from . import tiny
-from .encoders import Encoders, TextTokenizer, check_captions
+from sciftune.models.encoders import (
+    Encoders,
+    TextTokenizer,
+    check_captions,
+    unpadded_states,
+)
 from .family import Family
 from sciftune.models.packing import (
     PackedForward,
@@ -26,7 +31,7 @@ from sciftune.models.packing import (
     own_images,
     separate_rows,
 )
-from .published import QWEN25_VL_7B
+from .published import QWEN25_VL_7B, class_defaults
 from .references import mask_with_references, references_of
 from sciftune.models.tokens import (
     TokenArguments,
@@ -62,26 +67,12 @@ RECORDS = [
         packing=True,
         nano=True,
         writes="Qwen2_5_VLForConditionalGeneration",
-        lora_formats=("diffusers", "kohya", "comfyui"),
         single_file=True,
     )
 ]
 
 # %% ../../nbs/4_models/03_qwenimage.ipynb #01b08340
-QWEN_IMAGE = dict(
-    patch_size=2,
-    in_channels=64,
-    out_channels=16,
-    num_layers=60,
-    attention_head_dim=128,
-    num_attention_heads=24,
-    joint_attention_dim=3584,
-    guidance_embeds=False,
-    axes_dims_rope=(16, 56, 56),
-    zero_cond_t=False,
-    use_additional_t_cond=False,
-    use_layer3d_rope=False,
-)
+QWEN_IMAGE = class_defaults("QwenImageTransformer2DModel")
 
 # %% ../../nbs/4_models/03_qwenimage.ipynb #62c94f49
 @functools.cache
@@ -93,7 +84,6 @@ def qwen_image_template() -> tuple[str, int]:
     return pipe.prompt_template_encode, pipe.prompt_template_encode_start_idx
 
 # %% ../../nbs/4_models/03_qwenimage.ipynb #70182e59
-@torch.no_grad()
 def last_hidden_states(
     lm: nn.Module,
     tokenizer: TextTokenizer,
@@ -114,19 +104,9 @@ def last_hidden_states(
         One (T_i, width) tensor per caption
     """
     template, dropped = prompt_template or qwen_image_template()
-    batch = tokenizer(
-        [template.format(c) for c in captions],
-        max_length=dropped + text_tokens,
-        truncation=True,
-        padding=True,
-        return_tensors="pt",
-    )
-    batch = batch.to(next(lm.parameters()).device)
-    hidden = lm(
-        input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
-    ).last_hidden_state
-    masks = batch.attention_mask.bool()
-    return [states[mask][dropped:].clone() for states, mask in zip(hidden, masks, strict=True)]
+    texts = [template.format(c) for c in captions]
+    states = unpadded_states(lm, tokenizer, texts, dropped + text_tokens)
+    return [text[dropped:].clone() for text in states]
 
 # %% ../../nbs/4_models/03_qwenimage.ipynb #daffd56f
 _WRAPPERS = re.compile(

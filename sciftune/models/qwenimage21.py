@@ -14,7 +14,6 @@ import diffusers
 import numpy as np
 import torch
 import transformers
-from diffusers.image_processor import VaeImageProcessor
 from diffusers.pipelines.qwenimage21 import pipeline_qwenimage21
 from PIL import Image
 from torch import Tensor, nn
@@ -32,7 +31,7 @@ from sciftune.models.encoders import (
 )
 from .family import Family
 from .heads import turn_pairs
-from .published import QWEN3_VL_8B
+from .published import QWEN3_VL_8B, class_defaults
 from .qwenimage_edit import LastState, WithoutVideos
 from .references import references_of
 from .sampler import build_scheduler
@@ -58,7 +57,6 @@ RECORDS = [
         pipeline_class="QwenImage21Pipeline",
         block_classes=("QwenImage21TransformerBlock",),
         blocks=32,
-        objectives=("flow",),
         learning_rate=5e-6,
         usual_learning_rates=(1e-6, 1e-5),
         timestep_shifts=("none", "linear"),
@@ -69,19 +67,7 @@ RECORDS = [
 ]
 
 # %% ../../nbs/4_models/15_qwenimage21.ipynb #bcc0e7d3
-QWEN_IMAGE_21 = dict(
-    patch_size=1,
-    in_channels=64,
-    out_channels=64,
-    num_layers=32,
-    attention_head_dim=128,
-    num_attention_heads=32,
-    context_in_dim=4096,
-    mlp_ratio=3,
-    axes_dims_rope=(16, 56, 56),
-    eps=1e-6,
-    causal_condition=True,
-)
+QWEN_IMAGE_21 = class_defaults("QwenImage21Transformer2DModel")
 
 
 def joint_flops(
@@ -733,11 +719,6 @@ class QwenImage21(Family):
         area = min(side or 1024, 1024) ** 2
         columns, rows, _ = pipeline_qwenimage21.calculate_dimensions(area, width / height)
         return max(rows, 32), max(columns, 32)
-
-    def reference_pixels(self, image: Image.Image, side: int = 0) -> np.ndarray:
-        """Scale with the pipeline's own image processor; nothing is cropped."""
-        height, width = self.reference_size(*image.size, side)
-        return np.array(VaeImageProcessor(vae_scale_factor=16).resize(image, height, width))
 
     def flops(self, config: Mapping, height: int, width: int, text_tokens: int) -> float:
         """Return `joint_flops`."""

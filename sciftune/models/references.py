@@ -12,6 +12,7 @@ import diffusers
 import numpy as np
 import torch
 import transformers
+from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 from torch import Tensor
 
@@ -105,7 +106,7 @@ class References(Encoding):
         raise ValueError(f"{self.name} takes no reference images")
 
     def reference_pixels(self, image: Image.Image, side: int = 0) -> np.ndarray:
-        """Scale and crop a reference image as the pipeline does.
+        """Scale a reference image as the pipeline does; nothing is cropped.
 
         Args:
             image: RGB
@@ -114,7 +115,8 @@ class References(Encoding):
         Returns:
             (height, width, 3) uint8, of `reference_size`
         """
-        raise ValueError(f"{self.name} takes no reference images")
+        size = self.reference_size(*image.size, side)
+        return np.array(VaeImageProcessor().resize(image, *size))
 
     def reference_tokens(self, height: int, width: int) -> int:
         """Return the tokens of a reference image of this `reference_size`."""

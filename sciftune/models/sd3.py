@@ -17,7 +17,7 @@ from ..core.registry import FamilyRecord
 from . import tiny
 from .encoders import Encoders, TextTokenizer, check_captions
 from .family import Family
-from .published import CLIP_G, CLIP_L, FLUX1_VAE, T5_XXL
+from .published import CLIP_G, CLIP_L, FLUX1_VAE, T5_XXL, class_defaults
 from .sampler import build_scheduler
 from .tokens import compute_dtype
 
@@ -40,12 +40,11 @@ RECORDS = [
 ]
 
 # %% ../../nbs/4_models/22_sd3.ipynb #sd3-9
-SD35_MEDIUM = dict(
+SD35_MEDIUM = class_defaults(
+    "SD3Transformer2DModel",
     num_layers=24,
     num_attention_heads=24,
-    joint_attention_dim=4096,
     caption_projection_dim=1536,
-    pooled_projection_dim=2048,
     pos_embed_max_size=384,
     dual_attention_layers=tuple(range(13)),
     qk_norm="rms_norm",
@@ -145,15 +144,11 @@ class StableDiffusion3(Family):
         self, encoders: Encoders, captions: list[str], text_tokens: int = None
     ) -> list[dict]:
         """Return {'text': (77+T,4096), 'pooled': (2048,)} per caption."""
-        outputs = []
-        for suffix in ("", "_2", "_3"):
-            name, encoder = "tokenizer" + suffix, encoders.text["text_encoder" + suffix]
-            tokenizer = encoders.tokenizers[name]
-            limit = self.token_limit(name, tokenizer, text_tokens)
-            cut = dict(padding="max_length", truncation=True, max_length=limit)
-            ids = tokenizer(check_captions(captions), return_tensors="pt", **cut).input_ids
-            outputs.append(encoder(ids.to(encoder.device), output_hidden_states=True))
-        first, second, third = outputs
+        captions, lengths = check_captions(captions), (77, 77, self.check_text_tokens(text_tokens))
+        first, second, third = (
+            encoders.states(captions, length, suffix, output_hidden_states=True)
+            for length, suffix in zip(lengths, ("", "_2", "_3"), strict=True)
+        )
         clip = torch.cat([first.hidden_states[-2], second.hidden_states[-2]], -1)
         t5 = third.last_hidden_state
         clip = nn.functional.pad(clip, (0, t5.shape[-1] - clip.shape[-1]))

@@ -15,9 +15,15 @@ from torch import Tensor, nn
 
 from ..core.registry import FamilyRecord
 from . import tiny
-from .encoders import Encoders, TextTokenizer, check_captions, user_turn
+from sciftune.models.encoders import (
+    Encoders,
+    TextTokenizer,
+    check_captions,
+    unpadded_states,
+    user_turn,
+)
 from .family import Family
-from .published import FLUX1_VAE, QWEN3_4B
+from .published import FLUX1_VAE, QWEN3_4B, class_defaults
 from .tokens import compute_dtype, mmdit_flops, stack_sizes
 
 # %% auto #0
@@ -35,12 +41,10 @@ RECORDS = [
         pipeline_class="ZImagePipeline",
         block_classes=("ZImageTransformerBlock",),
         blocks=34,
-        objectives=("flow",),
         usual_learning_rates=(5e-6, 5e-5),
         float32_arguments=("t",),
         guides_above=0.0,
         values={"timestep_shift": "3.0"},
-        lora_formats=("diffusers", "kohya", "comfyui"),
         single_file=True,
     )
 ]
@@ -54,24 +58,7 @@ Z_IMAGE_LAYERS = {  # names of Tongyi-MAI/Z-Image's release and of ComfyUI
     "final_layer.linear": ("all_final_layer.2-1.linear",),
     "final_layer.adaLN_modulation.1": ("all_final_layer.2-1.adaLN_modulation.1",),
 }
-Z_IMAGE = dict(
-    all_patch_size=(2,),
-    all_f_patch_size=(1,),
-    in_channels=16,
-    dim=3840,
-    n_layers=30,
-    n_refiner_layers=2,
-    n_heads=30,
-    n_kv_heads=30,
-    norm_eps=1e-5,
-    qk_norm=True,
-    cap_feat_dim=2560,
-    siglip_feat_dim=None,
-    rope_theta=256.0,
-    t_scale=1000.0,
-    axes_dims=[32, 48, 48],
-    axes_lens=[1024, 512, 512],
-)
+Z_IMAGE = class_defaults("ZImageTransformer2DModel")
 Z_IMAGE_SCHEDULE = dict(num_train_timesteps=1000, use_dynamic_shifting=False, shift=6.0)
 SEQUENCE_MULTIPLE = 32  # Picture and caption are filled up to a multiple of it
 
@@ -105,7 +92,6 @@ def qwen3_but_last(folder: Path) -> transformers.PretrainedConfig:
     return config
 
 # %% ../../nbs/4_models/10_zimage.ipynb #ed1a7803
-@torch.no_grad()
 def turn_states(
     lm: nn.Module, tokenizer: TextTokenizer, captions: list[str], text_tokens: int
 ) -> list[Tensor]:
@@ -121,13 +107,7 @@ def turn_states(
         One (T_i, width) tensor per caption
     """
     turns = [user_turn(tokenizer, caption, thinking=True) for caption in captions]
-    batch = tokenizer(
-        turns, max_length=text_tokens, truncation=True, padding=True, return_tensors="pt"
-    ).to(next(lm.parameters()).device)
-    mask = batch.attention_mask
-    hidden = lm(input_ids=batch.input_ids, attention_mask=mask, use_cache=False)
-    rows = zip(hidden.last_hidden_state, mask.bool(), strict=True)
-    return [states[valid].clone() for states, valid in rows]
+    return unpadded_states(lm, tokenizer, turns, text_tokens)
 
 # %% ../../nbs/4_models/10_zimage.ipynb #4ac05db2
 TINY_Z_IMAGE = dict(

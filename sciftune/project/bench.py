@@ -436,10 +436,7 @@ def plan_columns(plan: Plan, used: float | None) -> dict:
     return row
 
 
-def shown_command(
-    launch: LaunchFile,
-    run: RunDir,
-) -> str:
+def shown_command(launch: LaunchFile, run: RunDir) -> str:
     """Return the command for a reader, without the folders of this machine."""
     variables = " ".join(f"{k}={shlex.quote(v)}" for k, v in launch.environment.items())
     words = [word.replace(str(run.path), run.path.name) for word in launch.command[1:]]

@@ -140,10 +140,7 @@ class Predictor:
 
     profiles: dict[tuple, Profile] = field(default_factory=dict)
 
-    def profile_of(
-        self,
-        recipe: Recipe,
-    ) -> Profile:
+    def profile_of(self, recipe: Recipe) -> Profile:
         """Return the model's profile, measured without allocating memory."""
         key = (
             recipe.model,
@@ -489,10 +486,7 @@ def setting_words(
     return f"{row['model']}, {kind}"
 
 
-def draw_utilisation(
-    ax: Axes,
-    rows: list[dict],
-):
+def draw_utilisation(ax: Axes, rows: list[dict]):
     """Draw the MFU of the best setting by batch."""
     kinds = sorted({setting_words(row) for row in rows})
     for number, kind in enumerate(kinds):
@@ -512,10 +506,7 @@ def draw_utilisation(
     ax.legend(fontsize=7, ncol=3, frameon=False, **place)
 
 
-def draw_parts(
-    ax: Axes,
-    rows: list[dict],
-):
+def draw_parts(ax: Axes, rows: list[dict]):
     """Draw the shares of a step's parts."""
     last = {
         f"{setting_words(row)}, batch {row['micro_batch']}, {row['recompute']} recomputed": row

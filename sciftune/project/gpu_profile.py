@@ -184,12 +184,7 @@ def trace_page(events: list[TraceEvent], steps: int, label: str) -> str:
     return "\n".join(lines)
 
 # %% ../../nbs/10_project/04_gpu_profile.ipynb #271356af
-def save_timeline(
-    events: list[TraceEvent],
-    file: str | Path,
-    label: str,
-    strips: int = 5,
-):
+def save_timeline(events: list[TraceEvent], file: str | Path, label: str, strips: int = 5):
     """Draw events by kind, in strips under each other; white is idle."""
     begin = events[0].start
     span = (max(event.end for event in events) - begin) / strips
@@ -259,11 +254,7 @@ class Timing(NamedTuple):
     device: float
     host: float
 
-    def line(
-        self,
-        label: str,
-        note: str = "",
-    ) -> str:
+    def line(self, label: str, note: str = "") -> str:
         """Format the times."""
         return f"{label:52} {self.device * 1000:9.2f} ms, host {self.host * 1000:8.2f} ms  {note}"
 

@@ -21,11 +21,7 @@ from ..core.rundir import project_root
 NODE_PACKAGES = {"torch": "2.99", "triton": "3.99"}
 
 
-def write_empty_wheel(
-    folder: Path,
-    name: str,
-    version: str,
-) -> Path:
+def write_empty_wheel(folder: Path, name: str, version: str) -> Path:
     """Write a wheel with a name and no content."""
     info = f"{name}-{version}.dist-info"
     wheel = "Wheel-Version: 1.0\nGenerator: sciftune\nRoot-Is-Purelib: true\nTag: py3-none-any\n"

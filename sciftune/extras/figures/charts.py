@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import io
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -19,7 +18,7 @@ from PIL import Image, ImageChops, ImageDraw, ImageFont
 
 from ...core.recipe import Recipe, RecipeError
 from ...core.rundir import cache_root
-from .figures import KINDS, Drawing
+from .figures import KINDS, Drawing, png
 from .looks import CHOICES, STYLES, WORDS, palette, several
 from .shards import make_collection, make_figures
 
@@ -431,11 +430,8 @@ def draw_chart(
     rng = np.random.default_rng([seed, index, 3])
     style = styles[rng.integers(len(styles))]
     image, facts = compose_chart(rng, kind, style, side)
-    png = io.BytesIO()
-    image.save(png, "PNG", compress_level=1)
-    return Drawing(
-        f"chart-{style}-{seed}-{index:06d}", png.getvalue(), facts["caption"], side, side, facts
-    )
+    name, data = f"chart-{style}-{seed}-{index:06d}", png(image, compress_level=1)
+    return Drawing(name, data, facts["caption"], side, side, facts)
 
 # %% ../../../nbs/extras/figures/02_charts.ipynb #228f5939
 _CLAIM = re.compile(

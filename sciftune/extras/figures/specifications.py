@@ -19,6 +19,7 @@ from matplotlib.ticker import MaxNLocator, ScalarFormatter
 from PIL import Image
 
 from .colours import shades
+from .figures import canvas_image
 from .looks import CHOICES, number, several
 
 # %% ../../../nbs/extras/figures/11_specifications.ipynb #d80bccd6
@@ -404,7 +405,7 @@ def draw_specification(
     if change:
         change(fig)
     fig.canvas.draw()
-    return Image.fromarray(np.asarray(fig.canvas.buffer_rgba())[..., :3])
+    return canvas_image(fig)
 
 
 def _draw_panel(ax: Axes, panel: Panel, size: float, font: str):

@@ -6,14 +6,15 @@
 __all__ = ['NORMALISERS', 'Settings', 'RandomSource', 'KeyedRandomSource', 'mean_difference', 'dm_gradient', 'surrogate_loss',
            'classifier_free_guidance', 'join_conditioning', 'repeat_conditioning', 'decoupled_gradients',
            'discriminator_head', 'Critic', 'gan_generator_loss', 'gan_discriminator_loss', 'denoising_steps',
-           'run_generator', 'DMDSettings', 'tau_range', 'unwrap_to', 'GradientSwitch', 'without_gradient_sync',
-           'teacher_of', 'teacher_images', 'critic_images', 'renoise', 'matching_loss', 'decoupled_loss',
-           'generator_input', 'discriminator_input', 'generator_gan_loss', 'critic_loss', 'DMD2', 'DecoupledDMD']
+           'run_generator', 'DMDSettings', 'LossSetup', 'tau_range', 'unwrap_to', 'GradientSwitch',
+           'without_gradient_sync', 'teacher_of', 'teacher_images', 'critic_images', 'renoise', 'matching_loss',
+           'decoupled_loss', 'generator_input', 'discriminator_input', 'generator_gan_loss', 'critic_loss', 'DMD2',
+           'DecoupledDMD']
 
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #10dc7bb7
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -386,6 +387,25 @@ class DMDSettings(DistillationSection):
 Settings = DMDSettings | Recipe
 
 
+def _call(network: Callable, x: Tensor, t: Tensor, conditioning: Tensor | dict | None) -> Tensor:
+    return network(x, t, conditioning)
+
+
+@dataclass(eq=False)
+class LossSetup:
+    """What the losses of a distillation share.
+
+    Attributes:
+        settings: of the distillation
+        predict: (network, x, t, conditioning) -> noise or velocity, fp32
+        schedule: noise schedule of the teacher, on the device of the run
+    """
+
+    settings: Settings
+    predict: Callable = _call
+    schedule: NoiseSchedule = field(default_factory=NoiseSchedule)
+
+
 def tau_range(settings: Settings) -> tuple[int, int]:
     """Return the first timestep of distribution matching, and the one after the last."""
     low, high = settings.dm_min_step, settings.dm_max_step
@@ -474,29 +494,22 @@ def teacher_of(networks: dict) -> Iterator[object]:
 
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #4f9b9394
 def teacher_images(
-    predict: Callable,
-    networks: dict,
-    z: Tensor,
-    t: Tensor,
-    batch: dict,
-    scale: float,
-    schedule: NoiseSchedule,
+    setup: LossSetup, networks: dict, z: Tensor, t: Tensor, batch: dict, scale: float
 ) -> tuple:
     """Return the teacher's clean images of `z`, without a graph.
 
     Args:
-        predict: (network, x, t, conditioning) -> noise or velocity
+        setup: what predicts, and the noise schedule
         networks: see `teacher_of`
         z: noised images (B,...)
         t: integer timesteps (B,)
         batch: conditioning, and unconditional when scale > 1
         scale: guidance scale
-        schedule: noise schedule of the teacher
 
     Returns:
         guided, conditional and unconditional images (B,...) float64; the last is None if scale <= 1
     """
-    conditional = batch["conditioning"]
+    conditional, predict, schedule = batch["conditioning"], setup.predict, setup.schedule
     with torch.no_grad(), teacher_of(networks) as teacher:
         if scale <= 1:
             only = schedule.x0(z, predict(teacher, z, t, conditional), t, torch.float64)
@@ -529,60 +542,45 @@ def critic_images(
 
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #5509343a
 def renoise(
-    x: Tensor,
-    role: str,
-    low: int,
-    high: int | Tensor,
-    random: RandomSource,
-    schedule: NoiseSchedule,
+    setup: LossSetup, random: RandomSource, x: Tensor, role: str, low: int, high: int | Tensor
 ) -> tuple[Tensor, Tensor]:
     """Noise `x` to a random level.
 
     Args:
+        setup: its noise schedule
+        random: source of random numbers
         x: clean images (B,...)
         role: prefix of the random numbers `role`.timestep and `role`.noise
         low: lowest timestep
         high: exclusive; may differ per sample (B,)
-        random: source of random numbers
-        schedule: noise schedule of the teacher
 
     Returns:
         noised images (B,...), timesteps (B,)
     """
     t = random.integers(f"{role}.timestep", low, high, (len(x),))
-    return schedule.add_noise(x, random.normal(f"{role}.noise", x.shape), t), t
+    return setup.schedule.add_noise(x, random.normal(f"{role}.noise", x.shape), t), t
 
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #40b2ef8c
 def matching_loss(
-    networks: dict,
-    x: Tensor,
-    t: Tensor,
-    batch: dict,
-    random: RandomSource,
-    settings: Settings,
-    predict: Callable,
-    schedule: NoiseSchedule,
+    setup: LossSetup, networks: dict, x: Tensor, t: Tensor, batch: dict
 ) -> tuple[Tensor, dict]:
     """Return DMD2's distribution-matching loss; only the graph of `x` is kept.
 
     Args:
+        setup: its range of tau, real_guidance and dm_weight
         networks: generator, teacher, critic
         x: images (B,...) with their graph
         t: timesteps (B,) of the generator, unused here
-        batch: see `DMD2`
-        random: draws dm.timestep, dm.noise
-        settings: its range of tau, real_guidance and dm_weight
-        predict: (network, x, t, conditioning) -> noise or velocity
-        schedule: noise schedule of the teacher
+        batch: see `DMD2`; its source draws dm.timestep, dm.noise
 
     Returns:
         fp32 scalar, metrics
     """
+    settings = setup.settings
     with torch.no_grad():
-        z, tau = renoise(x, "dm", *tau_range(settings), random, schedule)
-        scale = settings.real_guidance
-        real = teacher_images(predict, networks, z, tau, batch, scale, schedule)[0]
-        fake = critic_images(networks["critic"], z, tau, batch, schedule)
+        z, tau = renoise(setup, batch["random"], x, "dm", *tau_range(settings))
+        real = teacher_images(setup, networks, z, tau, batch, settings.real_guidance)[0]
+        fake = critic_images(networks["critic"], z, tau, batch, setup.schedule)
         gradient = dm_gradient(x, real, fake)
     loss = surrogate_loss(x, gradient)
     norm = gradient.flatten(1).norm(dim=1).mean()
@@ -590,45 +588,34 @@ def matching_loss(
 
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #f954705d
 def decoupled_loss(
-    networks: dict,
-    x: Tensor,
-    t: Tensor,
-    batch: dict,
-    random: RandomSource,
-    settings: Settings,
-    predict: Callable,
-    schedule: NoiseSchedule,
+    setup: LossSetup, networks: dict, x: Tensor, t: Tensor, batch: dict
 ) -> tuple[Tensor, dict]:
     """Return the loss of CFG augmentation below the generator's timestep plus matching.
 
     Args:
+        setup: its range of tau, real_guidance, normaliser and weights
         networks: generator, teacher, critic
         x: images (B,...) with their graph
         t: timesteps (B,) of the generator
-        batch: see `DMD2`
-        random: draws ca.timestep, ca.noise, dm.timestep, dm.noise
-        settings: its range of tau, real_guidance, normaliser and weights
-        predict: (network, x, t, conditioning) -> noise or velocity
-        schedule: noise schedule of the teacher
+        batch: see `DMD2`; its source draws ca.timestep, ca.noise, dm.timestep, dm.noise
 
     Returns:
         fp32 scalar, metrics
     """
+    settings, random = setup.settings, batch["random"]
     scale, normaliser = settings.real_guidance, settings.normaliser
     low, high = tau_range(settings)
     with torch.no_grad():
-        z_ca, t_ca = renoise(x, "ca", low, t.clamp(min=low + 1), random, schedule)
-        z_dm, t_dm = renoise(x, "dm", low, high, random, schedule)
+        z_ca, t_ca = renoise(setup, random, x, "ca", low, t.clamp(min=low + 1))
+        z_dm, t_dm = renoise(setup, random, x, "dm", low, high)
         ca_cond = ca_uncond = x  # without guidance there is nothing to augment
         if scale > 1:
-            found = teacher_images(predict, networks, z_ca, t_ca, batch, scale, schedule)
-            _, ca_cond, ca_uncond = found
+            _, ca_cond, ca_uncond = teacher_images(setup, networks, z_ca, t_ca, batch, scale)
         dm_scale = scale if normaliser == "shared_cfg" else 1.0
-        found = teacher_images(predict, networks, z_dm, t_dm, batch, dm_scale, schedule)
-        _, dm_cond, dm_uncond = found
+        _, dm_cond, dm_uncond = teacher_images(setup, networks, z_dm, t_dm, batch, dm_scale)
         if dm_uncond is None:
             dm_uncond = dm_cond
-        fake = critic_images(networks["critic"], z_dm, t_dm, batch, schedule)
+        fake = critic_images(networks["critic"], z_dm, t_dm, batch, setup.schedule)
         ca, dm = decoupled_gradients(
             x, ca_cond, ca_uncond, dm_cond, fake, max(scale, 1.0), normaliser, dm_uncond
         )
@@ -652,21 +639,14 @@ def _weighted_halves(x: Tensor, ca: Tensor, dm: Tensor, settings: Settings) -> t
     }
 
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #37102c80
-def generator_input(
-    generate: Callable,
-    batch: dict,
-    random: RandomSource,
-    settings: Settings,
-    schedule: NoiseSchedule,
-) -> tuple[Tensor, Tensor]:
+def generator_input(setup: LossSetup, generate: Callable, batch: dict) -> tuple[Tensor, Tensor]:
     """Return input and timestep of the generator.
 
     Args:
+        setup: its steps and backward_simulation
         generate: (x, t) -> noise or velocity
-        batch: noise, or its shape; latents without backward simulation
-        random: draws noise if the batch has none, and the steps to simulate
-        settings: its steps and backward_simulation
-        schedule: noise schedule of the teacher
+        batch: noise, or its shape; latents without backward simulation; its source draws noise
+            if the batch has none, and the steps to simulate
 
     Returns:
         input (B,...), timesteps (B,)
@@ -674,7 +654,7 @@ def generator_input(
     Raises:
         ValueError: real latents are needed and missing.
     """
-    noise = batch.get("noise")
+    settings, random, noise = setup.settings, batch["random"], batch.get("noise")
     if noise is None:
         noise = random.normal("noise", batch["shape"])
     if settings.denoising_steps == 1:
@@ -683,7 +663,7 @@ def generator_input(
     timesteps = denoising_steps(settings.denoising_steps)
     every = torch.tensor(timesteps, device=noise.device)
     if settings.backward_simulation:
-        x, k = _simulated(generate, noise, timesteps, random, schedule)
+        x, k = _simulated(setup, generate, noise, timesteps, random)
         t = every[k].repeat(len(noise))
     elif "latents" not in batch:
         raise ValueError("several steps without backward simulation need real latents in the batch")
@@ -691,15 +671,11 @@ def generator_input(
         x = batch["latents"]
         t = every[random.integers("denoising.step", 0, settings.denoising_steps, (len(noise),))]
     pure = (t == STEPS - 1).view(-1, *[1] * (noise.ndim - 1))
-    return torch.where(pure, noise, schedule.add_noise(x, noise, t)), t
+    return torch.where(pure, noise, setup.schedule.add_noise(x, noise, t)), t
 
 
 def _simulated(
-    generate: Callable,
-    noise: Tensor,
-    timesteps: list,
-    random: RandomSource,
-    schedule: NoiseSchedule,
+    setup: LossSetup, generate: Callable, noise: Tensor, timesteps: list, random: RandomSource
 ) -> tuple[Tensor, int]:
     """Run a random number of steps from fresh noise; return the images and the number."""
     start = random.normal("simulation.noise", noise.shape)
@@ -709,86 +685,65 @@ def _simulated(
         return random.normal(f"simulation.renoise.{i}", noise.shape)
 
     with torch.no_grad():
-        return run_generator(generate, start, timesteps, k, fresh, schedule), k
+        return run_generator(generate, start, timesteps, k, fresh, setup.schedule), k
 
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #e49f0324
 def discriminator_input(
-    x: Tensor,
-    role: str,
-    random: RandomSource,
-    settings: Settings,
-    schedule: NoiseSchedule,
+    setup: LossSetup, random: RandomSource | None, x: Tensor, role: str
 ) -> tuple[Tensor, Tensor]:
     """Return latents (B,...) and timesteps (B,) for the discriminator.
 
     Args:
+        setup: its diffusion_gan and gan_max_timestep
+        random: source of random numbers, with diffusion_gan
         x: clean latents (B,...)
-        role: role of the random numbers, with diffusion_gan
-        random: source of random numbers
-        settings: its diffusion_gan and gan_max_timestep
-        schedule: noise schedule of the teacher
+        role: role of the random numbers
     """
-    if settings.diffusion_gan:
-        return renoise(x, role, 0, settings.gan_max_timestep, random, schedule)
+    if setup.settings.diffusion_gan:
+        return renoise(setup, random, x, role, 0, setup.settings.gan_max_timestep)
     return x, torch.zeros(len(x), dtype=torch.long, device=x.device)
 
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #c57f520a
-def generator_gan_loss(
-    critic: nn.Module,
-    x: Tensor,
-    batch: dict,
-    random: RandomSource,
-    settings: Settings,
-    schedule: NoiseSchedule,
-) -> Tensor:
+def generator_gan_loss(setup: LossSetup, critic: nn.Module, x: Tensor, batch: dict) -> Tensor:
     """Return the generator's GAN loss; its gradient reaches `x` through the critic.
 
     Args:
+        setup: see `discriminator_input`
         critic: frozen `Critic` with a head, wrapped or not
         x: images (B,...) with their graph
-        batch: conditioning
-        random: draws gan.timestep, gan.noise with diffusion_gan
-        settings: see `discriminator_input`
-        schedule: noise schedule of the teacher
+        batch: conditioning; its source draws gan.timestep, gan.noise with diffusion_gan
 
     Returns:
         fp32 scalar
     """
-    seen = discriminator_input(x, "gan", random, settings, schedule)
+    seen = discriminator_input(setup, batch["random"], x, "gan")
     with without_gradient_sync(critic):
         logits = critic(discriminate=(*seen, batch["conditioning"]))[1]
         return gan_generator_loss(logits)
 
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #ca59a2bd
-def critic_loss(
-    critic: nn.Module,
-    x: Tensor,
-    batch: dict,
-    random: RandomSource,
-    settings: Settings,
-    schedule: NoiseSchedule,
-) -> tuple[Tensor, dict]:
+def critic_loss(setup: LossSetup, critic: nn.Module, x: Tensor, batch: dict) -> tuple[Tensor, dict]:
     """Return the teacher's training loss on the generator's images, plus the discriminator's.
 
     Args:
+        setup: its GAN fields and loss_sigmas
         critic: `Critic`, wrapped or not
         x: generated images (B,...); their graph is not used
-        batch: conditioning; with the GAN real_latents and real_conditioning
-        random: draws fake.noise, fake.timestep; with diffusion_gan gan.real.*, gan.fake.*
-        settings: its GAN fields and loss_sigmas
-        schedule: noise schedule of the teacher
+        batch: conditioning; with the GAN real_latents and real_conditioning; its source draws
+            fake.noise, fake.timestep, and with diffusion_gan gan.real.*, gan.fake.*
 
     Returns:
         fp32 scalar, metrics
     """
+    settings, schedule, random = setup.settings, setup.schedule, batch["random"]
     x, n = x.detach(), len(x)
     noise = random.normal("fake.noise", x.shape)
     t = random.integers("fake.timestep", 0, STEPS, (n,))
     discriminate = None
     if settings.gan:
         latents = batch["real_latents"].to(x)
-        real, real_t = discriminator_input(latents, "gan.real", random, settings, schedule)
-        fake, fake_t = discriminator_input(x, "gan.fake", random, settings, schedule)
+        real, real_t = discriminator_input(setup, random, latents, "gan.real")
+        fake, fake_t = discriminator_input(setup, random, x, "gan.fake")
         captions = join_conditioning(batch["conditioning"], batch["real_conditioning"])
         discriminate = (torch.cat([fake, real]), torch.cat([fake_t, real_t]), captions)
     denoise = (schedule.add_noise(x, noise, t), t, batch["conditioning"])
@@ -810,28 +765,17 @@ def critic_loss(
     return loss, metrics | {"guidance_total": loss.detach()}
 
 # %% ../../../nbs/8_objectives/dmd/02_loss.ipynb #c30c7b7b
-class DMD2:
+@dataclass(eq=False)
+class DMD2(LossSetup):
     """Distil by DMD2 (2405.14867), with networks `generator`, `teacher` and `critic`.
 
-    Args:
-        settings: settings of the distillation
-        predict: (network, x, t, conditioning) -> noise or velocity, fp32
-        schedule: noise schedule on the device of the run; None = Stable Diffusion's
+    Attributes:
+        switch: freezes the networks that an optimizer step does not train
     """
 
+    switch: GradientSwitch = field(default_factory=GradientSwitch, init=False)
     networks = ("generator", "teacher", "critic")
-    matching = staticmethod(matching_loss)
-
-    def __init__(
-        self,
-        settings: Settings,
-        predict: Callable = lambda network, x, t, c: network(x, t, c),
-        schedule: NoiseSchedule | None = None,
-    ):
-        self.settings = settings
-        self.predict = predict
-        self.switch = GradientSwitch()
-        self.schedule = schedule or NoiseSchedule()
+    matching = matching_loss
 
     def optimizer_steps(self, step: int) -> tuple[OptimizerStep, ...]:
         """Return the optimizer steps: the generator in every k-th iteration, then the critic.
@@ -855,31 +799,26 @@ class DMD2:
             fp32 scalar, metrics without graph
         """
         self.switch(networks, update.network)
-        random = batch["random"]
         if update.network == "generator":
-            x, t = self.images(networks["generator"], batch, random)
+            x, t = self.images(networks["generator"], batch)
             batch["generated"] = x.detach()
-            return self.generator_loss(networks, x, t, batch, random)
+            return self.generator_loss(networks, x, t, batch)
         if "generated" not in batch:
             with torch.no_grad():
-                batch["generated"] = self.images(networks["generator"], batch, random)[0]
-        return critic_loss(
-            networks["critic"], batch["generated"], batch, random, self.settings, self.schedule
-        )
+                batch["generated"] = self.images(networks["generator"], batch)[0]
+        return critic_loss(self, networks["critic"], batch["generated"], batch)
 
-    def images(
-        self, generator: nn.Module, batch: dict, random: RandomSource
-    ) -> tuple[Tensor, Tensor]:
+    def images(self, generator: nn.Module, batch: dict) -> tuple[Tensor, Tensor]:
         """Return images (B,...) of the generator and its timesteps (B,)."""
 
         def generate(z: Tensor, t: Tensor) -> Tensor:
             return self.predict(generator, z, t, batch["conditioning"])
 
-        z, t = generator_input(generate, batch, random, self.settings, self.schedule)
+        z, t = generator_input(self, generate, batch)
         return self.schedule.x0(z, generate(z, t), t), t
 
     def generator_loss(
-        self, networks: dict, x: Tensor, t: Tensor, batch: dict, random: RandomSource
+        self, networks: dict, x: Tensor, t: Tensor, batch: dict
     ) -> tuple[Tensor, dict]:
         """Return distribution matching, the GAN's loss, or both.
 
@@ -888,18 +827,15 @@ class DMD2:
             x: images (B,...) with their graph
             t: timesteps (B,) at which they were made
             batch: see the class
-            random: source of random numbers
 
         Returns:
             fp32 scalar, metrics
         """
         settings, loss, metrics = self.settings, 0.0, {}
         if not settings.gan_alone:
-            loss, metrics = self.matching(
-                networks, x, t, batch, random, settings, self.predict, self.schedule
-            )
+            loss, metrics = self.matching(networks, x, t, batch)
         if settings.gan:
-            gan = generator_gan_loss(networks["critic"], x, batch, random, settings, self.schedule)
+            gan = generator_gan_loss(self, networks["critic"], x, batch)
             loss = loss + settings.gan_weight * gan
             metrics["gen_cls_loss"] = gan.detach()
         return loss, metrics | {"generator_total": loss.detach()}
@@ -908,4 +844,4 @@ class DMD2:
 class DecoupledDMD(DMD2):
     """Distil by DMD with its two halves at their own noise levels (2511.22677)."""
 
-    matching = staticmethod(decoupled_loss)
+    matching = decoupled_loss

@@ -34,10 +34,7 @@ class Reward:
     def __init__(self, device: torch.device = "cpu"):
         self.device = device
 
-    def judges(
-        self,
-        caption: str,
-    ) -> bool:
+    def judges(self, caption: str) -> bool:
         """Return True if this reward can rate images of the caption."""
         return True
 
@@ -94,11 +91,7 @@ class WordsReward(Reward):
         """Read the images and count the texts that are found."""
         return list(self.threads.map(self.share_found, map(as_image, pictures), captions))
 
-    def share_found(
-        self,
-        picture: Image.Image,
-        caption: str,
-    ) -> float:
+    def share_found(self, picture: Image.Image, caption: str) -> float:
         """Return the share of a caption's quoted texts that is found."""
         labels = [Label(text) for text in self.quoted(caption)]
         found, all_of_them = text_parts(match_words(labels, read_text(picture)))["recall"]
@@ -164,10 +157,7 @@ class RewardSum:
             factors.append(factor)
         self.factors = torch.tensor(factors)
 
-    def judges(
-        self,
-        caption: str,
-    ) -> bool:
+    def judges(self, caption: str) -> bool:
         """Return True if every term can judge the caption."""
         return all(term.judges(caption) for term in self.terms)
 
