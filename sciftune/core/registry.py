@@ -75,7 +75,8 @@ class FamilyRecord(Record):
         usual_learning_rates: Lowest and highest; LoRA ten times
         timestep_shifts: Named ones that it can compute
         parts: Fields that name its parts in folders of their own
-        lora_formats: file formats of its adapters
+        lora_formats: file formats of its adapters; () = those of programs that know the original
+            layout as well if `single_file`, else diffusers' own
         single_file: its denoiser is read from one file of the original layout
         references: Most reference images of a sample; 0 = it takes none
         writes: transformers class of its text encoder if that sees pictures and writes; '' = no
@@ -104,7 +105,7 @@ class FamilyRecord(Record):
     usual_learning_rates: tuple[float, float] | None = None
     timestep_shifts: tuple[str, ...] = ("none", "linear", "empirical")
     parts: tuple[str, ...] = ()
-    lora_formats: tuple[str, ...] = ("diffusers",)
+    lora_formats: tuple[str, ...] = ()
     single_file: bool = False
     references: int = 0
     writes: str = ""
@@ -122,8 +123,11 @@ class FamilyRecord(Record):
     @model_validator(mode="before")
     @classmethod
     def _entitle(cls, values: dict) -> dict:
-        """Fill in a missing title."""
-        return dict(values, title=values.get("title") or values.get("name"))
+        """Fill in a missing title and missing formats."""
+        others = ("kohya", "comfyui") if values.get("single_file") else ()
+        formats = values.get("lora_formats") or ("diffusers", *others)
+        title = values.get("title") or values.get("name")
+        return dict(values, title=title, lora_formats=formats)
 
     @field_validator("presets", mode="before")
     @classmethod

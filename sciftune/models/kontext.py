@@ -5,10 +5,7 @@
 # %% ../../nbs/4_models/12_kontext.ipynb #018ecb27
 from __future__ import annotations
 
-import numpy as np
-from diffusers.image_processor import VaeImageProcessor
 from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS
-from PIL import Image
 
 from ..core.registry import FamilyRecord
 from .flux1 import Flux1
@@ -28,13 +25,11 @@ RECORDS = [
         pipeline_class="FluxKontextPipeline",
         block_classes=("FluxTransformerBlock", "FluxSingleTransformerBlock"),
         blocks=57,
-        objectives=("flow",),
         usual_learning_rates=(5e-6, 5e-5),
         guides_above=None,
         references=1,
         context_parallel=True,
         packing=True,
-        lora_formats=("diffusers", "kohya", "comfyui"),
         single_file=True,
     )
 ]
@@ -62,8 +57,3 @@ class Kontext(Flux1):
         _, width, height = min((abs(ratio - w / h), w, h) for w, h in shapes)
         scale = min(side or 1024, 1024) / 1024
         return tuple(int(n * scale) // multiple * multiple for n in (height, width))
-
-    def reference_pixels(self, image: Image.Image, side: int = 0) -> np.ndarray:
-        """Scale with the pipeline's own image processor; nothing is cropped."""
-        processor = VaeImageProcessor(vae_scale_factor=self.size_multiple)
-        return np.array(processor.resize(image, *self.reference_size(*image.size, side)))

@@ -44,13 +44,11 @@ RECORDS = [
         pipeline_class="QwenImageEditPlusPipeline",
         block_classes=("QwenImageTransformerBlock",),
         blocks=60,
-        objectives=("flow",),
         learning_rate=5e-6,
         usual_learning_rates=(1e-6, 1e-5),
         timestep_shifts=("none", "linear"),
         references=3,
         writes="Qwen2_5_VLForConditionalGeneration",
-        lora_formats=("diffusers", "kohya", "comfyui"),
         single_file=True,
     )
 ]
@@ -229,33 +227,31 @@ class QwenImageEdit(QwenImage):
 
     def caption_pixels(self, image: Image.Image, side: int = 0) -> np.ndarray:
         """Scale with the pipeline's own image processor, to one size for any `side`."""
-        return _stretched(image, edit_plus.CONDITION_IMAGE_SIZE)
+        width, height = self._seen(*image.size)
+        return np.array(VaeImageProcessor().resize(image, height, width))
+
+    def _seen(self, width: int, height: int) -> tuple[int, int]:
+        """Return width and height at which the text encoder sees an image."""
+        return edit_plus.calculate_dimensions(edit_plus.CONDITION_IMAGE_SIZE, width / height)
 
     def vision_tokens(self, height: int, width: int) -> int:
         """Return a token per 28x28 pixels, and seven around them: `Picture 1: `, start and end."""
-        side = edit_plus.CONDITION_IMAGE_SIZE
-        columns, rows = (
-            round(n / 28) for n in edit_plus.calculate_dimensions(side, width / height)
-        )
+        columns, rows = (round(n / 28) for n in self._seen(width, height))
         return rows * columns + 7
 
     def reference_fault(self, width: int, height: int) -> str:
         """Return why a reference is refused: ratios above 200:1, as in Qwen2-VL's processor."""
-        sides = edit_plus.calculate_dimensions(edit_plus.CONDITION_IMAGE_SIZE, width / height)
+        sides = self._seen(width, height)
         if max(sides) > 200 * min(sides):
-            return (
-                f"{width}x{height} is too long: the processor of {self.pipeline_class} takes 200:1"
-            )
+            taken = f"the processor of {self.pipeline_class} takes 200:1"
+            return f"{width}x{height} is too long: {taken}"
         return ""
 
     def reference_size(self, width: int, height: int, side: int = 0) -> tuple[int, int]:
         """Return a size of about a megapixel, or `side` squared if less, of the same ratio."""
-        columns, rows = edit_plus.calculate_dimensions(_area(side), width / height)
+        area = min(side**2 or edit_plus.VAE_IMAGE_SIZE, edit_plus.VAE_IMAGE_SIZE)
+        columns, rows = edit_plus.calculate_dimensions(area, width / height)
         return max(rows, 32), max(columns, 32)
-
-    def reference_pixels(self, image: Image.Image, side: int = 0) -> np.ndarray:
-        """Scale with the pipeline's own image processor; nothing is cropped."""
-        return _resized(image, *self.reference_size(*image.size, side))
 
     def build_tiny(self, zero_cond_t: bool = True) -> diffusers.QwenImageEditPlusPipeline:
         """Build a random pipeline of a megabyte; its folder names the usual processor."""
@@ -272,19 +268,3 @@ class QwenImageEdit(QwenImage):
         pipe = diffusers.QwenImageEditPlusPipeline(**parts)
         pipe.register_to_config(processor=("transformers", "Qwen2VLProcessor"))
         return pipe
-
-
-def _area(side: int) -> int:
-    """Return the pixels of a reference image."""
-    return min(side**2 or edit_plus.VAE_IMAGE_SIZE, edit_plus.VAE_IMAGE_SIZE)
-
-
-def _resized(image: Image.Image, height: int, width: int) -> np.ndarray:
-    """Resize an image as the pipeline's image processor does."""
-    return np.array(VaeImageProcessor(vae_scale_factor=16).resize(image, height, width))
-
-
-def _stretched(image: Image.Image, area: int) -> np.ndarray:
-    """Resize an image to about `area` pixels."""
-    width, height = edit_plus.calculate_dimensions(area, image.width / image.height)
-    return _resized(image, height, width)

@@ -19,7 +19,7 @@ from . import tiny
 from .ddpm import STEPS, NoiseSchedule, timesteps_of
 from .encoders import Encoders, TextTokenizer, check_tokenizer_files
 from .family import Family
-from .published import CLIP_G, CLIP_L, SD_VAE, SDXL_VAE
+from .published import CLIP_G, CLIP_L, SD_VAE, SDXL_VAE, class_defaults
 from .sampler import build_scheduler
 from .tokens import compute_dtype, stack_rows
 from .weights import pipeline_index
@@ -36,7 +36,6 @@ _SHARED = {
     "captures": True,
     "size_multiple": 8,
     "values": {"text_tokens": 77, "timestep_shift": "none", "compile": False},
-    "lora_formats": ("diffusers", "kohya", "comfyui"),
     "single_file": True,
 }
 RECORDS = [
@@ -70,22 +69,10 @@ RECORDS = [
 ]
 
 # %% ../../nbs/4_models/07_sd.ipynb #2897fa4f
-SD15_UNET = dict(
-    sample_size=64,
-    in_channels=4,
-    out_channels=4,
-    layers_per_block=2,
-    block_out_channels=(320, 640, 1280, 1280),
-    down_block_types=("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
-    up_block_types=("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
-    cross_attention_dim=768,
-    attention_head_dim=8,
-)
-SDXL_UNET = dict(
+SD15_UNET = class_defaults("UNet2DConditionModel", sample_size=64, cross_attention_dim=768)
+SDXL_UNET = class_defaults(
+    "UNet2DConditionModel",
     sample_size=128,
-    in_channels=4,
-    out_channels=4,
-    layers_per_block=2,
     block_out_channels=(320, 640, 1280),
     down_block_types=("DownBlock2D",) + ("CrossAttnDownBlock2D",) * 2,
     up_block_types=("CrossAttnUpBlock2D",) * 2 + ("UpBlock2D",),
@@ -243,21 +230,12 @@ class SD15(Family):
         check_tokenizer_files(folder)
         return transformers.CLIPTokenizer.from_pretrained(folder, local_files_only=True)
 
-    @torch.no_grad()
     def text_states(
         self, encoders: Encoders, captions: list[str], suffix: str = ""
     ) -> transformers.utils.ModelOutput:
         """Run one text encoder on captions padded to its tokenizer's length."""
-        tokenizer = encoders.tokenizers["tokenizer" + suffix]
-        encoder = encoders.text["text_encoder" + suffix]
-        ids = tokenizer(
-            list(captions),
-            padding="max_length",
-            truncation=True,
-            max_length=tokenizer.model_max_length,
-            return_tensors="pt",
-        ).input_ids
-        return encoder(ids.to(encoder.device), output_hidden_states=True)
+        length = encoders.tokenizers["tokenizer" + suffix].model_max_length
+        return encoders.states(list(captions), length, suffix, output_hidden_states=True)
 
     def token_limit(self, component: str, tokenizer: TextTokenizer, text_tokens: int = None) -> int:
         """Return the tokenizer's own length, whatever `text_tokens` is."""

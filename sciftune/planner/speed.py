@@ -218,11 +218,7 @@ def _launch_seconds(profile: Profile, strategy: Strategy, share: float) -> float
 
 
 def step_parts(
-    profile: Profile,
-    strategy: Strategy,
-    checkpointed: int,
-    rates: DeviceRates,
-    selective: int = 0,
+    profile: Profile, strategy: Strategy, checkpointed: int, rates: DeviceRates, selective: int = 0
 ) -> dict[str, float]:
     """Return the seconds of each part of an optimizer step.
 
@@ -254,11 +250,7 @@ def step_parts(
 
 
 def step_seconds(
-    profile: Profile,
-    strategy: Strategy,
-    checkpointed: int,
-    rates: DeviceRates,
-    selective: int = 0,
+    profile: Profile, strategy: Strategy, checkpointed: int, rates: DeviceRates, selective: int = 0
 ) -> float:
     """Return the estimated seconds of an optimizer step; arguments as in `step_parts`."""
     return total_seconds(step_parts(profile, strategy, checkpointed, rates, selective))
