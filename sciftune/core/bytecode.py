@@ -20,7 +20,7 @@ def keep_bytecode(run_root: str | Path, package: str = "torch") -> bool:
 
     Args:
         run_root: root folder of runs, as in the recipe
-        package: stands for all that are installed
+        package: a package, as a sample of all installed ones
 
     Returns:
         whether it is kept there from now on

@@ -38,7 +38,7 @@ def model_state(optimizer: str, state: str = "weight") -> str:
     """Return the stored state that `weight` means: the average, if the optimizer keeps one.
 
     Args:
-        optimizer: of the run; with schedule-free updates the model is the average
+        optimizer: optimizer of the run; with schedule-free updates the model is the average
         state: weight or ema
     """
     named = records("optimizers").get(optimizer)

@@ -37,7 +37,7 @@ def shutdown_message(kernel: Any) -> dict[str, Any] | None:
     ipykernel 7: only this says whether the kernel starts again.
 
     Args:
-        kernel: of `IPython.get_ipython()`
+        kernel: shell returned by `IPython.get_ipython()`
     """
     return getattr(kernel, "_shutdown_message", None)
 
@@ -57,7 +57,7 @@ def checked_launch(options: Any) -> tuple[Any, Any, bool]:
     accelerate 1.15: `launch_command` does this and launches.
 
     Args:
-        options: of `accelerate.commands.launch.launch_command_parser()`
+        options: options of `accelerate.commands.launch.launch_command_parser()`
 
     Returns:
         options, defaults, and whether the precision is from the file

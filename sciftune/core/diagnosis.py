@@ -303,9 +303,9 @@ class KnownFailure(BaseModel):
         patterns: regular expression -> a text that it recognises; one of them is in the log
         cause: text with names to fill in
         cure: text with names to fill in
-        codes: exit codes that say it, too, where there is no traceback
+        codes: exit codes that identify it if there is no traceback
         harmless: a message that is not a failure
-        echo: what a rank says when another one has died
+        echo: message of a rank when another one has died
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -29,7 +29,7 @@ class Failure(BaseModel):
         type: name of the exception's class
         traceback: text of the traceback; empty for an error that explains itself
         time: seconds since 1970
-        findings: what the diagnosis knows about the error
+        findings: findings of the diagnosis about the error
     """
 
     model_config = ConfigDict(frozen=True)
@@ -60,7 +60,7 @@ def write_failure(
         run: run folder
         rank: number of this rank
         error: that ends it
-        recipe: of the run
+        recipe: recipe of the run
         explained: whether the message says what to do
     """
     text = masked("".join(traceback.format_exception(error)))

@@ -152,7 +152,7 @@ def parsed_yaml(text: str, loader: type = yaml.SafeLoader) -> Any:
     """Parse YAML. Raises ValueError with a message of one line.
 
     Args:
-        text: of one document
+        text: text of one document
         loader: `OWN_YAML`, or one that also suits what others wrote
     """
     try:

@@ -80,7 +80,7 @@ def signals_taken(handler: Callable, *more: int) -> Iterator[None]:
     """Install `handler` for the signals of `REQUESTS` that are not ignored, inside the block.
 
     Args:
-        handler: Of (number of the signal, frame)
+        handler: function of (number of the signal, frame)
         *more: Signals that are treated likewise
     """
     if threading.current_thread() is not threading.main_thread():  # it gets no signals

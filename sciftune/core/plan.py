@@ -67,8 +67,8 @@ class Choice(BaseModel):
     Attributes:
         settings: the chosen fields, as parameters of a command
         strategy: strategy with its options, for example 'fsdp+gathered'
-        gpu_gib: of a GPU
-        seconds: of a step; None for a device without known rates
+        gpu_gib: GiB of a GPU
+        seconds: seconds of a step; None for a device without known rates
         why: '' for the chosen one, else why it loses
     """
 
@@ -116,13 +116,13 @@ class Plan(BaseModel):
         notes: differences from the recipe, and warnings
         resident_bytes: See `PlanRow`
         step_time: Seconds per optimizer step
-        step_interval: Between which seconds it should lie
+        step_interval: lowest and highest expected seconds
         time_from: source of `step_time`
         trained: Parameters with a gradient
         device_memory_gib: Per GPU; on a CPU per process
         host_memory_gib: 0 = not known
         disk_free_gib: 0 = not known
-        outside_gib: of a GPU, that the plan leaves outside of the allocator: context, NCCL
+        outside_gib: GiB of a GPU, that the plan leaves outside of the allocator: context, NCCL
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")

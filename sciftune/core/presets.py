@@ -26,7 +26,7 @@ class Rule(BaseModel):
     """How a recipe value follows from the number of pictures.
 
     Attributes:
-        of: what is multiplied: pictures, steps of one pass over them, or steps of the run
+        of: number that is multiplied: pictures, steps of one pass over them, or steps of the run
         each: factor
         least: lower bound, or the run's steps if these are fewer
         most: upper bound

@@ -33,7 +33,7 @@ def on_progress(listener: Callable[[str], None] | None) -> None:
     """Set `listener` as the receiver of this process's progress, in place of the previous one.
 
     Args:
-        listener: Given the note; None = nobody listens
+        listener: function of the note; None = no receiver
     """
     global _listener, _heard
     _listener = listener

@@ -130,7 +130,7 @@ def group_numbers(groups: tuple[RateGroup, ...], names: Collection[str]) -> dict
     Raises RecipeError for a group without a parameter, with the nearest names.
 
     Args:
-        groups: of the recipe
+        groups: groups of the recipe
         names: trained parameters
     """
     numbers = {}

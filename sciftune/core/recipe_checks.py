@@ -104,7 +104,7 @@ def micro_batches(recipe: Fields, processes: int, name: str = "processes") -> st
     Args:
         recipe: recipe with micro_batch and context_parallel
         processes: Over all machines
-        name: What they are called
+        name: name for messages
 
     Returns:
         'micro_batch x processes = 2 x 4', for people

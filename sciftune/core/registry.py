@@ -78,13 +78,13 @@ class FamilyRecord(Record):
         lora_formats: file formats of its adapters; () = those of programs that know the original
             layout as well if `single_file`, else diffusers' own
         single_file: its denoiser is read from one file of the original layout
-        references: Most reference images of a sample; 0 = it takes none
+        references: largest number of reference images of a sample; 0 = none
         writes: transformers class of its text encoder if that sees pictures and writes; '' = no
         size_multiple: Height and width of an image must be multiples of it
         context_parallel: The tokens of a sample can be divided over ranks
-        packing: Samples of several sizes can stand one behind another
+        packing: True if samples of several sizes can be packed into one sequence
         captures: All of a pass can be one CUDA graph: no value of a tensor decides what runs
-        prediction: what the denoiser predicts; objectives ask for it
+        prediction: kind of prediction, by which objectives accept a family
         float32_arguments: arguments of the denoiser's call, or keys in them, that no engine casts
         nano: A small trained model of it is in the package
         guides_above: Scale above which its pipeline guides; None = it never does
@@ -203,7 +203,7 @@ class OptimizerRecord(Record):
         workspace: bytes per weight of the parameter that a compiled update of whole parameters
             works on, with its gradient
         traffic: seconds of the update's kernels relative to reading and writing all it stores
-        host_seconds: of the host per parameter, which kernels wait for
+        host_seconds: seconds of the host per parameter, which kernels wait for
         products: products of a matrix with a square one of its shorter side
     """
 
@@ -253,8 +253,8 @@ class ObjectiveRecord(Record):
     Attributes:
         summary: One line for people
         section: 'module:Class' of its recipe fields; '' = it has none
-        task: 'module:Class' of what the trainer runs
-        work: 'module:Class' of what the planner counts; '' = one forward and backward pass
+        task: 'module:Class' of the task that the trainer runs
+        work: 'module:Class' of the cost that the planner counts; '' = one forward and backward pass
         reads: Optional fields of other sections that it reads; '@name' stands for a group of them
             in `assets/read_groups.yaml`
         models: families that it can train, besides those whose record names it
@@ -375,7 +375,7 @@ class AdapterRecord(Record):
     Attributes:
         summary: one line for people
         reads: recipe fields that only some kinds read, of those that it reads
-        narrow_base: its layers may stand on weights in fewer bits (`lora_base`)
+        narrow_base: True if its base may be quantised (`lora_base`)
     """
 
     summary: str

@@ -97,9 +97,9 @@ class WaitingRank:
 
     Attributes:
         process: leads a session of its own, as torchrun's ranks do
-        door: where its orders are sent
+        door: socket for its orders
         words: its command
-        fixed: what it found in the variables that imports read
+        fixed: values of the variables that imports read when it started
     """
 
     process: subprocess.Popen
@@ -114,7 +114,7 @@ class WaitingRank:
         Args:
             words: its command
             recipe: file of the recipe that is being planned
-            number: of the rank on this machine
+            number: number of the rank on this machine
         """
         ours, theirs = two_ends()
         guessed = {WAITS: f"{theirs.fileno()} {recipe}", "LOCAL_RANK": str(number)}
@@ -134,7 +134,7 @@ class WaitingRank:
         """Return whether the rank was started with this command and environment.
 
         Args:
-            words: of a rank
+            words: words of a rank
             environment: all its variables
         """
         same = [word for word in words if word != "-u"] == self.words

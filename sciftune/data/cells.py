@@ -73,7 +73,7 @@ def box_cells(
         height: height at which it is encoded, in pixels
         width: width at which it is encoded, in pixels
         cell: pixels of a cell's side
-        whole: as of `data.images.pixels`
+        whole: see `data.images.pixels`
 
     Returns:
         (height/cell, width/cell) fp32 in [0,1]
@@ -97,7 +97,7 @@ def mask_cells(
         height: height at which the picture is encoded, in pixels
         width: width at which it is encoded, in pixels
         cell: pixels of a cell's side
-        whole: as of `data.images.pixels`
+        whole: see `data.images.pixels`
 
     Returns:
         (height/cell, width/cell) fp32 in [0,1]

@@ -111,7 +111,7 @@ class CachedSample:
     """A sample whose tensors are in the cache.
 
     Attributes:
-        id: of the sample, the same in every run
+        id: id of the sample, the same in every run
         image_key: cache key of its first image
         caption_keys: cache keys of its captions; an epoch uses one
         more_keys: cache keys of its image in further sizes
@@ -189,7 +189,7 @@ def shuffled_tags(recipe: Recipe, caption: str, name: str, order: int) -> str:
     """Return a caption with its tags, separated by commas, in another order.
 
     Args:
-        recipe: its seed and tags_kept
+        recipe: read for its seed and tags_kept
         caption: as the collection has it
         name: id of the sample
         order: number of the order
@@ -206,7 +206,7 @@ def caption_texts(
     """Return a sample's captions with the recipe's trigger, prefix and templates applied.
 
     Args:
-        recipe: its tag_orders, trigger, caption_prefix and caption_template
+        recipe: read for its tag_orders, trigger, caption_prefix and caption_template
         captions: as the collection has them
         name: id of the sample, whose tags are shuffled; '' = they stay
         sentence: follows each caption
@@ -242,7 +242,7 @@ def drawn_sizes(
     """Return the training sizes of a sample.
 
     Args:
-        sizing: of the recipe
+        sizing: sizing of the recipe
         name: id of the sample
         shape: (width, height) of the image, pixels
 
@@ -496,7 +496,7 @@ def reference_pixels(jobs: EncodingJobs, data: bytes) -> np.ndarray:
     """Return a reference image as the family's pipeline prepares it, (H,W,3) uint8.
 
     Args:
-        jobs: of the run
+        jobs: encoding jobs of the run
         data: encoded image
     """
     return jobs.family.reference_pixels(load_picture(data), jobs.recipe.reference_side)
@@ -510,8 +510,8 @@ def decoded_images(
     An image that cannot be decoded is left out, and noted in `jobs.undecodable`.
 
     Args:
-        jobs: of the run
-        keys: of images
+        jobs: encoding jobs of the run
+        keys: cache keys of images
         threads: for decoding
 
     Returns:
@@ -557,9 +557,9 @@ def encode_images(
     """Yield latents, `cache_batch` images of one size at a time.
 
     Args:
-        jobs: of the run
-        encoders: of the family
-        keys: of images
+        jobs: encoding jobs of the run
+        encoders: encoders of the family
+        keys: cache keys of images
         threads: for decoding
 
     Returns:
@@ -590,9 +590,9 @@ def encode_captions(
     """Yield text embeddings, `cache_batch` captions at a time.
 
     Args:
-        jobs: of the run
-        encoders: of the family
-        keys: of captions
+        jobs: encoding jobs of the run
+        encoders: encoders of the family
+        keys: cache keys of captions
         threads: for decoding the references that captions see
 
     Returns:
@@ -614,8 +614,8 @@ def caption_references(
     """Return the reference images that captions see, as the family's pipeline prepares them.
 
     Args:
-        jobs: of the run
-        keys: of captions
+        jobs: encoding jobs of the run
+        keys: cache keys of captions
         pool: threads for decoding
 
     Returns:
@@ -641,7 +641,7 @@ def own_keys(
     Args:
         known: all keys, in the order of the collection
         missing: keys that are not in the cache yet
-        rank: of this process
+        rank: rank of this process
         world: processes
         run: neighbours that stay together, fewer in a small collection
     """
@@ -669,12 +669,12 @@ def fill_cache(
     Images that cannot be decoded stay missing; `jobs.undecodable` knows why.
 
     Args:
-        jobs: of the run
+        jobs: encoding jobs of the run
         tensors: the cache
         ranks: processes that share the work
         part: 'vae' or 'text'
-        dtype: of the encoder
-        say: called with lines of progress
+        dtype: dtype of the encoder
+        say: function called with lines of progress
         heartbeat: (stage, step, note)
     """
     images = part == "vae"
@@ -720,10 +720,10 @@ def encode_missing(
     Captions are encoded only if all images could be.
 
     Args:
-        jobs: of the run
+        jobs: encoding jobs of the run
         tensors: the cache
         ranks: processes that share the work
-        say: called with lines of progress
+        say: function called with lines of progress
         heartbeat: (stage, step, note)
 
     Returns:
@@ -749,7 +749,7 @@ def repeated(recipe: Recipe, samples: list[CachedSample]) -> list[CachedSample]:
     """Return samples repeated as often as their folder names say; each repeat has its own noise.
 
     Args:
-        recipe: its folder_repeats
+        recipe: read for its folder_repeats
         samples: for training
 
     Raises:
@@ -784,9 +784,9 @@ class CachedData:
         train: CachedSample
         held: CachedSample, held out
         tensors: key -> dict of tensors
-        negative_key: of the unconditional caption, for dropped captions and guidance
+        negative_key: cache key of the unconditional caption, for dropped captions and guidance
         prompts: (text, key) for validation images
-        fingerprint: of the collection
+        fingerprint: fingerprint of the collection
         rejected: rows set aside
         base: pipeline folder; None = random weights
         prompt_sizes: (height, width) of each prompt; [] = squares
@@ -815,8 +815,8 @@ def reference_latents(
     """Return clean latents of reference images: the mean of the posterior, as in the pipelines.
 
     Args:
-        tensors: of the cache: key -> dict of tensors
-        keys: of reference images
+        tensors: tensors of the cache: key -> dict of tensors
+        keys: cache keys of reference images
 
     Returns:
         (C,h,w) each

@@ -344,7 +344,7 @@ def kept_box(
         size: (width, height) of the image
         height: height of the result in pixels
         width: width of the result in pixels
-        whole: as of `pixels`
+        whole: see `pixels`
 
     Returns:
         left, top, right, bottom in pixels of the image

@@ -43,7 +43,7 @@ class KnownWords:
     Attributes:
         truth: figures, words or labels
         labels: all of them
-        roles: of each; () = unknown
+        roles: role of each; () = unknown
     """
 
     truth: str

@@ -40,9 +40,9 @@ class DrawnPrompt:
         negative: prompt of the unconditional pass
         width: pixels
         height: pixels
-        seed: of the noise; equal seeds and sizes have equal noise
+        seed: seed of the noise; equal seeds and sizes have equal noise
         guidance: scale
-        steps: of denoising
+        steps: steps of denoising
         references: files of the images that it is made from, in order
     """
 
@@ -105,7 +105,7 @@ def drawn_prompt(entry: CellValue, multiple: int = 16) -> DrawnPrompt:
     Args:
         entry: a text, or a mapping with text (or prompt) and fields of `DrawnPrompt`; references
             may be called as in data
-        multiple: of which sides must be multiples
+        multiple: number of which sides must be multiples
     """
     entry = dict(text=entry) if isinstance(entry, str) else entry
     if not isinstance(entry, dict):
@@ -178,7 +178,7 @@ def read_prompt_file(
 
     Args:
         path: .txt (a line each, # begins a comment), .jsonl, .yaml or .yml
-        multiple: of which sides must be multiples
+        multiple: number of which sides must be multiples
         check: raises DataError for an entry that cannot be drawn
 
     Returns:
@@ -210,7 +210,7 @@ def prompt_rows(recipe: Recipe, prompt: DrawnPrompt) -> tuple[Row, ...]:
     """Return the rows of a prompt's reference images, decoded once.
 
     Args:
-        recipe: its model and reference_images
+        recipe: read for its model and reference_images
         prompt: whose images they are
 
     Raises:
@@ -274,7 +274,7 @@ def own_prompts(recipe: Recipe, verify: bool = False) -> list[DrawnPrompt]:
     """Return the validation prompts that a recipe sets; [] = captions of samples are used.
 
     Args:
-        recipe: its validation_prompts or validation_file
+        recipe: read for its validation_prompts or validation_file
         verify: decode the reference images, too
 
     Raises:

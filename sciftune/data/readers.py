@@ -767,7 +767,7 @@ def at_most_one(lists: list[Path], folder: Path, data: str | Path = "") -> list[
 
     Args:
         lists: files in the folder
-        folder: of the collection
+        folder: folder of the collection
         data: how the user names the collection; '' = by the folder
     """
     if len(lists) > 1:

@@ -218,7 +218,7 @@ def _scripted(text: str, boxes: list[tuple], slanted: bool = False) -> str:
 
     Args:
         text: as read
-        boxes: of its letters
+        boxes: boxes of its letters
         slanted: True if the line was turned by an angle that is not quite known
     """
     full = [b for c, b in zip(text, boxes, strict=False) if c.isalnum() and b[3] > b[1]]
@@ -250,7 +250,7 @@ def _script(letter: str, raised: float, below: float, height: float, after: str)
         letter: as it was read
         raised: its end above the base of the line, in heights of tall letters
         below: its top below that of tall letters
-        height: of the letter
+        height: height of the letter
         after: the letter behind it
     """
     if letter in "°º⁰。" and raised > SUPERSCRIPT:
@@ -298,8 +298,8 @@ def _trimmed(text: str, ink: np.ndarray, boxes: list[tuple]) -> str:
 
     Args:
         text: as read
-        ink: of the line and AROUND columns on both sides
-        boxes: of the letters
+        ink: mask of the ink of the line and AROUND columns on both sides
+        boxes: boxes of the letters
     """
     for end, columns in ((0, ink[:, :AROUND]), (-1, ink[:, -AROUND:])):
         _, high, _, low = boxes[end]
@@ -499,7 +499,7 @@ class _Sum:
         part: pixels (H,W,3)
         labels: number of the connected ink of each pixel
         boxes: left, top, right, bottom of the ink of each number
-        number: of the operator
+        number: number of the operator
         paper: colour
         back: turns places back to those of the picture (2,3)
     """
@@ -634,10 +634,10 @@ def _upright_sum(
     """Return a possible operator, turned upright, with all around it; None if it is not one.
 
     Args:
-        part: of a picture (H,W,3)
+        part: part of a picture (H,W,3)
         away: difference of each pixel from the paper (H,W)
         own: where the operator may be (H,W)
-        corner: of the part in the picture
+        corner: corner of the part in the picture
     """
     import cv2
 

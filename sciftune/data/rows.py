@@ -267,7 +267,7 @@ class Rows(Sequence):
 
         Args:
             i: number of the row
-            name: of the document
+            name: name of the document
         """
         with _writing:
             missing = max(0, len(self) - len(self.document_of))

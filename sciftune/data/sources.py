@@ -411,8 +411,8 @@ class SampleCollection(Protocol):
     """Samples by number: a `Collection`, or another that takes its place.
 
     Attributes:
-        ids: of the samples
-        captions: of each sample, one or more
+        ids: ids of the samples
+        captions: captions of each sample, one or more
         sizes: (width, height) of each image, pixels
         digests: SHA-256 of each image
         references: rows of the reference images of each sample
@@ -424,7 +424,7 @@ class SampleCollection(Protocol):
         shards: number of the shard of each sample
         rejected: source and reason of the rows that were set aside
         notes: sentences about the collection
-        fingerprint: of all samples
+        fingerprint: fingerprint of all samples
         parts: collections that it consists of
     """
 
@@ -500,7 +500,7 @@ class Collection:
         rows: rows that are kept
         rejected: source and reason of the others
         findings: file of what is known about its images; None = there is none
-        areas: as of `open_collection`
+        areas: see `open_collection`
     """
 
     def __init__(
@@ -907,7 +907,7 @@ def mark_decoded(collection: Collection, digests: Iterable[str]):
 
     Args:
         collection: opened with a cache of findings
-        digests: of the images
+        digests: digests of the images
     """
     if collection.findings is None:
         return

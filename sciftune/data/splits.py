@@ -37,7 +37,7 @@ def data_path(recipe: Recipe, path: str | None = None) -> str:
     Of a drawn collection it is the folder of the images, which are drawn if missing.
 
     Args:
-        recipe: its data
+        recipe: read for its data
         path: one of several collections; None = `recipe.data`
     """
     path = path or recipe.data
@@ -49,9 +49,9 @@ def hold_out(ids: list[str], count: int, seed: int) -> tuple[list[int], list[int
     """Split the samples of a collection into training and held-out ones by the hashes of their ids.
 
     Args:
-        ids: of all samples
+        ids: ids of all samples
         count: samples to hold out (capped at a quarter of the collection)
-        seed: of the run
+        seed: seed of the run
 
     Returns:
         indices for training, indices held out
@@ -66,7 +66,7 @@ def joined_documents(documents: Sequence[str], digests: Sequence[str]) -> list[s
     """Return a group name per sample; samples of one document, or with equal pictures, share it.
 
     Args:
-        documents: of each sample; '' = it stands alone
+        documents: document of each sample; '' = none
         digests: SHA-256 of each image; '' = not known
     """
     group = {}
@@ -98,7 +98,7 @@ def hold_out_documents(
         groups: group of each sample, see `joined_documents`
         names: document of each sample, or its id: what a group is hashed by
         count: samples to hold out (capped at a quarter of the collection)
-        seed: of the run
+        seed: seed of the run
 
     Returns:
         indices for training, indices held out; none if no group is small enough
@@ -125,7 +125,7 @@ def hold_out_by_source(recipe: Recipe, collection: SampleCollection) -> tuple[li
     """Apply `hold_out` to each collection of a recipe's data, in proportion to its weight.
 
     Args:
-        recipe: its sources, held_out and seed
+        recipe: read for its sources, held_out and seed
         collection: Collection, or JoinedCollections with `parts`
 
     Returns:
@@ -188,7 +188,7 @@ def check_references(recipe: Recipe, collection: SampleCollection):
     """Raise RecipeError if a row has more reference images than the run would read.
 
     Args:
-        recipe: its reference_images, model and objective
+        recipe: read for its reference_images, model and objective
         collection: Collection or JoinedCollections
     """
     counts = [len(rows) for rows in collection.references]
@@ -215,7 +215,7 @@ def check_areas(recipe: Recipe, collection: SampleCollection):
     """Raise RecipeError if no row has masks or words although the recipe weights them.
 
     Args:
-        recipe: its mask_outside and text_weight
+        recipe: read for its mask_outside and text_weight
         collection: Collection or JoinedCollections
     """
     if recipe.mask_outside < 1 and not any(collection.masks):

@@ -120,7 +120,7 @@ def papermill_options(words: Sequence[str]) -> list[str]:
     """Return `words` as papermill's options. Raises CommandError for a word that is not a setting.
 
     Args:
-        words: of the command line, after the name of the notebook
+        words: words of the command line, after the name of the notebook
     """
     options, rest = [], list(words)
     while rest:
@@ -158,7 +158,7 @@ def said_on_purpose(trace: str) -> str:
     """Return the message of an error that a `raise` statement raised; other traces unchanged.
 
     Args:
-        trace: of IPython
+        trace: trace of IPython
     """
     arrows = list(re.finditer(r"^-+> *\d+ (.*)$", trace, re.M))
     if not arrows or not arrows[-1][1].strip().startswith("raise "):
@@ -194,7 +194,7 @@ class Execution:
     """A notebook that papermill executes in a temporary folder.
 
     Attributes:
-        notebook: what is executed
+        notebook: notebook to execute
         aside: an empty folder below `runs`
         lock: lock of the folder, which papermill keeps if this process is killed
     """
@@ -214,7 +214,7 @@ class Execution:
         """Return the call of papermill; output of the notebook goes to the terminal.
 
         Args:
-            options: of papermill
+            options: options of papermill
         """
         paths = [str(path) for path in (self.notebook, self.aside / self.notebook.name)]
         paths = [path.replace("{", "{{").replace("}", "}}") for path in paths]  # it formats them
@@ -226,7 +226,7 @@ class Execution:
         papermill is a session of its own: a terminal sends its signals to this process alone.
 
         Args:
-            options: of papermill
+            options: options of papermill
 
         Returns:
             (exit code, the signal that asked for an end; 0: none did)
@@ -283,7 +283,7 @@ def check_settings(notebook: Path, options: Sequence[str]) -> None:
 
     Args:
         notebook: that takes them
-        options: of papermill
+        options: options of papermill
     """
     names, rest = [], list(options)
     while rest:
@@ -312,7 +312,7 @@ def run_notebook(name: str, words: Sequence[str]) -> int:
     """Execute a packaged notebook with settings. Raises CommandError for unknown words.
 
     Args:
-        name: of the command
+        name: name of the command
         words: its settings
 
     Returns:
@@ -365,7 +365,7 @@ def plan_text(plan: Plan, width: int = 140) -> str:
     """Return a plan for a terminal: the rows, the advice, and what differs from the recipe.
 
     Args:
-        plan: of a recipe
+        plan: plan of a recipe
         width: characters of a line
     """
     said = [f"note: {note}" for note in plan.notes]
@@ -384,7 +384,7 @@ def settings_of(words: Sequence[str]) -> dict[str, Any]:
     """Return the settings among `words`, as papermill takes them. Raises CommandError for others.
 
     Args:
-        words: of the command line
+        words: words of the command line
 
     Returns:
         field -> value, of the type that YAML gives it
@@ -722,7 +722,7 @@ def notebook_help(name: str) -> str:
     """Return how a notebook's command is called, and its parameters.
 
     Args:
-        name: of the command
+        name: name of the command
     """
     path = packaged_notebooks()[name]
     rows = [list(row) for row in parameters_of_notebook(path)]

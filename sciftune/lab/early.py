@@ -25,7 +25,7 @@ def early_ranks(recipe: Recipe) -> int:
     """Return how many ranks to start: one per GPU if the plan chooses how to use them.
 
     Args:
-        recipe: of the run
+        recipe: recipe of the run
     """
     chosen = "strategy" in recipe.open_fields and not recipe.num_processes
     return processes_here(dict(recipe)) if chosen else world_size(recipe)
@@ -35,7 +35,7 @@ def early_environment(recipe: Recipe, count: int) -> dict[str, str]:
     """Return the variables that a rank's imports will read, as far as known before the plan.
 
     Args:
-        recipe: of the run
+        recipe: recipe of the run
         count: ranks
     """
     variables = dict(TOKENIZERS_PARALLELISM="false", PYTHONUNBUFFERED="1")

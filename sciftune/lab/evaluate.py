@@ -72,7 +72,7 @@ class Target:
     Attributes:
         labels: None = its words are unknown
         truth: figures, words, labels, ocr or quotes
-        roles: of the labels: title, axis, tick, legend or annotation; () = unknown
+        roles: roles of the labels: title, axis, tick, legend or annotation; () = unknown
         edit: set for a prompt that changes given pictures
         size: height and width in pixels; () = the source's
     """
@@ -296,7 +296,7 @@ def score_picture(
 
     Args:
         image: the picture
-        target: what it should show
+        target: expected content
         file: name of the picture's file
         scored_by: `data.scoring.scorers`
         clip: None = not scored
@@ -568,7 +568,7 @@ def evaluate_run(
         prompts: drawn in place of held-out samples
         checkpoints: True = every checkpoint; False = the last
         processes: number of processes on this machine
-        say: called with a line of progress
+        say: function called with a line of progress
         suite: draws its prompts; see `suite_prompts`
         **settings: attributes of `Job`
     """

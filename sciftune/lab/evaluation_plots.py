@@ -51,7 +51,7 @@ def run_evaluation(
         run: run folder
         count: largest number of held-out samples
         processes: number of processes on this machine
-        say: called with each line of progress
+        say: function called with each line of progress
     """
     call = "evaluation_command(sys.argv[1:])"
     code = f"import sys; from sciftune.lab.evaluate import evaluation_command; {call}"

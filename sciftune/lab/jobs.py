@@ -329,7 +329,7 @@ def start(
         run: a prepared run folder
         command: the program and its arguments
         env: variables to add
-        early: takes the command where it has begun
+        early: runs the command if it was started
         processes: ranks, of which `early` has as many or starts them
 
     Returns:
@@ -388,7 +388,7 @@ def begin(run: RunDir, early: EarlyJob | None = None, **variables: str) -> RunDi
 
     Args:
         run: a prepared run folder
-        early: its agent, where it has begun while the run was planned
+        early: its agent, if it was started while the run was planned
         **variables: added to the environment
     """
     launch = LaunchFile.load(run)
@@ -705,7 +705,7 @@ def train_only_rank(index: int, *arguments: str | int):
     """Train the only rank of a run.
 
     Args:
-        index: of the process, from start_processes
+        index: number of the process, from start_processes
         *arguments: those of `train_rank`
     """
     train_rank(*arguments)
@@ -857,7 +857,7 @@ def launch(run: RunDir, launcher: str | None = None, early: EarlyJob | None = No
     Args:
         run: a prepared run folder
         launcher: 'job', 'notebook' or 'print'; None = that of the recipe
-        early: its agent, where it has begun while the run was planned
+        early: its agent, if it was started while the run was planned
     """
     recipe = kept_recipe(run)
     launcher = launcher or recipe.launcher

@@ -138,7 +138,7 @@ def counted_faults(
         says: follows "3 of 100"
         cure: what to change
         faults: worst first
-        ids: of all samples
+        ids: ids of all samples
     """
     share = len(faults) / max(1, len(ids))
     says = f"{len(faults)} of {len(ids)} {says}"
@@ -308,7 +308,7 @@ class TokenCount:
     Attributes:
         encoder: text_encoder, text_encoder_2
         limit: tokens that it reads
-        lengths: of the longest caption of each sample, templates included
+        lengths: tokens of the longest caption of each sample, templates included
         most: `limit` with the largest text_tokens that the model accepts
     """
 
@@ -450,7 +450,7 @@ def token_choices(
 
     Args:
         recipe: the run's recipe
-        counts: of each text encoder
+        counts: token counts, one per text encoder
         flops: recipe -> FLOPs of a sample of its resolution; None = time is not known
 
     Returns:
@@ -616,7 +616,7 @@ def letters_lost(
     Args:
         recipe: the run's recipe
         shapes: (width, height) of every image
-        facts: of every image
+        facts: facts of every image
 
     Returns:
         resolution -> share of the images with letters; {} = none has any

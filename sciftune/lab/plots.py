@@ -570,7 +570,7 @@ def draw_planned(ax: Axes, planned: float, used: float, unit: str):
         ax: axes of a memory over the steps
         planned: 0 without a plan
         used: largest memory used
-        unit: of both
+        unit: unit of both
     """
     if planned:
         style = dict(color=COLORS["dark"], ls="--", lw=1)

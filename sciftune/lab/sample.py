@@ -246,7 +246,7 @@ def checkpoint_sources(run: str | Path, steps: str, state: str = "weight") -> li
     Args:
         run: run folder
         steps: numbers separated by commas; 'all' = every complete checkpoint
-        state: of WEIGHT_STATES
+        state: one of WEIGHT_STATES
 
     Raises:
         ValueError: there is no such checkpoint
@@ -309,7 +309,7 @@ def load_source(
         source: weights to load
         strength: 0 = the base, 1 = the source
         dtype: type of the parameters
-        device: where to load
+        device: device on which to load
     """
     model = source.family.load_denoiser(source.base, dtype, device).eval()
     own = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -366,7 +366,7 @@ def request_of(prompt: DrawnPrompt, seed: int = 0, **usual: Any) -> Request:
 
     Args:
         prompt: its own values go before others
-        seed: of the noise; with a seed of the entry, the number of the noise
+        seed: seed of the noise; with a seed of the entry, the number of the noise
         **usual: height, width and references of prompts that name none
     """
     own = {name: getattr(prompt, name) or usual.get(name) for name in ("height", "width")}
@@ -486,7 +486,7 @@ def encoded_captions(
         source: weights that draw
         samples: pictures to draw, of `settled_request`
         dtype: type of the text encoder
-        device: where to encode
+        device: device on which to encode
         strength: 0 = the base, 1 = the source
 
     Returns:
@@ -535,7 +535,7 @@ def encoded_references(
     Args:
         source: weights that draw
         files: paths of images
-        device: where to encode
+        device: device on which to encode
 
     Returns:
         file -> latents (C,h,w) on the host

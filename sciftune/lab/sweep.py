@@ -82,7 +82,7 @@ def drawn_value(values: Sequence[str], share: float) -> str:
     """Return the value at a share (0 to 1) of a range or a list; three digits in a range.
 
     Args:
-        values: of `values_of`
+        values: result of `values_of`
         share: from 0 to 1, 1 excluded
     """
     if not (bounds := range_of(values)):
@@ -306,7 +306,7 @@ def pruned(run: RunDir, others: Sequence[RunDir], share: float) -> Iterator[None
     Args:
         run: the run, whose folder need not exist
         others: runs of the same sweep
-        share: as of `clearly_worse`; 0 = never
+        share: see `clearly_worse`; 0 = never
     """
     over = threading.Event()
 
@@ -362,7 +362,7 @@ def run_points(points: Points, launch: Callable = train_command, share: float = 
     Args:
         points: runs of the sweep
         launch: settings -> exit code
-        share: as of `pruned`
+        share: see `pruned`
 
     Returns:
         0; 1 if a point failed; as `train_command` if the sweep was interrupted

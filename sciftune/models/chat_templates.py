@@ -116,7 +116,7 @@ def put_into_template(template: str, turns: list[dict], values: dict) -> str:
     Args:
         template: Jinja source
         turns: 'role' and 'content' of each
-        values: of the template's variables
+        values: values of the template's variables
     """
     return _template_process(os.getpid())(template, turns, values)
 

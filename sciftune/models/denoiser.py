@@ -68,7 +68,7 @@ class Denoising(FamilyBase, ABC):
             denoiser: bare, or wrapped by a strategy
             x_t: noisy latents (B,C,h,w)
             sigma: noise levels (B,) in [0,1]
-            conditioning: of `collate`
+            conditioning: result of `collate`
         """
 
     # --- building and loading
@@ -123,7 +123,7 @@ class Denoising(FamilyBase, ABC):
 
         Args:
             path: diffusers folder or hub id
-            dtype: of its parameters
+            dtype: dtype of its parameters
             device: target device
             revision: hub revision
             prepare: changes the denoiser while it is on the meta device
@@ -145,9 +145,9 @@ class Denoising(FamilyBase, ABC):
 
         Args:
             config: its size; None = as published
-            dtype: of its parameters
-            device: where they are made
-            seed: of the weights
+            dtype: dtype of its parameters
+            device: target device
+            seed: seed of the weights
             prepare: changes the denoiser while it is on the meta device
         """
         model = self.empty_denoiser(config)

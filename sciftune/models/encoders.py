@@ -77,7 +77,7 @@ def user_turn(tokenizer: TextTokenizer, caption: str, thinking: bool) -> str:
 
     Args:
         tokenizer: with a chat template
-        caption: of one picture
+        caption: caption of one picture
         thinking: whether the answer may begin with thoughts
 
     Raises:
@@ -195,8 +195,8 @@ class Encoders:
 
         Args:
             captions: texts
-            length: of every result, tokens
-            suffix: of the encoder and its tokenizer: '', '_2', '_3'
+            length: length of every result, tokens
+            suffix: suffix of the encoder and its tokenizer: '', '_2', '_3'
             **options: of the call
         """
         cut = dict(padding="max_length", truncation=True, max_length=length)
@@ -240,7 +240,7 @@ def frame_forward(module: nn.Module, usual: Callable, x: Tensor, *cache: Tensor 
 
     Args:
         module: a Conv3d that pads by itself, or a norm with `gamma` and `scale`
-        usual: its own forward, for everything else
+        usual: its original forward, for everything else
         x: (B,C,T,H,W)
         *cache: earlier frames
     """
@@ -274,7 +274,7 @@ def in_threads(work: Callable[[Tensor], dict], parts: Sequence[Tensor]) -> list[
 
     Args:
         work: called with a part
-        parts: of a batch, on the CPU
+        parts: parts of a batch, on the CPU
     """
     threads, work = torch.get_num_threads(), torch.no_grad()(work)
     workers = min(threads, len(parts))
@@ -328,7 +328,7 @@ class Encoding(FamilyBase, ABC):
         Args:
             encoders: loaded text encoders and tokenizers
             captions: texts
-            text_tokens: where captions are cut; None = at inference's length
+            text_tokens: length at which captions are cut; None = at inference's length
         """
 
     # --- captions
@@ -363,7 +363,7 @@ class Encoding(FamilyBase, ABC):
         Args:
             component: name of the tokenizer in `text_components`
             tokenizer: the tokenizer
-            text_tokens: of the recipe; None = inference's
+            text_tokens: text tokens of the recipe; None = inference's
         """
         return self.check_text_tokens(text_tokens)
 
@@ -375,7 +375,7 @@ class Encoding(FamilyBase, ABC):
         """Return the conditioning of a batch; see `captions`.
 
         Args:
-            rows: of `encode_captions`
+            rows: result of `encode_captions`
             pad_to: common length; None = the longest
         """
         if self.captions == "fixed":
@@ -455,7 +455,7 @@ class Encoding(FamilyBase, ABC):
 
         Args:
             path: diffusers folder or hub id
-            dtype: of its parameters
+            dtype: dtype of its parameters
             device: target device
             revision: hub revision
         """
@@ -529,7 +529,7 @@ class Encoding(FamilyBase, ABC):
 
         Args:
             processor: image processor of the folder
-            config: of the text encoder
+            config: config of the text encoder
             pictures: one or more
         """
         raise ValueError(f"the text encoder of {self.name} sees no pictures")
@@ -609,8 +609,8 @@ class Encoding(FamilyBase, ABC):
 
         Args:
             path: diffusers folder or hub id
-            dtype: of the modules
-            device: where they go
+            dtype: dtype of the modules
+            device: target device
             revision: hub revision
             parts: "vae", "text" or both
         """

@@ -48,9 +48,9 @@ def count_flops(
     Args:
         family_class: without arguments
         config: denoiser configuration, as JSON
-        height: of the picture, pixels
-        width: of the picture, pixels
-        text_tokens: where captions are cut
+        height: height of the picture, pixels
+        width: width of the picture, pixels
+        text_tokens: length at which captions are cut
     """
     family, settings = family_class(), json.loads(config)
     shapes = family.caption_shapes(settings, text_tokens)
@@ -93,9 +93,9 @@ class Family(References, Denoising, Sampling):
         """Return the FLOPs of a sample by a formula; None = they are counted.
 
         Args:
-            config: of the denoiser
-            tokens: of the picture and of reference images
-            text_tokens: where captions are cut
+            config: config of the denoiser
+            tokens: tokens of the picture and of reference images
+            text_tokens: length at which captions are cut
         """
         return None
 
@@ -105,10 +105,10 @@ class Family(References, Denoising, Sampling):
         """Return `flops` of a sample with reference images.
 
         Args:
-            config: of the denoiser
-            height: of the picture, pixels
-            width: of the picture, pixels
-            text_tokens: where captions are cut
+            config: config of the denoiser
+            height: height of the picture, pixels
+            width: width of the picture, pixels
+            text_tokens: length at which captions are cut
             references: tokens of reference images
         """
         if not references:
@@ -257,7 +257,7 @@ class Family(References, Denoising, Sampling):
 
         Args:
             folder: new, or this stand-in
-            seed: of its weights
+            seed: seed of its weights
             **variant: as in `tiny_variants`
         """
         variant = self.tiny_variants | variant
@@ -286,16 +286,16 @@ def draw_pictures(
     """Sample one picture per caption with the folder's own scheduler.
 
     Args:
-        family: of the folder
+        family: family of the folder
         folder: pipeline folder
         captions: one per picture
         side: pixels
-        steps: of the sampler
+        steps: steps of the sampler
         guidance: classifier-free
-        seed: of the noise
+        seed: seed of the noise
         batch: pictures at once
-        text_tokens: where captions are cut
-        device: where everything runs
+        text_tokens: length at which captions are cut
+        device: device of the computation
 
     Returns:
         (N,3,side,side) in [-1,1]

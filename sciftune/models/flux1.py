@@ -92,7 +92,7 @@ def flux1_position_ids(
     Args:
         rows: Token rows
         cols: Token columns
-        device: Where they are made
+        device: target device
         first: The first column: 1 for a reference image of Kontext
 
     Returns:
@@ -145,9 +145,9 @@ def join_streams(
 
     Args:
         usual: forward of a single block
-        packing: of the samples
-        hidden_states: of images (N,1,C)
-        encoder_hidden_states: of captions (T,1,C)
+        packing: packing of the samples
+        hidden_states: hidden states of images (N,1,C)
+        encoder_hidden_states: hidden states of captions (T,1,C)
         *rest: passed on
         **named: passed on
 

@@ -188,7 +188,7 @@ def flux2_position_ids(
         rows: Token rows, 1 for text
         cols: Token columns, 1 for text
         length: Text length, 1 for images
-        device: Where they are made
+        device: target device
         time: place in time of a reference image, see `REFERENCE_TIME`
 
     Returns:
@@ -230,11 +230,11 @@ def spread_double(
 
     Args:
         usual: forward of a double block
-        packing: of the samples
-        hidden_states: of images (1,N,C)
-        encoder_hidden_states: of captions (1,T,C)
-        temb_mod_img: of samples (n,6C)
-        temb_mod_txt: of samples (n,6C)
+        packing: packing of the samples
+        hidden_states: hidden states of images (1,N,C)
+        encoder_hidden_states: hidden states of captions (1,T,C)
+        temb_mod_img: modulation of samples (n,6C)
+        temb_mod_txt: modulation of samples (n,6C)
         *rest: passed on
         **named: passed on
 
@@ -258,10 +258,10 @@ def spread_single(
 
     Args:
         usual: forward of a single block
-        packing: of the samples
-        hidden_states: of captions and images (1,T+N,C)
+        packing: packing of the samples
+        hidden_states: hidden states of captions and images (1,T+N,C)
         encoder_hidden_states: None: both are one sequence
-        temb_mod: of samples (n,3C)
+        temb_mod: modulation of samples (n,3C)
         *rest: passed on
         **named: passed on
 
@@ -283,8 +283,8 @@ def attend_fused(
 
     Args:
         attention: `Flux2ParallelSelfAttention`
-        usual: its own forward, not called
-        packing: of the samples
+        usual: its original forward, not called
+        packing: packing of the samples
         hidden_states: (1,T+N,C)
         image_rotary_emb: cos and sin (T+N,D)
 
@@ -301,7 +301,7 @@ def norm_rows(usual: Callable, packing: Packing, x: Tensor, conditioning: Tensor
 
     Args:
         usual: forward of the last norm
-        packing: of the samples
+        packing: packing of the samples
         x: (1,N,C)
         conditioning: embedded noise levels (n,C)
 

@@ -141,7 +141,7 @@ def dev_tokens(
         tokenizer: with a chat template
         captions: texts
         text_tokens: where they are cut, counted after the system message
-        length: of every result, 512
+        length: length of every result, 512
 
     Returns:
         input_ids and attention_mask (B, length)

@@ -442,7 +442,7 @@ class PackedForward:
         """Use `forward` in packed calls of a module.
 
         Args:
-            module: of the denoiser
+            module: module of the denoiser
             forward: (the module's forward, packing, *args, **kwargs)
         """
         usual = module.forward
@@ -500,7 +500,7 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
         q: Queries (1,L,heads,D)
         k: Keys (1,L,heads,D)
         v: Values (1,L,heads,D)
-        packing: of the samples
+        packing: packing of the samples
 
     Returns:
         (1,L,heads*D)
@@ -523,7 +523,7 @@ def attend_jointly(
     Args:
         attention: Whose layers are used
         usual: Its own forward, which is not called
-        packing: of the samples
+        packing: packing of the samples
         hidden_states: states of images, or of both, (N,1,C) or (1,N,C)
         encoder_hidden_states: states of captions (T,1,C) or (1,T,C)
         image_rotary_emb: cos and sin, see `part_tables`

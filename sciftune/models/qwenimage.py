@@ -152,8 +152,8 @@ def qwen_positions(rows: int, cols: int, text: int) -> tuple[Tensor, Tensor]:
     """Return the positions (frame, row, column) of a sample's tokens.
 
     Args:
-        rows: of tokens
-        cols: of tokens
+        rows: rows of tokens
+        cols: columns of tokens
         text: tokens of the caption
 
     Returns:
@@ -191,7 +191,7 @@ def place_tokens(
 
     Args:
         pos_embed: `QwenEmbedRope`
-        usual: its own forward, not called
+        usual: its original forward, not called
         packing: with positions
         *shapes: ignored: what the model passes, for one size
         **named: ignored, likewise
@@ -383,7 +383,7 @@ class QwenImage(Family):
 
         Args:
             pictures: noisy latents (B,16,h,w), and those of references
-            conditioning: of `collate`, with sizes
+            conditioning: result of `collate`, with sizes
         """
         x_t, b = pictures[0], len(pictures[0])
         canvases = [(1, x.shape[2] // 2, x.shape[3] // 2) for x in pictures]

@@ -102,7 +102,7 @@ class Layout:
         where: (B,P+N,3) frame, row, column
         image: (B,P+N) number of its image, TEXT or PADDING
         runs: (start, end, is text) before the pictures; None = samples differ
-        padded: Whether there is padding
+        padded: True if there is padding
     """
 
     order: Tensor
@@ -419,7 +419,7 @@ def joint_states(
 
     Args:
         lm: inner model of Qwen3-VL
-        processor: of captions and images
+        processor: processor of captions and images
         caption: text
         images: (H,W,3) uint8 each; [] = none
         text_tokens: longest caption behind the images
@@ -661,7 +661,7 @@ class QwenImage21(Family):
 
         Args:
             x_t: noisy latents (B,64,h,w)
-            conditioning: of `collate`, with `sizes` and what `stack_references` returned
+            conditioning: result of `collate`, with `sizes` and what `stack_references` returned
         """
         canvas, references = tuple(x_t.shape[2:]), references_of(conditioning)
         canvases = [tuple(x.shape[2:]) for x in references]

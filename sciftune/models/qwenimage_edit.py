@@ -156,7 +156,7 @@ def states_with_images(
 
     Args:
         lm: inner model of Qwen2.5-VL, with its vision tower
-        processor: of captions and images
+        processor: processor of captions and images
         caption: text
         images: (H,W,3) uint8 each, one or more
         text_tokens: longest caption behind the images

@@ -59,7 +59,7 @@ def mask_with_references(
     """Return the mask over [text, image, references] of a joint attention.
 
     Args:
-        conditioning: of `collate`, with `sizes` and what `stack_references` returned
+        conditioning: result of `collate`, with `sizes` and what `stack_references` returned
         x: latents (B,C,H,W)
         patch: latent pixels per token side
         text: (B,T), 0 = padding of a caption that is not attended to
@@ -99,9 +99,9 @@ class References(Encoding):
         """Return the (height, width) at which the denoiser sees a reference image.
 
         Args:
-            width: of the image, pixels
-            height: of the image, pixels
-            side: of the square with the largest area; 0 = the pipeline's
+            width: width of the image, pixels
+            height: height of the image, pixels
+            side: side of the square with the largest area; 0 = the pipeline's
         """
         raise ValueError(f"{self.name} takes no reference images")
 
@@ -110,7 +110,7 @@ class References(Encoding):
 
         Args:
             image: RGB
-            side: of the square with the largest area; 0 = the pipeline's
+            side: side of the square with the largest area; 0 = the pipeline's
 
         Returns:
             (height, width, 3) uint8, of `reference_size`
@@ -147,7 +147,7 @@ class References(Encoding):
             encoders: loaded text encoders and processors
             captions: texts
             references: `caption_pixels` of the images of each caption, in order
-            text_tokens: where captions are cut; None = at inference's length
+            text_tokens: length at which captions are cut; None = at inference's length
         """
         if any(references):
             raise ValueError(f"the captions of {self.name} see no reference images")

@@ -141,7 +141,7 @@ class Sampling(FamilyBase):
         schedule: published scheduler configuration
         scheduler_class: where the configuration names no class
         default_guidance: classifier-free guidance of the pipeline
-        default_sample_steps: of the pipeline
+        default_sample_steps: steps of the pipeline
     """
 
     schedule: dict = {}
@@ -160,9 +160,9 @@ class Sampling(FamilyBase):
         """Return mu of the pipeline's sampler at this size.
 
         Args:
-            height: of the picture, pixels
-            width: of the picture, pixels
-            steps: of the sampler, where they matter
+            height: height of the picture, pixels
+            width: width of the picture, pixels
+            steps: steps of the sampler, where they matter
             schedule: scheduler configuration; None = as published
         """
         return self.linear_mu(height, width, schedule)
@@ -188,10 +188,10 @@ class Sampling(FamilyBase):
         """Build the scheduler of a configuration, at the timesteps that the pipeline visits.
 
         Args:
-            height: of the picture, pixels
-            width: of the picture, pixels
-            steps: of the sampler
-            schedule: of `sampling(path)`; None = as published
+            height: height of the picture, pixels
+            width: width of the picture, pixels
+            steps: steps of the sampler
+            schedule: schedule of `sampling(path)`; None = as published
         """
         mu = self.shift_mu(height, width, steps, schedule)
         return flow_scheduler(schedule or self.schedule, steps, mu, self.scheduler_class)
@@ -202,7 +202,7 @@ class Sampling(FamilyBase):
         Args:
             path: diffusers folder or hub id
             revision: hub revision
-            steps: of the sampler; 0 = the pipeline's
+            steps: steps of the sampler; 0 = the pipeline's
         """
         settings, side = self.sampling(path, revision), 16 * self.size_multiple
         try:
@@ -218,10 +218,10 @@ class Sampling(FamilyBase):
         """Return the noise levels of `scheduler`, (steps+1,) from 1 to 0.
 
         Args:
-            height: of the picture, pixels
-            width: of the picture, pixels
-            steps: of the sampler
-            schedule: of `sampling(path)`; None = as published
+            height: height of the picture, pixels
+            width: width of the picture, pixels
+            steps: steps of the sampler
+            schedule: schedule of `sampling(path)`; None = as published
         """
         return self.scheduler(height, width, steps, schedule).sigmas.float()
 
@@ -231,8 +231,8 @@ class Sampling(FamilyBase):
         """Return whether the pipeline at `path` makes a second prediction, without the caption.
 
         Args:
-            scale: of guidance
-            path: of the weights, where some of the family are distilled
+            scale: scale of guidance
+            path: path of the weights, where some of the family are distilled
         """
         return self.record.guides(scale)
 
@@ -242,7 +242,7 @@ class Sampling(FamilyBase):
         Args:
             cond: prediction with the caption (B,C,h,w)
             uncond: prediction without (B,C,h,w)
-            scale: of guidance
+            scale: scale of guidance
         """
         return uncond + scale * (cond - uncond)
 
@@ -255,7 +255,7 @@ class Sampling(FamilyBase):
             denoiser: bare, or wrapped by a strategy
             x_t: noisy latents (B,C,h,w)
             t: timesteps of a scheduler (B,), 0 to 1000
-            conditioning: of `collate`
+            conditioning: result of `collate`
         """
         return self.predict(denoiser, x_t, t.float() / 1000, conditioning)
 
@@ -276,8 +276,8 @@ class Sampling(FamilyBase):
         Args:
             denoiser: in evaluation mode
             noise: standard normal (B,C,h,w)
-            scheduler: of `scheduler`; left as it is
-            conditioning: of `collate`
+            scheduler: result of `scheduler`; unchanged
+            conditioning: result of `collate`
             unconditional: that of the negative caption; used where `guides` says so
             guidance: None = the pipeline's
         """
@@ -342,8 +342,8 @@ class GuidanceInput:
         Args:
             denoiser: in evaluation mode
             noise: standard normal (B,C,h,w)
-            scheduler: of `scheduler`; left as it is
-            conditioning: of `collate`
+            scheduler: result of `scheduler`; unchanged
+            conditioning: result of `collate`
             unconditional: not used
             guidance: None = the pipeline's
         """

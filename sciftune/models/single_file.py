@@ -44,8 +44,8 @@ class Promise(Tensor):
         """Return the promise of a tensor.
 
         Args:
-            shape: of the tensor
-            dtype: of the tensor
+            shape: shape of the tensor
+            dtype: dtype of the tensor
             make: () -> the tensor
         """
         promise = torch.empty(shape, dtype=dtype, device="meta").as_subclass(cls)
@@ -260,7 +260,7 @@ def single_file_folder(
         autoencoder: the same for the autoencoder, or its safetensors file; '' = that of the file,
             or of the folder of `text`
         cache: where the folder is made
-        revision: of a hub id
+        revision: revision of a hub id
     """
     file = Path(file).expanduser().resolve()
     if not file.is_file():

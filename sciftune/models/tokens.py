@@ -134,8 +134,8 @@ def image_mask(sizes: list, height: int, width: int, device: torch.device = "cpu
 
     Args:
         sizes: (h,w) of each sample
-        height: of the padded batch
-        width: of the padded batch
+        height: height of the padded batch
+        width: width of the padded batch
         device: where the mask is made
     """
     h, w = torch.tensor([list(size) for size in sizes], device=device)[..., None, None].unbind(1)

@@ -126,7 +126,7 @@ def resolve_folder(
         path: Diffusers folder or hub id
         components: Sub-folders that must be there
         revision: Hub revision
-        weights: Whether a hub model's weights are wanted, too
+        weights: download a hub model's weights, too
 
     Returns:
         Folder with model_index.json and all of `components`
@@ -418,8 +418,8 @@ def read_tensor(
     Args:
         weights: Component weights
         name: Tensor name
-        dtype: Wanted type of floating tensors, None = as stored
-        device: Where it shall live
+        dtype: type of floating tensors, None = as stored
+        device: target device
 
     Returns:
         A copy that shares nothing with the file
@@ -479,7 +479,7 @@ def check_stored(
 
     Args:
         want: Name -> shape of floating tensors
-        weights: What they shall be filled with
+        weights: source of the values
         unexpected: Names that the weights have too much
         whose: For people
     """
@@ -508,7 +508,7 @@ def check_fit(module: nn.Module, weights: Weights):
 
     Args:
         module: Module, maybe on meta
-        weights: What it shall be filled with
+        weights: source of the values
     """
     tensors = module.state_dict()
     want = {k: v.shape for k, v in tensors.items()}
@@ -543,7 +543,7 @@ def materialise(
         module: Module on meta, see `build_on_meta`
         weights: Its weights
         dtype: Type of the floating parameters, None = as stored
-        device: Where they go
+        device: target device
 
     Returns:
         The same module, filled
@@ -567,7 +567,7 @@ def randomise(
     Args:
         module: Module on meta, see `build_on_meta`
         dtype: Type of the parameters
-        device: Where they are made
+        device: target device
         seed: Seed of the device's generator
 
     Returns:

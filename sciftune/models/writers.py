@@ -36,7 +36,7 @@ def qwen_pictures(
 
     Args:
         processor: image processor of Qwen2-VL
-        config: of the text encoder; not used, see `Encoding.picture_inputs`
+        config: config of the text encoder; not used, see `Encoding.picture_inputs`
         pictures: one or more
     """
     tensors = dict(processor(images=pictures, return_tensors="pt"))
@@ -56,7 +56,7 @@ class PictureWriter:
         tokenizer: its tokenizer
         turns: conversation with {system}, {image} and {prompt}
         inputs: function of pictures that returns their tensors and the tokens of each
-        device: where its inputs go
+        device: target device
     """
 
     model: transformers.PreTrainedModel
@@ -96,7 +96,7 @@ class PictureWriter:
         Args:
             pictures: RGB
             prompts: one per picture
-            system: what the model is told before
+            system: system message
             longest: tokens of an answer; one that is longer is cut after its last sentence
         """
         tensors, marks = self.inputs(pictures)

@@ -20,7 +20,7 @@ def kept_by_graphs(phases: list[Phase]) -> list[Phase]:
     """Return the phases of a step when its passes are replayed from CUDA graphs.
 
     Args:
-        phases: of a step that launches its kernels; 'network: phase' where there are several
+        phases: phases of a step that launches its kernels; 'network: phase' where there are several
     """
     most = {}
     for phase in phases:
@@ -138,7 +138,7 @@ class Ledger:
         Args:
             base: part -> bytes that stay throughout
             passes: in the order of forward
-            prefix: of the phases' names
+            prefix: prefix of the phases' names
             trains: whether the parameters get gradients
         """
         return list(_Backward(self, base, passes, prefix, trains).phases())
@@ -185,10 +185,10 @@ class _Backward:
     """The phases of backward, one per block and pass.
 
     Args:
-        ledger: of the trained network
+        ledger: ledger of the trained network
         base: part -> bytes that stay throughout
         passes: in the order of forward
-        prefix: of the phases' names
+        prefix: prefix of the phases' names
         trains: whether the parameters get gradients
     """
 

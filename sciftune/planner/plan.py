@@ -59,7 +59,7 @@ def encoding_note(
         recipe: the run
         family: the model's family
         base: from `weights_path`
-        machine: where it runs
+        machine: machine of the run
     """
     drawn = recipe.model_path.partition(":")[0] == "random"
     if base is None or drawn or not machine.cuda or not family.text_components:

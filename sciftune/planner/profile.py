@@ -52,8 +52,8 @@ def empty_vae(
     Args:
         family: the model's family
         base: pipeline folder or hub id; None = published size
-        recipe: its revision
-        dtype: of the weights
+        recipe: read for its revision
+        dtype: dtype of the weights
     """
     import diffusers
     from accelerate import init_empty_weights
@@ -78,8 +78,8 @@ def decode_bytes(
     Args:
         family: the model's family
         base: pipeline folder or hub id; None = published size
-        recipe: its resolution and revision
-        dtype: of the weights
+        recipe: read for its resolution and revision
+        dtype: dtype of the weights
     """
     vae, side = empty_vae(family, base, recipe, dtype), recipe.resolution
     shape = family.latent_shape(side, side)
@@ -130,7 +130,7 @@ def profile(
         recipe: what is trained, and how
         family: the model's family
         base: pipeline folder or hub id; None = published size
-        dtype: of the computation
+        dtype: dtype of the computation
         vae: also measure the VAE's decoder
         autocasts: operations of the model choose their types, see `Autocast`
     """
@@ -182,7 +182,7 @@ def knows_published(recipe: Recipe, family: Family) -> bool:
     """Return whether this plans published weights whose configurations the package contains.
 
     Args:
-        recipe: its model_path, revision and launcher
+        recipe: read for its model_path, revision and launcher
         family: the model's family
     """
     published = recipe.model_path == family.record.hub and not recipe.revision
@@ -196,7 +196,7 @@ def planned_weights(recipe: Recipe, family: Family) -> Iterator[Path | str | Non
     Published weights are thus planned without the hub.
 
     Args:
-        recipe: its model_path, revision and launcher
+        recipe: read for its model_path, revision and launcher
         family: the model's family
     """
     if not knows_published(recipe, family):
@@ -210,7 +210,7 @@ def weights_path(recipe: Recipe, family: Family) -> Path | str | None:
     """Return the model's folder; create the stand-in if the recipe requests one.
 
     Args:
-        recipe: its model_path
+        recipe: read for its model_path
         family: the model's family
 
     Returns:

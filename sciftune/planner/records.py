@@ -98,7 +98,7 @@ class Profile(ModelSize):
     Attributes:
         blocks: in the order of execution
         outside: bytes kept for backward outside of blocks
-        flops: of a forward pass of one sample
+        flops: FLOPs of a forward pass of one sample
         operations: kernels of a forward pass
         float8_count: linear layers of blocks that are large enough for float8
         float8_captions: those of them that see captions alone

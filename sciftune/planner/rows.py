@@ -132,9 +132,9 @@ def host_parts(ledger: Ledger, machine: Machine, process_gib: float) -> dict[str
     """Return part -> GiB of host memory of a machine while training, a copied checkpoint included.
 
     Args:
-        ledger: of the run
-        machine: where it runs
-        process_gib: of a process alone
+        ledger: ledger of the run
+        machine: machine of the run
+        process_gib: GiB of a process alone
     """
     recipe, per = ledger.recipe, ledger.strategy.per_machine
     copies = ledger.work.checkpoint_bytes(ledger.profile, ledger.strategy)
@@ -224,7 +224,7 @@ def tensors_limit(profile: Profile, strategy: Strategy, machine: Machine, usable
     Args:
         profile: the model
         strategy: recipe on a number of processes
-        machine: where it runs
+        machine: machine of the run
         usable: GiB of a process
     """
     if not machine.cuda:
@@ -240,7 +240,7 @@ def plan_row(profile: Profile, strategy: Strategy, machine: Machine) -> PlanRow:
     Args:
         profile: the model
         strategy: recipe on a number of processes
-        machine: where it runs
+        machine: machine of the run
     """
     usable = machine.usable(strategy.world if machine.cuda else strategy.per_machine)
     limit = tensors_limit(profile, strategy, machine, usable)

@@ -152,7 +152,7 @@ def candidates(recipe: Recipe, machine: Machine, worlds: Iterable[int]) -> Itera
 
     Args:
         recipe: the run
-        machine: where it runs
+        machine: machine of the run
         worlds: numbers of processes
     """
     batches = sorted({max(1, recipe.micro_batch // 2**i) for i in range(8)}, reverse=True)
@@ -175,7 +175,7 @@ class Setting:
     """A setting with its plan.
 
     Attributes:
-        seconds: of a step, by the rates of an H200 where those of the device are unknown
+        seconds: seconds of a step, by the rates of an H200 where those of the device are unknown
         same: whether it trains in the precision that the recipe names
     """
 
@@ -206,7 +206,7 @@ class Setting:
         """Return the sort key of settings that do not fit: by their share of what there is.
 
         Args:
-            machine: where it runs
+            machine: machine of the run
         """
         shares = self.row.gpu_total_gib / machine.memory, self.row.host_gib / machine.host
         return not self.same, max(shares)
@@ -218,7 +218,7 @@ def least_seconds(profile: Profile, strategy: Strategy, rates: DeviceRates) -> f
     Args:
         profile: the model
         strategy: a setting
-        rates: of the GPU
+        rates: rates of the GPU
     """
     whole = strategy.recipe.gradient_checkpointing == "full"
     parts = step_parts(profile, strategy, len(profile.blocks) if whole else 0, rates)
@@ -233,8 +233,8 @@ def planned_setting(
     Args:
         profile: the model
         strategy: the setting
-        machine: where it runs
-        rates: of its GPU, or of another where they are unknown
+        machine: machine of the run
+        rates: rates of its GPU, or of another where they are unknown
     """
     row = plan_row(profile, strategy, machine)
     counts = row.recompute_blocks, rates, row.selective_blocks
@@ -256,7 +256,7 @@ def ranked(
     Args:
         profile: the model
         recipe: the run
-        machine: where it runs
+        machine: machine of the run
         worlds: numbers of processes
         offloads: allowed values of offload
         below: only settings that take fewer seconds
@@ -308,7 +308,7 @@ def suggestions(
     Args:
         profile: the model
         recipe: the run
-        machine: where it runs
+        machine: machine of the run
         world: processes of the recipe
         below: only settings that take fewer seconds
         most: how many at most
@@ -335,7 +335,7 @@ def adapters_instead(
         recipe: the run
         family: the model's family
         base: from `weights_path`
-        machine: where it runs
+        machine: machine of the run
     """
     if recipe.lora_rank or not step_cost_of(recipe).adapters:
         return []
@@ -367,7 +367,7 @@ def shared_tokens(
         recipe: the run
         family: the model's family
         base: from `weights_path`
-        machine: where it runs
+        machine: machine of the run
     """
     parts = find_record("models", recipe.model), find_record("objectives", recipe.objective)
     if recipe.context_parallel > 1 or not all(part.context_parallel for part in parts):
@@ -407,7 +407,7 @@ def settled(profile: Profile, strategy: Strategy, machine: Machine) -> Strategy:
     Args:
         profile: the model
         strategy: recipe on a number of processes
-        machine: where it runs
+        machine: machine of the run
     """
     *preferred, last = strategy.alternatives()
     if not preferred or step_cost_of(strategy.recipe).networks > 1:
@@ -496,7 +496,7 @@ def open_settings(recipe: Recipe, machine: Machine, graphs: bool = True) -> Iter
 
     Args:
         recipe: with open fields
-        machine: where it runs
+        machine: machine of the run
         graphs: whether captions have one length, which CUDA graphs need
     """
     cards = machine.count if machine.cuda else 1
@@ -534,7 +534,7 @@ def best_settings(
     Args:
         profile: the model
         recipe: with open fields
-        machine: where it runs
+        machine: machine of the run
         graphs: whether captions have one length, which CUDA graphs need
         most: how many at most
 

@@ -226,7 +226,7 @@ def step_parts(
         profile: the model
         strategy: recipe on a number of processes
         checkpointed: number of blocks that run again in backward
-        rates: of the GPU
+        rates: rates of the GPU
         selective: number of blocks that recompute all but products and attention
 
     Returns:
@@ -298,9 +298,9 @@ def time_block(
 
     Args:
         module: on the device
-        args: its inputs
-        kwargs: its named inputs
-        device: where it runs
+        args: its positional arguments
+        kwargs: its keyword arguments
+        device: device of the computation
         repeats: runs that count
     """
     measured = []
@@ -352,8 +352,8 @@ def time_blocks(
         recipe: the run
         family: the model's family
         base: pipeline folder or hub id; None = published size
-        dtype: of the computation
-        device: where blocks run
+        dtype: dtype of the computation
+        device: device of the computation
 
     Raises:
         RecipeError: blocks of this objective need more than tensors

@@ -159,8 +159,8 @@ def on_meta(func: Callable, args: tuple, kwargs: dict) -> object:
 
     Args:
         func: operation of torch
-        args: its inputs
-        kwargs: its named inputs
+        args: its positional arguments
+        kwargs: its keyword arguments
     """
     try:
         key = func, _input_kind(args), *((name, _input_kind(x)) for name, x in kwargs.items())
@@ -387,8 +387,8 @@ def kept_bytes(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, float]
 
     Args:
         module: block on meta
-        args: its inputs, on meta
-        kwargs: its named inputs, on meta
+        args: its positional arguments, on meta
+        kwargs: its keyword arguments, on meta
 
     Returns:
         bytes: eager, compiled, fp8, out, widest, traffic; FLOPs: products, attention; operations
@@ -413,8 +413,8 @@ def compiled_bytes(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, fl
 
     Args:
         module: block on meta
-        args: its inputs, on meta
-        kwargs: its named inputs, on meta
+        args: its positional arguments, on meta
+        kwargs: its keyword arguments, on meta
 
     Returns:
         compiled, selective, fp8, selective_fp8
@@ -467,8 +467,8 @@ def peak_bytes(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, float]
 
     Args:
         module: block on meta
-        args: its inputs, on meta
-        kwargs: its named inputs, on meta
+        args: its positional arguments, on meta
+        kwargs: its keyword arguments, on meta
 
     Returns:
         bytes: forward_peak, backward_peak, adding_peak
@@ -498,8 +498,8 @@ def block_bytes(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, float
 
     Args:
         module: block on meta
-        args: its inputs, on meta
-        kwargs: its named inputs, on meta
+        args: its positional arguments, on meta
+        kwargs: its keyword arguments, on meta
     """
     kind = block_kind(module, args, kwargs)
     if kind in _MEASURED_BLOCKS:
@@ -521,8 +521,8 @@ def shape_kind(module: nn.Module, args: tuple, kwargs: dict) -> tuple:
 
     Args:
         module: block
-        args: its inputs
-        kwargs: its named inputs
+        args: its positional arguments
+        kwargs: its keyword arguments
     """
     tensors = [*module.parameters(), *tensors_in((args, kwargs))]
     return type(module), tuple((tuple(t.shape), t.requires_grad) for t in tensors)
@@ -545,7 +545,7 @@ class OutputShapes:
 
         Args:
             out: tensors, nested
-            inputs: of the block
+            inputs: inputs of the block
         """
         leaves, tree = tree_flatten(out)
         passed = [next((i for i, x in enumerate(inputs) if x is o), None) for o in leaves]

@@ -89,8 +89,8 @@ class StepCost:
 
         Args:
             family: the model's family
-            height: of an image, pixels
-            width: of an image, pixels
+            height: height of an image, pixels
+            width: width of an image, pixels
         """
         channels, rows, columns = family.latent_shape(height, width)
         per_token = family.token_factor // family.latent_factor
@@ -236,8 +236,8 @@ class MetaModel:
 
     Attributes:
         base: pipeline folder or hub id; None = published size
-        dtype: of the computation
-        config: of the denoiser
+        dtype: dtype of the computation
+        config: config of the denoiser
         denoiser: on meta
     """
 
@@ -260,10 +260,10 @@ class MetaModel:
         """Build the denoiser, freeze what is not trained, add adapters.
 
         Args:
-            recipe: its trained_layers, lora_*, revision, context_parallel and objective
+            recipe: read for its trained_layers, lora_*, revision, context_parallel and objective
             family: the model's family
             base: pipeline folder or hub id; None = published size
-            dtype: of the computation
+            dtype: dtype of the computation
         """
         revision, work = recipe.revision or None, step_cost_of(recipe)
         config = family.config(base, revision)

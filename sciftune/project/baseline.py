@@ -80,7 +80,7 @@ def loaded(
         family: family of the model
         base: pipeline folder; None = random weights of the published size
         dtype: type of the weights
-        device: where to load
+        device: device on which to load
     """
     if base is None:
         return family.random_denoiser(None, dtype, device)
@@ -96,7 +96,7 @@ def bare_step(
         recipe: recipe of the measurement
         family: family of the model
         base: pipeline folder; None = random weights of the published size
-        device: where to train
+        device: device on which to train
         plan: the trainer's plan
 
     Raises:

@@ -92,7 +92,7 @@ def measured_room(profile: Profile, strategy: Strategy, row: dict) -> Strategy:
     Args:
         profile: the model
         strategy: from `measured_strategy`
-        row: of docs/bench.jsonl; its `resident_gib` does not include the window
+        row: row of docs/bench.jsonl; its `resident_gib` does not include the window
     """
     resident = row.get("resident_gib")
     if resident is None:

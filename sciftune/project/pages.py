@@ -339,7 +339,7 @@ class Page:
     """A page of docs/generated.
 
     Attributes:
-        about: what it shows
+        about: description of its content
         body: folder of the repository -> Markdown
     """
 

@@ -86,7 +86,7 @@ def collect_wheels(folder: Path, python: str = "3.12", extras: str = "data,track
     Args:
         folder: for the wheels
         python: version on the node
-        extras: of pyproject.toml, besides deepspeed
+        extras: extras of pyproject.toml, besides deepspeed
 
     Returns:
         wheels in the folder

@@ -223,8 +223,8 @@ def spread_blocks(blocks: int, count: int, selective: int = 0) -> tuple[set[int]
 
     Args:
         blocks: number of blocks
-        count: of them recomputed
-        selective: of the others selectively recomputed
+        count: how many of them are recomputed
+        selective: number of the other blocks that are selectively recomputed
     """
 
     def spread(places: list[int], number: int) -> set[int]:

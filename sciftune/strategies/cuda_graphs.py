@@ -130,7 +130,7 @@ class ReplayedCall(torch.autograd.Function):
         """Replay the backward pass.
 
         Args:
-            ctx: of the forward pass
+            ctx: autograd context of the forward pass
             *gradients: of what the call returned
         """
         return None, *ctx.graphs.backward(gradients)

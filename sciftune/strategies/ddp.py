@@ -136,7 +136,7 @@ class ReplicatedModule(TrainedModule):
 
         Args:
             loss: Scalar fp32 (), of one micro-batch
-            last: Of the step: gradients are reduced
+            last: True for the last micro-batch of a step: gradients are reduced
         """
         self.backwards += 1
         if last and self.replicated and self.backwards != self.strategy.accumulation:

@@ -67,7 +67,7 @@ class AllToAllReduceScatter:
         Args:
             size: shape of the buffer
             dtype: type of its numbers
-            device: where it is
+            device: target device
         """
         return torch.empty(*size, dtype=dtype, device=device)
 

@@ -236,7 +236,7 @@ class CopyOut:
     """A copy of states to the host that is under way.
 
     Attributes:
-        number: Of the parameter
+        number: number of the parameter
         start: In the window
         done: torch.cuda.Event behind the copy
     """

@@ -203,7 +203,7 @@ def add_update(weight: Tensor, update: Tensor, decay: Tensor, seed: Tensor):
         weight: fp32 or bf16 (...)
         update: fp32 (...)
         decay: share of the weight that is added besides, fp32 scalar () on the host
-        seed: of the rounding, int32 scalar () on the host
+        seed: seed of the rounding, int32 scalar () on the host
     """
     values = weight + (update + decay * weight.float())
     weight.copy_(values if weight.dtype == values.dtype else round_stochastically(values, seed))
@@ -265,7 +265,7 @@ class WholeUpdates(OptimizerMethods, torch.optim.Optimizer):
 
         Args:
             parameter: one of the optimizer's parameters, any shape (...)
-            gradient: of the same shape
+            gradient: gradient of the same shape
             state: state of the parameter, changed
             rate: learning rate
 

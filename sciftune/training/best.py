@@ -22,7 +22,7 @@ class Best:
     """The best validation of a run so far.
 
     Args:
-        recipe: its keep_best and patience
+        recipe: read for its keep_best and patience
     """
 
     def __init__(self, recipe: Recipe):

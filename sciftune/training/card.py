@@ -100,7 +100,7 @@ def loading_code(recipe: Recipe, folder: Path) -> str:
     """Return Python code that loads the exported folder and draws an image.
 
     Args:
-        recipe: of the run
+        recipe: recipe of the run
         folder: the export
     """
     hub = find_record("models", recipe.model).hub
@@ -161,7 +161,7 @@ def first_and_last_pictures(run: RunDir, count: int = 4, side: int = 256) -> Ima
     Args:
         run: its folder
         count: images in a row, at most
-        side: of an image, in pixels
+        side: side of an image, in pixels
     """
     steps = sorted(path for path in run.validation_images.glob("step_*") if path.is_dir())
     if len(steps) < 2:
@@ -218,7 +218,7 @@ def model_card(run: RunDir, recipe: Recipe, folder: Path, pictures: bool = True)
 
     Args:
         run: its folder
-        recipe: of the run
+        recipe: recipe of the run
         folder: the export that the card is for
         pictures: whether samples.png is beside it
     """
@@ -244,7 +244,7 @@ def write_model_card(run: RunDir, recipe: Recipe, folder: Path) -> Path:
 
     Args:
         run: its folder
-        recipe: of the run
+        recipe: recipe of the run
         folder: the export
     """
     sheet = first_and_last_pictures(run)

@@ -172,7 +172,7 @@ class CopyMemory:
         """Copy the next shard; `end` waits for copies from a GPU.
 
         Args:
-            values: of the next shard, fp32 (count,)
+            values: values of the next shard, fp32 (count,)
 
         Returns:
             (count,)
@@ -306,7 +306,7 @@ class DigestingFiles(FileSystem):
         """Open a file for writing; its digests are known when it is closed.
 
         Args:
-            path: of the file
+            path: path of the file
             mode: 'wb' or 'rb'
         """
         with super().create_stream(path, mode) as raw:
@@ -348,7 +348,7 @@ class Checkpointer:
     """Writes the checkpoints of a run, one at a time, and removes old ones.
 
     Args:
-        engine: of the run
+        engine: engine of the run
         run: its folder
         keep: complete checkpoints to keep
         wait: write before going on, instead of in a thread
@@ -705,7 +705,7 @@ def common_fault(engine: Engine, fault: Callable[[int, int], str]) -> str:
     """Return an error that any rank finds in its share. All ranks call it together.
 
     Args:
-        engine: of the run
+        engine: engine of the run
         fault: (rank, world) -> what this rank finds wrong in its share
 
     Returns:
@@ -718,7 +718,7 @@ def usable_fault(engine: Engine, path: Path, heartbeat: Beat = lambda *a: None) 
     """Return why a checkpoint cannot be used, comparing its bytes. All ranks call it together.
 
     Args:
-        engine: of the run
+        engine: engine of the run
         path: a checkpoint
         heartbeat: (stage, step, note)
 
@@ -743,10 +743,10 @@ def checkpoint_to_resume(
     """Return the checkpoint to resume from, comparing every byte. All ranks call it together.
 
     Args:
-        engine: of the run
+        engine: engine of the run
         run: its folder
         resume: Recipe.resume
-        say: called with a sentence about each checkpoint that is skipped
+        say: function called with a sentence about each checkpoint that is skipped
         heartbeat: (stage, step, note)
 
     Returns:

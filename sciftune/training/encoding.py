@@ -48,7 +48,7 @@ def random_sizes(recipe: Recipe, variety: int) -> list[tuple[int, int]]:
     """Return sizes of random latents: squares, or with fit='pad' buckets from flat to tall.
 
     Args:
-        recipe: its fit and resolution
+        recipe: read for its fit and resolution
         variety: number of different sizes
 
     Returns:
@@ -65,7 +65,7 @@ class RandomTensors:
     """Random latents and caption embeddings by key; a few different ones serve all keys.
 
     Args:
-        recipe: its sizes, text_tokens and references
+        recipe: read for its sizes, text_tokens and references
         family: the model's family
         variety: number of different ones
     """
@@ -181,7 +181,7 @@ def scheduled_weights(recipe: Recipe, family: Family) -> Path | str:
     """Return `weights_path`, after a check of the folder's scheduler.
 
     Args:
-        recipe: its model_path
+        recipe: read for its model_path
         family: the model's family
 
     Returns:
@@ -206,7 +206,7 @@ def write_truth(
     Args:
         collection: see `data.sources`, or a `PromptedCollection`, whose prompts have no truth
         chosen: numbers of its samples, in the order of the pictures
-        run_dir: of the run
+        run_dir: folder of the run
         largest: pixels of the longer side
     """
     folder = run_dir.validation_images
@@ -245,8 +245,8 @@ def drawn_numbers(
     """Return the numbers of the samples or prompts that a validation samples.
 
     Args:
-        recipe: its prompts, or its validation_images
-        collection: of `with_prompts`
+        recipe: read for its prompts, or its validation_images
+        collection: result of `with_prompts`
         train: numbers for training
         held: numbers held out
     """
@@ -265,8 +265,8 @@ def prompt_negatives(
     They do if prompts have their own, or if captions see references.
 
     Args:
-        jobs: of the run
-        numbers: of the samples or prompts that are drawn
+        jobs: encoding jobs of the run
+        numbers: numbers of the samples or prompts that are drawn
         own: the prompts; None or [] = samples are drawn
 
     Returns:
@@ -299,8 +299,8 @@ def listed_prompts(jobs: EncodingJobs, numbers: list[int]) -> dict[str, list]:
     """Return the captions of the validation images: the recipe's, or those of samples.
 
     Args:
-        jobs: of the run
-        numbers: of `drawn_numbers`
+        jobs: encoding jobs of the run
+        numbers: result of `drawn_numbers`
 
     Returns:
         fields of `CachedData`
@@ -385,9 +385,9 @@ def cache_data(
     Args:
         recipe: the run
         family: the model's family
-        engine: of the run
-        run_dir: of the run
-        say: called with lines of progress
+        engine: engine of the run
+        run_dir: folder of the run
+        say: function called with lines of progress
         heartbeat: (stage, step, note)
         view: maps the collection to what is encoded of it
         jobs_class: lists its samples

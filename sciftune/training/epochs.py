@@ -15,7 +15,7 @@ def epochs_fault(recipe: Recipe, steps: int) -> str:
 
     Args:
         recipe: its steps are not those of its epochs
-        steps: of its epochs
+        steps: steps of its epochs
     """
     return (
         f"steps: {recipe.steps} contradicts num_train_epochs={recipe.num_train_epochs:g}, which is "

@@ -124,10 +124,10 @@ def write_component(
 
     Args:
         changed: name -> new values, for the tensors that differ from the base
-        weights: of the base: name -> tensor
+        weights: weights of the base: name -> tensor
         out: new folder
-        dtype: of floating tensors; None = as they are stored
-        max_shard_size: of a file; None = one file
+        dtype: dtype of floating tensors; None = as they are stored
+        max_shard_size: largest size of a file; None = one file
         stem: first part of the file names
 
     Returns:
@@ -226,12 +226,12 @@ def export_component(
         family: the model's family
         base: pipeline folder or hub id that was trained from
         out: new component folder
-        dtype: of floating tensors
-        max_shard_size: of a file
+        dtype: dtype of floating tensors
+        max_shard_size: largest size of a file
         state: 'weight' or 'ema'
         network: name of the trained network in the checkpoint
         earlier: tensors of an earlier run that this one began with
-        revision: of a hub id
+        revision: revision of a hub id
         left_out: prefixes of trained tensors that are not written
 
     Returns:
@@ -284,7 +284,7 @@ def export_damage(
     """Return how a folder differs from its digests; without digests, why it cannot be read.
 
     Args:
-        folder: of a pipeline or of adapters
+        folder: folder of a pipeline or of adapters
         rank: which part is compared
         world: number of parts
         progress: called with a note after every block
@@ -302,7 +302,7 @@ def verify_base(engine: Engine, base: Path | None, heartbeat: Beat = lambda *a: 
     """Raise RecipeError if an exported folder is damaged. All ranks call it together.
 
     Args:
-        engine: of the run
+        engine: engine of the run
         base: folder that the run trains from; None = random weights
         heartbeat: (stage, step, note)
     """
@@ -340,7 +340,7 @@ def export_pipeline(
         family: the model's family
         base: pipeline folder or hub id that was trained from
         out: new pipeline folder
-        revision: of a hub id
+        revision: revision of a hub id
         scheduler: replaces the base's
         **options: of `export_component`: dtype, state, network, ...
 
@@ -385,9 +385,9 @@ def merge_lora(
         base: pipeline folder or hub id
         lora: LoRA file or folder
         out: new pipeline folder
-        dtype: of floating tensors
-        max_shard_size: of a file
-        revision: of a hub id
+        dtype: dtype of floating tensors
+        max_shard_size: largest size of a file
+        revision: revision of a hub id
 
     Raises:
         ValueError: base and adapters do not belong together

@@ -88,7 +88,7 @@ class Heartbeat:
 
     Args:
         folder: heartbeats/ of the run folder; created if missing
-        rank: of this process
+        rank: rank of this process
         stall_seconds: silence that counts as a stall
         on_stall: called with the table; None = end the process
     """
@@ -129,7 +129,7 @@ class Heartbeat:
 
         Args:
             stage: what this rank does now
-            step: of training; -1 = none
+            step: step of training; -1 = none
             note: for example which prompt or sample
         """
         self.stage = stage

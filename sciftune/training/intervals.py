@@ -17,7 +17,7 @@ def loss_by_sigma(losses: Tensor, sigma: Tensor, ranges: int) -> Tensor:
     """Add up losses by range of sigma.
 
     Args:
-        losses: of samples or tokens (n,)
+        losses: losses of samples or tokens (n,)
         sigma: their noise levels (n,) in [0,1]
         ranges: K
 
@@ -49,7 +49,7 @@ def line_due(recipe: Recipe, step: int) -> bool:
     """Return whether a step's numbers are written to metrics.jsonl.
 
     Args:
-        recipe: its log_steps and steps
+        recipe: read for its log_steps and steps
         step: steps taken
     """
     return step % recipe.log_steps == 0 or step == recipe.steps
@@ -86,7 +86,7 @@ def with_numbers(row: dict) -> dict:
     """Return the row with means instead of sums.
 
     Args:
-        row: of a step, with sums as nested lists
+        row: row of a step, with sums as nested lists
 
     Returns:
         latent_mean, latent_std, prior_drift, loss_sigma and loss_sigma_count {range: number}

@@ -146,7 +146,7 @@ def progress_line(step: int, steps: int, loss: float, seconds: float, left: floa
     Args:
         step: steps taken
         steps: steps of the run
-        loss: of the step
+        loss: loss of the step
         seconds: per step
         left: seconds until the end, see `core.time_left`
     """
@@ -171,7 +171,7 @@ def mfu(flops: float, seconds: float, ranks: int, peak: float) -> float:
 
     Args:
         flops: F B: of one forward pass over all samples of a step
-        seconds: of the step
+        seconds: seconds of the step
         ranks: number of devices
         peak: FLOP/s of one device
     """

@@ -60,7 +60,7 @@ def _finding(name: str, extra: bool = False, **values: Any) -> Finding:
     """Fill in a row of the table of findings.
 
     Args:
-        name: of the row
+        name: name of the row
         extra: whether its part `extra` is said
         values: what its texts show
     """

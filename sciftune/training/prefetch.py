@@ -50,7 +50,7 @@ class Prefetcher:
 
     Args:
         source: step -> micro-batches; depends on nothing but the step
-        device: where they go
+        device: target device
         workers: processes; 0 = a thread, one step ahead
     """
 

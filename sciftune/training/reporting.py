@@ -128,7 +128,7 @@ class Reporter:
         """Report a checkpoint that was started, or written in place.
 
         Args:
-            step: of the checkpoint
+            step: step of the checkpoint
             seconds: that training waited for it
         """
         self.left.between("checkpoint", seconds)
@@ -148,7 +148,7 @@ class Reporter:
         keep for their replays is reserved, but counts as allocated only while they are recorded.
 
         Args:
-            step: of the measurement
+            step: step of the measurement
             plan: `Plan()` if there is none
         """
         planned, outside = plan.run.allocated_gib, plan.outside_gib

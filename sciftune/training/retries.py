@@ -19,7 +19,7 @@ def retries_so_far(device: torch.device) -> int:
     """Return how often the allocator ran out of memory, freed cached blocks and retried.
 
     Args:
-        device: of this process; a CPU has no retries
+        device: device of this process; a CPU has no retries
     """
     return torch.cuda.memory_stats(device)["num_alloc_retries"] if device.type == "cuda" else 0
 
@@ -30,7 +30,7 @@ class Retries:
     Args:
         recipe: the run
         networks: trained, by name
-        device: of this process
+        device: device of this process
         start: steps taken before this process began
     """
 
@@ -59,7 +59,7 @@ class Retries:
 
         Args:
             step: whose numbers have arrived; one more has begun since
-            retries: of all ranks in that step
+            retries: retries of all ranks in the step
 
         Returns:
             what was done, or what would help; None = nothing is wrong

@@ -67,7 +67,7 @@ def unprepared_denoiser(
         recipe: the run
         family: the model's family
         base: pipeline folder; None = random weights of the published size
-        engine: of the run
+        engine: engine of the run
     """
     dtype = engine.policy_of(recipe).weights
     revision = recipe.revision or None
@@ -95,7 +95,7 @@ def build_denoiser(
         recipe: the run
         family: the model's family
         base: pipeline folder; None = random weights of the published size
-        engine: of the run
+        engine: engine of the run
         plan: has the number of blocks that gradient_checkpointing='auto' checkpoints
     """
     model = unprepared_denoiser(recipe, family, base, engine)
@@ -114,7 +114,7 @@ class ParameterSource:
     """Rows of a meta model's parameters: adapters, weights of `base`, or random ones.
 
     Args:
-        recipe: its seed and revision
+        recipe: read for its seed and revision
         family: the model's family
         base: pipeline folder; None = random weights
         device: where random weights are drawn
@@ -187,7 +187,7 @@ def parameter_source(
         recipe: the run
         family: the model's family
         base: pipeline folder; None = random
-        engine: of the run
+        engine: engine of the run
         model: the denoiser on meta
 
     Returns:
@@ -379,11 +379,11 @@ class Export:
     Attributes:
         checkpoint: a complete checkpoint
         out: new folder
-        recipe: of the run that wrote the checkpoint
+        recipe: recipe of the run that wrote the checkpoint
         state: 'weight' or 'ema'
-        dtype: of weights
+        dtype: dtype of weights
         pipeline: write a whole pipeline; False = the trained component alone
-        adapter_dtype: of adapters
+        adapter_dtype: dtype of adapters
     """
 
     checkpoint: Path
@@ -490,15 +490,15 @@ class Task:
 
     Args:
         recipe: the run
-        engine: of the run
-        run_dir: of the run
+        engine: engine of the run
+        run_dir: folder of the run
         plan: `Plan()` = there is none
         say: (text): progress for people; rank 0 only
         heartbeat: (stage, step, note): what this rank is doing
 
     Attributes:
         networks: trained networks by name
-        fingerprint: of the data; a resume with other data is refused
+        fingerprint: fingerprint of the data; a resume with other data is refused
         rejected: rows of the data that were set aside
         samples: number to train on, number held out; None = not counted
         keep: whether the trained weights are worth a last checkpoint and an export
@@ -550,7 +550,7 @@ class Task:
 
         Args:
             model: the module
-            name: of the network in checkpoints and metrics
+            name: name of the network in checkpoints and metrics
             values: from `parameter_source`
             recipe: with its own optimizer fields, where networks differ
             replace_frozen: whether frozen parameters also get the earlier values

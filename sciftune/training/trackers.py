@@ -25,7 +25,7 @@ def validation_pictures(run: RunDir, step: int) -> list[tuple[Path, str]]:
 
     Args:
         run: its folder
-        step: of the validation
+        step: step of the validation
     """
     folder = run.validation_images / f"step_{step:06d}"
     file = folder / "prompts.json"
@@ -38,7 +38,7 @@ def log_pictures(trackers: Sequence[Any], pictures: Sequence[tuple[Path, str]], 
     """Send images with their prompts to every tracker.
 
     Args:
-        trackers: of accelerate, started
+        trackers: trackers of accelerate, started
         pictures: (file, prompt)
         step: optimizer steps taken
     """
@@ -72,7 +72,7 @@ def reopened_trackers(recipe: Recipe, run: RunDir) -> Iterator[list[Any]]:
     """Yield the trackers of a run, reopened; [] if the recipe names none.
 
     Args:
-        recipe: of the run
+        recipe: recipe of the run
         run: its folder; its job has ended
 
     Returns:
@@ -104,7 +104,7 @@ def log_scores(trackers: Sequence[Any], rows: Sequence[dict]) -> None:
     """Send the rows of an evaluation to every tracker.
 
     Args:
-        trackers: of accelerate, started
+        trackers: trackers of accelerate, started
         rows: name, series, step, scores: name -> dict with value
     """
     names = list(dict.fromkeys(score for row in rows for score in row["scores"]))

@@ -93,7 +93,7 @@ class SaveRequest:
     """A watcher for the file that requests a checkpoint.
 
     Args:
-        run_dir: of the run
+        run_dir: folder of the run
         main: whether this rank looks for the file
     """
 
@@ -220,7 +220,7 @@ class Run:
         """Report this rank's next stage to the heartbeat and the timeline.
 
         Args:
-            name: of the stage
+            name: name of the stage
             step: -1 = none
             note: for example which sample
         """
@@ -266,7 +266,7 @@ class Run:
         return source
 
     def validate(self, step: int) -> None:
-        """Run the task's validation, with the EMA if the recipe says so. All ranks call it.
+        """Run the task's validation, with the EMA if the recipe sets it. All ranks call it.
 
         Args:
             step: steps taken
@@ -407,7 +407,7 @@ def train_step(run: Run, step: int, batches: list[dict]) -> dict:
     """Do all optimizer steps of a training step.
 
     Args:
-        run: of this rank
+        run: run of this rank
         step: optimizer steps already taken
         batches: micro-batches of this rank
 
@@ -473,7 +473,7 @@ def train_steps(run: Run, batches: Callable[[int], list[dict]]) -> tuple[int, bo
     """Take the steps of a run, with validations and checkpoints between them.
 
     Args:
-        run: of this rank
+        run: run of this rank
         batches: step -> micro-batches on the device
 
     Returns:
@@ -550,7 +550,7 @@ def finish_run(run: Run, step: int, stopped: bool) -> None:
     """Write the last checkpoint, validate, and export.
 
     Args:
-        run: of this rank
+        run: run of this rank
         step: steps taken
         stopped: whether a rank was asked to stop
     """
@@ -654,7 +654,7 @@ def run_rank(arguments: list[str]) -> None:
     """Train as one rank; end the process.
 
     Args:
-        arguments: of the command line: recipe.yaml
+        arguments: arguments of the command line: recipe.yaml
     """
     import transformers
 

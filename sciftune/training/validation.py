@@ -46,7 +46,7 @@ def rank_batches(
     Args:
         count: items of all ranks
         size: items per batch
-        rank: of this process
+        rank: rank of this process
         world_size: processes
         kinds: kind of each item, one per batch; () = all are of one kind
 
@@ -94,12 +94,12 @@ def held_out_sums(
 
     Args:
         network: under evaluation
-        engine: of the run
+        engine: engine of the run
         count: held-out samples
         measure: (numbers of some samples, how many of them count) -> a row for each (B,K)
         size: samples per call
         heartbeat: (stage, step)
-        kinds: of each sample, see `rank_batches`
+        kinds: kind of each sample, see `rank_batches`
 
     Returns:
         K sums, the same on every rank; None if nothing is held out
@@ -143,7 +143,7 @@ def write_images(
     Args:
         family: the model's family
         base: pipeline folder with the VAE
-        device: where the VAE runs
+        device: device of the VAE
         folder: for the files, 00.png and so on
         latents: number of the image -> latents (1,C,h,w)
     """
@@ -180,7 +180,7 @@ def sample_prompts(
         recipe: the run
         family: the model's family
         data: with the prompts
-        engine: of the run
+        engine: engine of the run
         folder: for the images
         draw: (numbers of the prompts, noise (B,C,h,w), conditioning) -> latents (B,C,h,w)
         heartbeat: (stage, step, note)
@@ -227,7 +227,7 @@ def pipeline_sampler(
     """Return a function that samples like the pipeline at `base`, with another denoiser.
 
     Args:
-        recipe: its validation_sample_steps and validation_guidance
+        recipe: read for its validation_sample_steps and validation_guidance
         family: the model's family
         denoiser: network or module
         base: pipeline folder
@@ -272,7 +272,7 @@ def sample_images(
         family: the model's family
         denoiser: the trained network
         data: with the prompts
-        engine: of the run
+        engine: engine of the run
         folder: validation_images/step_XXXXXX of a run
         heartbeat: (stage, step, note)
     """

@@ -264,7 +264,7 @@ class Bagel(Family):
         Args:
             config: None = as released
             dtype: type of the parameters
-            device: Where they are made
+            device: target device
             seed: seed of the device's generator
             prepare: Changes it while it is on meta
         """
@@ -320,7 +320,7 @@ class Bagel(Family):
             dtype: type of the autoencoder
             device: target device
             revision: revision of a hub id
-            parts: What to load
+            parts: components to load
         """
         vae, tokenizers = None, {}
         if "vae" in parts:
@@ -422,7 +422,7 @@ class Bagel(Family):
         """Return the conditioning of a batch.
 
         Args:
-            rows: rows of `encode_captions`
+            rows: result of `encode_captions`
             pad_to: Unused: captions keep their lengths
         """
         return dict(ids=[row["ids"].long() for row in rows], frame=rows[0]["frame"].long())
@@ -536,7 +536,7 @@ class TinyBagel:
 
         Args:
             folder: Made if needed
-            **_: What diffusers' pipelines take
+            **_: other arguments that diffusers' pipelines pass
         """
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)

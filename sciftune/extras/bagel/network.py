@@ -798,7 +798,7 @@ class Qwen2MoTDecoderLayer(nn.Module):
         Args:
             und: Understanding stream (U, hidden)
             gen: Generation stream (G, hidden)
-            layout: How they interleave
+            layout: order in which both streams interleave
 
         Returns:
             As the inputs
@@ -867,7 +867,7 @@ class MoTModel(nn.Module):
         Args:
             und: Understanding stream (U, hidden)
             gen: Generation stream (G, hidden)
-            layout: How they interleave
+            layout: order in which both streams interleave
 
         Returns:
             As the inputs, normed
@@ -1384,7 +1384,7 @@ class BagelModel(nn.Module):
 
         Args:
             folder: Made if needed
-            **_: What diffusers' models take
+            **_: other arguments that diffusers' models pass
         """
         write_release(folder, self.config, self.state_dict())
 
@@ -1393,7 +1393,7 @@ def empty_model(config: BagelConfig, whose: str | Path = "the model") -> BagelMo
     """Build the model on the meta device.
 
     Args:
-        config: of the model
+        config: config of the model
         whose: for people, in errors
     """
     with torch.device("meta"), readable(f"llm_config.json, vit_config.json of {whose}"):

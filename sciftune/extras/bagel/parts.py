@@ -51,7 +51,7 @@ def tiny_language_model(folder: Path, **fields) -> Path:
 
     Args:
         folder: New
-        **fields: Of Qwen2Config
+        **fields: fields of Qwen2Config
     """
     tokenizer = qwen_tokenizer("")
     sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2)
@@ -70,7 +70,7 @@ def tiny_vision_tower(folder: Path, **fields) -> Path:
 
     Args:
         folder: New
-        **fields: Of SiglipVisionConfig
+        **fields: fields of SiglipVisionConfig
     """
     sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2)
     config = transformers.SiglipVisionConfig(**sizes | dict(image_size=112, patch_size=14) | fields)
@@ -507,7 +507,7 @@ def check_same_parts(then: Mapping[str, list[str]], now: Mapping[str, list[str]]
 
     Args:
         then: `parts_digests` of a checkpoint
-        now: Of this run
+        now: digests of this run
     """
     changed = sorted(field for field in {*then, *now} if then.get(field) != now.get(field))
     if changed:

@@ -244,7 +244,7 @@ def generate_text(
 
     Args:
         model: BagelModel, bare or wrapped by an engine
-        cache: What has been read; stays as it is
+        cache: context that has been read; unchanged
         special: special tokens of the tokenizer
         max_tokens: Most tokens
         temperature: 0 = greedy
@@ -364,7 +364,7 @@ def generate_image(
 
     Args:
         model: BagelModel, bare or wrapped by an engine
-        cache: What has been read; stays as it is
+        cache: context that has been read; unchanged
         special: special tokens of the tokenizer
         rules: rules of the model
         noise: Standard normal (C,h,w), h and w multiples of the latent patch

@@ -280,7 +280,7 @@ def drawn_dialogues(recipe: Recipe, held_out: int = 0) -> Path:
     """Write the dialogues that `data='figures'` means for sequences, unless they exist.
 
     Args:
-        recipe: its figures and run_root
+        recipe: read for its figures and run_root
         held_out: examples of another series to write, at least; 0 = the series to train on
     """
     folder = cache_root(recipe.run_root) / "dialogues"

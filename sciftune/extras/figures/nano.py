@@ -126,7 +126,7 @@ def save_nano(model: str, folder: str | Path, size: str = "full", seed: int = 0)
         model: in NANO_PIPELINES
         folder: new, or this pipeline
         size: 'full' or 'smoke'
-        seed: of its weights
+        seed: seed of its weights
     """
     if model not in NANO_PIPELINES:
         raise ValueError(f"no nano model for {model!r}; there are {', '.join(NANO_PIPELINES)}")

@@ -150,7 +150,7 @@ def train_reader(
         batch: charts per step
         rate: peak learning rate
         seed: seed of weights and order
-        device: where to train
+        device: device on which to train
         width: width of the network
     """
     with torch.random.fork_rng(devices=[]):

@@ -392,7 +392,7 @@ def draw_specification(
 
     Args:
         spec: what to draw
-        side: of the square picture in pixels
+        side: side of the square picture in pixels
         change: called with the figure before it is drawn
     """
     fig = Figure(figsize=(5.12, 5.12), dpi=side / 5.12, layout="constrained")

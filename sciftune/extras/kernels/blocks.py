@@ -48,7 +48,7 @@ def norm_rope_forward(
         weight2: (D,)
         cos2: fp32 (S2,D/2) or (B,S2,D/2)
         sin2: sines, with the same strides
-        eps: of the norms
+        eps: epsilon of the norms
 
     Returns:
         (B,S+S2,heads,D)
@@ -98,7 +98,7 @@ def norm_rope_backward(
         weight2: (D,)
         cos2: fp32 (S2,D/2) or (B,S2,D/2)
         sin2: sines, with the same strides
-        eps: of the norms
+        eps: epsilon of the norms
 
     Returns:
         Gradients of x, weight and, where they are, of x2, weight2
@@ -148,7 +148,7 @@ class NormRope(torch.autograd.Function):
             weight2: (D,)
             cos2: fp32 (S2,D/2) or (B,S2,D/2)
             sin2: sines, with the same strides
-            eps: of the norms
+            eps: epsilon of the norms
 
         Returns:
             (B,S+S2,heads,D)
@@ -329,7 +329,7 @@ def fused_projection_backward(
         wk: Norm of keys (D,)
         cos: fp32 (S,D/2) or (B,S,D/2)
         sin: sines, with the same strides
-        eps: of the norms
+        eps: epsilon of the norms
 
     Returns:
         Gradients of x, wq, wk

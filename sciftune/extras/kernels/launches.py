@@ -101,7 +101,7 @@ def launch_norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, out: T
         cos: fp32 (S,D/2) or (B,S,D/2)
         sin: sines, with the same strides
         out: (B,S,heads,D), written; the heads of a token side by side
-        eps: of the norms
+        eps: epsilon of the norms
     """
     x = _side_by_side(x)
     batch, tokens, count, width = x.shape
@@ -123,7 +123,7 @@ def launch_norm_rope_backward(
         cos: fp32 (S,D/2) or (B,S,D/2)
         sin: sines, with the same strides
         out: (B,S,heads,D), takes the gradient of x; the heads of a token side by side
-        eps: of the norms
+        eps: epsilon of the norms
 
     Returns:
         Gradient of the weight (D,)

@@ -134,7 +134,7 @@ def ask_each(ask: Callable, numbers: list[int]) -> list[dict]:
 
     Args:
         ask: function of numbers that returns a text for each; raises ValueError
-        numbers: of a batch
+        numbers: numbers of a batch
 
     Raises:
         FileError: raised by `ask` for a fault that is not one of a picture
@@ -170,9 +170,9 @@ def _store(collection: Collection, i: int, folder: Path, stored: dict[str, str])
     """Add a picture to a folder, as a hard link if possible, and return its name there.
 
     Args:
-        collection: of the picture
+        collection: collection of the picture
         i: its number
-        folder: of the new collection
+        folder: folder of the new collection
         stored: stem -> name of each picture there; this one is added
     """
     row = collection.rows[i]
@@ -295,15 +295,15 @@ def describe_collection(
         model: family, pipeline folder or hub id
         model_path: folder of a family; None = its published weights
         metadata: list that is outside of `data`
-        language: of the captions
-        words: of a caption, about
+        language: language of the captions
+        words: words of a caption, about
         prompt: instruction in the place of `INSTRUCTION`
         keep: keep the captions that were there as further captions
         weight: how often the new one counts for all old ones together
         batch: pictures at a time
         side: pixels of the longer side that the model sees at most
         device: None = the GPU if there is one
-        tell: function that says how far it is
+        tell: function that reports progress
 
     Raises:
         ValueError: the text encoder does not write, or weights are missing

@@ -181,7 +181,7 @@ def write_document(document: Document, source: Source, folder: Path):
     Args:
         document: what was found
         source: where
-        folder: of the document
+        folder: folder of the document
     """
     rows = []
     for k, figure in enumerate(document.figures, 1):
@@ -209,7 +209,7 @@ def read_apart(source: Source, folder: Path, side: int, panels: bool, seconds: f
 
     Args:
         source: what to read
-        folder: of the document; made
+        folder: folder of the document; made
         side: pixels of the longer side of a figure
         panels: cut figures into panels
         seconds: limit
@@ -251,8 +251,8 @@ class Collected:
     """The result of `collect`.
 
     Attributes:
-        folder: of the collection
-        rows: of metadata.jsonl
+        folder: folder of the collection
+        rows: rows of metadata.jsonl
         left_out: source and reason of each
         documents: number that was read
     """
@@ -292,7 +292,7 @@ def collect(
         out: folder of the collection; what was read before stays
         side: pixels of the longer side of a figure
         panels: cut figures into the panels that their captions name
-        licence: of documents that name none
+        licence: licence of documents that name none
         workers: documents at a time; None = one per available core
         seconds: limit for one document
 
@@ -354,7 +354,7 @@ def without_duplicates(folder: Path, rows: list[dict]) -> tuple[list[dict], list
     """Leave out figures that occur twice, as in a paper and its preprint.
 
     Args:
-        folder: of the collection
+        folder: folder of the collection
         rows: with `file_name`
 
     Returns:

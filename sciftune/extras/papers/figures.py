@@ -211,7 +211,7 @@ def caption_panels(caption: str) -> tuple[str, dict[str, str]]:
     """Split a caption by its panels.
 
     Args:
-        caption: of a whole figure
+        caption: caption of a whole figure
 
     Returns:
         what stands before the first letter; text of each panel by its letter, {} = it has none

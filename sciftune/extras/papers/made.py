@@ -28,8 +28,8 @@ def plotted(kind: str, labels: Sequence[str], seed: int = 0) -> bytes:
 
     Args:
         kind: png, pdf or svg
-        labels: of the x axis, the y axis and the curve
-        seed: of the curve
+        labels: labels of the x axis, the y axis and the curve
+        seed: seed of the curve
     """
     figure = Figure(figsize=(4, 3), layout="constrained")
     axes = figure.add_subplot()
@@ -52,7 +52,7 @@ def drawn_page(number: int = 1) -> bytes:
     """Draw a PDF page with a plot, its caption, and a sentence that mentions it.
 
     Args:
-        number: of the figure
+        number: number of the figure
     """
     figure = Figure(figsize=(6, 8))
     axes = figure.add_axes((0.15, 0.5, 0.7, 0.35))

@@ -61,9 +61,9 @@ class Placement:
     """Map from points of a page to displayed points.
 
     Attributes:
-        origin: of the point (0, 0)
-        right: of a step of one point to the right
-        up: of a step of one point upwards
+        origin: image of the point (0, 0)
+        right: image of a step of one point to the right
+        up: image of a step of one point upwards
     """
 
     origin: tuple[float, float]
@@ -101,8 +101,8 @@ class Letters:
     Attributes:
         text: so far
         box: around them
-        size: of the first letter
-        angle: of the first letter
+        size: size of the first letter
+        angle: angle of the first letter
         base: where they stand across the direction of reading
         end: where the last one ends along it
     """
@@ -276,7 +276,7 @@ def page_content(page: Any, number: int) -> PageContent:
     """Read the letters and the outlines of a page.
 
     Args:
-        page: of pypdfium2
+        page: page of pypdfium2
         number: from 1
     """
     from pypdfium2 import raw
@@ -368,7 +368,7 @@ def find_captions(texts: Sequence[FigureWord]) -> list[FoundCaption]:
     """Find the captions of a page.
 
     Args:
-        texts: of the page
+        texts: texts of the page
     """
     captions = []
     for start in texts:
@@ -452,7 +452,7 @@ def figure_box(
     """Return the box of the picture that a caption belongs to.
 
     Args:
-        content: of the page
+        content: content of the page
         caption: one of `captions`
         captions: all captions of the page
 

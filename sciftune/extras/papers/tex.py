@@ -137,9 +137,9 @@ def whole_text(files: Mapping[str, bytes], name: str, depth: int = 0) -> str:
     r"""Return a TeX file without comments, with \input files inserted.
 
     Args:
-        files: of the source
-        name: of the file
-        depth: of \input within \input
+        files: files of the source
+        name: name of the file
+        depth: depth of \input within \input
     """
     text = files[name].decode("utf-8", "replace")
     text = re.sub(r"(?<!\\)%.*", "", text)
@@ -302,7 +302,7 @@ def find_picture(files: Mapping[str, bytes], name: str, folders: tuple[str, ...]
     """Return the file that a picture's name means, by TeX's rules; None = not found.
 
     Args:
-        files: of the source
+        files: files of the source
         name: as written
         folders: where to look
     """

@@ -48,7 +48,7 @@ class PictureBatches:
     """Make micro-batches of images and posterior noise as a function of the step.
 
     Attributes:
-        recipe: its seed, resolution and batch sizes
+        recipe: read for its seed, resolution and batch sizes
         pictures: images of the collection
         train: numbers of the training images
         channels: channels of the latents

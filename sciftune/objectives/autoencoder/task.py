@@ -112,7 +112,7 @@ def training_pictures(
     """Yield the first images of the training set in batches (size,3,H,W).
 
     Args:
-        recipe: its data and resolution
+        recipe: read for its data and resolution
         count: images at most
         size: images per batch
         device: device of the batches

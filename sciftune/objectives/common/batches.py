@@ -29,7 +29,7 @@ def draw_u(recipe: Recipe, step: int, position: int, sample: str, epoch: int) ->
     """Draw the uniform number behind a sample's sigma.
 
     Args:
-        recipe: its seed, global_batch and stratified
+        recipe: read for its seed, global_batch and stratified
         step: training step, from 0
         position: position in the global batch
         sample: sample id
@@ -49,7 +49,7 @@ def cell_weights(recipe: Recipe, encoded: Mapping[str, Tensor], words: bool = Tr
     """Return the weight of each latent cell of an image in the loss.
 
     Args:
-        recipe: its mask_outside and text_weight
+        recipe: read for its mask_outside and text_weight
         encoded: cached tensors of the image: mean, and inside, words (h,w) where they are known
         words: whether words count more
 
@@ -71,7 +71,7 @@ class LatentBatches:
     """Make micro-batches of latents as a function of the step.
 
     Attributes:
-        recipe: its seed, batch sizes, dropout, density, shift and weighting
+        recipe: read for its seed, batch sizes, dropout, density, shift and weighting
         family: turns cached tensors into latents and conditioning
         samples: training samples
         tensors: cache: key -> dict of tensors
@@ -260,7 +260,7 @@ def held_out_batch(recipe: Recipe, family: Family, data: CachedData, numbers: li
     """Build a micro-batch of held-out samples, the same at every step.
 
     Args:
-        recipe: its seed and held_out_sigmas
+        recipe: read for its seed and held_out_sigmas
         family: turns cached tensors into latents and conditioning
         data: held-out samples and their cached tensors
         numbers: numbers of the held-out samples

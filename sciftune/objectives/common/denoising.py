@@ -57,7 +57,7 @@ class DenoisingObjective:
             denoiser: as the engine wraps it
             batch: prior (B,) bool says which samples are of the prior; no such key = none is
             predict: network -> prediction of the micro-batch (B,C,h,w)
-            target: of the other samples (B,C,h,w)
+            target: target of the other samples (B,C,h,w)
 
         Returns:
             (B,C,h,w) fp32

@@ -68,7 +68,7 @@ def shift_factor(
     """Return the shift that `timestep_shift` means: none, the family's, its sampler's, or a number.
 
     Args:
-        recipe: its timestep_shift and resolution
+        recipe: read for its timestep_shift and resolution
         family: supplies mu for 'linear' and 'empirical'
         height: image height in pixels; None = the recipe's resolution
         width: image width in pixels; None = the recipe's resolution
@@ -113,7 +113,7 @@ def within(u: float, kind: str, factor: float, low: float, high: float) -> float
     Args:
         u: uniform number in [0,1]
         kind: name of a record of 'densities'
-        factor: of `shift`
+        factor: factor of `shift`
         low: lowest level after the shift
         high: highest level after the shift
 

@@ -50,7 +50,7 @@ def held_out_loss(
     """Return the loss of the held-out samples at their fixed noise. All ranks call it.
 
     Args:
-        recipe: its held_out_sigmas and micro_batch
+        recipe: read for its held_out_sigmas and micro_batch
         objective: computes the loss of each sample
         denoiser: as the engine wraps it
         data: held-out samples and their cached tensors
@@ -102,7 +102,7 @@ def drawn_scores(task: Task, step: int) -> dict:
     """Draw the validation prompts and return their scores on rank 0. All ranks call it.
 
     Args:
-        task: of one denoiser, with its family and cached data
+        task: task of one denoiser, with its family and cached data
         step: the step that the images are of
 
     Returns:

@@ -54,7 +54,7 @@ def flow_loss(
         weights: weight of each sample (B,); None = 1
         sizes: (h,w) of each sample, see `own_mean`
         cells: weight of each latent cell (B,1,h,w); None = 1
-        target: what is compared with (B,...); None = `velocity_target`
+        target: target of the prediction (B,...); None = `velocity_target`
 
     Returns:
         (B,) fp32

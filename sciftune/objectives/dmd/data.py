@@ -92,7 +92,7 @@ def validation_texts(
     """Return `validation_images` captions for the validation images.
 
     Args:
-        recipe: its validation_prompts and validation_images
+        recipe: read for its validation_prompts and validation_images
         texts: captions of `prompts`
         real: samples of the collection
         jobs: knows the text of each cached caption
@@ -110,7 +110,7 @@ def open_held_out_pictures(recipe: Recipe, decode: bool = True) -> Collection | 
     """Open `validation_data` as a collection.
 
     Args:
-        recipe: its validation_data
+        recipe: read for its validation_data
         decode: see `open_collection`
 
     Returns:
@@ -143,8 +143,8 @@ def held_out_samples(
     """Return the held-out samples, and a caption of each.
 
     Args:
-        recipe: its validation_data
-        jobs: of the collection in `validation_data`, if it is one
+        recipe: read for its validation_data
+        jobs: encoding jobs of the collection in `validation_data`, if it is one
         key: caption -> its cache key
     """
     if not recipe.validation_data:
@@ -171,7 +171,7 @@ def open_sources(
     """Read `prompts`, and open the collection if its images or captions are needed.
 
     Args:
-        recipe: its prompts and data
+        recipe: read for its prompts and data
         quarantine: file for rejected rows; None = not written
         decode: see `open_collection`
 
@@ -252,11 +252,11 @@ def cache_distillation_data(
     All ranks call it.
 
     Args:
-        recipe: its data, prompts and validation data
+        recipe: read for its data, prompts and validation data
         family: supplies the encoders
         engine: reads data on the main process first
         run_dir: folder of the run
-        say: receives progress messages
+        say: function that prints progress messages
         heartbeat: called with (stage, step, note)
     """
     heartbeat("data")
@@ -324,7 +324,7 @@ class DistillationBatches:
     """Make this rank's micro-batches as a function of the step.
 
     Attributes:
-        recipe: its seed, batch sizes and objective fields
+        recipe: read for its seed, batch sizes and objective fields
         family: turns cached tensors into latents and conditioning
         data: captions and samples with latents
         rank: number of this process

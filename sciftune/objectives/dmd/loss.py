@@ -116,7 +116,7 @@ def surrogate_loss(x: Tensor, gradient: Tensor, factor: float = 0.5) -> Tensor:
 
     Args:
         x: generated images (B,...), with their graph
-        gradient: the wanted gradient (B,...)
+        gradient: the required gradient (B,...)
         factor: with 0.5 the loss's gradient is `gradient`/numel
 
     Returns:
@@ -396,7 +396,7 @@ class LossSetup:
     """What the losses of a distillation share.
 
     Attributes:
-        settings: of the distillation
+        settings: settings of the distillation
         predict: (network, x, t, conditioning) -> noise or velocity, fp32
         schedule: noise schedule of the teacher, on the device of the run
     """

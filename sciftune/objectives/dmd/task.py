@@ -133,7 +133,7 @@ class Teacher:
     """Hold the frozen network where `teacher_placement` puts it.
 
     Args:
-        recipe: its teacher_placement
+        recipe: read for its teacher_placement
         family: supplies the denoiser
         base: pipeline folder; None = random weights
         engine: device, policy and sharding
@@ -215,7 +215,7 @@ class Distillation:
     """Run DMD2 or decoupled DMD on the trained networks and a teacher.
 
     Args:
-        recipe: its objective and settings
+        recipe: read for its objective and settings
         family: predicts at integer timesteps
         teacher: None for a LoRA generator
         unconditional: conditioning of the negative caption
@@ -265,7 +265,7 @@ def student_sampler(
     """Return the sampler of a few-step generator.
 
     Args:
-        recipe: its denoising steps and seed
+        recipe: read for its denoising steps and seed
         family: predicts at integer timesteps
         generator: network or module
         schedule: noise schedule of the teacher; None = the published one

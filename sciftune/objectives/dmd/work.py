@@ -95,7 +95,7 @@ def discriminator_features(recipe: Recipe, family: Family, config: Mapping) -> t
     """Return width and side of the features that the discriminator's head gets.
 
     Args:
-        recipe: its resolution
+        recipe: read for its resolution
         family: a family with a UNet
         config: configuration of the UNet
 
@@ -165,7 +165,7 @@ def encoder_bytes(family: Family, base: Path | str, recipe: Recipe) -> float:
     Args:
         family: The model's family
         base: pipeline folder or hub id
-        recipe: its revision
+        recipe: read for its revision
     """
     return 4.0 * family.text_numel(base, recipe.revision or None)
 

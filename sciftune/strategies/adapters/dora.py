@@ -58,7 +58,7 @@ class Sizes(DoraLinearLayer):
             weight: (d_out,...)
             lora_weight: the change before it is scaled, of the same shape
             scaling: factor of the change
-            adapter_name: of peft
+            adapter_name: adapter name of peft
         """
         with torch.no_grad():
             change = lora_weight.to(torch.float32, copy=True)

@@ -99,7 +99,7 @@ class AdapterKind(ABC):
             name: parameter name
             shape: shape of the parameter
             rank: rank of the layer's adapter
-            generator: of this parameter
+            generator: generator of this parameter
             weight: () -> weight of the adapted layer, fp32
         """
 

@@ -57,7 +57,7 @@ class KroneckerConv(Conv2d):
         """Return the change of the weight in the type of the base.
 
         Args:
-            name: of the adapter
+            name: name of the adapter
             **kwargs: of peft
         """
         return super().get_delta_weight(name, **kwargs).to(self.get_base_layer().weight.dtype)

@@ -107,7 +107,7 @@ def reads_lokr(family: Family) -> bool:
     """Return whether the family's pipeline loads LoKr; others require 'lora' in every name.
 
     Args:
-        family: of the adapters
+        family: family of the adapters
     """
     return "lokr" in inspect.getsource(getattr(diffusers, family.pipeline_class).load_lora_weights)
 

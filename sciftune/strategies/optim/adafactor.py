@@ -85,7 +85,7 @@ def update_together(
         weights: fp32 or bf16, (..., n, m) or (n,)
         gradients: of the same shapes
         squares: states of each weight, see `factored_update`
-        seeds: of the rounding of each weight, int32 scalars () on the host
+        seeds: seeds of the rounding of each weight, int32 scalars () on the host
         kept: see `factored_update`
         rate: learning rate, fp32 scalar () on the host
         decay: see `add_update`

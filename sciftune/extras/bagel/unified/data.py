@@ -96,7 +96,7 @@ def data_files(recipe: Recipe) -> dict[str, dict]:
     Raises DataError for what is none of these.
 
     Args:
-        recipe: its data and run_root
+        recipe: read for its data and run_root
 
     Returns:
         group name -> data, weight (None = number of examples), mandatory
@@ -123,7 +123,7 @@ def hold_out_examples(
     """Set some examples of a file aside; none if there is a held-out file.
 
     Args:
-        recipe: its data, held_out, validation_data, seed and run_root
+        recipe: read for its data, held_out, validation_data, seed and run_root
         examples: examples of one file
 
     Returns:
@@ -179,7 +179,7 @@ def open_files(
     """Return the examples of each file, with `fault` if an image cannot be used.
 
     Args:
-        recipe: its data, max_bad_fraction and run_root
+        recipe: read for its data, max_bad_fraction and run_root
         files: see `open_data`
         quarantine: file for the examples set aside; None = not written
 
@@ -214,7 +214,7 @@ def files_lines(
     A folder of lists is one place: its line stands at the first list.
 
     Args:
-        recipe: its data
+        recipe: read for its data
         files: see `open_data`
         opened: all examples of each source
     """
@@ -241,7 +241,7 @@ def open_groups(
     """Read the files of a recipe.
 
     Args:
-        recipe: its data, sizes and held-out fields
+        recipe: read for its data, sizes and held-out fields
         quarantine: file for the examples set aside; None = not written
 
     Returns:

@@ -54,7 +54,7 @@ def build_unified_model(
     """Build the unified model for an engine.
 
     Args:
-        recipe: its frozen parts, adapters, attention and timestep_shift
+        recipe: read for its frozen parts, adapters, attention and timestep_shift
         family: the model family
         base: folder in the released layout; None = random weights of published size
         engine: decides where weights are built
@@ -201,7 +201,7 @@ def pack_stream(
     """Return the stream of packs of a run.
 
     Args:
-        recipe: its budgets, dropout and seed
+        recipe: read for its budgets, dropout and seed
         groups: result of `open_groups`
         encode: text -> list of token ids
         rules: packing rules of the model

@@ -127,7 +127,7 @@ def mask_bytes(recipe: Recipe, pack: dict) -> float:
     """Return the bytes of a pack's masks on a GPU.
 
     Args:
-        recipe: its attention
+        recipe: read for its attention
         pack: result of `reference_pack`
     """
     if recipe.attention == "dense":
@@ -144,7 +144,7 @@ def encode_bytes(
     Args:
         family: The model's family
         base: pipeline folder or hub id; None = published size
-        recipe: its resolution
+        recipe: read for its resolution
         dtype: type of the weights
         pictures: images at a time
     """

@@ -47,7 +47,7 @@ def prompt_sample(
     """Return a sample whose captions can be rated, without an image.
 
     Args:
-        recipe: its caption_prefix and caption_template
+        recipe: read for its caption_prefix and caption_template
         jobs: receives the captions to encode
         i: number in the collection
         judges: caption -> True if it can be rated
@@ -79,7 +79,7 @@ def check_judged(recipe: Recipe, collection: object, count: int):
     """Raise RecipeError if the rewards can rate no training sample.
 
     Args:
-        recipe: its reward
+        recipe: read for its reward
         collection: see `data.sources`
         count: training samples whose captions can be rated
     """
@@ -102,12 +102,12 @@ def cache_prompts(
     """Open the data, encode captions not cached yet, unload the encoders. All ranks call it.
 
     Args:
-        recipe: its data, captions and validation prompts
+        recipe: read for its data, captions and validation prompts
         family: supplies the encoders
         engine: reads data on the main process first
         run_dir: folder of the run
         judges: caption -> True if it can be rated
-        say: receives progress messages
+        say: function that prints progress messages
         heartbeat: called with (stage, step, note)
 
     Raises:
@@ -152,7 +152,7 @@ class RolloutBatches:
     """Make the inputs of a rollout as a function of the step.
 
     Args:
-        recipe: its seed, batch sizes, group size and rollout steps
+        recipe: read for its seed, batch sizes, group size and rollout steps
         family: collates captions
         data: captions
         rank: number of this process
