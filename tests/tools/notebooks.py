@@ -227,6 +227,8 @@ def import_plugins() -> None:
         for name in records(kind):
             with contextlib.suppress(ImportError, ValueError):  # some are of extras
                 wanted(name)
+    with contextlib.suppress(ImportError):  # an extra, too
+        importlib.import_module("sciftune.data.reading").networks()
 
 
 def import_once(tests: bool = False) -> None:
