@@ -16,6 +16,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,6 +149,9 @@ OWN_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """For files of packages: libyaml is fast, and deep nesting could end the process."""
 
 
+_FLAT = re.compile(r"((\w+:|-)( \[\]| [\w./:'+, ()=-]*)?( +# [^\n]*)?\n)*")  # as most recipes are
+
+
 def parsed_yaml(text: str, loader: type = yaml.SafeLoader) -> Any:
     """Parse YAML. Raises ValueError with a message of one line.
 
@@ -155,6 +159,8 @@ def parsed_yaml(text: str, loader: type = yaml.SafeLoader) -> Any:
         text: text of one document
         loader: `OWN_YAML`, or one that also suits what others wrote
     """
+    if loader is yaml.SafeLoader and "- -" not in text and _FLAT.fullmatch(text):
+        loader = OWN_YAML
     try:
         value = yaml.load(text, loader)
     except RecursionError:
