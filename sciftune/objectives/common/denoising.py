@@ -38,12 +38,13 @@ class DenoisingObjective:
         """Return the denoiser's optimizer step; there is one in every training step."""
         return (OptimizerStep("denoiser"),)
 
-    def per_sample(self, denoiser: nn.Module, batch: dict) -> Tensor:
+    def per_sample(self, denoiser: nn.Module, batch: dict, huber_c: float = 0.0) -> Tensor:
         """Return the unweighted loss of each sample of a micro-batch.
 
         Args:
             denoiser: as the engine wraps it
             batch: x0, noise (B,C,h,w), sigma (B,), conditioning
+            huber_c: threshold of the `penalty`; 0 = squared errors
 
         Returns:
             (B,) fp32
@@ -72,7 +73,7 @@ class DenoisingObjective:
         if self.recipe.lora_dropout:  # draw the same masks on any number of processes
             key = ("dropout", *batch["ids"], *batch["epochs"])
             torch.manual_seed(stream_seed(self.recipe.seed, *key))
-        losses = self.per_sample(networks["denoiser"], batch)
+        losses = self.per_sample(networks["denoiser"], batch, self.recipe.huber_c)
         sums = dict(latents=latent_sums(batch["x0"], batch["conditioning"].get("sizes")))
         if ranges := self.recipe.loss_sigmas:
             sums["loss_sigma"] = loss_by_sigma(losses, batch["sigma"], ranges)

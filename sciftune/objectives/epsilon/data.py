@@ -11,6 +11,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ...core.randomness import stream
+from ...data.encode import CachedSample
 from ...models.ddpm import STEPS, NoiseSchedule
 from ..common.batches import LatentBatches
 from ..common.noise_levels import density
@@ -37,6 +39,14 @@ class EpsilonBatches(LatentBatches):
     def schedule(self) -> NoiseSchedule:
         """Return the noise schedule of the folder of the starting weights."""
         return self.family.noise_schedule(self.base)
+
+    def latents(self, sample: CachedSample, epoch: int) -> tuple[Tensor, Tensor]:
+        """Return clean latents and noise of a sample, which may have a mean in each channel."""
+        x0, noise = super().latents(sample, epoch)
+        if offset := self.recipe.noise_offset:
+            draws = stream(self.recipe.seed, "noise offset", sample.id, epoch)
+            noise = noise + offset * torch.randn(len(noise), 1, 1, generator=draws)
+        return x0, noise
 
     def micro(self, items: list[tuple]) -> dict:
         """Build a micro-batch.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ...models.ddpm import NoiseSchedule, timesteps_of
 from ...models.tokens import own_mean
 from ..common.denoising import DenoisingObjective
+from ..common.velocity import penalty
 
 # %% ../../../nbs/8_objectives/epsilon/02_loss.ipynb #5c3b0fda
 class NoisePrediction(DenoisingObjective):
@@ -23,13 +24,14 @@ class NoisePrediction(DenoisingObjective):
         """Return the noise schedule of the folder of the starting weights."""
         return self.family.noise_schedule(self.base)
 
-    def per_sample(self, denoiser: nn.Module, batch: dict) -> Tensor:
+    def per_sample(self, denoiser: nn.Module, batch: dict, huber_c: float = 0.0) -> Tensor:
         """Return the unweighted loss of each sample of a micro-batch.
 
         Args:
             denoiser: as the engine wraps it
             batch: x0, noise (B,C,h,w), sigma (B,) = t/1000, conditioning, cells (B,1,h,w) if they
                 differ
+            huber_c: threshold of the `penalty`; 0 = squared errors
 
         Returns:
             (B,) fp32
@@ -45,4 +47,4 @@ class NoisePrediction(DenoisingObjective):
         target = self.target(denoiser, batch, predict, self.schedule.target(x0, noise, t))
         error = predict(denoiser).float() - target
         sizes = batch["conditioning"].get("sizes")
-        return own_mean(error.square(), sizes, batch.get("cells"))
+        return own_mean(penalty(error, huber_c), sizes, batch.get("cells"))

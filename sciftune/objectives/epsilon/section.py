@@ -22,6 +22,7 @@ RECORDS = [
             "@generation",
             "@pictures",
             "@supervised",
+            "huber_c",
             "stratified",
             "timestep_density",
         ),
@@ -30,8 +31,15 @@ RECORDS = [
 
 # %% ../../../nbs/8_objectives/epsilon/01_section.ipynb #cb1a7e85
 class EpsilonSection(Section):
-    """Set how much each timestep counts."""
+    """Set how much each timestep counts, and the mean of the noise."""
 
     snr_gamma: float = field(
         0.0, "epsilon: Min-SNR weights with this gamma (5 is usual); 0 = none", ge=0
+    )
+    noise_offset: float = field(
+        0.0,
+        "epsilon: the noise of each channel gets a random mean of this size (0.05 is usual), so "
+        "that pictures can be nearly white or black; 0 = none",
+        ge=0,
+        le=1,
     )

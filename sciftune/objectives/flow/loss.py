@@ -15,12 +15,13 @@ from ..common.velocity import flow_loss, noised, velocity_target
 class FlowMatching(DenoisingObjective):
     """Train one denoiser to predict the velocity."""
 
-    def per_sample(self, denoiser: nn.Module, batch: dict) -> Tensor:
+    def per_sample(self, denoiser: nn.Module, batch: dict, huber_c: float = 0.0) -> Tensor:
         """Return the unweighted loss of each sample of a micro-batch.
 
         Args:
             denoiser: as the engine wraps it
             batch: x0, noise (B,C,h,w), sigma (B,), conditioning, cells (B,1,h,w) if they differ
+            huber_c: threshold of the `penalty`; 0 = squared errors
 
         Returns:
             (B,) fp32
@@ -32,5 +33,5 @@ class FlowMatching(DenoisingObjective):
 
         target = velocity_target(batch["x0"], batch["noise"])
         more = dict(sizes=batch["conditioning"].get("sizes"), cells=batch.get("cells"))
-        more["target"] = self.target(denoiser, batch, predict, target)
+        more |= dict(target=self.target(denoiser, batch, predict, target), huber_c=huber_c)
         return flow_loss(predict(denoiser), batch["x0"], batch["noise"], **more)

@@ -37,7 +37,7 @@ RECORDS = [
 
 # %% ../../../nbs/8_objectives/flow/01_section.ipynb #c962de1c
 class FlowSection(Section):
-    """Set how often each noise level is drawn and how much it counts."""
+    """Set how often each noise level is drawn and how much it, and an error, counts."""
 
     timestep_density: str = field(
         "uniform", f"density of sigma before the shift: {', '.join(records('densities'))}"
@@ -56,6 +56,12 @@ class FlowSection(Section):
         "none", f"weight of a sample by its sigma: {', '.join(records('weightings'))}"
     )
     stratified: bool = field(True, "spread the sigmas of a global batch evenly")
+    huber_c: float = field(
+        0.0,
+        "c of the pseudo-Huber loss: errors above it count linearly, so that outliers pull less "
+        "(0.1 is usual); 0 = squared errors",
+        ge=0,
+    )
 
     @field_validator("timestep_density", "loss_weighting")
     @classmethod
