@@ -22,21 +22,11 @@ from ..core.files import parsed_json
 from ..core.progress import progress
 from ..core.registry import ReaderRecord
 from ..core.secrets import bare
+from . import readers
 from .cells import MASK_KEYS
 from .files import FolderFiles
 from .images import DataError, check_regular, file_bytes, open_image
 from .named_words import FACT_KEYS, row_facts
-from sciftune.data.readers import (
-    CAPTION_KEYS,
-    ID_KEYS,
-    MAX_CAPTION,
-    NO_CAPTION,
-    Files,
-    captions_of,
-    give_facts,
-    inside,
-    reference_row,
-)
 from .references import EDITED_KEYS, names_image, reference_columns
 from .rows import CellValue, Row, Rows
 
@@ -122,7 +112,7 @@ def check_row_group(
     if text > max(MAX_TEXT[0], MAX_TEXT[1] * rows):
         raise DataError(
             f"{path}: row group {group} has {text / 2**20:.0f} MiB of text in {rows} rows: "
-            f"at most {MAX_CAPTION:,} characters of a row are read"
+            f"at most {readers.MAX_CAPTION:,} characters of a row are read"
         )
 
 
@@ -195,7 +185,7 @@ def _reference_columns(
                 used.append(name)
                 notes.append(f"reference images: column {name}")
                 continue
-        elif any(names_image(v) and not reference_row(root, name, v).fault for v in values):
+        elif any(names_image(v) and not readers.reference_row(root, name, v).fault for v in values):
             raise DataError(
                 f"{path}: column {name} holds {kind} with paths of images: "
                 "expected image bytes, structs of bytes and path, or lists of these"
@@ -223,9 +213,9 @@ def shard_columns(
     image = _column(path, schema, "image", images, _holds_bytes, expected)
     texts = "text or lists of text"
     caption = None
-    if set(CAPTION_KEYS) & set(schema.names):
-        caption = _column(path, schema, "caption", CAPTION_KEYS, _holds_texts, texts)
-    ident = next((n for n in ID_KEYS if n in schema.names), None)
+    if set(readers.CAPTION_KEYS) & set(schema.names):
+        caption = _column(path, schema, "caption", readers.CAPTION_KEYS, _holds_texts, texts)
+    ident = next((n for n in readers.ID_KEYS if n in schema.names), None)
     named = "document" in schema.names and not _holds_bytes(schema.field("document").type)
     return image, caption, ident, "document" if named else None
 
@@ -248,8 +238,8 @@ def _values(
 def _no_column(schema: pa.Schema) -> str:
     """Return the error of rows without a caption column."""
     return (
-        f"{NO_CAPTION}: no caption column among {', '.join(schema.names)}: "
-        f"expected one of {', '.join(CAPTION_KEYS)}"
+        f"{readers.NO_CAPTION}: no caption column among {', '.join(schema.names)}: "
+        f"expected one of {', '.join(readers.CAPTION_KEYS)}"
     )
 
 
@@ -296,8 +286,8 @@ def _checked(row: Row, text: object, document: object, missing: str = "") -> Row
     """Return the row with its captions or its error; `missing`: error for a missing column."""
     progress(f"{row.source} listed")
     try:
-        give_facts(row, dict(document=document))
-        row.captions = () if missing else captions_of(text)
+        readers.give_facts(row, dict(document=document))
+        row.captions = () if missing else readers.captions_of(text)
         row.fault = missing
     except DataError as e:
         row.fault = str(e)
@@ -309,7 +299,7 @@ def _image_bytes(value, source, key) -> bytes:
     if isinstance(value, dict):
         if value.get("bytes") is None and value.get("path"):
             source.loose.add(key)
-            name = inside(source.root, value["path"])
+            name = readers.inside(source.root, value["path"])
             source.claimed[name] = "image"
             return file_bytes(source.root / name)
         value = value.get("bytes")
@@ -642,13 +632,13 @@ def check_listed_files(root: Path) -> None:
         splits = _described(root / "dataset_dict.json")["splits"]
     for split in splits:
         state = os.path.join(root, split, "state.json")
-        listed = _described(root / inside(root, state))
+        listed = _described(root / readers.inside(root, state))
         info = root / split / "dataset_info.json"
         if info.is_file():
             _described(info)
         for kind in ("_data_files", "_indices_files"):
             for file in listed.get(kind) or ():
-                inside(root, os.path.join(root, split, file["filename"]))
+                readers.inside(root, os.path.join(root, split, file["filename"]))
 
 # %% ../../nbs/2_data/20_parquet.ipynb #0d08f844
 def _undecoded(feature: object) -> object:
@@ -760,7 +750,7 @@ class HuggingFace:
         """Return the versions of the dataset's files, and the row."""
         return f"{self._stamp}|{row.key}"
 
-    chunks = Files.chunks
+    chunks = readers.Files.chunks
 
 
 class HuggingFaceReader:

@@ -22,27 +22,8 @@ from matplotlib.image import imread
 from ..core.files import read_words
 from ..core.recipe import Recipe
 from ..core.rundir import RunDir
+from . import plots
 from .jobs import PRUNED, LaunchError, state
-from sciftune.lab.plots import (
-    COLORS,
-    PART_COLORS,
-    Table,
-    add_legend,
-    column,
-    common_style,
-    empty_axes,
-    empty_figure,
-    image_grid,
-    measured_peak,
-    median_of,
-    readable_size,
-    short_number,
-    smooth,
-    train_rows,
-    validation_rows,
-    without_formulas,
-    write_prompt,
-)
 from .scores import SCORES, read_evaluation, score_text
 from .summary import outcome, picture_rows, typed_value
 
@@ -83,11 +64,11 @@ def recipe_differences(runs: list[RunDir]) -> dict[str, list[Any]]:
     return {name: each for name, each in values.items() if any(v != each[0] for v in each)}
 
 # %% ../../nbs/9_lab/21_compare.ipynb #682c7ccd
-def differences_table(runs: list[RunDir]) -> Table:
+def differences_table(runs: list[RunDir]) -> plots.Table:
     """Return a table with a row per differing field and a column per run."""
     differing = recipe_differences(runs)
     rows = [[name, *map(typed_value, values)] for name, values in differing.items()]
-    return Table(["field", *run_labels(runs)], rows)
+    return plots.Table(["field", *run_labels(runs)], rows)
 
 
 def run_labels(runs: list[RunDir]) -> list[str]:
@@ -108,20 +89,20 @@ def pruned_reason(run: RunDir) -> str:
 
 def run_results(run: RunDir) -> dict[str, str]:
     """Return the results of a run so far: column of `RESULT_COLUMNS` or `SCORES` -> text."""
-    rows, held = train_rows(run), validation_rows(run)
-    losses, seen = smooth(column(rows, "loss")), column(held, "held_out")
+    rows, held = plots.train_rows(run), plots.validation_rows(run)
+    losses, seen = plots.smooth(plots.column(rows, "loss")), plots.column(held, "held_out")
     best = held[int(np.nanargmin(seen))] if np.isfinite(seen).any() else None
     start = (held[-1].get("held_out_baseline") or held[0]["held_out"]) if held else math.nan
     why = pruned_reason(run)
     shown = [
         f"ended early: {why}" if why else outcome(run),
         f"{rows[-1]['step'] if rows else 0} of {Recipe.load(run.recipe).steps}",
-        short_number(losses[-1] if rows else math.nan),
-        short_number(start),
-        short_number(seen[-1] if held else math.nan),
-        f"{short_number(best['held_out'])} (step {best['step']})" if best else "–",
-        short_number(median_of(rows, "step_time")),
-        readable_size(measured_peak(run)),
+        plots.short_number(losses[-1] if rows else math.nan),
+        plots.short_number(start),
+        plots.short_number(seen[-1] if held else math.nan),
+        f"{plots.short_number(best['held_out'])} (step {best['step']})" if best else "–",
+        plots.short_number(plots.median_of(rows, "step_time")),
+        plots.readable_size(plots.measured_peak(run)),
     ]
     return dict(zip(RESULT_COLUMNS, shown, strict=True)) | _evaluated(run)
 
@@ -133,7 +114,7 @@ def _evaluated(run: RunDir) -> dict[str, str]:
     return {SCORES[name]: score_text(found) for name, found in scores.items()}
 
 # %% ../../nbs/9_lab/21_compare.ipynb #59ca2f41
-def results_table(runs: list[RunDir]) -> Table:
+def results_table(runs: list[RunDir]) -> plots.Table:
     """Return a table with a row per run; a score that a run lacks is a dash."""
     results = [run_results(run) for run in runs]
     names = [*RESULT_COLUMNS, *(n for n in SCORES.values() if any(n in found for found in results))]
@@ -141,31 +122,33 @@ def results_table(runs: list[RunDir]) -> Table:
     rows = [
         [label, *(r.get(n, "–") for n in names)] for label, r in zip(labels, results, strict=True)
     ]
-    return Table(["run", *names], rows)
+    return plots.Table(["run", *names], rows)
 
 # %% ../../nbs/9_lab/21_compare.ipynb #a0c2473c
 def run_colour(number: int) -> str:
     """Return the colour of a run, by its index, in every figure."""
-    return PART_COLORS[number % len(PART_COLORS)]
+    return plots.PART_COLORS[number % len(plots.PART_COLORS)]
 
 
 def plot_losses(runs: list[RunDir], log: bool = False) -> Figure:
     """Plot training and held-out losses of all runs beside each other, optionally on log axes."""
-    fig, (axes,) = empty_axes(1, 2, 8.6, 2.8)
+    fig, (axes,) = plots.empty_axes(1, 2, 8.6, 2.8)
     for ax, title in zip(axes, ("Training loss, smoothed", "Held-out loss"), strict=True):
-        common_style(ax, title, "optimizer step")
+        plots.common_style(ax, title, "optimizer step")
         ax.set_yscale("log" if log else "linear")
     for i, (run, label) in enumerate(zip(runs, run_labels(runs), strict=True)):
-        rows, held = train_rows(run), validation_rows(run)
+        rows, held = plots.train_rows(run), plots.validation_rows(run)
         style = dict(color=run_colour(i), lw=1.4, label=label)
-        axes[0].plot(column(rows, "step"), smooth(column(rows, "loss")), **style)
-        axes[1].plot(column(held, "step"), column(held, "held_out"), marker=".", **style)
-    first = (row for run in runs for row in validation_rows(run)[:1])
+        axes[0].plot(plots.column(rows, "step"), plots.smooth(plots.column(rows, "loss")), **style)
+        axes[1].plot(
+            plots.column(held, "step"), plots.column(held, "held_out"), marker=".", **style
+        )
+    first = (row for run in runs for row in plots.validation_rows(run)[:1])
     starts = {row["held_out_baseline"] for row in first if "held_out_baseline" in row}
     if len(starts) == 1:
-        axes[1].axhline(starts.pop(), color=COLORS["dark"], ls=":", lw=0.9)
-    add_legend(axes[1])
-    return without_formulas(fig)
+        axes[1].axhline(starts.pop(), color=plots.COLORS["dark"], ls=":", lw=0.9)
+    plots.add_legend(axes[1])
+    return plots.without_formulas(fig)
 
 # %% ../../nbs/9_lab/21_compare.ipynb #b7a78cf9
 def are_numbers(values: list[Any]) -> bool:
@@ -187,19 +170,21 @@ def plot_fields(runs: list[RunDir], names: Sequence[str] = ()) -> Figure:
         runs: run folders
         names: a panel for each; empty = `shown_fields`
     """
-    held = [column(validation_rows(run), "held_out") for run in runs]
+    held = [plots.column(plots.validation_rows(run), "held_out") for run in runs]
     differing = recipe_differences(runs)
     names = [name for name in names or shown_fields(runs) if name in differing]
     if not names or not any(np.isfinite(h).any() for h in held):
-        return empty_figure("Best held-out loss", "the runs do not differ, or have no loss yet")
+        return plots.empty_figure(
+            "Best held-out loss", "the runs do not differ, or have no loss yet"
+        )
     best = [np.nanmin(h) if np.isfinite(h).any() else np.nan for h in held]
-    fig, (axes,) = empty_axes(1, len(names), 1.2 + 2.6 * len(names), 2.8, sharey=True)
+    fig, (axes,) = plots.empty_axes(1, len(names), 1.2 + 2.6 * len(names), 2.8, sharey=True)
     for ax, name in zip(axes, names, strict=True):
         _draw_field(ax, runs, name, differing[name], best)
     axes[0].set_ylabel("best held-out loss", fontsize=8)
     if len(runs) <= 6:
-        add_legend(axes[-1])
-    return without_formulas(fig)
+        plots.add_legend(axes[-1])
+    return plots.without_formulas(fig)
 
 
 def _draw_field(ax: Axes, runs: list[RunDir], name: str, values: list, best: list[float]):
@@ -229,13 +214,13 @@ def plot_pictures(runs: list[RunDir], rows: int = 6) -> Figure:
     prompts = dict.fromkeys(prompt for found in pictures for prompt in found)
     shared = sorted(prompts, key=lambda prompt: -sum(prompt in found for found in pictures))[:rows]
     if not shared:
-        return empty_figure("The same prompt", "no validation images yet")
-    fig, axes = image_grid(len(shared), len(runs) + 1)
+        return plots.empty_figure("The same prompt", "no validation images yet")
+    fig, axes = plots.image_grid(len(shared), len(runs) + 1)
     for ax, label in zip(axes[0, 1:], run_labels(runs), strict=True):
         ax.set_title(textwrap.fill(label, 16), fontsize=6)
     for row, prompt in zip(axes, shared, strict=True):
-        write_prompt(row[0], prompt)
+        plots.write_prompt(row[0], prompt)
         for ax, found in zip(row[1:], pictures, strict=True):
             if prompt in found:
                 ax.imshow(imread(found[prompt]), cmap="gray")
-    return without_formulas(fig)
+    return plots.without_formulas(fig)

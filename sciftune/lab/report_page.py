@@ -31,25 +31,9 @@ from ..core.registry import ScoreRecord, records
 from ..core.rundir import RunDir
 from ..core.secrets import masked
 from ..core.writing import write_atomic
-from . import distillation, plots
+from . import distillation, plots, summary
 from .evaluation_plots import statement_rows, statement_totals
 from .plots import as_run
-from sciftune.lab.summary import (
-    FINDING_COLUMNS,
-    data_findings,
-    differing_fields,
-    environment_rows,
-    evaluation_of,
-    failure_message,
-    five_numbers,
-    outcome,
-    picture_rows,
-    recipe_of,
-    subject,
-    troubles_of,
-    typical_rows,
-    verdict,
-)
 
 # %% ../../nbs/9_lab/29_page.ipynb #6d952305
 DARK_COLORS = {
@@ -163,8 +147,8 @@ def pictures_for_page(run: RunDir, rows: int = 12) -> list[dict]:
     Returns:
         prompt; pictures: (label, address); typical: whether it is for the first screen
     """
-    shown, every = [], picture_rows(run)[:rows]
-    typical = typical_rows(every)
+    shown, every = [], summary.picture_rows(run)[:rows]
+    typical = summary.typical_rows(every)
     for row in every:
         pictures = []
         for label, path in row.pictures:
@@ -297,7 +281,7 @@ PAGE_TABLES = (
     PageTable(
         "Evaluation",
         ("score", "before", "now", "95 % of a resampling", "pictures"),
-        lambda run: [score.cells() for score in evaluation_of(run)],
+        lambda run: [score.cells() for score in summary.evaluation_of(run)],
     ),
     PageTable(
         "Specifications",
@@ -323,8 +307,8 @@ PAGE_TABLES = (
     ),
     PageTable(
         "Data",
-        FINDING_COLUMNS,
-        data_findings,
+        summary.FINDING_COLUMNS,
+        summary.data_findings,
         "Findings of the inspection before the run, the worst first.",
     ),
     PageTable("Events", ("step", "event", "details"), event_rows, folded=True),
@@ -360,22 +344,22 @@ def rendered(template: str, **values: Any) -> str:
 def page_values(run: RunDir) -> dict:
     """Return the values that the template uses."""
     pictures = pictures_for_page(run)
-    recipe = recipe_of(run)
+    recipe = summary.recipe_of(run)
     return dict(
         name=run.path.name,
-        subject=masked(subject(run)),
-        verdict=verdict(run),
-        outcome=outcome(run),
-        message=masked(failure_message(run)),
-        numbers=five_numbers(run),
+        subject=masked(summary.subject(run)),
+        verdict=summary.verdict(run),
+        outcome=summary.outcome(run),
+        message=masked(summary.failure_message(run)),
+        numbers=summary.five_numbers(run),
         ends=before_and_after(pictures),
         pictures=pictures,
         sections={title: drawings(run, wanted) for title, wanted in PAGE_SECTIONS.items()},
         tables=report_tables(run),
-        troubles=troubles_of(run),
+        troubles=summary.troubles_of(run),
         preset=recipe.preset,
-        differing=[[masked(cell) for cell in row] for row in differing_fields(recipe)],
-        environment=environment_rows(run),
+        differing=[[masked(cell) for cell in row] for row in summary.differing_fields(recipe)],
+        environment=summary.environment_rows(run),
         use=plots.plan_against_use(run),
         plan=drawings(run, (PagePlot(plots.plot_plan, ""),)),
         recipe=text_of(run.recipe, 1000),

@@ -16,18 +16,7 @@ from torch import Tensor, nn
 
 from ..core.recipe import Recipe, RecipeError
 from ..core.registry import StrategyRecord, usual_optimizer
-from sciftune.models.compat import (
-    HOST_GRADIENTS,
-    adapted_layers,
-    buffered_norm,
-    host_partition,
-    lacks_host_gradients,
-    partition_all,
-    partition_of,
-    release_pinned_memory,
-    replace_host_gradients,
-    use_gloo,
-)
+from ..models import compat
 from .compilation import input_with_gradient
 from .optimizers import optimizer_class, set_step
 from .precision import POLICIES, Policy, policy_for
@@ -123,7 +112,7 @@ class ZeroModule(TrainedModule):
         Returns:
             a range of 0 elements where nothing is here
         """
-        mapping = partition_of(parameter)
+        mapping = compat.partition_of(parameter)
         if mapping is None:
             return FlatRange(name, tuple(parameter.shape), 0, 0)
         place = mapping.lp_fragment_address
@@ -143,7 +132,7 @@ class ZeroModule(TrainedModule):
         Returns:
             (count,) fp32
         """
-        mapping = partition_of(self.params[name])
+        mapping = compat.partition_of(self.params[name])
         flat = self.zero.single_partition_of_fp32_groups[mapping.param_group_index]
         if key != "weight":
             flat = self.optimizer.state[flat][key]
@@ -232,18 +221,18 @@ def drop_host_gradients(zero: object):
     Args:
         zero: DeepSpeedZeroOptimizer_Stage3 with its states in host memory; changed
     """
-    if lacking := lacks_host_gradients(zero):
+    if lacking := compat.lacks_host_gradients(zero):
         raise RecipeError(
             f"offload: this DeepSpeed has no {lacking}, in whose place sciftune puts its own; "
             "install deepspeed==0.19.8"
         )
-    buffers = getattr(zero, HOST_GRADIENTS[0])
+    buffers = getattr(zero, compat.HOST_GRADIENTS[0])
     seen = set()  # Parameters that have a gradient in this step
 
     def at_boundary(parameter: nn.Parameter, gradient: Tensor, *_: dict):
         """Compute the norm of a parameter's gradient instead of keeping an fp32 copy."""
         key = zero.get_param_id(parameter)
-        zero.norm_for_param_grads[key] = buffered_norm(zero, gradient)
+        zero.norm_for_param_grads[key] = compat.buffered_norm(zero, gradient)
         seen.add(parameter.ds_id)
 
     def prepare(number: int, timers: object):
@@ -260,10 +249,10 @@ def drop_host_gradients(zero: object):
         zero.fp32_partitioned_groups_flat[number].grad = None
         seen.difference_update(p.ds_id for p in zero.fp16_groups[number])
 
-    replace_host_gradients(zero, at_boundary, prepare, release)
+    compat.replace_host_gradients(zero, at_boundary, prepare, release)
     for flat in zero.fp32_partitioned_groups_flat:
         flat.grad = None
-    release_pinned_memory()
+    compat.release_pinned_memory()
 
 # %% ../../nbs/5_strategies/15_zero.ipynb #bb5d211d
 def gather_adapted_layers(module: nn.Module):
@@ -272,7 +261,7 @@ def gather_adapted_layers(module: nn.Module):
     Args:
         module: with adapters or without
     """
-    layers = [m for m in adapted_layers(module) if getattr(m, "lora_magnitude_vector", True)]
+    layers = [m for m in compat.adapted_layers(module) if getattr(m, "lora_magnitude_vector", True)]
     if not layers:
         return
     from deepspeed.utils import set_z3_leaf_modules
@@ -358,7 +347,7 @@ class Zero3Module(ZeroModule):
         parameter = self.params[name]
         if self.strategy.updates_on_host:
             state = None if key == "weight" else key
-            return host_partition(self.zero, parameter, state)
+            return compat.host_partition(self.zero, parameter, state)
         if key == "weight":
             return safe_get_local_fp32_param(parameter)
         return safe_get_local_optimizer_state(parameter, key)
@@ -397,7 +386,7 @@ class Zero3Module(ZeroModule):
         They are kept whole and are not gathered in a forward pass.
         """
         if self.zero.persistent_parameters:
-            partition_all(self.zero)
+            compat.partition_all(self.zero)
             self.zero.persistent_parameters[0].all_gather(self.zero.persistent_parameters)
 
 # %% ../../nbs/5_strategies/15_zero.ipynb #358b2339
@@ -540,7 +529,7 @@ class Zero(Strategy):
         from accelerate.utils import DeepSpeedPlugin
 
         if not self.cuda:
-            use_gloo()
+            compat.use_gloo()
             import deepspeed.ops
 
             # it would compile a collective of its own, 35 s, for nothing that gloo cannot do

@@ -15,23 +15,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.colors import to_rgb
 from matplotlib.ticker import MaxNLocator
 
-from sciftune.extras.figures.curves import (
-    CURVES,
-    FIELDS,
-    SHARES,
-    TABLES,
-    dipole,
-    epidemic,
-    himmelblau,
-    integrate,
-    interference,
-    lorenz_slope,
-    plane,
-    predator,
-    saddle,
-    some_values,
-    spots,
-)
+from . import curves
 from .looks import CHOICES, Look, number, several, sig, trend
 
 # %% auto #0
@@ -104,7 +88,9 @@ def says_series(series: list[dict], noun: str = "line"):
 # %% ../../../nbs/extras/figures/01b_kinds.ipynb #07b73e3f
 def line(ax: Axes, rng: np.random.Generator, look: Look):
     """Draw curves of a law or a simulation."""
-    title, x, y, t, named = CURVES[rng.integers(len(CURVES))](rng, int(rng.integers(1, 5)))
+    title, x, y, t, named = curves.CURVES[rng.integers(len(curves.CURVES))](
+        rng, int(rng.integers(1, 5))
+    )
     log = title == "Radioactive decay" and rng.random() < 0.5
     marked = rng.random() < 0.25 and len(t) < 250
     dashed = rng.random() < 0.3 or look.colours[0][0] == "black"
@@ -131,7 +117,7 @@ def step(ax: Axes, rng: np.random.Generator, look: Look):
     n, t = int(rng.integers(1, 4)), np.linspace(0, 20, 60)
     named = [
         (f"k = {k}", 50 - np.searchsorted(np.sort(rng.exponential(1 / k, 50)), t))
-        for k in some_values(rng, (0.05, 0.1, 0.2, 0.4), n)
+        for k in curves.some_values(rng, (0.05, 0.1, 0.2, 0.4), n)
     ]
     for i, (k, v) in enumerate(named):
         ax.step(t, v, where="post", color=look.colours[i][1], lw=look.width, label=k)
@@ -147,7 +133,7 @@ def step(ax: Axes, rng: np.random.Generator, look: Look):
 
 def area(ax: Axes, rng: np.random.Generator, look: Look):
     """Draw stacked or filled areas."""
-    title, x, y, t, named = (epidemic, predator)[rng.integers(2)](rng, 3)
+    title, x, y, t, named = (curves.epidemic, curves.predator)[rng.integers(2)](rng, 3)
     names, values = zip(*named, strict=True)
     ax.stackplot(t, values, labels=names, colors=[c for _, c in look.colours], alpha=0.85)
     ax.margins(0)
@@ -207,7 +193,7 @@ def _regression(ax: Axes, rng: np.random.Generator, look: Look) -> dict:
 
 def _lorenz_points(ax: Axes, rng: np.random.Generator, look: Look) -> dict:
     colour, shade = look.colours[0]
-    v = integrate(lorenz_slope, (rng.uniform(1, 9), 1.0, 20.0), 0.015, 1200)[100:]
+    v = curves.integrate(curves.lorenz_slope, (rng.uniform(1, 9), 1.0, 20.0), 0.015, 1200)[100:]
     ax.scatter(v[:, 0], v[:, 2], s=1.5, color=shade, lw=0)
     return {
         **label(ax, look, "Lorenz attractor", "x", "z"),
@@ -273,7 +259,7 @@ def error_bars(ax: Axes, rng: np.random.Generator, look: Look):
 # %% ../../../nbs/extras/figures/01b_kinds.ipynb #f82b62a9
 def bar(ax: Axes, rng: np.random.Generator, look: Look):
     """Draw bars of one quantity."""
-    title, x, y, table = TABLES[rng.integers(len(TABLES))]
+    title, x, y, table = curves.TABLES[rng.integers(len(curves.TABLES))]
     names = [list(table)[i] for i in rng.permutation(len(table))[: rng.integers(4, 7)]]
     if rng.random() < 0.4:
         names.sort(key=table.get)
@@ -335,7 +321,7 @@ def grouped_bar(ax: Axes, rng: np.random.Generator, look: Look):
 
 def pie(ax: Axes, rng: np.random.Generator, look: Look):
     """Draw shares of a whole."""
-    title, shares = SHARES[rng.integers(len(SHARES))]
+    title, shares = curves.SHARES[rng.integers(len(curves.SHARES))]
     pairs = zip(shares.items(), look.colours, strict=False)
     slices = [f"{k} ({c}, {v:g} %)" for (k, v), (c, _) in pairs]
     hole = look.either(rng.random() < 0.4)
@@ -483,7 +469,7 @@ def heat_map(ax: Axes, rng: np.random.Generator, look: Look):
     """Draw a matrix or a field in colours."""
     if rng.random() < 0.3:
         return _correlation_matrix(ax, rng, look)
-    title, a, b, c, x, y, z = FIELDS[rng.integers(3)](rng)
+    title, a, b, c, x, y, z = curves.FIELDS[rng.integers(3)](rng)
     place = dict(origin="lower", extent=(x.min(), x.max(), y.min(), y.max()))
     drawn = ax.imshow(z, cmap=look.map, aspect="auto", interpolation="nearest", **place)
     colourbar(ax, look, drawn, c)
@@ -501,7 +487,9 @@ def heat_map(ax: Axes, rng: np.random.Generator, look: Look):
 
 def contour(ax: Axes, rng: np.random.Generator, look: Look):
     """Draw contour lines of a field."""
-    make = (spots, himmelblau, dipole, saddle, interference)[rng.integers(5)]
+    make = (curves.spots, curves.himmelblau, curves.dipole, curves.saddle, curves.interference)[
+        rng.integers(5)
+    ]
     title, a, b, c, x, y, z = make(rng)
     filled, n = look.either(rng.random() < 0.6), int(rng.integers(6, 13))
     drawn = (ax.contourf if filled else ax.contour)(x, y, z, n, cmap=look.map)
@@ -523,7 +511,7 @@ def contour(ax: Axes, rng: np.random.Generator, look: Look):
 
 def vector_field(ax: Axes, rng: np.random.Generator, look: Look):
     """Draw the arrows of a vector field."""
-    x, y = plane(int(rng.integers(11, 16)), -2, 2)
+    x, y = curves.plane(int(rng.integers(11, 16)), -2, 2)
     k = rng.integers(5)
     r = np.hypot(x, y) + 0.3
     flows = ((-y, x), (x, -y), (x / r**2, y / r**2), (y, -np.sin(1.5 * x)), (-x, -y))
