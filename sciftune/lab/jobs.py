@@ -35,26 +35,11 @@ from typing import Any, Self, TextIO
 import psutil
 from pydantic import BaseModel, ConfigDict
 
+from ..core import ownership
 from ..core.checkpoint_folders import complete_checkpoints
 from ..core.compat import accelerator_was_made, shutdown_message
 from ..core.failures import Failure, first_failure, job_findings
 from ..core.files import of_kind, read_kind, read_object
-from sciftune.core.ownership import (
-    LAUNCHER,
-    REQUESTS,
-    TEMPORARY,
-    FolderInUseError,
-    FolderLock,
-    RequestedEnd,
-    end_process,
-    end_with_parent,
-    folder_owner,
-    own_temporary_folder,
-    owned_folder,
-    signals_taken,
-    temporary_files_in,
-    temporary_folder,
-)
 from ..core.plan import Plan
 from ..core.processes import ENDINGS
 from ..core.recipe import Recipe, RecipeError
@@ -87,7 +72,7 @@ def forked(target: Callable, *arguments: Any) -> ForkProcess:
     """
     words = (os.getpid(), target, arguments)
     process = multiprocessing.get_context("fork").Process(target=_in_fork, args=words)
-    numbers = (*REQUESTS, signal.SIGINT)
+    numbers = (*ownership.REQUESTS, signal.SIGINT)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         with warnings.catch_warnings():
@@ -104,10 +89,10 @@ def forked(target: Callable, *arguments: Any) -> ForkProcess:
 
 def _in_fork(parent: int, target: Callable, arguments: tuple):
     """Prepare a fork: default signal handling, no output."""
-    end_with_parent(parent)
-    for number in (*REQUESTS, signal.SIGINT):
+    ownership.end_with_parent(parent)
+    for number in (*ownership.REQUESTS, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*REQUESTS, signal.SIGINT))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*ownership.REQUESTS, signal.SIGINT))
     gc.disable()  # imports leave nothing to collect, and this process ends soon
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
@@ -148,7 +133,8 @@ def _answer(place: str, arguments: tuple) -> tuple[str, Any]:
 def _answer_of_child(place: str, arguments: tuple) -> tuple[str, Any]:
     """Return the result of `_answer` in a fork, which ends with this process."""
     reader, writer = multiprocessing.Pipe(duplex=False)
-    with temporary_folder(tempfile.gettempdir(), TEMPORARY, 0o700) as (folder, _):
+    root, prefix = tempfile.gettempdir(), ownership.TEMPORARY
+    with ownership.temporary_folder(root, prefix, 0o700) as (folder, _):
         child = forked(_send_answer, writer, folder, place, arguments)
         writer.close()
         try:
@@ -164,7 +150,7 @@ def _answer_of_child(place: str, arguments: tuple) -> tuple[str, Any]:
 
 def _send_answer(writer: Connection, folder: Path, place: str, arguments: tuple):
     """Send an answer from the child; does not return."""
-    with temporary_files_in(folder):
+    with ownership.temporary_files_in(folder):
         writer.send(_answer(place, arguments))
     os._exit(0)
 
@@ -277,7 +263,7 @@ def state(run: RunDir) -> str:
     if "exit_code" not in status:
         if job_process(run):
             return "running"
-        owner = folder_owner(run.path)
+        owner = ownership.folder_owner(run.path)
         if owner and owner.host != os.uname().nodename:
             return "elsewhere"
         status = read_status(run)  # it may have ended between the two looks
@@ -294,9 +280,9 @@ def reserved(run: RunDir) -> Iterator[None]:
         run: an existing folder
     """
     try:
-        with owned_folder(run.path, "launcher"):
+        with ownership.owned_folder(run.path, "launcher"):
             yield
-    except FolderInUseError as error:
+    except ownership.FolderInUseError as error:
         raise LaunchError(in_use(str(error))) from None
 
 
@@ -311,7 +297,7 @@ def in_use(why: str) -> str:
 
 def free_folder(run: RunDir) -> RunDir:
     """Return `run`. Raises LaunchError when another run is using its folder."""
-    if owner := folder_owner(run.path):
+    if owner := ownership.folder_owner(run.path):
         raise LaunchError(in_use(f"{run.path} is in use by {owner}"))
     return run
 
@@ -369,10 +355,10 @@ def reserved_for_child(run: RunDir) -> Iterator[int]:
     Returns:
         the locked file, for the child to inherit
     """
-    lock = FolderLock(run.path, "launcher")
+    lock = ownership.FolderLock(run.path, "launcher")
     try:
         lock.take()
-    except FolderInUseError as error:
+    except ownership.FolderInUseError as error:
         raise LaunchError(in_use(str(error))) from None
     try:
         free_folder(run)
@@ -683,7 +669,7 @@ def train_rank(recipe_path: str, log_path: str, kernel: int):
         log_path: where its output goes
         kernel: process id of the kernel
     """
-    end_with_parent(kernel)
+    ownership.end_with_parent(kernel)
     import torch
 
     from sciftune.training.trainer import train_recipe
@@ -698,7 +684,7 @@ def train_rank(recipe_path: str, log_path: str, kernel: int):
         contextlib.redirect_stderr(Tee(sys.stderr, log)),
     ):
         if code := train_recipe(recipe_path):
-            end_process(code)
+            ownership.end_process(code)
 
 # %% ../../nbs/9_lab/03_jobs.ipynb #1e665664
 def train_only_rank(index: int, *arguments: str | int):
@@ -790,14 +776,14 @@ def ranks_asked() -> Iterator[None]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 rank.send_signal(number)
 
-    with signals_taken(ask):
+    with ownership.signals_taken(ask):
         try:
             yield
         except Exception:
             if not asked:
                 raise
     if asked:
-        raise RequestedEnd(asked[0])
+        raise ownership.RequestedEnd(asked[0])
 
 
 @contextlib.contextmanager
@@ -805,7 +791,7 @@ def _kernel_ends(run: RunDir) -> Iterator[None]:
     """Send the kernel the signal after which the ranks have ended."""
     try:
         yield
-    except RequestedEnd as end:
+    except ownership.RequestedEnd as end:
         print(f"stopped on request; this continues it:\n  {continue_command(run)}", flush=True)
         signal.raise_signal(end.number)
         raise
@@ -823,13 +809,13 @@ def launch_here(run: RunDir):
     launch = LaunchFile.load(run)
     if kept_recipe(run).num_machines > 1:
         raise LaunchError("launcher='notebook' is for one machine; use launcher='job' on each")
-    values = {"OMP_NUM_THREADS": "1", LAUNCHER: str(os.getpid())}
+    values = {"OMP_NUM_THREADS": "1", ownership.LAUNCHER: str(os.getpid())}
     try:
         with (
             _kernel_ends(run),
             reserved(run),
             kernel_status(run),
-            own_temporary_folder(),
+            ownership.own_temporary_folder(),
             environment(**launch.environment | launch.engine | values),
             ranks_asked(),
         ):

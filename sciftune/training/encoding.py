@@ -19,20 +19,9 @@ from ..core.recipe import Recipe, RecipeError
 from ..core.registry import records
 from ..core.rundir import RunDir, cache_root
 from ..core.writing import written_aside
+from ..data import encode
 from ..data.buckets import Sizing, cut_line
 from ..data.cache import TensorCache
-from sciftune.data.encode import (
-    CachedData,
-    CachedSample,
-    EncodingJobs,
-    caption_texts,
-    drawn_sizes,
-    encode_missing,
-    mark_encoded,
-    repeated,
-    shard_of,
-    size_draws,
-)
 from ..data.images import load_picture
 from ..data.prompts import DrawnPrompt, PromptedCollection, own_prompts, prompt_rows
 from ..data.sources import SampleCollection
@@ -108,7 +97,7 @@ def random_samples(recipe: Recipe) -> int:
     return max(counts, default=RANDOM_SAMPLES)
 
 
-def random_data(recipe: Recipe, family: Family) -> CachedData:
+def random_data(recipe: Recipe, family: Family) -> encode.CachedData:
     """Return random latents in the form of `cache_data`: images of the sizes of `random_sizes`.
 
     There are no prompts, since there is no VAE.
@@ -141,10 +130,10 @@ def random_data(recipe: Recipe, family: Family) -> CachedData:
         fields["references"] = tuple(f"reference-{i * places + k}" for k in range(places))
         if recipe.varied:
             fields["sizes"] = fields["buckets"] = (tensors.sizes[i % len(tensors.sizes)],)
-        samples.append(CachedSample(f"{i}", f"image-{i}", (f"text-{i}",), **fields, **shape))
+        samples.append(encode.CachedSample(f"{i}", f"image-{i}", (f"text-{i}",), **fields, **shape))
     train, held = hold_out([s.id for s in samples], recipe.held_out, recipe.seed)
     _, _, folder = recipe.model_path.partition(":")
-    return CachedData(
+    return encode.CachedData(
         train=[samples[i] for i in train],
         held=[samples[i] for i in held],
         tensors=tensors,
@@ -156,7 +145,7 @@ def random_data(recipe: Recipe, family: Family) -> CachedData:
     )
 
 # %% ../../nbs/7_training/07_encoding.ipynb #c7ac8253
-def training_samples(recipe: Recipe, family: Family) -> list[CachedSample]:
+def training_samples(recipe: Recipe, family: Family) -> list[encode.CachedSample]:
     """Return the training set of `cache_data`, without encoding: enough for the order of samples.
 
     The samples have no cache keys.
@@ -165,16 +154,16 @@ def training_samples(recipe: Recipe, family: Family) -> list[CachedSample]:
         return random_data(recipe, family).train
     collection, train, _ = open_with_held_out(recipe)
     sizing = Sizing(recipe)
-    sizing.draws = size_draws(recipe, len(train))
+    sizing.draws = encode.size_draws(recipe, len(train))
     samples = []
     for i in train:
-        name, place = collection.ids[i], shard_of(collection, i)
+        name, place = collection.ids[i], encode.shard_of(collection, i)
         buckets = sizes = ()
         if recipe.varied:
-            buckets, sizes = drawn_sizes(sizing, name, collection.sizes[i])
+            buckets, sizes = encode.drawn_sizes(sizing, name, collection.sizes[i])
         buckets = buckets if family.mixes_sizes else sizes
-        samples.append(CachedSample(name, "", (), sizes=sizes, place=place, buckets=buckets))
-    return repeated(recipe, samples)
+        samples.append(encode.CachedSample(name, "", (), sizes=sizes, place=place, buckets=buckets))
+    return encode.repeated(recipe, samples)
 
 # %% ../../nbs/7_training/07_encoding.ipynb #e28c7efa
 def scheduled_weights(recipe: Recipe, family: Family) -> Path | str:
@@ -258,7 +247,7 @@ def drawn_numbers(
 
 
 def prompt_negatives(
-    jobs: EncodingJobs, numbers: list[int], own: list[DrawnPrompt] | None = None
+    jobs: encode.EncodingJobs, numbers: list[int], own: list[DrawnPrompt] | None = None
 ) -> list[str]:
     """Return the unconditional captions that guide validation images, where they differ.
 
@@ -282,7 +271,7 @@ def prompt_negatives(
     ]
 
 
-def drawn_size(jobs: EncodingJobs, i: int) -> tuple[int, int]:
+def drawn_size(jobs: encode.EncodingJobs, i: int) -> tuple[int, int]:
     """Return the (height, width) of a picture without a size of its own.
 
     It has the shape of sample `i`, or of the first reference of prompt `i`, or is a square.
@@ -295,7 +284,7 @@ def drawn_size(jobs: EncodingJobs, i: int) -> tuple[int, int]:
     return square(jobs.recipe)
 
 
-def listed_prompts(jobs: EncodingJobs, numbers: list[int]) -> dict[str, list]:
+def listed_prompts(jobs: encode.EncodingJobs, numbers: list[int]) -> dict[str, list]:
     """Return the captions of the validation images: the recipe's, or those of samples.
 
     Args:
@@ -308,7 +297,7 @@ def listed_prompts(jobs: EncodingJobs, numbers: list[int]) -> dict[str, list]:
     recipe, collection = jobs.recipe, jobs.collection
     own = own_prompts(recipe)[: len(numbers)]
     texts = [prompt.text for prompt in own] or [
-        caption_texts(recipe, collection.captions[i])[0] for i in numbers
+        encode.caption_texts(recipe, collection.captions[i])[0] for i in numbers
     ]
     sizes = [prompt.size for prompt in own] or [None] * len(numbers)
     return dict(
@@ -327,17 +316,17 @@ def _opened(recipe: Recipe, engine: Engine, run_dir: RunDir) -> tuple:
 
 
 def _listed(
-    jobs: EncodingJobs, train: list[int], held: list[int], tensors: TensorCache
-) -> CachedData:
+    jobs: encode.EncodingJobs, train: list[int], held: list[int], tensors: TensorCache
+) -> encode.CachedData:
     """Return the samples and prompts of a run with their cache keys, some not cached yet."""
     recipe, collection = jobs.recipe, jobs.collection
     negative = jobs.caption(jobs.family.negative_caption)
     prompts = listed_prompts(jobs, drawn_numbers(recipe, collection, train, held))
-    jobs.sizing.draws = size_draws(recipe, len(train))
+    jobs.sizing.draws = encode.size_draws(recipe, len(train))
     held_out = set(held)
     samples = [jobs.sample(i, held=i in held_out) for i in range(len(train) + len(held))]
-    return CachedData(
-        train=repeated(recipe, [samples[i] for i in train]),
+    return encode.CachedData(
+        train=encode.repeated(recipe, [samples[i] for i in train]),
         held=[samples[i] for i in held],
         tensors=tensors,
         negative_key=negative,
@@ -378,8 +367,8 @@ def cache_data(
     say: Callable[[str], None] = print,
     heartbeat: Beat = lambda *a: None,
     view: Callable[[SampleCollection], SampleCollection] = lambda collection: collection,
-    jobs_class: type[EncodingJobs] = EncodingJobs,
-) -> CachedData:
+    jobs_class: type[encode.EncodingJobs] = encode.EncodingJobs,
+) -> encode.CachedData:
     """Open the data, encode what is not cached yet, unload the encoders. All ranks call it.
 
     Args:
@@ -411,12 +400,12 @@ def cache_data(
             say(cut_line([collection.sizes[i] for i in train], recipe))
             if sizes := {size for sample in data.train for size in sample.buckets}:
                 say(f"{len(sizes)} sizes around {recipe.resolution}²")
-        if encode_missing(jobs, tensors, engine, say, heartbeat):
+        if encode.encode_missing(jobs, tensors, engine, say, heartbeat):
             break
         with engine.main_first():  # without the images that could not be decoded
             split = _opened(recipe, engine, run_dir)
     if engine.main:
-        mark_encoded(jobs)
+        encode.mark_encoded(jobs)
         drawn = drawn_numbers(recipe, jobs.collection, train, held)
         write_truth(jobs.collection, drawn, run_dir)
     return data

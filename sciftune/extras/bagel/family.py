@@ -22,32 +22,8 @@ from torch import Tensor, nn
 from ...core.digests import DIGESTS_FILE, read_digests, write_digests
 from ...core.registry import FamilyRecord
 from ...core.rundir import replaced_folder
-from sciftune.extras.bagel.network import (
-    LORA_LAYERS,
-    BagelConfig,
-    BagelModel,
-    PositionTable,
-    config_from_json,
-    config_of,
-    empty_model,
-    pack_latents,
-    unpack_latents,
-)
+from . import network, release
 from .parts import PartsWeights, assemble
-from sciftune.extras.bagel.release import (
-    PARTS_FILE,
-    ReleaseWeights,
-    autoencoder_names,
-    caption_batch,
-    config_from_weights,
-    decode_latents,
-    forward_flops,
-    latent_moments,
-    load_autoencoder,
-    new_autoencoder,
-    release_files,
-    special_tokens,
-)
 from ...models.encoders import Encoders, check_tokenizer_files
 from ...models.family import Family
 from ...models.published import FLUX1_VAE
@@ -96,7 +72,7 @@ class Bagel(Family):
     latent_channels = 16
     latent_factor = 8
     token_factor = 16
-    lora_targets = LORA_LAYERS
+    lora_targets = network.LORA_LAYERS
     lora_layout = "peft"
     weights_stem = "ema"
     sharded_weights = False
@@ -150,10 +126,10 @@ class Bagel(Family):
 
     def config(
         self,
-        path: str | Path | Mapping | BagelConfig | None = None,
+        path: str | Path | Mapping | network.BagelConfig | None = None,
         revision: str | None = None,
         **changes,
-    ) -> BagelConfig:
+    ) -> network.BagelConfig:
         """Return the released shapes, a folder's, or a record's, with `changes` to single fields.
 
         Args:
@@ -161,32 +137,32 @@ class Bagel(Family):
             revision: revision of a hub id
             **changes: Single fields
         """
-        if path is None or isinstance(path, BagelConfig):
-            return replace(path or BagelConfig(), **changes)
+        if path is None or isinstance(path, network.BagelConfig):
+            return replace(path or network.BagelConfig(), **changes)
         if isinstance(path, Mapping):
-            return BagelConfig(**path, **changes)
+            return network.BagelConfig(**path, **changes)
         folder, vit = self.resolve(path, revision=revision), None
         if (folder / "vit_config.json").is_file():
             vit = read_config(folder / "vit_config.json")
         llm, top = (read_config(folder / name) for name in ("llm_config.json", "config.json"))
         with readable(f"{folder} (llm_config.json, vit_config.json, config.json)"):
-            config = config_from_json(llm, vit, top)
+            config = network.config_from_json(llm, vit, top)
         files = {}
         with suppress(ValueError):  # configs are enough to plan; loading names the missing file
-            files = release_files(folder)
+            files = release.release_files(folder)
         tower = any(name.startswith("vit_model.") for name in files)
         if vit is None and tower and top.get("visual_und", True):
             missing = folder / "vit_config.json"
             raise ValueError(f"{missing} is missing, and the weights hold a vision tower; copy it")
-        config = config_from_weights(config, files)
+        config = release.config_from_weights(config, files)
         return replace(config, **changes)
 
     def empty_denoiser(
         self,
-        path: str | Path | Mapping | BagelConfig | None = None,
+        path: str | Path | Mapping | network.BagelConfig | None = None,
         revision: str | None = None,
         **changes,
-    ) -> BagelModel:
+    ) -> network.BagelModel:
         """Build the model on the meta device.
 
         Args:
@@ -196,11 +172,11 @@ class Bagel(Family):
         """
         config = self.config(path, revision, **changes)
         whose = path if isinstance(path, (str, Path)) else "the model"
-        return empty_model(config, whose)
+        return network.empty_model(config, whose)
 
     def denoiser_weights(
         self, path: str | Path, revision: str | None = None, **changes
-    ) -> ReleaseWeights:
+    ) -> release.ReleaseWeights:
         """Open the weights lazily; each rank of a sharded engine reads its own part.
 
         Args:
@@ -210,9 +186,9 @@ class Bagel(Family):
         """
         folder = self.resolve(path, revision=revision)
         config = self.config(path, revision, **changes)
-        if (folder / PARTS_FILE).is_file():
+        if (folder / release.PARTS_FILE).is_file():
             return PartsWeights(folder, config)
-        return ReleaseWeights(folder, config)
+        return release.ReleaseWeights(folder, config)
 
     def assemble(self, root: Path, parts: Mapping[str, str], seed: int) -> Path:
         """Build the folder of a model from separate parts; see `extras.bagel.parts`.
@@ -232,7 +208,7 @@ class Bagel(Family):
         revision: str | None = None,
         prepare: Callable[[nn.Module], object] | None = None,
         **changes,
-    ) -> BagelModel:
+    ) -> network.BagelModel:
         """Load the model, reading each weight once; position tables stay frozen.
 
         Args:
@@ -251,12 +227,12 @@ class Bagel(Family):
 
     def random_denoiser(
         self,
-        config: Mapping | BagelConfig | None = None,
+        config: Mapping | network.BagelConfig | None = None,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
         seed: int = 0,
         prepare: Callable[[nn.Module], object] | None = None,
-    ) -> BagelModel:
+    ) -> network.BagelModel:
         """Build the model with random weights made on `device`.
 
         Tables are as they must be, and the last projection zero, as in a new model.
@@ -273,7 +249,7 @@ class Bagel(Family):
             prepare(model)
         randomise(model, dtype, device, seed)
         for module in model.modules():
-            if isinstance(module, PositionTable):
+            if isinstance(module, network.PositionTable):
                 module.fill()
         if model.config.visual_gen:
             nn.init.zeros_(model.llm2vae.weight)
@@ -303,7 +279,7 @@ class Bagel(Family):
             device: target device
             revision: revision of a hub id
         """
-        return load_autoencoder(self.resolve(path, revision=revision), dtype, device)
+        return release.load_autoencoder(self.resolve(path, revision=revision), dtype, device)
 
     def load_encoders(
         self,
@@ -349,10 +325,10 @@ class Bagel(Family):
         """
         folder = self.resolve(path, revision=revision, weights=False)
         self.config(folder)
-        special_tokens(self.load_tokenizer(folder))
-        if not (weights and Path(path).is_dir()) or (folder / PARTS_FILE).is_file():
+        release.special_tokens(self.load_tokenizer(folder))
+        if not (weights and Path(path).is_dir()) or (folder / release.PARTS_FILE).is_file():
             return
-        release_files(folder)
+        release.release_files(folder)
         if not (folder / "vae").is_dir():
             open_weights(folder / "ae.safetensors")
 
@@ -367,7 +343,7 @@ class Bagel(Family):
         Returns:
             mean and scale, (B,C,h,w) fp32
         """
-        mean, scale = latent_moments(encoders.vae, pixels)
+        mean, scale = release.latent_moments(encoders.vae, pixels)
         return dict(mean=mean, scale=scale)
 
     def decode(self, vae: nn.Module, x: Tensor) -> Tensor:
@@ -380,7 +356,7 @@ class Bagel(Family):
         Returns:
             (B,3,H,W) in [-1,1]
         """
-        return decode_latents(vae, x)
+        return release.decode_latents(vae, x)
 
     def encode_captions(
         self, encoders: Encoders, captions: list[str], text_tokens: int | None = None
@@ -396,7 +372,7 @@ class Bagel(Family):
             ids (n,), frame (2,) each
         """
         tokenizer = encoders.tokenizers["tokenizer"]
-        special = special_tokens(tokenizer)
+        special = release.special_tokens(tokenizer)
         limit = self.check_text_tokens(text_tokens or self.text_tokens)
         frame = torch.tensor([special.soi, special.eoi])
         out = []
@@ -408,7 +384,7 @@ class Bagel(Family):
         return out
 
     def caption_shapes(
-        self, config: BagelConfig, text_tokens: int | None = None
+        self, config: network.BagelConfig, text_tokens: int | None = None
     ) -> dict[str, tuple]:
         """Return the shapes (at most) of the tensors of one encoded caption.
 
@@ -441,21 +417,25 @@ class Bagel(Family):
         Returns:
             (B,C,h,w)
         """
-        c = config_of(denoiser)
+        c = network.config_of(denoiser)
         rows, columns = (n // c.latent_patch for n in x_t.shape[2:])
         cells, ids, frame = rows * columns, conditioning["ids"], conditioning["frame"]
-        batch = caption_batch(ids, frame, rows, columns, c.latent_side, x_t.device)
+        batch = release.caption_batch(ids, frame, rows, columns, c.latent_side, x_t.device)
         shapes = [(rows, columns)] * len(x_t)
         batch |= dict(
-            packed_vae_tokens=pack_latents(x_t.float(), shapes, c.latent_patch),
+            packed_vae_tokens=network.pack_latents(x_t.float(), shapes, c.latent_patch),
             packed_times=sigma.float().repeat_interleave(cells),
         )
         parts = denoiser(batch, head="velocity").split(cells)
-        images = [unpack_latents(part, rows, columns, c.latent_patch) for part in parts]
+        images = [network.unpack_latents(part, rows, columns, c.latent_patch) for part in parts]
         return torch.stack(images).to(x_t.dtype)
 
     def flops(
-        self, config: Mapping | BagelConfig | None, height: int, width: int, text_tokens: int
+        self,
+        config: Mapping | network.BagelConfig | None,
+        height: int,
+        width: int,
+        text_tokens: int,
     ) -> float:
         """Return the FLOPs of a forward pass of one `[caption][image]` sample.
 
@@ -465,7 +445,9 @@ class Bagel(Family):
             width: Pixels
             text_tokens: tokens of the caption
         """
-        return forward_flops(self.config(config), [text_tokens + 4 + self.tokens(height, width)])
+        return release.forward_flops(
+            self.config(config), [text_tokens + 4 + self.tokens(height, width)]
+        )
 
     def tiny(self, folder: str | Path, seed: int = 0, **changes) -> Path:
         """Write the stand-in: every part of the release, with 297,000 parameters.
@@ -527,9 +509,9 @@ class TinyBagel:
     def __init__(self, family: Bagel, seed: int, changes: dict):
         self.tokenizer = qwen_tokenizer("")
         words = len(self.tokenizer) + (-len(self.tokenizer)) % 32
-        config = BagelConfig(**TINY | dict(vocab_size=words) | changes)
+        config = network.BagelConfig(**TINY | dict(vocab_size=words) | changes)
         self.model = family.random_denoiser(config, torch.float32, seed=seed)
-        self.vae = new_autoencoder([32] * 4, 1, config.latent_channels)
+        self.vae = release.new_autoencoder([32] * 4, 1, config.latent_channels)
 
     def save_pretrained(self, folder: str | Path, **_):
         """Write the folder.
@@ -541,7 +523,7 @@ class TinyBagel:
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
         state = {k: v.contiguous() for k, v in self.vae.state_dict().items()}
-        save_file(autoencoder_names(state, False), Path(folder) / "ae.safetensors")
+        save_file(release.autoencoder_names(state, False), Path(folder) / "ae.safetensors")
 
 # %% ../../../nbs/extras/bagel/01_family.ipynb #18cb4583
 def same_tensors(file: Path, shapes: Mapping[str, torch.Size]) -> bool:
@@ -582,7 +564,7 @@ def export_release(
     if out.resolve() == folder.resolve():
         raise ValueError(f"{out} is the base itself; give another folder")
     config = family.config(base, revision)
-    weights = ReleaseWeights(component_folder, config)
+    weights = release.ReleaseWeights(component_folder, config)
     want = {k: v.shape for k, v in family.empty_denoiser(config).state_dict().items()}
     wrong = want.keys() ^ set(weights)
     wrong |= {k for k in want.keys() & set(weights) if weights.shape(k) != want[k]}
@@ -590,7 +572,7 @@ def export_release(
         names = ", ".join(sorted(wrong)[:4])
         raise ValueError(f"{component_folder} does not hold the model of {base}: {names}")
     index = "model.safetensors.index.json"
-    written = ("ema.safetensors", "model.safetensors", index, DIGESTS_FILE, PARTS_FILE)
+    written = ("ema.safetensors", "model.safetensors", index, DIGESTS_FILE, release.PARTS_FILE)
     made = Path(component_folder) / "ema.safetensors"
     digests = {}
     with replaced_folder(out) as aside:

@@ -126,25 +126,19 @@ def image_cells(
 
 
 def latent_tokens(
-    special: SpecialTokens,
-    tokens: Tensor,
-    time: float,
-    grid: tuple[int, int],
-    side: int,
-    position: int,
+    rules: PackingRules, tokens: Tensor, time: float, grid: tuple[int, int], position: int
 ) -> PackedBatch:
     """Frame an image's noisy latents at one time with its start and end tokens.
 
     Args:
-        special: special tokens of the tokenizer
+        rules: rules of the model
         tokens: Latents (rows*columns, p*p*C)
         time: 0 = clean
         grid: Rows and columns in tokens
-        side: Cells per row of the position table
         position: Shared by all
     """
-    places, cells = image_cells(*grid, side, tokens.device)
-    frame = (special.soi, special.eoi)
+    places, cells = image_cells(*grid, rules.latent_side, tokens.device)
+    frame = (rules.special.soi, rules.special.eoi)
     return new_tokens(frame, len(tokens), position, tokens.device) | dict(
         packed_vae_token_indexes=places,
         packed_latent_position_ids=cells,
@@ -177,21 +171,18 @@ def prefill_text(
 
 
 @torch.no_grad()
-def prefill_vit_image(
-    model: nn.Module, cache: KVCache, image: Tensor, special: SpecialTokens, rules: PackingRules
-):
+def prefill_vit_image(model: nn.Module, cache: KVCache, image: Tensor, rules: PackingRules):
     """Read an image through the vision tower.
 
     Args:
         model: BagelModel, bare or wrapped by an engine
         cache: Grows
         image: Pixels (3,H,W) in [-1,1], sides multiples of the patch
-        special: special tokens of the tokenizer
         rules: rules of the model
     """
     rows, columns = rules.grid("vit_image", image.shape[2], image.shape[1])
     places, cells = image_cells(rows, columns, rules.vit_side, image.device)
-    frame = (special.soi, special.eoi)
+    frame = (rules.special.soi, rules.special.eoi)
     batch = new_tokens(frame, len(cells), cache.position, image.device) | dict(
         packed_vit_token_indexes=places,
         packed_vit_position_ids=cells,
@@ -204,12 +195,7 @@ def prefill_vit_image(
 
 @torch.no_grad()
 def prefill_vae_image(
-    model: nn.Module,
-    cache: KVCache,
-    z: Tensor,
-    special: SpecialTokens,
-    rules: PackingRules,
-    patch: int = 2,
+    model: nn.Module, cache: KVCache, z: Tensor, rules: PackingRules, patch: int = 2
 ):
     """Read an image through the autoencoder.
 
@@ -217,13 +203,12 @@ def prefill_vae_image(
         model: BagelModel, bare or wrapped by an engine
         cache: Grows
         z: Clean latents (C,h,w)
-        special: special tokens of the tokenizer
         rules: rules of the model
         patch: Latent pixels per side of a token
     """
     grid = (z.shape[1] // patch, z.shape[2] // patch)
     tokens = pack_latents([z], [grid], patch)
-    batch = latent_tokens(special, tokens, 0.0, grid, rules.latent_side, cache.position)
+    batch = latent_tokens(rules, tokens, 0.0, grid, cache.position)
     model(batch, head="hidden", attend=cache.attend(False, True))
     cache.position += 1
 
@@ -350,7 +335,6 @@ def guided_velocity(v: Tensor, u: Tensor, w: Tensor | None, g: Guidance) -> Tens
 def generate_image(
     model: nn.Module,
     cache: KVCache,
-    special: SpecialTokens,
     rules: PackingRules,
     noise: Tensor,
     guidance: Guidance | None = None,
@@ -365,7 +349,6 @@ def generate_image(
     Args:
         model: BagelModel, bare or wrapped by an engine
         cache: context that has been read; unchanged
-        special: special tokens of the tokenizer
         rules: rules of the model
         noise: Standard normal (C,h,w), h and w multiples of the latent patch
         guidance: None = that of text to image
@@ -384,7 +367,7 @@ def generate_image(
     grid = (noise.shape[1] // patch, noise.shape[2] // patch)
 
     def velocity(context: KVCache, t: float) -> Tensor:
-        batch = latent_tokens(special, x, t, grid, rules.latent_side, context.position)
+        batch = latent_tokens(rules, x, t, grid, context.position)
         return model(batch, head="velocity", attend=context.attend(False, False))
 
     x = pack_latents([noise.float()], [grid], patch)
@@ -403,7 +386,6 @@ class Context:
 
     Args:
         model: BagelModel, bare or wrapped by an engine
-        special: special tokens of the tokenizer
         rules: rules of the model
         vae: AutoencoderKL, where images are drawn after images
         device: device of the model
@@ -412,14 +394,12 @@ class Context:
     def __init__(
         self,
         model: nn.Module,
-        special: SpecialTokens,
         rules: PackingRules,
         vae: nn.Module | None = None,
         device: torch.device | str = "cpu",
     ):
         layers = config_of(model).layers
         self.model = model
-        self.special = special
         self.rules = rules
         self.vae = vae
         self.device = device
@@ -435,7 +415,7 @@ class Context:
         """
         self.no_text = self.full.copy()
         for cache in (self.full, self.no_image):
-            prefill_text(self.model, cache, ids, self.special, self.device)
+            prefill_text(self.model, cache, ids, self.rules.special, self.device)
 
     def system(self, ids: Sequence[int]):
         """Read a text that guidance keeps in all contexts.
@@ -452,7 +432,7 @@ class Context:
         Args:
             ids: result of `generate_text`
         """
-        prefill_text(self.model, self.full, ids, self.special, self.device)
+        prefill_text(self.model, self.full, ids, self.rules.special, self.device)
 
     def image(self, seen: Tensor, pixels: Tensor | None = None):
         """Read an image.
@@ -461,17 +441,17 @@ class Context:
             seen: Pixels (3,H,W) for the vision tower
             pixels: (3,H,W) for the autoencoder, when something will be drawn
         """
-        model, special, rules = self.model, self.special, self.rules
+        model, rules = self.model, self.rules
         if pixels is not None:
             with torch.no_grad():
                 mean, _ = latent_moments(self.vae, pixels[None].to(self.device))
-            prefill_vae_image(model, self.full, mean[0], special, rules)
-        prefill_vit_image(model, self.full, seen.to(self.device), special, rules)
+            prefill_vae_image(model, self.full, mean[0], rules)
+        prefill_vit_image(model, self.full, seen.to(self.device), rules)
         self.no_text = self.full.copy()
 
     def generate_text(self, **how) -> list[int]:
         """Generate a text; arguments of `generate_text`."""
-        return generate_text(self.model, self.full, self.special, device=self.device, **how)
+        return generate_text(self.model, self.full, self.rules.special, device=self.device, **how)
 
     def generate_image(self, noise: Tensor, guidance: Guidance | None = None) -> Tensor:
         """Generate an image.
@@ -485,9 +465,7 @@ class Context:
         """
         noise = noise.to(self.device)
         contexts = (self.no_text, self.no_image)
-        return generate_image(
-            self.model, self.full, self.special, self.rules, noise, guidance, *contexts
-        )
+        return generate_image(self.model, self.full, self.rules, noise, guidance, *contexts)
 
 # %% ../../../nbs/extras/bagel/05_sampling.ipynb #b3485126
 IMAGE_SIZE, SEEN_SIZE = Resize(16, 1024, 512), Resize(14, 980, 224)  # As published
@@ -552,7 +530,7 @@ def respond(
     """
     config, tokenizer = config_of(model), encoders.tokenizers["tokenizer"]
     rules = PackingRules.from_config(config, special)
-    context = Context(model, special, rules, encoders.vae, device)
+    context = Context(model, rules, encoders.vae, device)
     if system:
         context.system(tokenizer(system)["input_ids"])
     for piece in inputs:

@@ -20,17 +20,7 @@ from ....core.rundir import cache_root
 from ....data.files import is_hidden
 from ....data.sources import joined_quarantine
 from ....data.splits import hold_out
-from sciftune.extras.bagel.packing import (
-    Group,
-    PackedBatch,
-    PackingRules,
-    PackStream,
-    PlannedSample,
-    load_pack,
-    plan_sample,
-    split_starts,
-    step_totals,
-)
+from .. import packing
 from sciftune.extras.bagel.released import (
     ReleasedGroup,
     is_released,
@@ -237,7 +227,7 @@ def files_lines(
 
 def open_groups(
     recipe: Recipe, quarantine: Path | None = None
-) -> tuple[list[Group], list[Example]]:
+) -> tuple[list[packing.Group], list[Example]]:
     """Read the files of a recipe.
 
     Args:
@@ -265,7 +255,7 @@ def open_groups(
         weight = entry.get("weight")
         vae, vit = own_sizes(entry["data"])
         groups.append(
-            Group(
+            packing.Group(
                 name,
                 examples,
                 len(examples) if weight is None else weight,
@@ -280,7 +270,7 @@ def open_groups(
     return groups, held
 
 # %% ../../../../nbs/extras/bagel/unified/03_data.ipynb #9a6c9a41
-def token_counts(sample: PlannedSample, rules: PackingRules) -> dict[str, int]:
+def token_counts(sample: packing.PlannedSample, rules: packing.PackingRules) -> dict[str, int]:
     """Count the tokens of a packed sample by modality.
 
     The two tokens around an image count as text.
@@ -294,7 +284,7 @@ def token_counts(sample: PlannedSample, rules: PackingRules) -> dict[str, int]:
     """
     counts = dict(text=0, vit=0, vae=0)
     texts, images = iter(sample.texts), iter(sample.images)
-    for item, first in zip(sample.plan, split_starts(sample.plan), strict=True):
+    for item, first in zip(sample.plan, packing.split_starts(sample.plan), strict=True):
         source = next(texts if item["type"] == "text" else images)
         if item["enable_cfg"] and not sample.keep[first]:
             continue  # dropped
@@ -320,7 +310,7 @@ class UnifiedBatches:
 
     def __init__(
         self,
-        sequences: PackStream,
+        sequences: packing.PackStream,
         global_batch: int,
         rank: int = 0,
         world: int = 1,
@@ -337,7 +327,7 @@ class UnifiedBatches:
         self.states = {0: self.state_dict()}  # states of the last steps, by steps planned
         self.planned = {}  # counts of the last steps, by steps planned
 
-    def plan(self, step: int) -> list[list[PlannedSample]]:
+    def plan(self, step: int) -> list[list[packing.PlannedSample]]:
         """Return all packs of a step; plan steps that were skipped, too.
 
         Args:
@@ -359,23 +349,23 @@ class UnifiedBatches:
         self._remember(packs)
         return packs
 
-    def _remember(self, packs: list[list[PlannedSample]]):
+    def _remember(self, packs: list[list[packing.PlannedSample]]):
         """Keep the state and the counts of the last steps, for checkpoints."""
         self.states[self.step] = self.state_dict()
         self.planned[self.step] = self.count(packs)
         self.states = {k: v for k, v in self.states.items() if k > self.step - 4}
         self.planned = {k: v for k, v in self.planned.items() if k > self.step - 8}
 
-    def __call__(self, step: int) -> list[PackedBatch]:
+    def __call__(self, step: int) -> list[packing.PackedBatch]:
         """Return the micro-batches of `step` with the denominators of their losses."""
         packs = self.plan(step)
         mine = share(packs, self.rank, self.world, 1)
         common = dict(
-            totals=step_totals(packs), scale=self.world * len(mine), ce_pieces=self.pieces
+            totals=packing.step_totals(packs), scale=self.world * len(mine), ce_pieces=self.pieces
         )
         return [self.load(pack) | common for ((_, pack),) in mine]
 
-    def load(self, pack: list[PlannedSample]) -> PackedBatch:
+    def load(self, pack: list[packing.PlannedSample]) -> packing.PackedBatch:
         """Open the images of a pack.
 
         Raises:
@@ -383,20 +373,20 @@ class UnifiedBatches:
         """
         rules, seed = self.sequences.rules, self.sequences.seed
         try:
-            return host_lengths(load_pack(pack, rules, seed, self.pad_to))
+            return host_lengths(packing.load_pack(pack, rules, seed, self.pad_to))
         except DataError as error:
             raise DataError(
                 f"{error}; it could be read when the run began: mend the file, or go on with "
                 "resume=latest, which sets the example aside"
             ) from error
 
-    def count(self, packs: list[list[PlannedSample]]) -> dict[str, int | float | list]:
+    def count(self, packs: list[list[packing.PlannedSample]]) -> dict[str, int | float | list]:
         """Count a step for the metrics; `lens` are the samples' lengths with padding.
 
         Args:
             packs: all packs of a step
         """
-        total = step_totals(packs)
+        total = packing.step_totals(packs)
         by_sample = [token_counts(s, self.sequences.rules) for pack in packs for s in pack]
         lens = [s.length for pack in packs for s in pack]
         if self.pad_to:
@@ -434,7 +424,7 @@ class UnifiedBatches:
         self.states = {self.step: state}
 
 
-def host_lengths(batch: PackedBatch) -> PackedBatch:
+def host_lengths(batch: packing.PackedBatch) -> packing.PackedBatch:
     """Return the batch with the images' lengths as a list, so no device is waited for."""
     lens = batch.get("vit_token_seqlens")
     return batch | dict(vit_token_seqlens=[] if lens is None else lens.tolist())
@@ -454,10 +444,10 @@ class HeldOutPacks:
 
     def __init__(
         self,
-        group: Group,
+        group: packing.Group,
         held: list[Example],
         encode: Callable,
-        rules: PackingRules,
+        rules: packing.PackingRules,
         max_tokens: int,
         pad_to: int = 0,
     ):
@@ -466,7 +456,7 @@ class HeldOutPacks:
         group = replace(group, name="held", examples=held)
         nothing_dropped = dict(text=0, vae=0, vit=0)
         samples = [
-            plan_sample(group, i, 0, example, encode, rules, nothing_dropped, 0)
+            packing.plan_sample(group, i, 0, example, encode, rules, nothing_dropped, 0)
             for i, example in enumerate(held)
             if not example.fault
         ]
@@ -476,12 +466,12 @@ class HeldOutPacks:
     def __len__(self) -> int:
         return len(self.samples)
 
-    def batch(self, i: int) -> PackedBatch:
+    def batch(self, i: int) -> packing.PackedBatch:
         """Return the pack of one example; its losses are means over its own tokens.
 
         Args:
             i: number of the example
         """
         pack = [self.samples[i]]
-        batch = host_lengths(load_pack(pack, self.rules, 0, self.pad_to))
-        return batch | dict(totals=step_totals([pack]), scale=1)
+        batch = host_lengths(packing.load_pack(pack, self.rules, 0, self.pad_to))
+        return batch | dict(totals=packing.step_totals([pack]), scale=1)
