@@ -74,7 +74,7 @@ _MODELS = ("models.autoencoders", "models.transformers", "models.unets")
 def import_models_alone() -> None:
     """Import diffusers' models without peft, transformers' models and torchao.
 
-    diffusers 0.42: each is imported with the first model where it is installed. For a process in
+    diffusers 0.42: each is imported with the first model if it is installed. For a process in
     which no pipeline loads adapters; peft itself can be used afterwards.
     """
     import diffusers.loaders  # names its modules by what is there

@@ -215,7 +215,7 @@ class Need(NamedTuple):
 class Section(BaseModel):
     """Some fields of a recipe.
 
-    A number where text is wanted is taken as text, a number that is not finite is refused, and what
+    A number if the field is text is taken as text, a number that is not finite is refused, and what
     may be secret in an address is masked (see `core.secrets`).
 
     Attributes:

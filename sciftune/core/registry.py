@@ -188,7 +188,7 @@ class OptimizerRecord(Record):
         states: states of a parameter that a checkpoint keeps, each of its shape
         state_bytes: bytes of all states per weight; 0 = each state in the type of the weight
         master_bytes: bytes of correction bits that make a bf16 weight a master; 0 = none
-        automatic: precisions that it trains where a recipe leaves the optimizer open
+        automatic: precisions that it trains if a recipe leaves the optimizer open
         adapters: trains fp32 adapters on a base of any precision
         gpu_only: updates the model's own weights, on GPUs only
         releases: can apply and free each gradient during backward (`gradient_release`)
@@ -603,7 +603,7 @@ def find_record(kind: str, name: str) -> Record:
 
 # %% ../../nbs/1_core/01_registry.ipynb #optrec04
 def usual_optimizer(precision: str) -> OptimizerRecord:
-    """Return the optimizer of a precision, where a recipe leaves it open.
+    """Return the optimizer of a precision, if a recipe leaves it open.
 
     Raises RegistryError when no record names the precision.
 

@@ -115,13 +115,13 @@ class CachedSample:
         image_key: cache key of its first image
         caption_keys: cache keys of its captions; an epoch uses one
         more_keys: cache keys of its image in further sizes
-        sizes: (height, width) of each, where they differ between samples
+        sizes: (height, width) of each, if they differ between samples
         place: number of its collection, and of its shard there
         buckets: (height, width) of each: samples of one bucket may share a micro-batch
         references: cache keys of its reference images, in order
         reference_sizes: (height, width) of each
-        plain_captions: keys of its captions without references, where captions see them
-        negative: key of the unconditional caption with its references, where captions see them
+        plain_captions: keys of its captions without references, if captions see them
+        negative: key of the unconditional caption with its references, if captions see them
         worded: keys of its captions with a sentence that quotes its words, see `caption_words`
         word_chance: share of the epochs that use them
     """
@@ -423,7 +423,7 @@ class EncodingJobs:
 
         Args:
             text: as the model reads it
-            i: sample whose references it sees, where captions see them
+            i: sample whose references it sees, if captions see them
         """
         rows, beside = self.seen_by_caption(i), {}
         if rows:

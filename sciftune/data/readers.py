@@ -707,7 +707,7 @@ class Files:
         self.root = root
         self.rows = rows
         self.notes = notes or []
-        self.files = None  # All that the folder holds, where it was looked at
+        self.files = None  # All that the folder holds, if it was listed
         self.claimed = {}  # Name of a file beside images that is read -> its kind
         self.captions = Texts()  # Names of files beside images that hold captions
 

@@ -173,7 +173,7 @@ class Rows(Sequence):
         self.records = Records()  # source, key, id, captions and fault of each
         self.sizes = array("i")  # width and height of each, as far as some are known
         self.digests = bytearray()
-        self.beside = {}  # 'references' and 'masks': rows of other images, where there are some
+        self.beside = {}  # 'references' and 'masks': rows of other images, if there are some
         self.facts = {}  # number of a row -> its facts as JSON
         self.documents = {}  # name of a document -> its number, from 1
         self._names = []  # of the documents

@@ -458,7 +458,7 @@ class SampleCollection(Protocol):
         """Read the mask of sample `i`, encoded as it is stored; b"" if it has none."""
 
 # %% ../../nbs/2_data/04_sources.ipynb #7c98bf68
-_NEIGHBOURS = 1000  # samples that count as one shard where there are no shards
+_NEIGHBOURS = 1000  # samples that count as one shard if there are no shards
 
 
 _OF_ROW = dict(ids=attrgetter("id"), sizes=attrgetter("width", "height"))

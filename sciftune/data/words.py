@@ -141,7 +141,7 @@ class Label:
     """A text that a picture should hold.
 
     Attributes:
-        height: Size of its type in pixels, where it is known
+        height: Size of its type in pixels, if it is known
         role: one of WORD_ROLES; '' = unknown
     """
 
@@ -169,7 +169,7 @@ class Word:
     """The result for a label, or for a reading that belongs to no label.
 
     Attributes:
-        text: The label; what was read where there is none
+        text: The label; what was read if there is none
         state: found, wrong, missing, added or ignored
         read: text that was read in its place
         height: height of the label if known, else of the line

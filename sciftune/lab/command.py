@@ -594,7 +594,7 @@ def lab_options(words: Sequence[str]) -> tuple[list[str], str]:
     """Return JupyterLab's options with address and port, and the URL for a browser.
 
     Without an address it is 127.0.0.1, which only this computer reaches; without a port it is 8888,
-    or a free one where something listens there.
+    or a free one if something listens there.
 
     Args:
         words: options of JupyterLab

@@ -76,7 +76,7 @@ def absolute_path(path: str, root: Path) -> str:
         root: the repository
 
     Returns:
-        absolute where it names something that exists, else unchanged
+        absolute if it names something that exists, else unchanged
     """
     if not path:
         return path
@@ -390,7 +390,7 @@ def same_run(a: Recipe, b: Recipe) -> bool:
 def choose_folder(recipe: Recipe) -> RunDir | None:
     """Return the run folder of `recipe`. Raises LaunchError for a name that another run has.
 
-    resume='latest' makes a new one where there is none, so that a script can be started again.
+    resume='latest' makes a new one if there is none, so that a script can be started again.
 
     Args:
         recipe: with an absolute run_root
@@ -543,7 +543,7 @@ LOOK_SECONDS = 15  # longest wait for the look at the data, after the plan
 def data_looked_at(recipe: Recipe, recipe_path: Path, findings: Path) -> Iterator[None]:
     """Inspect a run's data in another process during the block; print the three worst findings.
 
-    Raises LaunchError with the reason where the run would refuse its data.
+    Raises LaunchError with the reason if the run would refuse its data.
 
     Args:
         recipe: with absolute paths

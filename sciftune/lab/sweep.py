@@ -176,7 +176,7 @@ class OptunaPoints(RandomPoints):
     """Iterate over points that Optuna chooses by the best held-out losses of those before.
 
     Each point comes once. Those in the file `kept` come first, so that a resumed sweep has the same
-    points even where a result has changed. Raises CommandError if Optuna is not installed.
+    points even if a result has changed. Raises CommandError if Optuna is not installed.
     """
 
     ahead = False

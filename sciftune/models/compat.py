@@ -108,7 +108,7 @@ def mark_varying(tensor: Tensor, dims: int | list[int], strict: bool = True):
     Args:
         tensor: any shape
         dims: dimensions whose sizes vary
-        strict: raise an error where code fixes such a size
+        strict: raise an error if code fixes such a size
     """
     mark = torch._dynamo.mark_dynamic if strict else torch._dynamo.maybe_mark_dynamic
     mark(tensor, dims)
@@ -303,7 +303,7 @@ def qwen_prompt_embeds(pipeline: Any, *arguments: Any) -> tuple:
 
 
 def flux2_reference(image: Any, area: int) -> Any:
-    """Return a reference image, smaller where it has more than `area` pixels.
+    """Return a reference image, smaller if it has more than `area` pixels.
 
     diffusers 0.42: only the pipeline calls it.
     """
@@ -410,7 +410,7 @@ def buffered_norm(zero: Any, gradient: Tensor) -> Tensor:
 def codes_and_scales(state: Any) -> tuple[Tensor, Tensor] | None:
     """Return the tensors of a quantised optimizer state; None for any other state.
 
-    flashoptim 0.1.4: the public properties raise an error where a state is not quantised.
+    flashoptim 0.1.4: the public properties raise an error if a state is not quantised.
     """
     codes = getattr(state, "_quantized", None)
     return None if codes is None else (codes, state._scales)

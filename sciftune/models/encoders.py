@@ -304,7 +304,7 @@ class Encoding(FamilyBase, ABC):
         max_text_tokens: longest caption that the model has room for
         negative_caption: unconditional prompt, also for caption dropout
         write_turns: conversation of a text encoder that writes, see `PictureWriter`
-        picture_processor: class of its image processor where the folder has none
+        picture_processor: class of its image processor if the folder has none
     """
 
     vae_class: str = "AutoencoderKL"

@@ -178,7 +178,7 @@ class Family(References, Denoising, Sampling):
     ) -> Path:
         """Write `out` = the pipeline at `base` with another denoiser, maybe scheduler and encoders.
 
-        Weights are hard links where the file system allows it, and `out` appears only when it is
+        Weights are hard links if the file system allows it, and `out` appears only when it is
         complete, with the digests of all its files.
 
         Args:

@@ -173,7 +173,7 @@ SCHNELL_SCHEDULE = dict(tiny.FLUX_SCHEDULE, shift=1.0, use_dynamic_shifting=Fals
 
 # %% ../../nbs/4_models/05_flux1.ipynb #1ae7bfa8
 class Flux1(GuidanceInput, Family):
-    """FLUX.1-dev, and -schnell where the folder holds it."""
+    """FLUX.1-dev, and -schnell if the folder holds it."""
 
     record = RECORDS[0]
     denoiser_class = "FluxTransformer2DModel"
@@ -277,7 +277,7 @@ class Flux1(GuidanceInput, Family):
             denoiser: After `prepare_packing`
             x_t: Noisy latents (B,16,H,W), those of each image in the top left corner
             sigma: Noise levels (B,) in [0,1]
-            conditioning: With 'packed', and 'sizes' where they differ
+            conditioning: With 'packed', and 'sizes' if they differ
 
         Returns:
             (B,16,H,W)

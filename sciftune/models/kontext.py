@@ -48,7 +48,7 @@ class Kontext(Flux1):
         return ""
 
     def reference_size(self, width: int, height: int, side: int = 0) -> tuple[int, int]:
-        """Return the preferred shape of the nearest ratio, scaled down where `side` is below 1024.
+        """Return the preferred shape of the nearest ratio, scaled down if `side` is below 1024.
 
         The ratio is that of the sides cut to multiples of 16, as the pipeline takes it.
         """

@@ -50,7 +50,7 @@ def own_pictures(x: Tensor, conditioning: dict) -> list[list[Tensor]]:
 
     Args:
         x: Latents (B,C,H,W)
-        conditioning: With 'sizes' where they differ, and what `stack_references` gave
+        conditioning: With 'sizes' if they differ, and what `stack_references` gave
 
     Returns:
         (C,h,w) each, of each sample
@@ -111,7 +111,7 @@ class Packing:
         spans: (n,4) int64 on the CPU: begin and end of caption and image, see `of`
         text: (T,) int64, the sample of each token of captions; 0 also for padding
         image: (N,) int64, of each token of images
-        positions: (T+N,axes), where the family does not give them to the model
+        positions: (T+N,axes), if the family does not give them to the model
     """
 
     spans: Tensor

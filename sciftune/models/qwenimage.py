@@ -335,7 +335,7 @@ class QwenImage(Family):
             denoiser: After `prepare_packing`
             x_t: Noisy latents (B,16,H,W), those of each image in the top left corner
             sigma: Noise levels (B,) in [0,1]
-            conditioning: With 'packed', and 'sizes' where they differ
+            conditioning: With 'packed', and 'sizes' if they differ
 
         Returns:
             (B,16,H,W)

@@ -261,7 +261,7 @@ class PartAttention:
         Args:
             attn: the layer
             hidden_states: (B,S,C)
-            attention_mask: (B,1,S,S) bool, where samples differ in layout
+            attention_mask: (B,1,S,S) bool, if samples differ in layout
             rotary_emb: cos and sin
             segments: `Layout.runs`, where they do not
             key_valid: (B,S) bool, with `segments`
@@ -381,7 +381,7 @@ class QwenImage21Transformer2DModel(diffusers.QwenImage21Transformer2DModel):
         return self.proj_out(self.norm_out(x[:, before:], embedded, target))
 
     def masks(self, layout: Layout) -> tuple[Tensor | None, Tensor | None]:
-        """Return the mask where samples differ in layout; else the valid tokens, if not all."""
+        """Return the mask if samples differ in layout; else the valid tokens, if not all."""
         if layout.runs is None:
             return layout_mask(layout.image), None
         return None, layout.image != PADDING if layout.padded else None
@@ -562,7 +562,7 @@ class QwenImage21(Family):
     def scheduler(
         self, height: int, width: int, steps: int, schedule: Mapping = None
     ) -> diffusers.SchedulerMixin:
-        """Build the scheduler, at `sample_sigmas` where these are as many steps."""
+        """Build the scheduler, at `sample_sigmas` if these are as many steps."""
         config = dict(schedule or self.schedule)
         levels = config.pop("sample_sigmas", [])
         if len(levels) != steps:

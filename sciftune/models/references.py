@@ -27,7 +27,7 @@ def stack_references(rows: list[list[Tensor]]) -> dict:
         rows: latents (C,h,w) of each sample's references, in order
 
     Returns:
-        'references': [(B,C,H,W)], one for each place; where sizes differ also 'reference_masks':
+        'references': [(B,C,H,W)], one for each place; if sizes differ also 'reference_masks':
         [(B,H,W)] and 'reference_sizes': (h,w) of each sample, (0,0) for none. {} without any.
     """
     places = max(map(len, rows))
@@ -127,7 +127,7 @@ class References(Encoding):
 
         Args:
             image: RGB
-            side: as in `reference_pixels`, where the text encoder sees that size
+            side: as in `reference_pixels`, if the text encoder sees that size
 
         Returns:
             (height, width, 3) uint8

@@ -28,7 +28,7 @@ def build_scheduler(config: Mapping, default: str) -> diffusers.SchedulerMixin:
 
     Args:
         config: contents of scheduler_config.json
-        default: class where the configuration names none
+        default: class if the configuration names none
 
     Raises:
         RecipeError: diffusers cannot build it
@@ -61,7 +61,7 @@ def flow_scheduler(
         config: scheduler configuration
         steps: denoising steps
         mu: resolution shift; without effect unless the schedule shifts dynamically
-        default: class where the configuration names none
+        default: class if the configuration names none
 
     Returns:
         The scheduler at its first timestep
@@ -139,7 +139,7 @@ class Sampling(FamilyBase):
 
     Attributes:
         schedule: published scheduler configuration
-        scheduler_class: where the configuration names no class
+        scheduler_class: if the configuration names no class
         default_guidance: classifier-free guidance of the pipeline
         default_sample_steps: steps of the pipeline
     """
@@ -162,7 +162,7 @@ class Sampling(FamilyBase):
         Args:
             height: height of the picture, pixels
             width: width of the picture, pixels
-            steps: steps of the sampler, where they matter
+            steps: steps of the sampler, if they matter
             schedule: scheduler configuration; None = as published
         """
         return self.linear_mu(height, width, schedule)
@@ -232,7 +232,7 @@ class Sampling(FamilyBase):
 
         Args:
             scale: scale of guidance
-            path: path of the weights, where some of the family are distilled
+            path: path of the weights, if some of the family are distilled
         """
         return self.record.guides(scale)
 
@@ -278,7 +278,7 @@ class Sampling(FamilyBase):
             noise: standard normal (B,C,h,w)
             scheduler: result of `scheduler`; unchanged
             conditioning: result of `collate`
-            unconditional: that of the negative caption; used where `guides` says so
+            unconditional: that of the negative caption; used if `guides` returns True
             guidance: None = the pipeline's
         """
         guidance = self.default_guidance if guidance is None else guidance

@@ -330,7 +330,7 @@ class SD15(Family):
         return scheduler
 
     def sigmas(self, height: int, width: int, steps: int, schedule: Mapping = None) -> Tensor:
-        """Return timesteps/1000 of `scheduler`, then 0; more where it calls more often."""
+        """Return timesteps/1000 of `scheduler`, then 0; more if it calls more often."""
         timesteps = self.scheduler(height, width, steps, schedule).timesteps
         return torch.tensor([*timesteps.tolist(), 0]) / STEPS
 
@@ -340,7 +340,7 @@ class SD15(Family):
         return diffusers.StableDiffusionPipeline(**self.tiny_components(), **without)
 
 # %% ../../nbs/4_models/07_sd.ipynb #c35d8ea9
-EMPTY_SWITCH = "force_zeros_for_empty_prompt"  # Of model_index.json; true where it says nothing
+EMPTY_SWITCH = "force_zeros_for_empty_prompt"  # Of model_index.json; true if it says nothing
 
 
 class SDXL(SD15):

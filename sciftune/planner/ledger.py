@@ -20,7 +20,7 @@ def kept_by_graphs(phases: list[Phase]) -> list[Phase]:
     """Return the phases of a step when its passes are replayed from CUDA graphs.
 
     Args:
-        phases: phases of a step that launches its kernels; 'network: phase' where there are several
+        phases: phases of a step that launches its kernels; 'network: phase' if there are several
     """
     most = {}
     for phase in phases:

@@ -49,7 +49,7 @@ class Block(BlockSize):
         selective: kept by a compiled block that recomputes all but products and attention
         selective_fp8: the same in float8
         backward_peak: alive while it runs forward and backward, eagerly
-        adding_peak: the same where gradients are added to those of earlier passes
+        adding_peak: the same if gradients are added to those of earlier passes
         forward_peak: alive while it runs without gradients
         out: its output
         widest: the largest tensor that a contraction writes

@@ -234,7 +234,7 @@ def planned_setting(
         profile: the model
         strategy: the setting
         machine: machine of the run
-        rates: rates of its GPU, or of another where they are unknown
+        rates: rates of its GPU, or of another if they are unknown
     """
     row = plan_row(profile, strategy, machine)
     counts = row.recompute_blocks, rates, row.selective_blocks

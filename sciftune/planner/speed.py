@@ -109,7 +109,7 @@ SELECTIVE_TRAFFIC = 4  # times the bytes that are computed again instead of kept
 OPERATION, CAST_OPERATION = 20e-6, 32e-6  # host seconds per operation, and under autocast
 COMPILED_OPERATION = 1.6e-6  # seconds that a compiled block loses per eager operation
 COMPILED_BLOCK, FLOAT8_LAYER = 1.17e-3, 0.045e-3  # host seconds per pass in compiled code
-GRAPHED_BLOCK = 0.6e-3  # the same where a block is replayed from a CUDA graph
+GRAPHED_BLOCK = 0.6e-3  # the same if a block is replayed from a CUDA graph
 NETWORK = 25e9  # bytes/s of a GPU between machines
 
 

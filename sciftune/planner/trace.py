@@ -408,7 +408,7 @@ def kept_bytes(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, float]
 def compiled_bytes(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, float]:
     """Return the bytes that a compiled block keeps for backward, inputs included and weights not.
 
-    'selective': where it recomputes all but products and attention. 'fp8': all layers that are
+    'selective': if it recomputes all but products and attention. 'fp8': all layers that are
     large enough are float8, including those that only see captions.
 
     Args:
@@ -430,7 +430,7 @@ def compiled_bytes(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, fl
 
 def _smallest_kept(
     module: nn.Module, args: tuple, kwargs: dict
-) -> tuple[float, float]:  # Bytes, and where only products and attention are kept
+) -> tuple[float, float]:  # Bytes, and if only products and attention are kept
     recorder, kept, _ = _recorded(module, args, kwargs)
     inputs = storages((args, kwargs)).keys()
     fixed = recorder.read | recorder.written | inputs

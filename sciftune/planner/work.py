@@ -199,7 +199,7 @@ class StepCost:
     def exchanged_bytes(
         self, profile: Profile, strategy: Strategy, checkpointed_share: float
     ) -> float:
-        """Return the bytes per rank and step that attention sends where ranks share samples.
+        """Return the bytes per rank and step that attention sends if ranks share samples.
 
         These are queries, keys, values and results.
 

@@ -425,7 +425,7 @@ def plan_columns(plan: Plan, used: float | None) -> dict:
 
     Args:
         plan: the prediction
-        used: measured GiB; reserved where passes are replayed from CUDA graphs, else allocated
+        used: measured GiB; reserved if passes are replayed from CUDA graphs, else allocated
     """
     if not plan.chosen:
         return {}

@@ -204,7 +204,7 @@ def joint_mask(mask: Tensor | None, image: Tensor) -> Tensor | None:
 
 # %% ../../nbs/5_strategies/08_compilation.ipynb #35c272c4
 def real_rotary(denoiser: nn.Module) -> nn.Module:
-    """Replace complex rotary embedding where a denoiser has it; leave others unchanged.
+    """Replace complex rotary embedding if a denoiser has it; leave others unchanged.
 
     Returns:
         the same module

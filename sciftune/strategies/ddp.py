@@ -283,7 +283,7 @@ class DDP(Strategy):
     def reduce_type(self) -> torch.dtype:
         """Return the type in which released gradients are sent to other ranks.
 
-        bf16 where weights are, and the sums are those of fp32.
+        bf16 if the weights are bf16 and the sums equal those of fp32.
         """
         exact = self.world == 2 and self.policy.weights == torch.bfloat16
         return torch.bfloat16 if exact or self.exchanges else self.policy.reduce

@@ -192,7 +192,7 @@ class Engine:
         """Return the data types of a network.
 
         Args:
-            recipe: recipe of one network, where networks differ
+            recipe: recipe of one network, if networks differ
         """
         return self.strategy.policy_of(recipe, self.cuda)
 
@@ -206,10 +206,10 @@ class Engine:
         """Wrap a trainable module for this engine.
 
         Args:
-            module: on meta where `builds_on_meta`; blocks compiled
+            module: on meta if `builds_on_meta` is set; blocks compiled
             name: name in checkpoints and metrics
             fill: (name, first row or None, row after the last) -> values
-            recipe: recipe of this network, where optimizer fields or clipping differ
+            recipe: recipe of this network, if optimizer fields or clipping differ
         """
         own = Strategy.of(recipe, self.world, self.cuda) if recipe else self.strategy
         return own.network_class(self, module, name, fill, own)

@@ -195,7 +195,7 @@ class Float8Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients of input, weight and bias, where they are needed.
+        """Return the gradients of input, weight and bias, if they are needed.
 
         Args:
             ctx: as forward left it
@@ -242,7 +242,7 @@ def float8_linears(
 ) -> int:
     """Replace the large linear layers by `Float8Linear`.
 
-    Raises RecipeError on a GPU that has no float8, and where no layer is large enough.
+    Raises RecipeError on a GPU that has no float8, and if no layer is large enough.
 
     Args:
         denoiser: changed

@@ -376,7 +376,7 @@ class FSDP(Strategy):
     def reduce_type(self) -> torch.dtype:
         """Return the type in which gradients are sent to other ranks.
 
-        'auto' is bf16 where the sums are those of fp32.
+        'auto' is bf16 if the sums are those of fp32.
         """
         exact = self.exchanges or (self.short_terms and self.world == 2)
         asked = self.recipe.reduce_type == "bf16"

@@ -210,7 +210,7 @@ class GradientRelease:
         self.summed.append((self.units.index(unit), [places[id(p)] for p in params]))
         update_before = self._take_summed()
         self.summing = self.sums.start(params, gradients, partial(self._update, unit.group))
-        del gradients  # where sums are copies, these are not needed any more
+        del gradients  # if sums are copies, these are not needed any more
         update_before()
 
     def _take_summed(self) -> Callable[[], None]:  # Remaining work of the previous block

@@ -151,7 +151,7 @@ def slurm_script(strategy: Strategy, run: RunDir, memory: str = "") -> str:
     Args:
         strategy: number of processes and machines
         run: the run folder
-        memory: memory of a node, where the recipe does not set it; '' = the cluster's default
+        memory: memory of a node, if the recipe does not set it; '' = the cluster's default
     """
     recipe, cpus = strategy.recipe, "${SLURM_CPUS_PER_TASK:-$(env -u OMP_NUM_THREADS nproc)}"
     exports = [

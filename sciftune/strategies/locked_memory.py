@@ -75,7 +75,7 @@ class LockedMemory(mmap.mmap):
 
 
 def map_memory(size: int) -> LockedMemory:
-    """Map memory of this process alone, in huge pages where the system has them.
+    """Map memory of this process alone, in huge pages if the system has them.
 
     Args:
         size: bytes

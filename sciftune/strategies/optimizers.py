@@ -323,7 +323,7 @@ class WholeUpdates(OptimizerMethods, torch.optim.Optimizer):
         return stream_seed(self.seed, "rounding", self.places[parameter], steps) % 2**31
 
     def fused(self, function: Callable, parameter: nn.Parameter) -> Callable:
-        """Return `function`, compiled where `parameter` is on a GPU and the recipe compiles."""
+        """Return `function`, compiled if `parameter` is on a GPU and the recipe compiles."""
         return compiled(function) if parameter.is_cuda and self.compiles else function
 
     def step(self, closure: None = None):
@@ -400,7 +400,7 @@ def master_of(local: Tensor, state: dict) -> Tensor:
         state: optimizer state of the parameter; may be empty
 
     Returns:
-        Same shape; fp32 where there are correction bits
+        Same shape; fp32 if there are correction bits
     """
     bits = state.get("error_bits")
     if bits is None:
@@ -523,7 +523,7 @@ def stored_values(
 
 # %% ../../nbs/5_strategies/02_optimizers.ipynb #7666d5cf
 def set_step(state: dict | None, steps: int):
-    """Set the step counter of an optimizer state, in its own type, where it has one.
+    """Set the step counter of an optimizer state, in its own type, if it has one.
 
     Args:
         state: optimizer state of one parameter

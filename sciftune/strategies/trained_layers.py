@@ -44,7 +44,7 @@ def layer_names(text: str) -> tuple:
 def choose_trained(denoiser: nn.Module, family: Family, recipe: Recipe) -> nn.Module:
     """Mark the parameters that full fine-tuning trains.
 
-    Raises RecipeError for a name that the model does not have, and where nothing is left to train.
+    Raises RecipeError for a name that the model does not have, and if nothing is left to train.
 
     Args:
         denoiser: real weights or on meta; no adapters

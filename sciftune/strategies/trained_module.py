@@ -119,9 +119,9 @@ class TrainedModule:
         self.policy = self.strategy.policy
         self.steps = 0  # optimizer steps taken
         self.group_numbers = {}  # parameter -> its group of `lr_groups`
-        self.release = None  # GradientRelease, where gradients are applied during backward
+        self.release = None  # GradientRelease, if gradients are applied during backward
         self.params = self.trained_parameters()
-        self.sums = None  # for `GradientRelease`, where it sums gradients over ranks
+        self.sums = None  # for `GradientRelease`, if it sums gradients over ranks
         self.wrap()
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:

@@ -110,7 +110,7 @@ class ZeroModule(TrainedModule):
             parameter: the parameter itself
 
         Returns:
-            a range of 0 elements where nothing is here
+            a range of 0 elements if nothing is here
         """
         mapping = compat.partition_of(parameter)
         if mapping is None:
@@ -324,7 +324,7 @@ class Zero3Module(ZeroModule):
             parameter: partitioned by DeepSpeed
 
         Returns:
-            a range of 0 elements where nothing is here
+            a range of 0 elements if nothing is here
         """
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
         total = torch.Size(shape).numel()
@@ -333,7 +333,7 @@ class Zero3Module(ZeroModule):
         return FlatRange(name, shape, start, min(part, total - start))
 
     def partition(self, name: str, key: str) -> Tensor:
-        """Return this rank's values of a parameter; a view where they are in host memory.
+        """Return this rank's values of a parameter; a view if they are in host memory.
 
         Args:
             name: parameter name
@@ -421,7 +421,7 @@ def zero_policy(recipe: Recipe, cuda: bool) -> Policy:
 # %% ../../nbs/5_strategies/15_zero.ipynb #d8bf65f4
 BUCKET = 200_000_000  # elements that are reduced, or gathered ahead, at once
 SUB_GROUP = 10**9  # DeepSpeed's sub_group_size, elements of a rank's partition
-HOST_SUB_GROUP = 2**28  # The same where the optimizer is on the host
+HOST_SUB_GROUP = 2**28  # The same if the optimizer is on the host
 
 
 class Zero(Strategy):

@@ -249,7 +249,7 @@ def drawn_numbers(
 def prompt_negatives(
     jobs: encode.EncodingJobs, numbers: list[int], own: list[DrawnPrompt] | None = None
 ) -> list[str]:
-    """Return the unconditional captions that guide validation images, where they differ.
+    """Return the unconditional captions that guide validation images, if they differ.
 
     They do if prompts have their own, or if captions see references.
 

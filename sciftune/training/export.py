@@ -272,7 +272,7 @@ def _write_denoiser(
 
 
 def _copy_config(base: Path, out: Path):
-    """Copy the config.json of a component, where there is one."""
+    """Copy the config.json of a component, if there is one."""
     if (base / "config.json").exists():
         shutil.copyfile(base / "config.json", out / "config.json")
         write_digests(out, read_digests(out)["crc32"])

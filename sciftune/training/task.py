@@ -552,7 +552,7 @@ class Task:
             model: the module
             name: name of the network in checkpoints and metrics
             values: from `parameter_source`
-            recipe: with its own optimizer fields, where networks differ
+            recipe: with its own optimizer fields, if networks differ
             replace_frozen: whether frozen parameters also get the earlier values
         """
         recipe = recipe or self.recipe

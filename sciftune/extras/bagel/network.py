@@ -754,7 +754,7 @@ class Qwen2MoTDecoderLayer(nn.Module):
     def enter(
         self, und: Tensor, gen: Tensor, rows: Tensor, order: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute what comes before attention.
+        """Compute the inputs of attention: norm, projections and rotation.
 
         Args:
             und: Understanding stream (U, hidden)
@@ -775,7 +775,7 @@ class Qwen2MoTDecoderLayer(nn.Module):
     def leave(
         self, und: Tensor, gen: Tensor, out: Tensor, rows: Tensor, order: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Compute what comes after attention.
+        """Add the output of attention, then norm and MLP.
 
         Args:
             und: Understanding stream (U, hidden)
@@ -914,7 +914,7 @@ class VisionLayer(SiglipEncoderLayer):
     """Split transformers' layer into two parts around attention."""
 
     def enter(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute what comes before attention.
+        """Compute the inputs of attention: norm and projections.
 
         Args:
             x: Patches of all images (N, vit_hidden)
@@ -927,7 +927,7 @@ class VisionLayer(SiglipEncoderLayer):
         return tuple(layer(x).unflatten(-1, (-1, attn.head_dim)) for layer in layers)
 
     def leave(self, x: Tensor, out: Tensor) -> Tensor:
-        """Compute what comes after attention.
+        """Add the output of attention, then norm and MLP.
 
         Args:
             x: Patches of all images (N, vit_hidden)

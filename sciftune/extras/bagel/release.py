@@ -174,7 +174,7 @@ def decode_latents(vae: nn.Module, z: Tensor) -> Tensor:
 def encode_batch(
     vae: nn.Module, batch: Mapping, config: BagelConfig, vae_batch: int = 4
 ) -> Tensor | None:
-    """Encode the batch's images; use the posterior's mean where the batch has no noise.
+    """Encode the batch's images; use the posterior's mean if the batch has no noise.
 
     Args:
         vae: AutoencoderKL
@@ -367,7 +367,7 @@ def forward_flops(c: BagelConfig, lens: Iterable[int]) -> float:
 
     Args:
         c: configuration of the model
-        lens: Tokens of each sample (and of the dummy one, where attention is padded)
+        lens: Tokens of each sample (and of the dummy one, if attention is padded)
     """
     lens = list(lens)
     width, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim

@@ -387,7 +387,7 @@ class Context:
     Args:
         model: BagelModel, bare or wrapped by an engine
         rules: rules of the model
-        vae: AutoencoderKL, where images are drawn after images
+        vae: AutoencoderKL, if images are drawn after images
         device: device of the model
     """
 

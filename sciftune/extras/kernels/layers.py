@@ -145,7 +145,7 @@ class JointAttention(flux.FluxAttnProcessor):
             image_rotary_emb: cos, sin (T+S,D), pairs equal
 
         Returns:
-            Image, and text where it is given
+            Image, and text if it is given
         """
         text = 0 if encoder_hidden_states is None else encoder_hidden_states.shape[1]
         text_table, table = part_tables(image_rotary_emb, text)

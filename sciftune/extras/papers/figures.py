@@ -301,7 +301,7 @@ def split_panels(figure: FoundFigure) -> list[FoundFigure]:
     """Return the panels of a figure that its caption names; the figure alone if in doubt.
 
     Returns:
-        the panels; the figure alone where the cut is not sure
+        the panels; the figure alone if the cut is doubtful
     """
     before, texts = caption_panels(figure.caption)
     parts = cut_parts(figure.image, len(texts)) if texts else []

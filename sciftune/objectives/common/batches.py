@@ -50,7 +50,7 @@ def cell_weights(recipe: Recipe, encoded: Mapping[str, Tensor], words: bool = Tr
 
     Args:
         recipe: read for its mask_outside and text_weight
-        encoded: cached tensors of the image: mean, and inside, words (h,w) where they are known
+        encoded: cached tensors of the image: mean, and inside, words (h,w) if they are known
         words: whether words count more
 
     Returns:

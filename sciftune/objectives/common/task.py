@@ -183,7 +183,7 @@ class DenoisingTask(Task):
         """Return the forward FLOPs per sample.
 
         This is the mean over the sizes and references of the training set. It is less for adapters
-        and where only some layers are trained.
+        and if only some layers are trained.
         """
         recipe, family, base = self.recipe, self.family, self.data.base
         config = family.config(base)

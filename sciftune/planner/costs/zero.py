@@ -155,7 +155,7 @@ class Zero3Costs(Zero2Costs):
     def gathered_bytes(self, position: int) -> float:
         """Return the bytes of gathered parameters and buckets.
 
-        There is one more bucket where parameters are offloaded.
+        There is one more bucket if parameters are offloaded.
 
         Args:
             position: block that backward is in; the number of blocks: before the first

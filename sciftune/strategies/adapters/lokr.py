@@ -64,7 +64,7 @@ class KroneckerConv(Conv2d):
 
 
 class LoKr(AdapterKind):
-    """LoKr with the factors of peft; the second is thin where its rank is below half its side."""
+    """LoKr with the factors of peft; the second is thin if its rank is below half its side."""
 
     @classmethod
     def config(cls, recipe: Recipe, layers: Mapping[str, LayerSetting]) -> LoKrConfig:

@@ -49,7 +49,7 @@ def save_lora(
         recipe: LoRA fields and base, for the metadata
         base: pipeline folder or hub id; None = published size
         out: new folder
-        scheduler: written beside the adapters, where it is special
+        scheduler: written beside the adapters, if it is special
         dtype: type of the stored adapters
 
     Returns:
