@@ -7,10 +7,12 @@ import gc
 import json
 import os
 
+import forked
 import pytest
 import torch
 import torch.multiprocessing as mp
-from forked import losses, train, wait
+from forked import losses, wait
+from small_unets import small_unet
 
 from sciftune.core.checkpoint_folders import check_same_run
 from sciftune.core.plan import Plan
@@ -72,6 +74,11 @@ KEYS = (
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     return tmp_path_factory.mktemp("distill")
+
+
+def train(run, **fields):
+    "Train a U-Net of two levels, whose folder is beside the run's."
+    return forked.train(run, model_path=small_unet(fields["model"], run.path.parent), **fields)
 
 
 @pytest.fixture(scope="module")

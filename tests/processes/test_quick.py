@@ -7,6 +7,7 @@ resumes; a two-network objective and adapters take their steps.
 import pytest
 from forked import ENGINES, deviation, losses, train
 from PIL import Image
+from small_unets import small_unet
 
 from sciftune.core.rundir import RunDir
 from sciftune.models.family import get_family
@@ -85,6 +86,7 @@ def test_another_engine_resumes(folder, tiny, single):
 
 def test_two_networks_take_turns(folder, tiny):
     fields = tiny | {"model": "sd15", "objective": "dmd2", "export": False, "validation_steps": 0}
+    fields["model_path"] = small_unet("sd15", folder)
     for name in ("ema_decay", "held_out"):  # a distillation reads neither
         fields.pop(name)
     metrics = train(RunDir(folder / "dmd"), **fields)

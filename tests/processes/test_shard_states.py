@@ -6,6 +6,7 @@ FlashAdamW, which it needs, runs on GPUs; a plain AdamW that updates during back
 import forked
 import pytest
 import torch
+from small_unets import small_unet
 
 from sciftune.core.rundir import RunDir
 from sciftune.project.ranks import JointAdamW
@@ -75,7 +76,7 @@ def test_states_in_shards_train_and_resume_as_one_process(tmp_path):
 def test_several_networks_train_as_in_one_process(tmp_path):
     single, shards = (RunDir(tmp_path / name) for name in ("single", "shards"))
     unlike = dict(model="sd15", objective="dmd2", steps=2, checkpoint_steps=0, validation_steps=0)
-    several = BASE | unlike | dict(ema_decay=0.0)
+    several = BASE | unlike | dict(ema_decay=0.0, model_path=small_unet("sd15", tmp_path))
     del several["text_tokens"]
     forked.train(single, **several)
     forked.train(shards, **several | SHARDS)

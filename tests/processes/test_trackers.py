@@ -4,6 +4,7 @@ is read back from their files."""
 import json
 import os
 import signal
+import sys
 import time
 from collections import defaultdict
 
@@ -15,7 +16,9 @@ from sciftune.core.rundir import RunDir
 from sciftune.lab.evaluation_plots import run_evaluation
 from sciftune.training import trainer
 
-pytest.importorskip("wandb", reason="no wandb in this environment (pip install 'sciftune[track]')")
+pytest.importorskip(
+    "wandb.sdk.launch", reason="no wandb in this environment (pip install 'sciftune[track]')"
+)
 pytest.importorskip("tensorboard", reason="no tensorboard (pip install 'sciftune[track]')")
 
 FIELDS = dict(
@@ -50,7 +53,7 @@ def dies_after_its_checkpoint(rank, run):
     def step(of, number, batches):
         if number == 6:  # wandb keeps a step when the next one comes
             while not complete_checkpoints(run) or written_step(run) < 4:
-                time.sleep(0.2)
+                time.sleep(1)
             os.kill(os.getpid(), signal.SIGKILL)
         return real(of, number, batches)
 
@@ -58,7 +61,7 @@ def dies_after_its_checkpoint(rank, run):
 
 
 @pytest.fixture(scope="module")
-def tracked(tmp_path_factory):
+def tracked(tmp_path_factory, warm_python):
     "The run folder, after a kill, a resume and an evaluation."
     run = RunDir(tmp_path_factory.mktemp("tracked") / "curious")
     unset = ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_RUN_ID")
@@ -70,6 +73,7 @@ def tracked(tmp_path_factory):
         codes = wait(start(run, recipe_of(run, **FIELDS), dies_after_its_checkpoint))
         assert codes == [-signal.SIGKILL]
         train(run, resume="latest", **FIELDS)
+        patch.setattr(sys, "executable", warm_python)
         run_evaluation(run.path, count=2, say=lambda text: None)
     return run
 
