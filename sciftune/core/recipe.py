@@ -48,6 +48,13 @@ from .writing import write_atomic
 FORMAT = 2  # Of recipe.yaml; files before it carry no number and hold all fields
 
 
+def _as_yaml(values: dict) -> str:
+    """Write YAML by libyaml; by Python where that would escape characters, such as emoji."""
+    options = dict(sort_keys=False, allow_unicode=True)
+    text = yaml.dump(values, Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper), **options)
+    return yaml.safe_dump(values, **options) if "\\U" in text else text
+
+
 class Recipe(Fields):
     """All settings of a run, validated and frozen.
 
@@ -114,7 +121,7 @@ class Recipe(Fields):
     def yaml(self) -> str:
         """Return all fields as YAML, in the order of declaration, with reasons beside them."""
         values, reasons = dict(format=FORMAT) | self.model_dump(mode="json"), self.reasons
-        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+        text = _as_yaml(values)
 
         def explained(line: re.Match) -> str:
             return f"{line[0]}  # {reasons[line[1]]}" if line[1] in reasons else line[0]

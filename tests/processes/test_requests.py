@@ -78,7 +78,7 @@ def above(run):
     return [p.pid for p in rank.parents()]
 
 
-def test_a_closed_terminal_leaves_the_job_and_a_scheduler_ends_it(command, tmp_path):
+def test_a_closed_terminal_leaves_the_job_and_a_scheduler_ends_it(command, tmp_path, warm_python):
     run = RunDir(tmp_path / "runs/asked")
     first = command()
     wait(lambda: run.metrics.exists() or first.poll() is not None)
@@ -88,7 +88,7 @@ def test_a_closed_terminal_leaves_the_job_and_a_scheduler_ends_it(command, tmp_p
     assert code == 129 and "interrupted, the run goes on" in said, said
     assert state(run) == "running"
 
-    second = command()  # the same words: follows the job
+    second = command(warm_python)  # the same words: follows the job
     for line in second.stdout:
         if line.startswith("attached"):
             break

@@ -7,6 +7,7 @@ __all__ = ['RECORDS', 'TENSOR_SECONDS', 'ZeroCosts', 'Zero2Costs', 'Zero3Costs']
 
 # %% ../../../nbs/6_planner/costs/05_zero.ipynb #f5c1ac32
 import math
+from functools import cached_property
 
 from ...core.registry import CostsRecord
 from .base import Costs, pinned_bytes
@@ -42,8 +43,13 @@ class ZeroCosts(Costs):
         """
         bucket = 2 * (BUCKET * self.compute if self.strategy.cuda else self.touched_bucket)
         if self.recipe.offload == "optimizer":
-            bucket += self.compute * max(self.model.tensors)
+            bucket += self.compute * self.widest
         return bucket
+
+    @cached_property
+    def widest(self) -> int:
+        """Return the elements of the largest tensor."""
+        return max(self.model.tensors)
 
     @property
     def adds_gradients(self) -> bool:
