@@ -253,39 +253,35 @@ def drawn_sizes(
     return buckets, tuple(sizing.fitted(*shape, bucket) for bucket in buckets)
 
 
+@dataclass(eq=False)
 class EncodingJobs:
     """The images and captions that a run needs encoded, by cache key.
 
-    Args:
+    Attributes:
         recipe: the run
         family: encodes
         collection: see `data.sources`; None if only captions are encoded
         folder: pipeline folder with the encoders
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        family: EncodingFamily,
-        collection: SampleCollection | None,
-        folder: Path,
-    ):
-        self.recipe = recipe
-        self.family = family
-        self.collection = collection
-        self.folder = folder
+    recipe: Recipe
+    family: EncodingFamily
+    collection: SampleCollection | None
+    folder: Path
+
+    def __post_init__(self):
         self.images = {}  # key -> number of the sample
         self.shapes = {}  # key -> (height, width) of the image
         self.references = {}  # key -> numbers of the sample and of its reference image
         self.captions = {}  # key -> text
         self.cells = {}  # key of an image -> shares of its cells, until they are cached
         self.shown = {}  # key of a caption -> number of the sample whose references it sees
-        self.sizing = Sizing(recipe)
-        self.whole = recipe.fit == "pad"  # scale whole images instead of cropping them
-        self.vae = encoder_fingerprint(folder, ("vae",))
-        self.text = encoder_fingerprint(folder, family.text_components)
-        self.switches = family.caption_switches(folder)
-        self.undecodable = Undecodable(cache_root(recipe.run_root) / "verified")
+        self.sizing = Sizing(self.recipe)
+        self.whole = self.recipe.fit == "pad"  # scale whole images instead of cropping them
+        self.vae = encoder_fingerprint(self.folder, ("vae",))
+        self.text = encoder_fingerprint(self.folder, self.family.text_components)
+        self.switches = self.family.caption_switches(self.folder)
+        self.undecodable = Undecodable(cache_root(self.recipe.run_root) / "verified")
 
     def digests(self, key: str) -> list[str]:
         """Return the digests of the files behind a key: an image and its mask, or a reference."""

@@ -344,10 +344,11 @@ def _raised(error: BaseException, calls: traceback.StackSummary) -> str:
     return f"{text}, at {Path(calls[-1].filename).name}:{calls[-1].lineno}" if calls else text
 
 # %% ../../nbs/7_training/05_checkpoints.ipynb #af14674a
+@dataclass(eq=False)
 class Checkpointer:
     """Writes the checkpoints of a run, one at a time, and removes old ones.
 
-    Args:
+    Attributes:
         engine: engine of the run
         run: its folder
         keep: complete checkpoints to keep
@@ -355,19 +356,13 @@ class Checkpointer:
         beat: called with a note about progress while waiting
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        run: RunDir,
-        keep: int = 2,
-        wait: bool = False,
-        beat: Callable[[str], None] = lambda note: None,
-    ):
-        self.engine = engine
-        self.run = run
-        self.keep = keep
-        self.wait = wait
-        self.beat = beat
+    engine: Engine
+    run: RunDir
+    keep: int = 2
+    wait: bool = False
+    beat: Callable[[str], None] = lambda note: None
+
+    def __post_init__(self):
         self.thread = None
         self.folder = None  # that the thread is writing
         self.name = ""  # of the folder once it is complete
@@ -375,11 +370,11 @@ class Checkpointer:
         self.best = ""  # folder that is kept whatever its age
         self.memory = None  # for copies
         self.group = None
-        if engine.world > 1:  # a slow disk is not an error; the caller decides when it has stalled
+        if self.engine.world > 1:  # a slow disk is not an error; the caller decides when it stalls
             self.group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
-        if engine.main:
-            run.checkpoints.mkdir(parents=True, exist_ok=True)
-            sweep_unfinished(run.model)
+        if self.engine.main:
+            self.run.checkpoints.mkdir(parents=True, exist_ok=True)
+            sweep_unfinished(self.run.model)
             self._tidy()
 
     def _tidy(self) -> None:

@@ -8,6 +8,7 @@ __all__ = ['check_finite', 'samples_line', 'Reporter', 'UpdateChecks']
 # %% ../../nbs/7_training/13_reporting.ipynb #d610647d
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from ..core.diagnosis import Finding
 from ..core.plan import Plan
@@ -179,10 +180,11 @@ class Reporter:
             self.say(progress_line(*now, seconds, self.left.seconds()))
 
 # %% ../../nbs/7_training/13_reporting.ipynb #bfabcad9
+@dataclass(eq=False)
 class UpdateChecks:
     """Measure the updates of a step and report them.
 
-    Args:
+    Attributes:
         networks: by name
         rate: (network, steps taken) -> learning rate
         reporter: for rows and warnings
@@ -190,20 +192,14 @@ class UpdateChecks:
         moved: called with the relative size of a step's update
     """
 
-    def __init__(
-        self,
-        networks: Mapping[str, TrainedModule],
-        rate: Callable[[str, int], float],
-        reporter: Reporter,
-        second_step: int,
-        moved: Callable[[float], None] = lambda share: None,
-    ):
-        self.networks = networks
-        self.rate = rate
-        self.reporter = reporter
-        self.second_step = second_step
-        self.moved = moved
-        self.meters = {name: UpdateMeter(network) for name, network in networks.items()}
+    networks: Mapping[str, TrainedModule]
+    rate: Callable[[str, int], float]
+    reporter: Reporter
+    second_step: int
+    moved: Callable[[float], None] = lambda share: None
+
+    def __post_init__(self):
+        self.meters = {name: UpdateMeter(network) for name, network in self.networks.items()}
         self.warned = set()
         self.steps_before = {}
 

@@ -381,31 +381,25 @@ def generate_image(
     return unpack_latents(x, *grid, patch)
 
 # %% ../../../nbs/extras/bagel/05_sampling.ipynb #26128172
+@dataclass(eq=False)
 class Context:
     """The conversation so far, and the reduced contexts that guidance needs.
 
-    Args:
+    Attributes:
         model: BagelModel, bare or wrapped by an engine
         rules: rules of the model
         vae: AutoencoderKL, if images are drawn after images
         device: device of the model
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        rules: PackingRules,
-        vae: nn.Module | None = None,
-        device: torch.device | str = "cpu",
-    ):
-        layers = config_of(model).layers
-        self.model = model
-        self.rules = rules
-        self.vae = vae
-        self.device = device
-        self.full = KVCache(layers)
-        self.no_text = KVCache(layers)
-        self.no_image = KVCache(layers)
+    model: nn.Module
+    rules: PackingRules
+    vae: nn.Module | None = None
+    device: torch.device | str = "cpu"
+
+    def __post_init__(self):
+        layers = config_of(self.model).layers
+        self.full, self.no_text, self.no_image = (KVCache(layers) for _ in range(3))
 
     def text(self, ids: Sequence[int]):
         """Read a text.

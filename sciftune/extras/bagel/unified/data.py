@@ -9,7 +9,7 @@ __all__ = ['read_mixture', 'drawn_sequences', 'data_files', 'hold_out_examples',
 # %% ../../../../nbs/extras/bagel/unified/03_data.ipynb #fbb2e337
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ....core.files import read_yaml
@@ -297,10 +297,11 @@ def token_counts(sample: packing.PlannedSample, rules: packing.PackingRules) -> 
     return counts
 
 # %% ../../../../nbs/extras/bagel/unified/03_data.ipynb #f25336e4
+@dataclass(eq=False)
 class UnifiedBatches:
     """Make this process's micro-batches of an endless stream of packs.
 
-    Args:
+    Attributes:
         sequences: all packs, for all processes
         global_batch: packs per optimizer step over all processes
         rank: number of this process
@@ -308,19 +309,13 @@ class UnifiedBatches:
         pad_to: tokens; 0 = no padding
     """
 
-    def __init__(
-        self,
-        sequences: packing.PackStream,
-        global_batch: int,
-        rank: int = 0,
-        world: int = 1,
-        pad_to: int = 0,
-    ):
-        self.sequences = sequences
-        self.global_batch = global_batch
-        self.rank = rank
-        self.world = world
-        self.pad_to = pad_to
+    sequences: packing.PackStream
+    global_batch: int
+    rank: int = 0
+    world: int = 1
+    pad_to: int = 0
+
+    def __post_init__(self):
         self.step = 0  # next to be planned
         self.samples = 0  # planned so far
         self.pieces = 1

@@ -6,6 +6,8 @@
 __all__ = ['text_loss', 'image_loss', 'target_times', 'UnifiedObjective']
 
 # %% ../../../../nbs/extras/bagel/unified/02_loss.ipynb #7dcf388b
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
@@ -63,52 +65,37 @@ def target_times(batch: PackedBatch, timestep_shift: float) -> Tensor:
     return shift_time(torch.sigmoid(normal.float()), timestep_shift)
 
 # %% ../../../../nbs/extras/bagel/unified/02_loss.ipynb #419bc1db
+@dataclass(eq=False)
 class UnifiedObjective:
-    """Train cross entropy on text and flow matching on latents in one model."""
+    """Train cross entropy on text and flow matching on latents in one model.
+
+    Raises ValueError for a negative weight.
+
+    Attributes:
+        vae: frozen AutoencoderKL; None if batches bring latents
+        text_loss_weight: the published stages use 0.25
+        image_loss_weight: the published stages use 1
+        ce_loss_reweighting: weigh each token of a text of n tokens by 1/sqrt(n)
+        vision_start_ce_weight: weight of tokens that announce an image
+        start_of_image: id of the announcing token
+        ranges: ranges of time for which the image loss is reported; 0 = none
+        timestep_shift: s of the model
+    """
 
     networks = ("denoiser",)
+    vae: nn.Module | None = None
+    text_loss_weight: float = 1.0
+    image_loss_weight: float = 1.0
+    ce_loss_reweighting: bool = False
+    vision_start_ce_weight: float = 1.0
+    start_of_image: int = 151652
+    ranges: int = 0
+    timestep_shift: float = 1.0
 
-    def __init__(
-        self,
-        vae: nn.Module | None = None,
-        text_loss_weight: float = 1.0,
-        image_loss_weight: float = 1.0,
-        ce_loss_reweighting: bool = False,
-        vision_start_ce_weight: float = 1.0,
-        start_of_image: int = 151652,
-        ranges: int = 0,
-        timestep_shift: float = 1.0,
-    ):
-        """Store the weights of the loss.
-
-        Args:
-            vae: frozen AutoencoderKL; None if batches bring latents
-            text_loss_weight: the published stages use 0.25
-            image_loss_weight: the published stages use 1
-            ce_loss_reweighting: weigh each token of a text of n tokens by 1/sqrt(n)
-            vision_start_ce_weight: weight of tokens that announce an image
-            start_of_image: id of the announcing token
-            ranges: ranges of time for which the image loss is reported; 0 = none
-            timestep_shift: s of the model
-
-        Raises:
-            ValueError: a weight is negative.
-        """
-        for name, weight in (
-            ("text_loss_weight", text_loss_weight),
-            ("image_loss_weight", image_loss_weight),
-            ("vision_start_ce_weight", vision_start_ce_weight),
-        ):
-            if weight < 0:
+    def __post_init__(self):
+        for name in ("text_loss_weight", "image_loss_weight", "vision_start_ce_weight"):
+            if (weight := getattr(self, name)) < 0:
                 raise ValueError(f"{name} {weight} must not be negative")
-        self.vae = vae
-        self.text_weight = text_loss_weight
-        self.image_weight = image_loss_weight
-        self.reweight = ce_loss_reweighting
-        self.start_weight = vision_start_ce_weight
-        self.start_of_image = start_of_image
-        self.ranges = ranges
-        self.timestep_shift = timestep_shift
 
     def optimizer_steps(self, step: int) -> tuple[OptimizerStep, ...]:
         """Return the single optimizer step of every iteration."""
@@ -116,11 +103,11 @@ class UnifiedObjective:
 
     def weights(self, batch: dict) -> Tensor | None:
         """Return the weights (n,) of the text tokens with a label, None = all 1."""
-        weights = batch.get("ce_loss_weights") if self.reweight else None
-        if self.start_weight == 1 or "packed_label_ids" not in batch:
+        weights = batch.get("ce_loss_weights") if self.ce_loss_reweighting else None
+        if self.vision_start_ce_weight == 1 or "packed_label_ids" not in batch:
             return weights
         announces = batch["packed_label_ids"] == self.start_of_image
-        start = torch.where(announces, self.start_weight, 1.0)
+        start = torch.where(announces, self.vision_start_ce_weight, 1.0)
         return start if weights is None else weights * start
 
     def with_latents(self, model: nn.Module, batch: PackedBatch) -> PackedBatch:
@@ -154,10 +141,10 @@ class UnifiedObjective:
         batch = self.with_latents(model, PackedBatch(batch))
         errors = model(batch)
         total, scale = batch["totals"], batch["scale"]
-        tokens = total["ce_weight" if self.reweight else "ce"]
+        tokens = total["ce_weight" if self.ce_loss_reweighting else "ce"]
         ce = scale * text_loss(errors.ce, tokens, self.weights(batch))
         mse = scale * image_loss(errors.mse, total["mse"])
-        loss = self.text_weight * ce + self.image_weight * mse
+        loss = self.text_loss_weight * ce + self.image_loss_weight * mse
         return loss, dict(ce=ce.detach(), mse=mse.detach()) | self.sums(batch, errors.mse)
 
     def sums(self, batch: PackedBatch, se: Tensor) -> dict[str, Tensor]:

@@ -113,7 +113,7 @@ def held_out_losses(
     )
     ce, mse = ce / max(texts, 1), mse / max(latents, 1)
     return dict(
-        held_out=objective.text_weight * ce + objective.image_weight * mse,
+        held_out=objective.text_loss_weight * ce + objective.image_loss_weight * mse,
         held_out_ce=ce,
         held_out_mse=mse,
     )

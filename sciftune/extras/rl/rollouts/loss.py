@@ -7,6 +7,7 @@ __all__ = ['Rollouts']
 
 # %% ../../../../nbs/extras/rl/rollouts/04_loss.ipynb #3488aaf2
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +19,11 @@ from ....training.task import OptimizerStep
 from ....training.validation import evaluating
 
 # %% ../../../../nbs/extras/rl/rollouts/04_loss.ipynb #72168675
+@dataclass(eq=False)
 class Rollouts:
     """Learn from images that one denoiser samples; subclasses define how.
 
-    Args:
+    Attributes:
         levels: noise levels of the sampler (rollout_steps+1,), 1 to 0, on the device
         rate: (latents (B,C,h,w), captions) -> rewards (B,R) on the CPU
         total: rewards (...,R) -> their weighted sum (...)
@@ -32,26 +34,15 @@ class Rollouts:
 
     networks = ("denoiser",)
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        family: Family,
-        levels: Tensor,
-        rate: Callable,
-        total: Callable,
-        over_ranks: Callable = lambda values: values,
-        names: tuple = (),
-        start: nn.Module | None = None,
-    ):
-        self.recipe = recipe
-        self.family = family
-        self.levels = levels
-        self.rate = rate
-        self.total = total
-        self.over_ranks = over_ranks
-        self.names = names
-        self.start = start
-        self.rollout = []  # one entry per micro-batch of this rank
+    recipe: Recipe
+    family: Family
+    levels: Tensor
+    rate: Callable
+    total: Callable
+    over_ranks: Callable = lambda values: values
+    names: tuple = ()
+    start: nn.Module | None = None
+    rollout: list = field(default_factory=list, init=False)  # an entry per micro-batch of this rank
 
     def optimizer_steps(self, step: int) -> tuple[OptimizerStep, ...]:
         """Return the updates of the denoiser that use one rollout."""
