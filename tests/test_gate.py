@@ -37,3 +37,22 @@ def test_private_names_of_other_packages_are_refused(tmp_path, monkeypatch, code
     assert problem.startswith(f"sciftune/user.py:2 uses {name}, private to another package")
     monkeypatch.setattr(gate, "PRIVATE_PARTS", ("user",))
     assert list(gate.private_parts()) == []
+
+
+@pytest.mark.parametrize(
+    ("docstring", "problems"),
+    [
+        ("Return the width of a row.", 0),
+        ("The width of a row.", 1),
+        ("Return the width.\n\n    Args:\n        row: of the table\n    ", 1),
+        ("Whether there is a row.", 2),
+    ],
+)
+def test_docstrings_that_say_not_what_is_returned_are_refused(
+    tmp_path, monkeypatch, docstring, problems
+):
+    monkeypatch.setattr(gate, "PACKAGE", tmp_path)
+    monkeypatch.setattr(gate, "modules", lambda: [*map(gate.Module, tmp_path.glob("*.py"))])
+    code = f'class Row:\n    @property\n    def width(self):\n        """{docstring}"""\n'
+    (tmp_path / "rows.py").write_text(code)
+    assert len(list(gate.unplain_docstrings())) == problems

@@ -24,7 +24,7 @@ from .registry import find_record, records
 # %% ../../nbs/1_core/15_diagnosis.ipynb #1da9c4da
 @dataclass(frozen=True)
 class Case:
-    """What is left of a run that ended: its log, exit code, recipe, plan and metrics.
+    """The remains of a run that ended: log, exit code, recipe, plan and metrics.
 
     Attributes:
         log: Output of the job

@@ -70,7 +70,7 @@ def conceal(address: str) -> str:
         address: Any text; only an address with a scheme is changed
 
     Returns:
-        What may be written down
+        the masked address
     """
     shown = masked_address(address) if "://" in address else address
     if shown != address and MASK not in address:

@@ -325,7 +325,7 @@ def least_likeness(one: Image.Image, other: Image.Image) -> float:
     """Return the likeness of the least alike pair of tiles, slightly blurred, among tiles with ink.
 
     Args:
-        one: of one size with the other
+        one: picture of the same size as the other
         other: in colour
     """
     tiles = []

@@ -358,7 +358,7 @@ class Parquet:
 
         Args:
             row: with its captions, or its fault
-            *values: of the columns that `columns` names beyond the usual ones
+            *values: values of further columns that `columns` names
         """
         return row
 
@@ -468,7 +468,7 @@ class Parquet:
 def parquet_shards(root: Path, files: FolderFiles | None = None) -> list[Path]:
     """List the parquet files of a folder, or below it when it holds none itself.
 
-    Of several splits only `train` is taken.
+    If there are several splits, only `train` is read.
 
     Args:
         root: Folder

@@ -34,7 +34,7 @@ from sciftune.data.sources import (
 def data_path(recipe: Recipe, path: str | None = None) -> str:
     """Return the path of the collection to train on: folder, file or hub id.
 
-    Of a drawn collection it is the folder of the images, which are drawn if missing.
+    For a drawn collection it is the folder of the images, which are drawn if missing.
 
     Args:
         recipe: read for its data

@@ -158,7 +158,7 @@ def empty_axes(
         columns: number of axes beside each other
         width: in inches
         height: in inches
-        **options: of `plt.subplots`
+        **options: options of `plt.subplots`
 
     Returns:
         the figure; (rows, columns) axes

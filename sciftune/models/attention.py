@@ -83,7 +83,7 @@ def flash_backward(
         total: log-sums of `flash_forward` (B,heads,S)
 
     Returns:
-        Of queries, keys and values (B,S,heads,D)
+        Gradients of queries, keys and values (B,S,heads,D)
     """
     return flash4_backward(grad, q, k, v, out, total)
 

@@ -197,7 +197,7 @@ class Encoders:
             captions: texts
             length: length of every result, tokens
             suffix: suffix of the encoder and its tokenizer: '', '_2', '_3'
-            **options: of the call
+            **options: options of the call
         """
         cut = dict(padding="max_length", truncation=True, max_length=length)
         ids = self.tokenizers["tokenizer" + suffix](captions, return_tensors="pt", **cut).input_ids

@@ -71,7 +71,7 @@ def part_tables(rotary: tuple[Tensor, Tensor], length: int = 0) -> list[tuple[Te
         length: T
 
     Returns:
-        Of text and image: cos and sin, fp32 (T,D/2) and (S,D/2)
+        Tables of text and image: cos and sin, fp32 (T,D/2) and (S,D/2)
     """
     cos, sin = (table.view(torch.float32)[..., ::2] for table in rotary)
     parts = slice(length), slice(length, None)

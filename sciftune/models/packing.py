@@ -240,7 +240,7 @@ def attend_backward(
         total: (1,heads,S), of `attend_forward`
 
     Returns:
-        Of queries, keys and values
+        Gradients of queries, keys and values
     """
     inputs = grad, q, k, v, out
     rows = [x.transpose(1, 2) for x in inputs]
@@ -286,7 +286,7 @@ def written_backward(
         total: (1,heads,S), of `written_forward`
 
     Returns:
-        Of queries, keys and values
+        Gradients of queries, keys and values
     """
     kind, scale = q.dtype, q.shape[-1] ** -0.5
     grad, q, k, v, out = (x.float() for x in (grad, q, k, v, out))
@@ -369,7 +369,7 @@ def packed_attention_backward(
         spans: (n,4)
 
     Returns:
-        Of queries, keys and values (L,heads,D)
+        Gradients of queries, keys and values (L,heads,D)
     """
     bounds, heads = spans.tolist(), q.shape[1]
     grad, out = (_by_sample(x, bounds) for x in (grad, out))

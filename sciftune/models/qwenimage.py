@@ -157,7 +157,7 @@ def qwen_positions(rows: int, cols: int, text: int) -> tuple[Tensor, Tensor]:
         text: tokens of the caption
 
     Returns:
-        Of the caption (text,3) and of the image (rows*cols,3), int64
+        Positions of the caption (text,3) and of the image (rows*cols,3), int64
     """
     row, col = (torch.arange(n) - (n - n // 2) for n in (rows, cols))
     image = torch.cartesian_prod(torch.zeros(1, dtype=torch.int64), row, col)

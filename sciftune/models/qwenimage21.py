@@ -265,7 +265,7 @@ class PartAttention:
             rotary_emb: cos and sin
             segments: `Layout.runs`, where they do not
             key_valid: (B,S) bool, with `segments`
-            **unused: Of a cache while sampling
+            **unused: arguments of a cache while sampling
 
         Returns:
             (B,S,C)

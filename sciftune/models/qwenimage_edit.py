@@ -107,7 +107,7 @@ class WithoutVideos:
 
         Args:
             folder: Component folder
-            **kwargs: Of diffusers, for weights; there are none
+            **kwargs: diffusers' arguments for weights; unused
         """
         self.image_processor.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)

@@ -130,7 +130,7 @@ def _run_block(block: nn.Module, h: Tensor, emb: Tensor, text: Tensor) -> object
         text: Caption (B,L,D)
 
     Returns:
-        What the block gives: the middle a tensor, the encoder a tuple
+        output of the block: a tensor of the middle, a tuple of the encoder
     """
     if getattr(block, "has_cross_attention", False):
         return block(h, emb, encoder_hidden_states=text)

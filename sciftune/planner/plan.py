@@ -232,7 +232,7 @@ def _choices(settings: list[Setting], recipe: Recipe) -> tuple[Choice, ...]:
 def _words(strategy: Strategy, recipe: Recipe) -> str:
     """Return the values of a recipe's open fields under a setting, as command-line parameters.
 
-    Of the switches only those that are on.
+    Only those switches are listed that are on.
     """
     new, names = strategy.recipe, [*recipe.open_fields, "reshard"]
     default = {name: Recipe.model_fields[name].default for name in names}

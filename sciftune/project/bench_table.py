@@ -366,7 +366,7 @@ def comparisons(rows: list[dict]) -> Iterator[list[str]]:
 def scaling(rows: list[dict], ways: dict[str, str]) -> str:
     """Return the rate per card relative to one card, with the same code and packages.
 
-    Of several measured cards the slowest counts, since the others wait for it; of several runs
+    The slowest of several measured cards counts, since the others wait for it; of several runs
     of the newest code the fastest counts.
 
     Args:

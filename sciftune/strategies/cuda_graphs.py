@@ -131,7 +131,7 @@ class ReplayedCall(torch.autograd.Function):
 
         Args:
             ctx: autograd context of the forward pass
-            *gradients: of what the call returned
+            *gradients: gradients of the call's outputs
         """
         return None, *ctx.graphs.backward(gradients)
 

@@ -44,7 +44,7 @@ def evenly_spread(sizes: list[float], share: float) -> list[bool]:
         share: share of their sum that stays, 0..1
 
     Returns:
-        Whether each one goes
+        True for each one to remove
     """
     credit, out = 0.0, []
     for size in sizes:
@@ -64,7 +64,7 @@ def streamed(numels: list[int], each: float, resident: float) -> list[bool]:
         resident: Bytes of state that may stay on the device
 
     Returns:
-        Whether each parameter's states wait on the host
+        True for each parameter whose states are on the host
     """
     goes = iter(_wide_streamed(numels, each, resident)[1])
     return [worth_streaming(n) and next(goes) for n in numels]

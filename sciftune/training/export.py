@@ -342,7 +342,7 @@ def export_pipeline(
         out: new pipeline folder
         revision: revision of a hub id
         scheduler: replaces the base's
-        **options: of `export_component`: dtype, state, network, ...
+        **options: options of `export_component`: dtype, state, network, ...
 
     Returns:
         number of tensors written of each type

@@ -89,7 +89,7 @@ def build_denoiser(
 ) -> nn.Module:
     """Return the denoiser in training mode, ready for `Engine.network`.
 
-    What is not trained has requires_grad off.
+    Parameters that are not trained have requires_grad off.
 
     Args:
         recipe: the run

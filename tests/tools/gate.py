@@ -375,6 +375,20 @@ def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str
     return sum(1 for line in code if line and not line.startswith("#"))
 
 
+def unplain_docstrings() -> Iterator[str]:
+    """Yield docstrings of kinds that ruff accepts and readers do not understand at once."""
+    for module in modules():
+        for node in ast.walk(module.tree):
+            if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                continue
+            text, place = ast.get_docstring(node) or "", f"sciftune/{module.name}:{node.lineno}"
+            marks = [ast.unparse(mark) for mark in node.decorator_list]
+            if text and any(m.endswith("property") for m in marks) and text[:7] != "Return ":
+                yield f"{place} {node.name}: the docstring of a property begins with 'Return'"
+            if found := re.search(r"^ *(\*{0,2}\w+: [oO]f|Of|What|Whether) .*$", text, re.M):
+                yield f"{place} {node.name}: begin with a noun or a verb: '{found[0].strip()}'"
+
+
 def dense() -> Iterator[str]:
     """Code that is too dense or functions that are too long."""
     nodes = lines = 0
@@ -603,6 +617,7 @@ CHECKS = [
     linted,
     names_of_modules,
     mistyped,
+    unplain_docstrings,
     dense,
     few_examples,
     ambiguous_names,

@@ -1095,7 +1095,7 @@ class Connector(nn.Module):
         """Project into the language model's width.
 
         Args:
-            x: What the tower saw (N, vit_hidden)
+            x: output of the vision tower (N, vit_hidden)
 
         Returns:
             (N, hidden)

@@ -875,7 +875,7 @@ class PackStream(SampleStream):
     def load_state_dict(self, state: dict):
         """Continue exactly. Raises ValueError when data, seed or budgets have changed.
 
-        What was set aside stays so; what cannot be used any more is passed over from now on.
+        Examples that were set aside stay so; unusable ones are skipped from now on.
 
         Args:
             state: result of `state_dict`

@@ -393,7 +393,7 @@ def _call(network: Callable, x: Tensor, t: Tensor, conditioning: Tensor | dict |
 
 @dataclass(eq=False)
 class LossSetup:
-    """What the losses of a distillation share.
+    """Shared settings of the losses of a distillation.
 
     Attributes:
         settings: settings of the distillation

@@ -58,7 +58,7 @@ class KroneckerConv(Conv2d):
 
         Args:
             name: name of the adapter
-            **kwargs: of peft
+            **kwargs: arguments of peft's layer
         """
         return super().get_delta_weight(name, **kwargs).to(self.get_base_layer().weight.dtype)
 

@@ -83,7 +83,7 @@ def update_together(
 
     Args:
         weights: fp32 or bf16, (..., n, m) or (n,)
-        gradients: of the same shapes
+        gradients: gradients of the same shapes
         squares: states of each weight, see `factored_update`
         seeds: seeds of the rounding of each weight, int32 scalars () on the host
         kept: see `factored_update`
