@@ -7,7 +7,9 @@ __all__ = ['PythonUnpickler', 'address_arguments', 'shutdown_message', 'accelera
            'import_models_alone', 'leave_compiler_out']
 
 # %% ../../nbs/1_core/23_compat.ipynb #890ed5b8
+import functools
 import importlib
+import importlib.metadata
 import pickle
 import sys
 import types
@@ -67,24 +69,37 @@ def checked_launch(options: Any) -> tuple[Any, Any, bool]:
     return launch._validate_launch_command(options)
 
 # %% ../../nbs/1_core/23_compat.ipynb #b3488830
+class _LaterModule(types.ModuleType):
+    """Stand-in for a module that is imported at first use."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self.__name__), name)
+
+
 _EAGER = ("hooks", "loaders.peft", "loaders.single_file_model", "models.modeling_utils")
 _MODELS = ("models.autoencoders", "models.transformers", "models.unets")
 
 
 def import_models_alone() -> None:
-    """Import diffusers' models without peft, transformers' models and torchao.
+    """Import diffusers' models without peft, transformers' models, torchao and scipy.
 
     diffusers 0.42: each is imported with the first model if it is installed. For a process in
-    which no pipeline loads adapters; peft itself can be used afterwards.
+    which no pipeline loads adapters; peft itself can be used afterwards, and schedulers import
+    scipy when they use it. diffusers and transformers each list all installed packages.
     """
-    import diffusers.loaders  # names its modules by what is there
-    from diffusers.utils import import_utils
+    listed = functools.cache(importlib.metadata.packages_distributions)
+    with mock.patch.object(importlib.metadata, "packages_distributions", listed):
+        import diffusers.loaders  # names its modules by what is there
+        from diffusers.utils import import_utils
 
-    packages = ("peft", "transformers", "torchao")
-    absent = {f"_{name}_available": False for name in packages}
-    with mock.patch.multiple(import_utils, create=True, **absent):
-        for name in (*_EAGER, *_MODELS):
-            importlib.import_module(f"diffusers.{name}")
+        packages = ("peft", "transformers", "torchao", "scipy")
+        absent = {f"_{name}_available": False for name in packages}
+        with mock.patch.multiple(import_utils, create=True, **absent):
+            for name in (*_EAGER, *_MODELS):
+                importlib.import_module(f"diffusers.{name}")
+    for name, module in list(sys.modules.items()):
+        if name.startswith("diffusers.schedulers.") and not hasattr(module, "scipy"):
+            module.scipy = _LaterModule("scipy")
     diffusers.utils.USE_PEFT_BACKEND = False  # a forward pass would look for adapters, with peft
 
 
@@ -93,14 +108,11 @@ def _uncompiled(function: Callable | None = None, *_: Any, **__: Any) -> Callabl
     return _uncompiled if function is None else function
 
 
-class _LaterCompiler(types.ModuleType):
-    """Stand-in for the compiler's module, which is imported at first use."""
+class _LaterCompiler(_LaterModule):
+    """Stand-in for the compiler's module."""
 
     def is_compiling(self) -> bool:
         return False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(importlib.import_module(self.__name__), name)
 
 
 def leave_compiler_out() -> None:

@@ -20,6 +20,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
@@ -356,15 +357,19 @@ def new_run(recipe: Recipe) -> RunDir:
             number += 1
 
 # %% ../../nbs/1_core/06_rundir.ipynb #3342b139
-def _nvidia_smi() -> list[list[str]]:
-    """Return index, id, name and MiB of each GPU of this machine; none without a driver."""
-    if not shutil.which("nvidia-smi"):
-        return []
+@cache
+def _nvidia_smi(program: str) -> list[list[str]]:
+    """Return index, id, name and MiB of each GPU of this machine, as `nvidia-smi` says it once.
+
+    Args:
+        program: path of `nvidia-smi`
+
+    Raises:
+        subprocess.CalledProcessError: there is no driver
+    """
     query = "--query-gpu=index,uuid,name,memory.total"
-    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
-    answer = subprocess.run(command, capture_output=True, text=True)
-    if answer.returncode:
-        return []
+    command = [program, query, "--format=csv,noheader,nounits"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True)
     lines = [line for line in answer.stdout.splitlines() if line.count(",") == 3]
     return [[cell.strip() for cell in line.split(",")] for line in lines]
 
@@ -378,7 +383,10 @@ def gpus() -> list[dict[str, Any]]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return []
-    rows = _nvidia_smi()
+    rows, program = [], shutil.which("nvidia-smi")
+    if program:
+        with contextlib.suppress(subprocess.CalledProcessError):
+            rows = _nvidia_smi(program)
     if visible is not None:
         wanted = [part.strip() for part in visible.split(",")]
         rows = [row for part in wanted for row in rows if part in row[:2]]

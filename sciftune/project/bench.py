@@ -421,7 +421,7 @@ def recompute_words(recipe: Recipe, recompute: int | None) -> str | int:
 
 
 def plan_columns(plan: Plan, used: float | None) -> dict:
-    """Return the predicted peak and its error; empty without a prediction.
+    """Return the predicted peak, its error and the seconds; empty without a prediction.
 
     Args:
         plan: the prediction
@@ -433,6 +433,8 @@ def plan_columns(plan: Plan, used: float | None) -> dict:
     row = {"plan_gib": planned, "plan_fits": plan.run.fits}
     if used is not None:
         row["plan_error"] = planned / used - 1
+    if plan.run.seconds_per_step:
+        row["plan_seconds"] = plan.run.seconds_per_step
     return row
 
 
@@ -531,6 +533,7 @@ BENCH_COLUMNS = {
     "recompilations": "recompiled",
     "first_step_s": "first step",
     "plan_error": "plan err",
+    "plan_seconds": "plan s",
     "error": "error",
 }
 
