@@ -10,7 +10,7 @@ __all__ = ['VIT_SIZE_BEFORE_TARGET', 'VIT_SIZE', 'PackingRules', 'PackedBatch', 
 # %% ../../../nbs/extras/bagel/08_packing.ipynb #packbg03
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -601,42 +601,39 @@ def item_noise(sample: PlannedSample, size: int, seed: int) -> Callable:
     return of_item
 
 # %% ../../../nbs/extras/bagel/08_packing.ipynb #e7537bbb
+@dataclass(eq=False)
 class SampleStream:
-    """Endless draws from weighted groups; each group is shuffled anew in every epoch."""
+    """Endless draws from weighted groups; each group is shuffled anew in every epoch.
 
-    def __init__(
-        self,
-        groups: list[Group],
-        encode: Callable,
-        rules: PackingRules,
-        seed: int = 0,
-        max_sample_tokens: int = 16384,
-        dropout: dict | None = None,
-    ):
-        """Raise ValueError for groups, weights or kinds that make no stream.
+    Raises ValueError for groups, weights or kinds that make no stream.
 
-        Args:
-            groups: groups with different names
-            encode: function from a text to a list of token ids
-            rules: packing rules of the model
-            seed: seed of the run
-            max_sample_tokens: longest sample (without dropping); longer ones are skipped
-            dropout: probability of leaving out text, vae, vit; default .1 .3 .3
-        """
+    Attributes:
+        groups: groups with different names
+        encode: function from a text to a list of token ids
+        rules: packing rules of the model
+        seed: seed of the run
+        max_sample_tokens: longest sample (without dropping); longer ones are skipped
+        dropout: probability of leaving out text, vae, vit; default .1 .3 .3
+    """
+
+    groups: InitVar[list[Group]]
+    encode: Callable
+    rules: PackingRules
+    seed: int = 0
+    max_sample_tokens: int = field(default=16384, kw_only=True)
+    dropout: dict | None = field(default=None, kw_only=True)
+
+    def __post_init__(self, groups: list[Group]):
         if not groups or len({g.name for g in groups}) < len(groups):
             raise ValueError("at least one group is needed, each with a name of its own")
         if min(g.weight for g in groups) < 0 or not any(g.weight > 0 for g in groups):
             raise ValueError("weights must not be negative, and one must be positive")
-        if unknown := set(dropout or {}) - {"text", "vae", "vit"}:
+        if unknown := set(self.dropout or {}) - {"text", "vae", "vit"}:
             raise ValueError(f"dropout of {unknown.pop()!r}: text, vae and vit are known")
         self.groups = {g.name: g for g in groups}
-        self.encode = encode
-        self.rules = rules
-        self.seed = seed
-        self.max_sample = max_sample_tokens
-        self.dropout = dict(text=0.1, vae=0.3, vit=0.3) | (dropout or {})
+        self.dropout = dict(text=0.1, vae=0.3, vit=0.3) | (self.dropout or {})
         self.orders = {
-            g.name: GlobalOrder(len(g.examples), 1, stream_seed(seed, "order", g.name))
+            g.name: GlobalOrder(len(g.examples), 1, stream_seed(self.seed, "order", g.name))
             for g in groups
         }
         self.aside = {g.name: {e.id for e in g.examples if e.fault} for g in groups}
@@ -696,12 +693,12 @@ class SampleStream:
             self.taken[name] += 1
             if sample is None:
                 continue
-            if sample.full_length <= self.max_sample:
+            if sample.full_length <= self.max_sample_tokens:
                 return sample
             self.skipped += 1
         raise DataError(
             f"every example of group {name!r} that can be used has more than "
-            f"max_sample_tokens={self.max_sample} tokens"
+            f"max_sample_tokens={self.max_sample_tokens} tokens"
         )
 
     def choose(self) -> str:
@@ -740,46 +737,31 @@ def fingerprint(groups: Iterable[Group], *settings) -> str:
     return digest.hexdigest()
 
 # %% ../../../nbs/extras/bagel/08_packing.ipynb #3418ae7a
+@dataclass(eq=False)
 class PackStream(SampleStream):
-    """An endless, resumable stream of planned packs."""
+    """An endless, resumable stream of planned packs.
 
-    def __init__(
-        self,
-        groups: list[Group],
-        encode: Callable,
-        rules: PackingRules,
-        seed: int = 0,
-        expected_tokens: int = 32768,
-        max_tokens: int = 36864,
-        max_sample_tokens: int = 16384,
-        prefer_buffer_before: int = 16384,
-        buffer_size: int = 50,
-        dropout: dict | None = None,
-    ):
-        """Raise ValueError if the budgets contradict each other.
+    Raises ValueError if the budgets contradict each other.
 
-        Args:
-            groups: groups with different names
-            encode: function from a text to a list of token ids
-            rules: packing rules of the model
-            seed: seed of the run
-            expected_tokens: a pack is complete when it holds so many tokens
-            max_tokens: largest number of tokens of a pack
-            max_sample_tokens: longest sample; longer ones are skipped
-            prefer_buffer_before: waiting samples come first while the pack is shorter than this
-            buffer_size: largest number of waiting samples
-            dropout: probability of leaving out text, vae, vit
-        """
-        super().__init__(groups, encode, rules, seed, max_sample_tokens, dropout)
-        if max_tokens < (least := max(max_sample_tokens, expected_tokens)):
+    Attributes:
+        expected_tokens: a pack is complete when it holds so many tokens
+        max_tokens: largest number of tokens of a pack
+        prefer_buffer_before: waiting samples come first while the pack is shorter than this
+        buffer_size: largest number of waiting samples
+    """
+
+    expected_tokens: int = 32768
+    max_tokens: int = 36864
+    prefer_buffer_before: int = 16384
+    buffer_size: int = 50
+
+    def __post_init__(self, groups: list[Group]):
+        super().__post_init__(groups)
+        if self.max_tokens < (least := max(self.max_sample_tokens, self.expected_tokens)):
             raise ValueError(
-                f"max_tokens {max_tokens} must be at least expected_tokens and "
+                f"max_tokens {self.max_tokens} must be at least expected_tokens and "
                 f"max_sample_tokens, {least}"
             )
-        self.expected = expected_tokens
-        self.max = max_tokens
-        self.prefer = prefer_buffer_before
-        self.buffer_size = buffer_size
         self.packs = 0
         self.waiting = []
         self._fingerprint = None
@@ -792,14 +774,14 @@ class PackStream(SampleStream):
             return sum(sample.length for sample in pack)
 
         def fits(sample: PlannedSample) -> bool:
-            return length() + sample.length <= self.max
+            return length() + sample.length <= self.max_tokens
 
         for group in self.groups.values():
             if group.mandatory:
                 sample = self.take(group.name)
                 (pack if fits(sample) else self.waiting).append(sample)
-        while length() < self.expected:
-            early = length() < self.prefer or len(self.waiting) >= self.buffer_size
+        while length() < self.expected_tokens:
+            early = length() < self.prefer_buffer_before or len(self.waiting) >= self.buffer_size
             ready = next((s for s in self.waiting if fits(s)), None) if early else None
             if ready:
                 self.waiting.remove(ready)
@@ -850,10 +832,10 @@ class PackStream(SampleStream):
             self._fingerprint = fingerprint(
                 self.groups.values(),
                 self.seed,
-                self.expected,
-                self.max,
-                self.max_sample,
-                self.prefer,
+                self.expected_tokens,
+                self.max_tokens,
+                self.max_sample_tokens,
+                self.prefer_buffer_before,
                 self.buffer_size,
                 sorted(self.dropout.items()),
                 self.rules,

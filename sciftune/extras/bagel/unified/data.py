@@ -393,7 +393,7 @@ class UnifiedBatches:
             too_long_samples=self.sequences.skipped,
             total_ce_tokens=total["ce"],
             total_mse_tokens=total["mse"],
-            packing=total["tokens"] / (len(packs) * self.sequences.max),
+            packing=total["tokens"] / (len(packs) * self.sequences.max_tokens),
             lens=lens,
         )
         for kind in ("text", "vit", "vae"):

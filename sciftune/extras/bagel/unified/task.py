@@ -216,8 +216,8 @@ def pack_stream(
         recipe.seed,
         recipe.expected_tokens,
         recipe.max_tokens,
-        recipe.max_sample_tokens,
         recipe.expected_tokens // 2,
+        max_sample_tokens=recipe.max_sample_tokens,
         dropout=dropout,
     )
 
