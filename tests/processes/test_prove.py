@@ -3,6 +3,7 @@
 import subprocess
 
 import pytest
+from shared_figures import share_figures
 
 COMMAND = "import sys; from sciftune.lab.prove import prove_command; prove_command(sys.argv[1:])"
 FIELDS = dict(
@@ -23,6 +24,7 @@ FIELDS = dict(
 @pytest.fixture
 def prove(tmp_path, warm_python):
     "The command; returns the finished process."
+    share_figures(tmp_path)
 
     def run(*options):
         words = [word for name, value in FIELDS.items() for word in ("-p", name, str(value))]

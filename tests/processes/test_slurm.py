@@ -9,6 +9,7 @@ import time
 
 import pytest
 from forked import losses
+from shared_figures import share_figures
 
 from sciftune.core.recipe import resolve
 from sciftune.core.rundir import RunDir
@@ -61,6 +62,7 @@ sys.exit(step.wait())
 def test_a_requeued_job_goes_on(tmp_path, warm_python, fields):
     run = RunDir(tmp_path / "a run; with $(signs)")
     run.path.mkdir()
+    share_figures(tmp_path)
     endless = resolve(run_root=str(tmp_path), name=run.path.name, steps=10**6, **SMALL | fields)
     write_configs(endless, run)
     first = submit(run, warm_python)
