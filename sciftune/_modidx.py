@@ -374,6 +374,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'sciftune.core.plan.Choice.text': ('1_core/plan.html#choice.text', 'sciftune/core/plan.py'),
                                     'sciftune.core.plan.Plan': ('1_core/plan.html#plan', 'sciftune/core/plan.py'),
                                     'sciftune.core.plan.Plan.chosen_text': ('1_core/plan.html#plan.chosen_text', 'sciftune/core/plan.py'),
+                                    'sciftune.core.plan.Plan.disk_refusal': ('1_core/plan.html#plan.disk_refusal', 'sciftune/core/plan.py'),
                                     'sciftune.core.plan.Plan.load': ('1_core/plan.html#plan.load', 'sciftune/core/plan.py'),
                                     'sciftune.core.plan.Plan.refusal': ('1_core/plan.html#plan.refusal', 'sciftune/core/plan.py'),
                                     'sciftune.core.plan.Plan.save': ('1_core/plan.html#plan.save', 'sciftune/core/plan.py'),

@@ -28,6 +28,7 @@ class PlanRow(BaseModel):
         host_parts_gib: Part -> GiB of the host, all its processes
         host_gib: The largest sum of parts that are there at the same time
         disk_gib: Checkpoints and export
+        checkpoint_gib: One checkpoint
         peak_at: Phase of the step with the most memory
         recompute_blocks: Checkpointed blocks
         selective_blocks: Blocks that recompute all but products and attention
@@ -50,6 +51,7 @@ class PlanRow(BaseModel):
     host_parts_gib: dict[str, float] = {}
     host_gib: float = 0.0
     disk_gib: float = 0.0
+    checkpoint_gib: float = 0.0
     peak_at: str = ""
     recompute_blocks: int = 0
     selective_blocks: int = 0
@@ -206,4 +208,14 @@ class Plan(BaseModel):
             f"{text}. Nothing else fits either (every strategy and precision, "
             f"micro-batch down to 1{host}): "
             "lower resolution, or use a machine with more memory"
+        )
+
+    def disk_refusal(self) -> str:
+        """Return why not even one checkpoint can be written; '' if the disk's room is not known."""
+        need, free = self.run.checkpoint_gib, self.disk_free_gib
+        if not free or need <= free:
+            return ""
+        return (
+            f"run_root: a checkpoint needs {need:.4g} GiB, {free:.4g} GiB are free on its disk; "
+            "free some space, change run_root, or train without checkpoints (checkpoint_steps=0)"
         )

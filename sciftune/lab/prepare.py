@@ -362,7 +362,7 @@ def planned(recipe: Recipe, target: Path, at: Path | None = None) -> Plan:
 def plan_run(
     recipe: Recipe, plan_path: Path, check: bool = True, run: RunDir | None = None
 ) -> Plan:
-    """Predict a run's memory and time. Raises LaunchError when it cannot fit or be planned.
+    """Predict a run's memory and time. Raises LaunchError if it cannot fit, save or be planned.
 
     Args:
         recipe: with absolute paths
@@ -376,8 +376,11 @@ def plan_run(
     except LaunchError as error:
         why = " ".join(str(error).split())
         raise LaunchError(f"the plan could not be made: {why}") from None
-    if check and not plan.run.fits:
-        raise LaunchError(f"{plan.refusal()}\n(plan_check=False starts it all the same)")
+    why = plan.disk_refusal() if recipe.checkpoint_steps else ""
+    if not plan.run.fits:
+        why = plan.refusal()
+    if check and why:
+        raise LaunchError(f"{why}\n(plan_check=False starts it all the same)")
     return plan
 
 # %% ../../nbs/9_lab/06_prepare.ipynb #0445e891

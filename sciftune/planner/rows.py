@@ -276,6 +276,7 @@ def plan_row(profile: Profile, strategy: Strategy, machine: Machine) -> PlanRow:
         host_parts_gib=_rounded(host, 3),
         host_gib=round(host_total, 3),
         disk_gib=round(disk_gib(ledger), 3),
+        checkpoint_gib=round(ledger.work.checkpoint_bytes(profile, strategy) / 2**30, 3),
         peak_at=phase.name,
         recompute_blocks=ledger.checkpointed,
         selective_blocks=ledger.selective,
