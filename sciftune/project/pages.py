@@ -213,10 +213,10 @@ plugged into it and calls down to the model family (`4_models`).
    the run; a setting that would change the result is refused.
 2. In every rank @training.trainer.Run.resume calls
    @training.checkpoints.checkpoint_to_resume, which finds the newest checkpoint without damage
-   ([which one, and why](../../nbs/1_core/13_checkpoint_folders.ipynb)),
-3. @core.checkpoint_folders.check_same_run, which compares recipe and data with the checkpoint's,
-4. and @training.checkpoints.load_checkpoint, which reads weights and optimizer states, whatever
-   engine wrote them. Noise and the order of samples follow from seed and step:
+   ([which one, and why](../../nbs/1_core/13_checkpoint_folders.ipynb)).
+3. @core.checkpoint_folders.check_same_run compares recipe and data with the checkpoint's.
+4. @training.checkpoints.load_checkpoint reads weights and optimizer states, whatever engine wrote
+   them; the next step follows. Noise and the order of samples follow from seed and step:
    @core.randomness.
 
 ## From `-p learning_rate 1e-4` to the optimizer

@@ -211,11 +211,11 @@ class StatedFigure(SeenFigure):
         return bool(self.marks(cell, colour))
 
     def colour_count(self, cell: PanelPlace, count: int) -> bool:
-        """Return whether the marks have so many colours."""
+        """Return whether the marks have this number of colours."""
         return sum(bool(self.marks(cell, c)) for c in COLOURS) == count
 
     def bar_count(self, cell: PanelPlace, count: int) -> bool:
-        """Return whether there are so many bars: areas that nearly fill their boxes."""
+        """Return whether there is this number of bars: areas that nearly fill their boxes."""
         return len(self._bars(cell)) == count
 
     def _bars(self, cell: PanelPlace) -> list[tuple]:
@@ -224,7 +224,7 @@ class StatedFigure(SeenFigure):
         return [b for b in boxes if b[2] - b[0] > 0.6 * size]
 
     def point_count(self, cell: PanelPlace, colour: str, count: int) -> bool:
-        """Return whether there are so many points of a colour."""
+        """Return whether a colour has this number of points."""
         return len(self.marks(cell, colour)) == count
 
     def ordered(self, cell: PanelPlace, colours: Sequence[str]) -> bool:

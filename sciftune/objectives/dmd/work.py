@@ -423,7 +423,7 @@ class DMDStepCost(StepCost):
     def sent_bytes(
         self, model: Profile, strategy: Strategy, checkpointed_share: float
     ) -> tuple[float, float]:
-        """Return the bytes of the critic's update and of the generator, forward only.
+        """Return the bytes sent by the critic's update and by forward-only passes of the generator.
 
         Args:
             model: profile of the generator
