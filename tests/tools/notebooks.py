@@ -78,7 +78,8 @@ LONGEST = (  # they begin first, so that workers end together
     *("planner/08_search", "figures/12_statements", "dmd/04_task", "lab/18_evaluate"),
     *("lab/06_prepare", "lab/03_jobs", "processes/test_checkpoints", "processes/test_secrets"),
     *("processes/test_guidance", "processes/test_odd_paths", "lab/04_report"),
-    *("tests/test_refusals", "processes/test_quick", "test_presets", "test_odd_files"),
+    *("tests/test_refusals", "test_optimizers", "test_auto", "test_markup", "test_odd_values"),
+    *("processes/test_quick", "test_presets", "test_odd_files", "test_model_folders"),
     *("core/05_recipe", "test_many_rows", "test_cells", "core/23_compat"),
 )
 NO_TESTS = 5  # pytest: none was chosen
