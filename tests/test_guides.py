@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from sciftune.core.rate_groups import group_numbers, rate_groups
 from sciftune.lab.command import commands, planned_recipe, settings_of
 from sciftune.lab.jobs import LaunchError
 from sciftune.lab.prepare import recipe_from
+from sciftune.models.family import get_family
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "CHANGELOG.md"]
@@ -21,7 +23,7 @@ SHOWN_AS = (  # indented, in a fence, and within a line
     re.compile(rf"^{COMMAND}{SETTINGS}", re.M),
     re.compile(rf"`{COMMAND}{SETTINGS}`"),
 )
-PLACEHOLDER = re.compile(r"\.\.\.|…|[<\[{]|[A-Z]{3,}|mymodel")
+PLACEHOLDER = re.compile(r"\.\.\.|…|[<\[]|(?<![\": ]){|[A-Z]{3,}|mymodel")
 
 
 def prose(page):
@@ -65,6 +67,15 @@ def test_a_shown_command_is_accepted(words, monkeypatch):
         planned_recipe(rest)
     elif name in ("run", "verify-resume"):
         recipe_from(settings_of(rest))
+
+
+def test_groups_that_are_shown_match_parameters():
+    recipes = [recipe_from(settings_of(p.values[0][1:])) for p in SHOWN if "lr_groups" in p.id]
+    assert recipes
+    for recipe in recipes:
+        family = get_family(recipe.model)
+        net = getattr(family.build_tiny(**family.tiny_variants), family.denoiser_component)
+        group_numbers(rate_groups(recipe.lr_groups), [name for name, _ in net.named_parameters()])
 
 
 def test_a_wrong_one_would_be_found():

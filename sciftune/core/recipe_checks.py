@@ -201,13 +201,18 @@ def check_prior(recipe: Fields):
 
 
 def check_length(recipe: Fields):
-    """Check that the run has a length: steps, or epochs from which a launch counts the steps.
+    """Check that the run has a length, and held-out samples where these end it.
 
     Args:
         recipe: Each field is valid by itself
     """
     if not recipe.steps and not recipe.num_train_epochs:
         raise ValueError("steps: must be at least 1; got 0")
+    if recipe.keep_best == "held_out" and not recipe.held_out and not recipe.validation_data:
+        raise ValueError(
+            "held_out: 0 leaves nothing to judge by for keep_best 'held_out'; give held_out, for "
+            "example 4, or validation_data, or keep_best ''"
+        )
 
 # %% ../../nbs/1_core/04b_recipe_checks.ipynb #38e9b8e9
 def check_strategy(recipe: Fields):
