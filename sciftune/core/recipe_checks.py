@@ -213,6 +213,11 @@ def check_length(recipe: Fields):
             "held_out: 0 leaves nothing to judge by for keep_best 'held_out'; give held_out, for "
             "example 4, or validation_data, or keep_best ''"
         )
+    if recipe.keep_best not in ("", "held_out") and not recipe.validation_images:
+        raise ValueError(
+            f"validation_images: 0 leaves no image for keep_best '{recipe.keep_best}'; give "
+            "validation_images, for example 4, or keep_best 'held_out'"
+        )
 
 # %% ../../nbs/1_core/04b_recipe_checks.ipynb #38e9b8e9
 def check_strategy(recipe: Fields):

@@ -82,6 +82,6 @@ def test_stops_early_and_stays_complete(tmp_path):
 
 def test_a_number_that_no_validation_has(tmp_path):
     run = RunDir(tmp_path / "none")
-    recipe = recipe_of(run, **BASE | dict(held_out=0))
-    assert wait(start(run, recipe)) == [2]
-    assert "keep_best: a validation of this run has no 'held_out'" in log(run)
+    asked = dict(keep_best="follows", validation_images=1, validation_prompts="a photo of a cat")
+    assert wait(start(run, recipe_of(run, **BASE | asked))) == [2]
+    assert "keep_best: a validation of this run has no 'follows'" in log(run)

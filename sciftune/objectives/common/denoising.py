@@ -44,7 +44,7 @@ class DenoisingObjective:
         Args:
             denoiser: as the engine wraps it
             batch: x0, noise (B,C,h,w), sigma (B,), conditioning
-            huber_c: threshold of the `penalty`; 0 = squared errors
+            huber_c: threshold of the `penalty`, given where the recipe sets one; 0 = squared errors
 
         Returns:
             (B,) fp32
@@ -73,7 +73,8 @@ class DenoisingObjective:
         if self.recipe.lora_dropout:  # draw the same masks on any number of processes
             key = ("dropout", *batch["ids"], *batch["epochs"])
             torch.manual_seed(stream_seed(self.recipe.seed, *key))
-        losses = self.per_sample(networks["denoiser"], batch, self.recipe.huber_c)
+        robust = {"huber_c": self.recipe.huber_c} if self.recipe.huber_c else {}
+        losses = self.per_sample(networks["denoiser"], batch, **robust)
         sums = dict(latents=latent_sums(batch["x0"], batch["conditioning"].get("sizes")))
         if ranges := self.recipe.loss_sigmas:
             sums["loss_sigma"] = loss_by_sigma(losses, batch["sigma"], ranges)
