@@ -506,6 +506,7 @@ def learning_rate_at(
     else:
         fall = recipe.lr_num_cycles * progress % 1 if progress < 1 else 1.0
         factor = 0.5 * (1 + math.cos(math.pi * fall))
+    factor = recipe.lr_min_factor + (1 - recipe.lr_min_factor) * factor
     return recipe.learning_rate * warm * factor
 
 # %% ../../nbs/1_core/05_recipe.ipynb #fe9fba9b

@@ -10,7 +10,7 @@ __all__ = ['AUTOMATIC', 'Precisions', 'Schedules', 'SECTIONS', 'ModelSection', '
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import ValidationInfo, field_validator
 
@@ -377,6 +377,13 @@ class NumbersSection(Section):
     )
     lr_power: float = field(
         1.0, "2: falls fast at first; below 1: at the end", needs="lr_schedule=polynomial", gt=0
+    )
+    lr_min_factor: float = field(
+        0.0,
+        "lowest rate of a schedule that falls, as a part of learning_rate",
+        needs="|".join(f"lr_schedule={name}" for name in get_args(Schedules)[1:]),
+        ge=0,
+        lt=1,
     )
     warmup_steps: int = field(0, "linear warm-up", ge=0)
     lr_groups: str = field(
