@@ -252,6 +252,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'sciftune.core.fields.Need': ('1_core/fields.html#need', 'sciftune/core/fields.py'),
                                       'sciftune.core.fields.RecipeError': ('1_core/fields.html#recipeerror', 'sciftune/core/fields.py'),
                                       'sciftune.core.fields.Section': ('1_core/fields.html#section', 'sciftune/core/fields.py'),
+                                      'sciftune.core.fields.Section.__pydantic_init_subclass__': ( '1_core/fields.html#section.__pydantic_init_subclass__',
+                                                                                                   'sciftune/core/fields.py'),
                                       'sciftune.core.fields.Section._below_largest': ( '1_core/fields.html#section._below_largest',
                                                                                        'sciftune/core/fields.py'),
                                       'sciftune.core.fields.Section._conceal': ( '1_core/fields.html#section._conceal',

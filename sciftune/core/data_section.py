@@ -31,199 +31,49 @@ class DataSection(Section):
         "several with their weights: '/my/images:0.3,/my/shards:0.7'",
         weighted=True,
     )
-    shuffle_window: int = field(
-        0,
-        "shuffle so many shards (parquet, tar) at a time, so that a collection larger than memory "
-        "is read piece by piece; 0 = shuffle all of it",
-        optional=True,
-        ge=0,
-    )
-    max_bad_fraction: float = setting(
-        0.05,
-        "more unreadable rows than this end the run before training",
-        optional=True,
-        ge=0,
-        le=1,
-    )
-    resolution: int = field(64, "square side in pixels, a multiple of 16", ge=16, le=4096)
-    reference_images: int = field(
-        0,
-        "most reference images of a sample, the sources of an edit; the plan counts so many; "
-        "0 = the data have none",
-        optional=True,
-        ge=0,
-        le=16,
-    )
-    reference_side: int = field(
-        0,
-        "reference images of a larger area than a square of this side are scaled down to it; "
-        "0 = as the model's pipeline does",
-        needs="reference_images",
-        ge=0,
-        le=4096,
-    )
-    reference_dropout: float = field(
-        0.0,
-        "chance that a sample is trained without its reference images",
-        needs="reference_images",
-        ge=0,
-        le=1,
-    )
-    caption_dropout: float = field(
-        0.1, "chance that a sample is trained with the empty caption", optional=True, ge=0, le=1
-    )
-    caption_words: float = field(
-        0.0,
-        "chance that a sentence behind the caption quotes the words of the figure, which columns "
-        "labels or words name",
-        optional=True,
-        ge=0,
-        le=1,
-    )
-    prior_data: str = field(
-        "",
-        "one of the collections of data, whose pictures keep what the model knew: they are trained "
-        "towards the prediction of the base, with the adapters switched off",
-        optional=True,
-        needs="lora_rank",
-    )
-    prior_weight: float = field(
-        1.0, "weight of a picture of prior_data in the loss", needs="prior_data", gt=0
-    )
-    mask_outside: float = field(
-        1.0,
-        "weight in the loss of what the mask of a picture leaves black, white counts 1 (columns "
-        "mask, mask_image, or a.mask.png beside a.png); 1 = masks are not read",
-        optional=True,
-        ge=0,
-        le=1,
-    )
-    text_weight: float = field(
-        1.0,
-        "how many times as much as others latent cells under words count in the loss, whose mean "
-        "weight stays 1; boxes stand in labels or words, else the words are read (OCR)",
-        optional=True,
-        ge=0,
-        le=1000,
-    )
-    text_tokens: int = field(512, "most text tokens per caption", optional=True, ge=8, le=1024)
-    metadata: str = field(
-        "", "list of the images in data (json, jsonl, csv), where it lies elsewhere", optional=True
-    )
-    prompts: str = field(
-        "",
-        "a file of captions, .txt (one a line), .jsonl or .parquet: those to distil with, empty = "
-        "the captions of data; elsewhere those of all images that have none",
-        optional=True,
-    )
-    prompt: str = field(
-        "",
-        "the caption of all images that have none; {folder} = the name of the folder of an image, "
-        "without the number of 10_name",
-        optional=True,
-    )
-    trigger: str = field(
-        "", "words put before each caption that does not hold them, with a comma", optional=True
-    )
-    tag_orders: int = field(
-        0,
-        "orders in which the tags of a caption, separated by commas, are shuffled: each is "
-        "encoded, and an epoch draws one; 0 = as they are written",
-        optional=True,
-        ge=0,
-        le=64,
-    )
-    tags_kept: int = field(
-        1, "first tags of a caption that keep their place", needs="tag_orders", ge=0, le=100
-    )
-    folder_repeats: bool = field(
-        False,
-        "an image in a folder called 10_name is trained on 10 times in each pass over the data",
-        optional=True,
-    )
-    caption_prefix: str = field("", "put before every caption", optional=True)
-    caption_template: str = field(
-        "",
-        "what becomes of a caption, with {} in its place; several separated by '|' give several "
-        "captions",
-        optional=True,
-    )
+    shuffle_window: int = field(0, optional=True, ge=0)
+    max_bad_fraction: float = setting(0.05, optional=True, ge=0, le=1)
+    resolution: int = field(64, ge=16, le=4096)
+    reference_images: int = field(0, optional=True, ge=0, le=16)
+    reference_side: int = field(0, needs="reference_images", ge=0, le=4096)
+    reference_dropout: float = field(0.0, needs="reference_images", ge=0, le=1)
+    caption_dropout: float = field(0.1, optional=True, ge=0, le=1)
+    caption_words: float = field(0.0, optional=True, ge=0, le=1)
+    prior_data: str = field("", optional=True, needs="lora_rank")
+    prior_weight: float = field(1.0, needs="prior_data", gt=0)
+    mask_outside: float = field(1.0, optional=True, ge=0, le=1)
+    text_weight: float = field(1.0, optional=True, ge=0, le=1000)
+    text_tokens: int = field(512, optional=True, ge=8, le=1024)
+    metadata: str = field("", optional=True)
+    prompts: str = field("", optional=True)
+    prompt: str = field("", optional=True)
+    trigger: str = field("", optional=True)
+    tag_orders: int = field(0, optional=True, ge=0, le=64)
+    tags_kept: int = field(1, needs="tag_orders", ge=0, le=100)
+    folder_repeats: bool = field(False, optional=True)
+    caption_prefix: str = field("", optional=True)
+    caption_template: str = field("", optional=True)
     fit: Literal["bucket", "pad", "crop"] = field(
         "crop",
-        "how an image becomes a training size: 'bucket' = the nearest of a few aspect ratios, "
-        "what does not fit is cut; 'pad' = the whole image, padding kept out of the loss; "
-        "'crop' = the square in its middle",
         optional=True,
         instead="distillation and the autoencoder see centre-cropped squares, BAGEL whole images "
         "in sizes of its own",
     )
     packing: bool = field(
         False,
-        "micro-batches hold samples of any sizes and captions of any length, their tokens one "
-        "behind another without padding or mask, in the place of one size each",
         optional=True,
         instead="BAGEL packs as it is; the other objectives train one size at a time",
     )
-    random_hw_adapt: bool = field(
-        False,
-        "draw the size of a sample: its side between bucket_min and resolution, with fit='crop' "
-        "height and width each",
-        optional=True,
-    )
-    random_hw_draws: int = field(
-        1,
-        "sizes drawn per sample, used in turn by epochs, each cached; 0 = one for every epoch",
-        needs="random_hw_adapt",
-        ge=0,
-        le=16,
-    )
-    bucket_min: int = field(
-        0,
-        "smallest side of a bucket, a multiple of bucket_step; 0 = half of resolution",
-        needs="fit=bucket|fit=pad|random_hw_adapt",
-        ge=0,
-        le=4096,
-    )
-    bucket_max: int = field(
-        0,
-        "largest side; 0 = twice resolution",
-        needs="fit=bucket|fit=pad|random_hw_adapt",
-        ge=0,
-        le=8192,
-    )
-    bucket_step: int = field(
-        0,
-        "sides are multiples of it, itself one of 16 and of what the model needs; 0 = about "
-        "resolution/16, whatever suits",
-        needs="fit=bucket|fit=pad|random_hw_adapt",
-        ge=0,
-        le=512,
-    )
-    bucket_sides: str = field(
-        "",
-        "several resolutions: square sides separated by commas, each image at the largest that it "
-        "fills; empty = resolution",
-        needs="fit=bucket|fit=pad",
-    )
-    held_out: int = field(
-        16,
-        "samples kept out of training for the held-out loss",
-        optional=True,
-        needs="validation_data=",
-        ge=0,
-    )
-    split_by: Literal["auto", "document", "sample"] = field(
-        "auto",
-        "what is held out whole: documents that rows name (auto: where they name some), or samples",
-        optional=True,
-        needs="held_out",
-    )
-    validation_data: str = field(
-        "",
-        "a held-out set of its own, in a form that data can have, in the place of held_out samples",
-        optional=True,
-    )
-    cache_batch: int = setting(4, "samples per encoder call while caching", optional=True, ge=1)
+    random_hw_adapt: bool = field(False, optional=True)
+    random_hw_draws: int = field(1, needs="random_hw_adapt", ge=0, le=16)
+    bucket_min: int = field(0, needs="fit=bucket|fit=pad|random_hw_adapt", ge=0, le=4096)
+    bucket_max: int = field(0, needs="fit=bucket|fit=pad|random_hw_adapt", ge=0, le=8192)
+    bucket_step: int = field(0, needs="fit=bucket|fit=pad|random_hw_adapt", ge=0, le=512)
+    bucket_sides: str = field("", needs="fit=bucket|fit=pad")
+    held_out: int = field(16, optional=True, needs="validation_data=", ge=0)
+    split_by: Literal["auto", "document", "sample"] = field("auto", optional=True, needs="held_out")
+    validation_data: str = field("", optional=True)
+    cache_batch: int = setting(4, optional=True, ge=1)
 
     @field_validator("data")
     @classmethod

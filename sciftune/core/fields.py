@@ -25,7 +25,7 @@ class RecipeError(ValueError):
 # %% ../../nbs/1_core/01a_fields.ipynb #7fe85e24
 def field(
     default: Any,
-    description: str,
+    description: str = "",
     *,
     identity: bool = True,
     needs: str = "",
@@ -38,7 +38,7 @@ def field(
 
     Args:
         default: value if the recipe does not set the field
-        description: one sentence for people
+        description: one sentence for people; '' = that of `assets/fields.yaml`
         identity: True if a resumed run must keep the value
         needs: condition under which it is read: 'switch', 'switch=value', 'switch>number', several
             with '|'
@@ -53,12 +53,12 @@ def field(
     return Field(default, description=description, json_schema_extra=extra, **limits)
 
 
-def setting(default: Any, description: str, **more: Any) -> FieldInfo:
+def setting(default: Any, description: str = "", **more: Any) -> FieldInfo:
     """Declare a `field` that a resumed run may change: it is not part of the run's identity.
 
     Args:
         default: value if the recipe does not set the field
-        description: one sentence for people
+        description: as of `field`
         **more: other arguments of `field`
     """
     return field(default, description, identity=False, **more)
@@ -234,6 +234,12 @@ class Section(BaseModel):
         coerce_numbers_to_str=True,
         allow_inf_nan=False,
     )
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any):
+        """Give each field without a description that of `assets/fields.yaml`."""
+        for name, info in cls.model_fields.items():
+            info.description = info.description or packaged_table("assets/fields.yaml").get(name)
 
     @field_validator("*", mode="before")
     @classmethod

@@ -46,33 +46,15 @@ def _printable(text: str):
 class ModelSection(Section):
     """Fields of the model, the objective and the run's name."""
 
-    model: str = field("qwenimage", "model family")
-    preset: str = setting("tiny", "named set of values, see `presets`")
-    name: str = setting("", "run folder under run_root; empty = model-preset-strategy-N")
-    run_root: str = setting("runs", "folder that holds the run folders and the caches")
-    model_path: str = field(
-        "tiny",
-        "diffusers folder, hub id, safetensors file of the original release or of ComfyUI, 'tiny' "
-        "(offline stand-in, random), 'nano' (small trained model "
-        "of this package), 'random' (real size, random weights) or 'parts' (bagel: llm_path, "
-        "vit_path and vae_path)",
-    )
-    text_encoder_path: str = field(
-        "",
-        "with a file as model_path: folder of the text encoder and its tokenizer, or a pipeline "
-        "folder or hub id that holds them",
-    )
-    autoencoder_path: str = field(
-        "",
-        "with a file as model_path: folder or safetensors file of the autoencoder, or a pipeline "
-        "folder; empty = that of the file, or of text_encoder_path",
-    )
-    revision: str = field("", "hub revision of model_path; empty = main")
-    objective: str = field(
-        "flow",
-        "training objective; sd15 and sdxl: epsilon (fine-tuning), dmd2, dmd_decoupled "
-        "(distillation); autoencoder: the VAE of qwenimage or klein instead of the denoiser",
-    )
+    model: str = field("qwenimage")
+    preset: str = setting("tiny")
+    name: str = setting("")
+    run_root: str = setting("runs")
+    model_path: str = field("tiny")
+    text_encoder_path: str = field("")
+    autoencoder_path: str = field("")
+    revision: str = field("")
+    objective: str = field("flow")
 
     _model = field_validator("model")(_known("models"))
     _objective = field_validator("objective")(_known("objectives"))
@@ -101,36 +83,14 @@ class ModelSection(Section):
 class ScheduleSection(Section):
     """Fields of steps and batches."""
 
-    steps: int = setting(100, "optimizer steps; 0 = as many as num_train_epochs means", ge=0)
-    num_train_epochs: float = setting(
-        0.0,
-        "length of the run in passes over the training set, in the place of steps, whose number is "
-        "worked out from it at the launch; 0 = steps says it",
-        optional=True,
-        ge=0,
-        le=1e6,
-    )
-    micro_batch: int = setting(
-        1,
-        "samples per process and forward pass, or 'auto'; BAGEL: packed sequences, always 1",
-        ge=1,
-    )
+    steps: int = setting(100, ge=0)
+    num_train_epochs: float = setting(0.0, optional=True, ge=0, le=1e6)
+    micro_batch: int = setting(1, ge=1)
     data_workers: int = setting(
-        0,
-        "processes of each rank that make batches; 0 = a thread, enough unless a "
-        "step is shorter than making its batch",
-        optional=True,
-        instead="leave it out, a thread makes the batches",
-        ge=0,
-        le=64,
+        0, optional=True, instead="leave it out, a thread makes the batches", ge=0, le=64
     )
-    global_batch: int = field(
-        8,
-        "samples per optimizer step over all processes, micro_batch x processes x accumulation; "
-        "BAGEL: packed sequences, of as many samples as expected_tokens hold",
-        ge=1,
-    )
-    seed: int = field(0, "everything random follows from it", ge=0, lt=2**31)
+    global_batch: int = field(8, ge=1)
+    seed: int = field(0, ge=0, lt=2**31)
 
 # %% ../../nbs/1_core/02_sections.ipynb #94d6eb8d
 AUTOMATIC = ("strategy", "micro_batch", "shard_states", "offload", "compile", "cuda_graphs")
@@ -139,81 +99,27 @@ AUTOMATIC = ("strategy", "micro_batch", "shard_states", "offload", "compile", "c
 class EngineSection(Section):
     """Fields of processes, sharding, offloading and gradient checkpointing."""
 
-    strategy: str = setting("single", "how the model is spread; 'auto' = the plan chooses")
-    auto: str = setting(
-        "",
-        "settings that the plan chooses by its seconds, of strategy, micro_batch, shard_states, "
-        "offload, compile and cuda_graphs, separated by commas; 'auto' as the value of one of them "
-        "adds it here, and recipe.yaml holds what was chosen",
-    )
-    num_processes: int = setting(0, "processes over all machines; 0 = one per GPU", ge=0)
-    num_machines: int = setting(1, "machines", ge=1)
-    machine_rank: int = setting(0, "rank of this machine", needs="num_machines>1", ge=0)
-    main_process_ip: str = setting(
-        "", "address of machine 0; needed with several machines", needs="num_machines>1"
-    )
-    main_process_port: int = setting(0, "rendezvous port; 0 = a free one", ge=0, lt=65536)
-    reshard: Literal["auto", True, False] = setting(
-        "auto",
-        "fsdp: free gathered parameters after the forward pass and gather them again; 'auto' = "
-        "keep them where the GPU has room and no more blocks are recomputed for it",
-        optional=True,
-    )
-    prefetch: int = setting(
-        0,
-        "fsdp: blocks gathered ahead of the one at work, forward and backward; 0 = torch's own "
-        "order, one ahead in backward",
-        optional=True,
-        ge=0,
-        le=8,
-    )
-    reduce_type: Literal["auto", "fp32", "bf16"] = setting(
-        "auto",
-        "fsdp: type in which gradients travel and are summed; bf16 halves the traffic and rounds "
-        "each sum; auto = sums as of fp32, of gradients that travel in bf16 where they are bf16",
-        optional=True,
-    )
-    hybrid_shard: int = setting(
-        0,
-        "fsdp: processes per shard group, replicated over the groups; 0 = shard over all, 1 = "
-        "replicate all (the frozen base of LoRA)",
-        optional=True,
-        ge=0,
-    )
-    shard_states: bool = setting(
-        False,
-        "ddp: each rank updates a part of every block and keeps the optimizer's states of that "
-        "part only; needs updates during backward (GPUs, no accumulation)",
-        optional=True,
-    )
-    context_parallel: int = setting(
-        1,
-        "fsdp, ddp: processes that work on the same samples, each on a part of their tokens, for "
-        "pictures that one GPU does not hold; divides the processes and the model's heads",
-        optional=True,
-        ge=1,
-    )
-    offload: Literal["none", "optimizer", "params", "nvme"] = setting(
-        "none",
-        "what is kept on the CPU (zero, fsdp; streamed on a single GPU: 'optimizer' the states, "
-        "'params' the weights of the blocks, too) or on NVMe (zero3)",
-    )
-    nvme_path: str = setting("", "folder for offload='nvme'", optional=True, needs="offload=nvme")
-    nccl_ib_disable: bool = setting(
-        False, "several machines without InfiniBand: sets NCCL_IB_DISABLE=1"
-    )
-    nccl_p2p_disable: bool = setting(False, "sets NCCL_P2P_DISABLE=1")
-    cpu: bool = setting(False, "train on the CPU even where there is a GPU")
-    gradient_checkpointing: Literal["none", "full", "auto"] = setting(
-        "full", "recompute blocks in backward; 'auto' = as little as fits", optional=True
-    )
-    compile: bool = setting(False, "compile each repeated block", optional=True)
-    cuda_graphs: bool = setting(
-        False,
-        "replay compiled blocks, or without compile all of a UNet, from CUDA graphs, where steps "
-        "wait for the host; for few sizes of figures and lengths of captions",
-        optional=True,
-    )
+    strategy: str = setting("single")
+    auto: str = setting("")
+    num_processes: int = setting(0, ge=0)
+    num_machines: int = setting(1, ge=1)
+    machine_rank: int = setting(0, needs="num_machines>1", ge=0)
+    main_process_ip: str = setting("", needs="num_machines>1")
+    main_process_port: int = setting(0, ge=0, lt=65536)
+    reshard: Literal["auto", True, False] = setting("auto", optional=True)
+    prefetch: int = setting(0, optional=True, ge=0, le=8)
+    reduce_type: Literal["auto", "fp32", "bf16"] = setting("auto", optional=True)
+    hybrid_shard: int = setting(0, optional=True, ge=0)
+    shard_states: bool = setting(False, optional=True)
+    context_parallel: int = setting(1, optional=True, ge=1)
+    offload: Literal["none", "optimizer", "params", "nvme"] = setting("none")
+    nvme_path: str = setting("", optional=True, needs="offload=nvme")
+    nccl_ib_disable: bool = setting(False)
+    nccl_p2p_disable: bool = setting(False)
+    cpu: bool = setting(False)
+    gradient_checkpointing: Literal["none", "full", "auto"] = setting("full", optional=True)
+    compile: bool = setting(False, optional=True)
+    cuda_graphs: bool = setting(False, optional=True)
 
     _strategy = field_validator("strategy")(_known("strategies"))
 
@@ -264,88 +170,26 @@ def layer_values(name: str, text: str) -> dict[str, float]:
 class TrainedSection(Section):
     """Fields of what is trained (all weights, some layers, adapters) and its first values."""
 
-    trained_layers: str = field(
-        "",
-        "full fine-tuning of a part: blocks, modules or parameters by name, ranges as in "
-        "transformer_blocks.30-59, separated by commas; empty = all",
-        optional=True,
-        needs="lora_rank=0",
-    )
-    lora_rank: int = field(
-        0,
-        "rank of LoRA adapters on a frozen base; 0 = full fine-tuning",
-        optional=True,
-        ge=0,
-        le=1024,
-    )
-    lora_alpha: float = field(
-        0.0,
-        "adapters are scaled by lora_alpha/lora_rank; 0 = equal to lora_rank",
-        needs="lora_rank",
-        ge=0,
-    )
-    lora_kind: AdapterKinds = field(
-        "lora",
-        "kind of adapters: lora, dora (direction and size of weights apart) or lokr (Kronecker "
-        "products)",
-        needs="lora_rank",
-    )
-    lora_rslora: bool = field(
-        False, "adapters are scaled by lora_alpha/sqrt(rank) (rsLoRA)", needs="lora_rank"
-    )
-    lora_ranks: str = field(
-        "",
-        "ranks of layers that have another than lora_rank, by ends of module names: "
-        "to_out.0=8,ff.net.2=32",
-        needs="lora_rank",
-    )
-    lora_alphas: str = field(
-        "",
-        "scales of layers that have another than lora_alpha, by ends of module names: to_q=4",
-        needs="lora_rank",
-    )
-    lora_factor: int = field(
-        0,
-        "lokr: size of the first Kronecker factor of a layer; 0 = near the square root of its "
-        "width",
-        needs="lora_rank",
-        ge=0,
-        le=4096,
-    )
-    lora_dropout: float = field(0.0, "on the adapters' inputs", needs="lora_rank", ge=0, lt=1)
-    lora_targets: str = field(
-        "",
-        "layers that get adapters, ends of module names separated by commas; empty = the family's "
-        "official ones",
-        needs="lora_rank",
-    )
+    trained_layers: str = field("", optional=True, needs="lora_rank=0")
+    lora_rank: int = field(0, optional=True, ge=0, le=1024)
+    lora_alpha: float = field(0.0, needs="lora_rank", ge=0)
+    lora_kind: AdapterKinds = field("lora", needs="lora_rank")
+    lora_rslora: bool = field(False, needs="lora_rank")
+    lora_ranks: str = field("", needs="lora_rank")
+    lora_alphas: str = field("", needs="lora_rank")
+    lora_factor: int = field(0, needs="lora_rank", ge=0, le=4096)
+    lora_dropout: float = field(0.0, needs="lora_rank", ge=0, lt=1)
+    lora_targets: str = field("", needs="lora_rank")
     lora_path: str = field(
         "",
-        "LoRA file or folder to go on from, of the same rank; empty = new adapters",
         optional=True,
         needs="lora_rank",
         instead="it starts new adapters; give start_from to go on from a checkpoint",
     )
-    lora_base: Literal["bf16", "fp8", "nf4"] = field(
-        "bf16",
-        "how the large layers of the frozen base are kept (single, ddp); bf16 = in the type of "
-        "the computation",
-        optional=True,
-        needs="lora_rank",
-    )
-    lora_format: Literal["diffusers", "kohya", "comfyui"] = setting(
-        "diffusers",
-        "file of exported adapters: as diffusers and peft write it, or with the names and scales "
-        "that sd-scripts or ComfyUI know",
-        needs="lora_rank",
-    )
-    start_from: str = field(
-        "",
-        "checkpoint folder of an earlier run of the same objective, whose weights a new run begins "
-        "with, with a new optimizer (distillation: generator and critic)",
-        optional=True,
-    )
-    start_from_ema: bool = field(False, "start_from: its averaged weights", needs="start_from")
+    lora_base: Literal["bf16", "fp8", "nf4"] = field("bf16", optional=True, needs="lora_rank")
+    lora_format: Literal["diffusers", "kohya", "comfyui"] = setting("diffusers", needs="lora_rank")
+    start_from: str = field("", optional=True)
+    start_from_ema: bool = field(False, needs="start_from")
 
 # %% ../../nbs/1_core/02_sections.ipynb #6820011d
 Precisions = Literal["fp32", "bf16-mixed", "bf16-master24", "fp8", "bf16"]
@@ -361,48 +205,25 @@ Schedules = Literal["constant", "cosine", "linear", "cosine_with_restarts", "pol
 class NumbersSection(Section):
     """Fields of number types, optimizer, learning rate, clipping and averaging."""
 
-    precision: Precisions = field("fp32", "named precision policy")
-    optimizer: Optimizers = field(
-        "auto", "auto: flashadamw with bf16-master24 and fp8 on a GPU where it can be, else adamw"
-    )
-    gradient_release: bool = field(
-        True,
-        "bf16 weights of flashadamw, adafactor, muon and adamw8bit: apply and free each gradient "
-        "during backward (needs no accumulation)",
-    )
-    learning_rate: float = field(0.001, "peak learning rate", gt=0)
-    lr_schedule: Schedules = field("constant", "after the warm-up")
-    lr_num_cycles: int = field(
-        1, "times that the rate falls from its peak", needs="lr_schedule=cosine_with_restarts", ge=1
-    )
-    lr_power: float = field(
-        1.0, "2: falls fast at first; below 1: at the end", needs="lr_schedule=polynomial", gt=0
-    )
+    precision: Precisions = field("fp32")
+    optimizer: Optimizers = field("auto")
+    gradient_release: bool = field(True)
+    learning_rate: float = field(0.001, gt=0)
+    lr_schedule: Schedules = field("constant")
+    lr_num_cycles: int = field(1, needs="lr_schedule=cosine_with_restarts", ge=1)
+    lr_power: float = field(1.0, needs="lr_schedule=polynomial", gt=0)
     lr_min_factor: float = field(
-        0.0,
-        "lowest rate of a schedule that falls, as a part of learning_rate",
-        needs="|".join(f"lr_schedule={name}" for name in get_args(Schedules)[1:]),
-        ge=0,
-        lt=1,
+        0.0, needs="|".join(f"lr_schedule={name}" for name in get_args(Schedules)[1:]), ge=0, lt=1
     )
-    warmup_steps: int = field(0, "linear warm-up", ge=0)
-    lr_groups: str = field(
-        "",
-        "parts of the model with rates of their own, {'attn': 0.1, 'norm': {'weight_decay': 0}}: "
-        "pattern -> factor of the learning rate, or a mapping with rate, weight_decay (factors), "
-        "warmup_steps, from_step and until_step",
-    )
-    weight_decay: float = field(0.01, "decoupled", ge=0)
-    adam_beta1: float = field(0.9, "decay of the mean of the gradients per step", ge=0, lt=1)
-    adam_beta2: float = field(0.999, "decay of the mean of their squares per step", ge=0, lt=1)
-    adam_epsilon: float = field(1e-08, "added to the root of that mean", gt=0)
-    max_grad_norm: float = field(1.0, "global gradient clipping; 0 = none", ge=0)
-    ema_decay: float = field(0.0, "exponential moving average of the weights; 0 = none", ge=0, lt=1)
-    ema_warmup: bool = field(
-        False,
-        "decay of the average at step t is at most (1+t)/(10+t), so that it soon leaves the start",
-        needs="ema_decay",
-    )
+    warmup_steps: int = field(0, ge=0)
+    lr_groups: str = field("")
+    weight_decay: float = field(0.01, ge=0)
+    adam_beta1: float = field(0.9, ge=0, lt=1)
+    adam_beta2: float = field(0.999, ge=0, lt=1)
+    adam_epsilon: float = field(1e-08, gt=0)
+    max_grad_norm: float = field(1.0, ge=0)
+    ema_decay: float = field(0.0, ge=0, lt=1)
+    ema_warmup: bool = field(False, needs="ema_decay")
 
     @field_validator("lr_groups", mode="before")
     @classmethod
@@ -413,43 +234,16 @@ class NumbersSection(Section):
 class ValidationSection(Section):
     """Fields of the held-out loss and the validation pictures."""
 
-    validation_steps: int = setting(
-        50, "held-out loss and images every so many steps; 0 = never", ge=0
-    )
-    validation_prompts: tuple[str, ...] = setting(
-        (),
-        "prompts, in one string separated by '|'; empty = captions of held-out samples",
-        optional=True,
-    )
-    validation_file: str = setting(
-        "",
-        "file of prompts in their place, each with its own references, seed, size, guidance, "
-        "steps and negative prompt: .txt as sd-scripts has it, .jsonl or .yaml; all are drawn",
-        optional=True,
-    )
-    validation_images: int = setting(4, "images per validation", ge=0)
-    validation_sample_steps: int = setting(
-        0, "denoising steps; 0 = the pipeline's own number", optional=True, ge=0
-    )
-    validation_guidance: float = setting(
-        -1.0, "guidance scale; below 0 = the pipeline's own", optional=True, le=1000
-    )
-    validation_ema: bool = setting(
-        False, "validate with the averaged weights; needs ema_decay", needs="ema_decay"
-    )
-    keep_best: str = setting(
-        "",
-        "number of a validation by which the best checkpoint is kept and exported: 'held_out', or "
-        "a score of the images; empty = the last one is exported",
-        needs="validation_steps",
-    )
-    patience: int = setting(
-        0,
-        "end the run after so many validations without a better one; 0 = never",
-        needs="keep_best",
-        ge=0,
-    )
-    held_out_sigmas: int = setting(5, "sigma bins of the held-out loss", optional=True, ge=1)
+    validation_steps: int = setting(50, ge=0)
+    validation_prompts: tuple[str, ...] = setting((), optional=True)
+    validation_file: str = setting("", optional=True)
+    validation_images: int = setting(4, ge=0)
+    validation_sample_steps: int = setting(0, optional=True, ge=0)
+    validation_guidance: float = setting(-1.0, optional=True, le=1000)
+    validation_ema: bool = setting(False, needs="ema_decay")
+    keep_best: str = setting("", needs="validation_steps")
+    patience: int = setting(0, needs="keep_best", ge=0)
+    held_out_sigmas: int = setting(5, optional=True, ge=1)
 
     @field_validator("keep_best")
     @classmethod
@@ -485,23 +279,15 @@ def size_in_bytes(text: str) -> int:
 class OutputSection(Section):
     """Fields of metrics, checkpoints and export."""
 
-    log_steps: int = setting(1, "a metrics line every so many steps", ge=1)
-    loss_sigmas: int = setting(
-        5,
-        "ranges of sigma by which metrics tell the training loss apart; 0 = none",
-        optional=True,
-        ge=0,
-        le=100,
-    )
-    trackers: str = setting("", "'wandb', 'tensorboard' or both, separated by a comma")
-    tracker_project: str = setting(
-        "", "project in the trackers; empty = WANDB_PROJECT, else sciftune", needs="trackers"
-    )
-    checkpoint_steps: int = setting(50, "a checkpoint every so many steps; 0 = only the last", ge=0)
-    checkpoints_kept: int = setting(2, "older ones are removed after a newer one is complete", ge=1)
-    resume: str = setting("", "'' = start new, 'latest', or a checkpoint folder")
-    export: bool = setting(True, "write the fine-tuned pipeline to model/ at the end")
-    max_shard_size: str = setting("10GB", "of exported safetensors", optional=True, needs="export")
+    log_steps: int = setting(1, ge=1)
+    loss_sigmas: int = setting(5, optional=True, ge=0, le=100)
+    trackers: str = setting("")
+    tracker_project: str = setting("", needs="trackers")
+    checkpoint_steps: int = setting(50, ge=0)
+    checkpoints_kept: int = setting(2, ge=1)
+    resume: str = setting("")
+    export: bool = setting(True)
+    max_shard_size: str = setting("10GB", optional=True, needs="export")
 
     @field_validator("max_shard_size")
     @classmethod
@@ -532,46 +318,20 @@ _SLURM = dict(  # A comment of a script cannot be quoted: field -> what it may b
 class RunningSection(Section):
     """Fields of the launcher, the memory to plan for and time limits."""
 
-    launcher: Literal["job", "notebook", "print"] = setting("job", "how launch.ipynb starts it")
-    device_memory_gib: float = setting(
-        0.0,
-        "memory per device to plan for and to stay below; 0 = what the machine has",
-        ge=0,
-        le=1e5,
-    )
-    plan_device: str = setting(
-        "",
-        "GPU to plan for that need not be here, for example 'RTX 4090'; '' = this machine's",
-        optional=True,
-        needs="launcher=print",
-    )
-    host_memory_gib: float = setting(0.0, "host memory to plan for; 0 = what the machine has", ge=0)
-    plan_check: bool = setting(True, "refuse a run that the plan says cannot fit")
-    slurm_time: str = setting("", "limit in slurm.sh, for example 2-00:00:00; '' = the partition's")
-    slurm_partition: str = setting("", "partition in slurm.sh; '' = the cluster's")
-    slurm_account: str = setting("", "account in slurm.sh; '' = the user's")
-    slurm_memory: str = setting(
-        "", "of a node in slurm.sh, for example 500G; '' = what the plan says and a quarter more"
-    )
-    slurm_cpus: int = setting(0, "processors of a node in slurm.sh; 0 = 8 for each process", ge=0)
-    node_cache: str = setting(
-        "",
-        "folder on a disk of each machine for compiled code; '' = below run_root, and for kernels "
-        "in the home folder",
-    )
-    profile_block: bool = setting(
-        False, "time one block of each kind on the GPU for the plan's time per step"
-    )
-    stop_if_diverged: bool = setting(
-        True,
-        "end the run as diverged when the loss stays far above where it began; false = say it once "
-        "and go on",
-    )
-    stall_seconds: int = setting(
-        600,
-        "a rank without progress for so long ends the run with a table of where each rank is",
-        ge=10,
-    )
+    launcher: Literal["job", "notebook", "print"] = setting("job")
+    device_memory_gib: float = setting(0.0, ge=0, le=1e5)
+    plan_device: str = setting("", optional=True, needs="launcher=print")
+    host_memory_gib: float = setting(0.0, ge=0)
+    plan_check: bool = setting(True)
+    slurm_time: str = setting("")
+    slurm_partition: str = setting("")
+    slurm_account: str = setting("")
+    slurm_memory: str = setting("")
+    slurm_cpus: int = setting(0, ge=0)
+    node_cache: str = setting("")
+    profile_block: bool = setting(False)
+    stop_if_diverged: bool = setting(True)
+    stall_seconds: int = setting(600, ge=10)
 
     @field_validator("slurm_time", "slurm_partition", "slurm_account", "slurm_memory")
     @classmethod
