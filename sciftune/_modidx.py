@@ -6107,6 +6107,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'sciftune/planner/costs/base.py'),
                                              'sciftune.planner.costs.base.Costs._saved_by_narrow_base': ( '6_planner/costs/base.html#costs._saved_by_narrow_base',
                                                                                                           'sciftune/planner/costs/base.py'),
+                                             'sciftune.planner.costs.base.Costs.added_bytes': ( '6_planner/costs/base.html#costs.added_bytes',
+                                                                                                'sciftune/planner/costs/base.py'),
                                              'sciftune.planner.costs.base.Costs.adds_gradients': ( '6_planner/costs/base.html#costs.adds_gradients',
                                                                                                    'sciftune/planner/costs/base.py'),
                                              'sciftune.planner.costs.base.Costs.cast_bytes': ( '6_planner/costs/base.html#costs.cast_bytes',

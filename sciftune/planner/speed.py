@@ -238,12 +238,13 @@ def step_parts(
     host = _launch_seconds(profile, strategy, share)
     near, far = step_cost_of(strategy.recipe).sent_bytes(profile, strategy, share)
     costs = costs_of(strategy, profile)
+    copied = costs.copied_bytes(profile.backward_blocks, share) + costs.added_bytes()
     return dict(
         compute=compute,
         host=host,
         context=_context_seconds(profile, strategy, share, rates),
         exchange=near / rates.link + far / NETWORK,
-        copies=costs.copied_bytes(profile.backward_blocks, share) / rates.memory,
+        copies=copied / rates.memory,
         update=_update_seconds(profile, strategy, checkpointed, rates),
         offload=costs.offload_seconds(max(compute, host), share, rates.bus),
     )

@@ -351,6 +351,13 @@ class Costs:
         """
         return 0.0
 
+    def added_bytes(self) -> float:
+        """Return the bytes that a step reads and writes to add gradients of micro-batches.
+
+        Each micro-batch after the first reads its gradients and the sum so far, and writes the sum.
+        """
+        return 3 * (self.strategy.accumulation - 1) * self.gradient_bytes()
+
     def link_bytes(self, total: float, group: int, between: float = 0.0) -> tuple[float, float]:
         """Return the bytes that a rank sends: the share (group-1)/group of a ring's total.
 
