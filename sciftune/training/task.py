@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -498,6 +499,8 @@ class Task:
 
     Attributes:
         networks: trained networks by name
+        source: (step) -> this rank's micro-batches, on the CPU; its `order` counts steps
+        baseline: held-out numbers of the model as it started; None before they are measured
         fingerprint: fingerprint of the data; a resume with other data is refused
         rejected: rows of the data that were set aside
         samples: number to train on, number held out; None = not counted
@@ -510,6 +513,8 @@ class Task:
     """
 
     networks: dict[str, TrainedModule]
+    source: Callable
+    baseline: Any = None
     fingerprint: str = ""
     rejected: int = 0
     samples: tuple[int, int] | None = None
@@ -629,7 +634,7 @@ class Task:
 
     def batches(self, step: int) -> list:
         """Return this rank's micro-batches of `step`, on the CPU."""
-        raise ValueError(f"{type(self).__name__} has no batches")
+        return self.source(step)
 
     def rate(self, network: str, step: int) -> float:
         """Return the learning rate of a network for the step after `step` steps."""
@@ -655,10 +660,11 @@ class Task:
 
     def state_dict(self) -> dict:
         """Return what a resume needs besides the step, as JSON."""
-        return {}
+        return dict(baseline=self.baseline)
 
     def load_state_dict(self, state: dict):
         """Restore what `state_dict` returned."""
+        self.baseline = state.get("baseline")
 
     @classmethod
     def write_model(cls, export: Export) -> str:

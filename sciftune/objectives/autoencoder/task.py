@@ -140,7 +140,6 @@ class AutoencoderTask(Task):
         self.rejected = len(collection.rejected)
         for note in collection.notes:
             self.say(note)
-        self.baseline = None  # held-out error of the model as it started
         self.samples = (len(self.train), len(self.held))
         self.pictures = PictureCache(collection, recipe.resolution)
         vae = self.family.load_vae(self.base, engine.policy.weights, engine.device)
@@ -164,10 +163,6 @@ class AutoencoderTask(Task):
         """Return the order of the batches."""
         _, train, _ = open_with_held_out(recipe)
         return GlobalOrder(len(train), recipe.global_batch, recipe.seed)
-
-    def batches(self, step: int) -> list[dict]:
-        """Return this rank's micro-batches of `step`."""
-        return self.source(step)
 
     def validate(self, step: int) -> dict:
         """Return the held-out error, and save reconstructions. All ranks call it."""
@@ -199,14 +194,6 @@ class AutoencoderTask(Task):
             f"held-out error {error:.4f} (start {self.baseline:.4f}), {psnr:.1f} dB at step {step}"
         )
         return dict(held_out=error, held_out_baseline=self.baseline, psnr=psnr)
-
-    def state_dict(self) -> dict:
-        """Return the held-out error of the model as it started."""
-        return dict(baseline=self.baseline)
-
-    def load_state_dict(self, state: dict):
-        """Restore the state that `state_dict` returned."""
-        self.baseline = state["baseline"]
 
     @classmethod
     def write_model(cls, export: Export) -> str:

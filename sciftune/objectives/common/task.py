@@ -131,7 +131,6 @@ class DenoisingTask(Task):
         self.rejected = self.data.rejected
         self.samples = (len(self.data.train), len(self.data.held))
         self.keep = base is not None and not recipe.model_path.startswith("random")
-        self.baseline = None  # held-out loss of the model as it started
         self.work = {}  # FLOPs of a sample by its size, see `flops`
         scheduled = base if self.keep else None  # random weights follow the published schedule
         self.objective = self.objective_class(recipe, family, scheduled)
@@ -174,10 +173,6 @@ class DenoisingTask(Task):
     def training_order(cls, recipe: Recipe) -> GlobalOrder | BucketOrder | Mixture:
         """Return the order of the batches without encoding anything."""
         return sample_order(recipe, training_samples(recipe, get_family(recipe.model)))
-
-    def batches(self, step: int) -> list[dict]:
-        """Return this rank's micro-batches of `step`, on the CPU."""
-        return self.source(step)
 
     def flops(self) -> float:
         """Return the forward FLOPs per sample.
@@ -272,14 +267,6 @@ class DenoisingTask(Task):
             for name, value in self.baseline.items()
         }
         return loss | scores | before | dict(validation_time=time.time() - began)
-
-    def state_dict(self) -> dict:
-        """Return the held-out loss of the model as it started."""
-        return dict(baseline=self.baseline)
-
-    def load_state_dict(self, state: dict):
-        """Restore the state that `state_dict` returned."""
-        self.baseline = state["baseline"]
 
     @classmethod
     def write_model(cls, export: Export) -> str:

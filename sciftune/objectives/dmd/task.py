@@ -407,10 +407,6 @@ class DistillationTask(Task):
             rows.append(type_row(f"{name} base = teacher", frozen, compute, "-", "-"))
         return rows
 
-    def batches(self, step: int) -> list[dict]:
-        """Return this rank's micro-batches of `step`."""
-        return self.source(step)
-
     def rate(self, network: str, step: int) -> float:
         """Return the learning rate of the generator or the critic after `step` steps."""
         return learning_rate_at(self.recipes[network], step)

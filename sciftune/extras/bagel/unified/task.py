@@ -254,7 +254,6 @@ class UnifiedTask(Task):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         recipe, engine = self.recipe, self.engine
-        self.baseline = None
         self.said_too_long = 0  # skipped samples, as last reported
         self.heartbeat("data")
         with engine.main_first():
@@ -371,10 +370,6 @@ class UnifiedTask(Task):
                 f"{self.held.too_long} of {len(held)} held-out examples are left out: they have "
                 f"more than max_sample_tokens={recipe.max_sample_tokens} tokens"
             )
-
-    def batches(self, step: int) -> list:
-        """Return this process's packs of `step`."""
-        return self.source(step)
 
     def rate(self, network: str, step: int) -> float:
         """Return the learning rate after `step` steps; a warm-up starts at 0, as released."""

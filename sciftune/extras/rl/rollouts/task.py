@@ -50,7 +50,6 @@ class RolloutTask(Task):
         self.fingerprint = self.data.fingerprint
         self.rejected = self.data.rejected
         self.samples = (len(self.data.train), len(self.data.held))
-        self.baseline = None  # held-out reward of the model as it started
         self.heartbeat("loading")
         model = build_denoiser(recipe, family, base, engine, self.plan)
         values = parameter_source(recipe, family, base, engine, model)
@@ -92,10 +91,6 @@ class RolloutTask(Task):
         reward = RewardSum(recipe.reward)
         judged = [i for i in train if any(map(reward.judges, collection.captions[i]))]
         return GlobalOrder(len(judged), recipe.global_batch // recipe.group_size, recipe.seed)
-
-    def batches(self, step: int) -> list[dict]:
-        """Return this rank's micro-batches of `step`, on the CPU."""
-        return self.source(step)
 
     @torch.no_grad()
     def rate_latents(self, latents: Tensor, captions: list[str]) -> Tensor:
@@ -172,14 +167,6 @@ class RolloutTask(Task):
         now = found["held_out_reward"]
         self.say(f"held-out reward {now:.4f} (start {start:.4f}) at step {step}")
         return found | scores | dict(held_out_reward_baseline=start)
-
-    def state_dict(self) -> dict:
-        """Return the held-out reward of the model as it started."""
-        return dict(baseline=self.baseline)
-
-    def load_state_dict(self, state: dict):
-        """Restore the state that `state_dict` returned."""
-        self.baseline = state["baseline"]
 
     @classmethod
     def write_model(cls, export: Export) -> str:
