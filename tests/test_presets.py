@@ -118,7 +118,9 @@ def test_values_follow_the_pictures_and_what_is_given(pictures, tmp_path):
     place = folder_of(pictures, tmp_path / "some")
     recipe = recipe_from(dict(model="klein", preset="lora", data=place))
     assert recipe.steps == min(max(round(100 * pictures / 8), 300), 4000)
-    assert recipe.held_out == min(max(round(0.1 * pictures), 2), 64)
+    assert recipe.held_out == min(max(round(0.1 * pictures), 2), 64, pictures // 4)
+    assert recipe.keep_best == ("held_out" if recipe.held_out else "")
+    assert ("keep_best: ''  # none of" in recipe.yaml()) == (not recipe.held_out)
     assert f"{pictures} pictures" in recipe.reasons["steps"]
     assert f"steps: {recipe.steps}  # 100 passes over {pictures} pictures" in recipe.yaml()
     own = recipe_from(dict(model="klein", preset="lora", data=place, steps=1000, lora_rank=4))

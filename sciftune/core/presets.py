@@ -30,6 +30,7 @@ class Rule(BaseModel):
         each: factor
         least: lower bound, or the run's steps if these are fewer
         most: upper bound
+        share: largest part of the pictures; 0 = no such bound
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -37,10 +38,12 @@ class Rule(BaseModel):
     each: float
     least: int
     most: int
+    share: float = 0.0
 
     def value(self, amounts: Mapping[str, float]) -> int:
         """Return the value for these amounts, given by the names that `of` may have."""
-        return min(max(round(self.each * amounts[self.of]), self._least(amounts)), self.most)
+        most = min(self.most, int(self.share * amounts["pictures"])) if self.share else self.most
+        return min(max(round(self.each * amounts[self.of]), self._least(amounts)), most)
 
     def _least(self, amounts: Mapping[str, float]) -> int:
         steps = int(amounts["steps"]) if self.of == "steps" else 0
@@ -49,6 +52,7 @@ class Rule(BaseModel):
     def text(self, amounts: Mapping[str, float]) -> str:
         """Return the reason of the value."""
         bounds = f"from {self._least(amounts)} to {self.most}"
+        bounds += f", at most {self.share:g} of them" if self.share else ""
         if self.of == "pass":
             return f"{self.each:g} passes over {amounts['pictures']:g} pictures, {bounds}"
         return f"{self.each:g} of {amounts[self.of]:g} {self.of}, {bounds}"

@@ -385,6 +385,9 @@ def resolve(
     if not earlier and (preset := preset_files().get(below["preset"])) and preset.rules:
         chosen, reasons = values_by_rule(preset.rules, _typed(below | given), pictures)
         reasons |= {name: why for name, why in preset.reasons.items() if name not in given}
+        if not chosen.get("held_out", 1) and not {"keep_best", "validation_data"} & given.keys():
+            chosen["keep_best"] = ""
+            reasons["keep_best"] = f"none of {pictures} pictures can be held out to judge by"
     below = below | chosen
     recipe = checked(below | given, weak=below.keys() - given.keys())
     recipe._chosen |= {name: (below[name], why) for name, why in reasons.items() if name in below}

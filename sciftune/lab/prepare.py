@@ -617,7 +617,8 @@ def print_reasons(recipe: Recipe):
     if recipe.reasons:
         print(f"preset {recipe.preset}:")
     for name, why in recipe.reasons.items():
-        print(f"  {name} {getattr(recipe, name)}: {why}")
+        value = getattr(recipe, name)
+        print(f"  {name} {value!r}: {why}" if value == "" else f"  {name} {value}: {why}")
 
 
 def prepare_run(recipe: Recipe, early: EarlyJob | None = None) -> RunDir:

@@ -295,8 +295,10 @@ class Run:
         value, known = self.engine.gather_objects((numbers.get(name), sorted(numbers)))[0]
         if value is None:
             there = ", ".join(n for n in known if n == "held_out" or n in score_names()) or "none"
+            few = "; at most a quarter of the samples is held out" if name == "held_out" else ""
             raise RecipeError(
-                f"keep_best: a validation of this run has no '{name}'; numbers that it has: {there}"
+                f"keep_best: a validation of this run has no '{name}'{few}; numbers that it has: "
+                f"{there}; give validation_data or keep_best ''"
             )
         if self.best.update(step, value):
             self.reporter.say(f"best {name} so far: {value:.4g} at step {step}")
