@@ -217,5 +217,5 @@ class Plan(BaseModel):
             return ""
         return (
             f"run_root: a checkpoint needs {need:.4g} GiB, {free:.4g} GiB are free on its disk; "
-            "free some space, change run_root, or train without checkpoints (checkpoint_steps=0)"
+            "free some space, or change run_root"
         )

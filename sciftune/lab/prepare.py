@@ -376,7 +376,8 @@ def plan_run(
     except LaunchError as error:
         why = " ".join(str(error).split())
         raise LaunchError(f"the plan could not be made: {why}") from None
-    why = plan.disk_refusal() if recipe.checkpoint_steps else ""
+    random = recipe.model_path.startswith("random")  # no last checkpoint without checkpoint_steps
+    why = "" if random and not recipe.checkpoint_steps else plan.disk_refusal()
     if not plan.run.fits:
         why = plan.refusal()
     if check and why:

@@ -37,10 +37,10 @@ def table_text(rows: Sequence[Sequence[str]], width: int = 100) -> str:
         rows: rows of equal length; the first is the heading
         width: characters of a line
     """
-    sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sizes = [max(1, *map(len, column)) for column in zip(*rows, strict=True)]
     others = sum(sizes[:-1]) + 2 * len(sizes) - 2
     excess = others + LAST_COLUMN - width
-    if excess > 0 and (widest := max(sizes[:-1])) > LAST_COLUMN:
+    if excess > 0 and (widest := max(sizes[:-1], default=0)) > LAST_COLUMN:
         shortened = max(widest - excess, LAST_COLUMN)
         others -= widest - shortened
         sizes[sizes.index(widest)] = shortened
@@ -162,7 +162,7 @@ def fields_text(word: str = "", width: int = 100) -> str:
             rows = [row for row in rows if word.lower() in f"{row[0]} {row[3]}".lower()]
         rows = [[name, default, _with_choices(kind, what)] for name, default, kind, what in rows]
         if rows:
-            table = textwrap.indent(table_text(rows, width), "  ")
+            table = textwrap.indent(table_text(rows, width - 2), "  ")
             parts.append(f"{group.title}: {group.summary}\n{table}")
     if not parts:
         raise KeyError(f"no field is about '{word}'{nearest(word, Recipe.model_fields)}")

@@ -338,7 +338,7 @@ def _row_plan(
         device=machine.device,
         device_memory_gib=round(memory, 2),
         host_memory_gib=round(machine.host, 2) if math.isfinite(machine.host) else 0.0,
-        disk_free_gib=round(free, 1),
+        disk_free_gib=round(free, 3),
         outside_gib=round(machine.outside(asked.world), 2),
     )
 
