@@ -7034,6 +7034,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                               'sciftune/project/site.py'),
                                        'sciftune.project.site._listed': ('10_project/site.html#_listed', 'sciftune/project/site.py'),
                                        'sciftune.project.site.anchor': ('10_project/site.html#anchor', 'sciftune/project/site.py'),
+                                       'sciftune.project.site.copy_linked': ( '10_project/site.html#copy_linked',
+                                                                              'sciftune/project/site.py'),
                                        'sciftune.project.site.heading_of': ('10_project/site.html#heading_of', 'sciftune/project/site.py'),
                                        'sciftune.project.site.navigation': ('10_project/site.html#navigation', 'sciftune/project/site.py'),
                                        'sciftune.project.site.page_text': ('10_project/site.html#page_text', 'sciftune/project/site.py'),

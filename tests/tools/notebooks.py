@@ -67,7 +67,12 @@ IMPORTED = (  # once, before processes are forked: what runs notebooks, and what
 )
 TESTED = ("launch.ipynb",)  # trains, and tests/processes/test_launch.py does it with papermill
 LONGEST = (  # they begin first, so that workers end together
-    *("processes/test_families", "processes/test_engines", "processes/test_slow"),
+    *(
+        "processes/test_families",
+        "processes/test_engines",
+        "processes/test_slow",
+        "processes/test_docs",
+    ),
     *("processes/test_launch", "processes/test_distill", "processes/test_references"),
     *("test_adapters", "bagel/test_unified", "processes/test_lora", "processes/test_ownership"),
     *("processes/test_requests", "processes/test_precision", "processes/test_buckets"),
