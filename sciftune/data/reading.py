@@ -70,11 +70,6 @@ def networks() -> tuple:
     with _loading:
         return _networks()
 
-
-SEARCHED_SIDES = (736, 480)  # pixels of the shorter side in which lines are sought
-TINY_LINE = 15  # pixels: lower lines are sought in a larger picture as well
-MOST_PIXELS = 2_000_000  # of a picture that is searched
-
 # %% ../../nbs/2_data/15a_reading.ipynb #bda6c63f
 SEARCHED_SIDES = (736, 480)  # pixels of the shorter side in which lines are sought
 TINY_LINE = 15  # pixels: lower lines are sought in a larger picture as well
@@ -101,11 +96,6 @@ def find_lines(pixels: np.ndarray, side: int) -> list[np.ndarray]:
     x = (small.astype(np.float32) / 127.5 - 1).transpose(2, 0, 1)[None]
     corners, _ = detector.postprocess_op(detector.session(x), (height, width))
     return [np.asarray(quad, np.float32) for quad in corners]
-
-
-LINE_HEIGHT = 48  # pixels, of what the recogniser sees
-AROUND = 24  # of these pixels are cut out beside a line, to see what goes on there
-LINES_AT_ONCE = 16  # lines recognised at once
 
 # %% ../../nbs/2_data/15a_reading.ipynb #b7c92387
 LINE_HEIGHT = 48  # pixels, of what the recogniser sees

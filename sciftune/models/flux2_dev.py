@@ -268,12 +268,8 @@ class Flux2Dev(GuidanceInput, Klein):
     tiny_variants = {}
     write_turns = MISTRAL_TURNS
     lora_targets = (
-        "to_k",
-        "to_q",
-        "to_v",
-        "to_out.0",
-        "to_qkv_mlp_proj",
-        *(f"single_transformer_blocks.{i}.attn.to_out" for i in range(48)),
+        *Klein.lora_targets,
+        *(f"single_transformer_blocks.{i}.attn.to_out" for i in range(24, 48)),
     )
 
     def check_config(self, config: Mapping):

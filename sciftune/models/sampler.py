@@ -246,6 +246,16 @@ class Sampling(FamilyBase):
         """
         return uncond + scale * (cond - uncond)
 
+    def with_scale(self, conditioning: dict, scale: float, noise: Tensor) -> dict:
+        """Return the conditioning, with the scale if it is an input of the denoiser.
+
+        Args:
+            conditioning: result of `collate`
+            scale: scale of guidance
+            noise: (B,C,h,w)
+        """
+        return conditioning
+
     # --- pictures
 
     def predict_at(self, denoiser: nn.Module, x_t: Tensor, t: Tensor, conditioning: dict) -> Tensor:
@@ -283,6 +293,7 @@ class Sampling(FamilyBase):
         """
         guidance = self.default_guidance if guidance is None else guidance
         guided = unconditional is not None and self.guides(guidance)
+        conditioning = self.with_scale(conditioning, guidance, noise)
         if guided:
             seen = ("references", "reference_masks", "reference_sizes")
             unconditional = unconditional | {k: conditioning[k] for k in seen if k in conditioning}
@@ -327,27 +338,10 @@ class GuidanceInput:
         scale = conditioning.get("guidance")
         return sigma.new_full(sigma.shape, self.train_guidance) if scale is None else scale
 
-    @torch.no_grad()
-    def sample(
-        self,
-        denoiser: nn.Module,
-        noise: Tensor,
-        scheduler: diffusers.SchedulerMixin,
-        conditioning: dict,
-        unconditional: dict = None,
-        guidance: float = None,
-    ) -> Tensor:
-        """Take the scheduler's steps with one prediction each.
+    def guides(self, scale: float, path: str | Path = None) -> bool:
+        """Return False: one prediction has the guidance in it."""
+        return False
 
-        Args:
-            denoiser: in evaluation mode
-            noise: standard normal (B,C,h,w)
-            scheduler: result of `scheduler`; unchanged
-            conditioning: result of `collate`
-            unconditional: not used
-            guidance: None = the pipeline's
-        """
-        scale = self.default_guidance if guidance is None else guidance
-        scales = torch.full((len(noise),), scale, device=noise.device)
-        guided = dict(conditioning, guidance=scales)
-        return super().sample(denoiser, noise, scheduler, guided, None, scale)
+    def with_scale(self, conditioning: dict, scale: float, noise: Tensor) -> dict:
+        """Return the conditioning with the scale (B,) of each picture as 'guidance'."""
+        return conditioning | dict(guidance=torch.full((len(noise),), scale, device=noise.device))

@@ -6,13 +6,12 @@
 __all__ = ['RECORDS', 'row_sizes', 'Sizes', 'ConvSizes', 'DoRA']
 
 # %% ../../../nbs/5_strategies/adapters/04_dora.ipynb #e89ea068
-from collections.abc import Callable
-
 import torch
 from peft.tuners.lora.dora import DoraConv2dLayer, DoraLinearLayer
 from torch import Tensor, nn
 
 from ...core.registry import AdapterRecord
+from .kinds import AdapterPart
 from .lora import LoRA
 
 # %% ../../../nbs/5_strategies/adapters/04_dora.ipynb #78e577ce
@@ -88,15 +87,8 @@ class DoRA(LoRA):
             part.__class__ = ConvSizes if isinstance(part, DoraConv2dLayer) else Sizes
 
     @classmethod
-    def first(
-        cls,
-        name: str,
-        shape: torch.Size,
-        rank: int,
-        generator: torch.Generator,
-        weight: Callable[[], Tensor],
-    ) -> Tensor:
+    def first(cls, part: AdapterPart) -> Tensor:
         """Return the norms of the base's rows for `lora_magnitude_vector`; others as in LoRA."""
-        if ".lora_magnitude_vector." in name:
-            return row_sizes(weight()).reshape(shape)
-        return super().first(name, shape, rank, generator, weight)
+        if ".lora_magnitude_vector." in part.name:
+            return row_sizes(part.weight()).reshape(part.shape)
+        return super().first(part)

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from peft import PeftConfig
 
 # %% auto #0
-__all__ = ['ADAPTER', 'is_adapter', 'base_name', 'tensor_name', 'LayerSetting', 'AdapterKind', 'adapter_kind', 'pattern']
+__all__ = ['ADAPTER', 'is_adapter', 'base_name', 'tensor_name', 'LayerSetting', 'AdapterPart', 'AdapterKind', 'adapter_kind',
+           'pattern']
 
 # %% ../../../nbs/5_strategies/adapters/02_kinds.ipynb #d982e27c
 ADAPTER = "default"  # peft's name of the adapters
@@ -61,6 +62,24 @@ class LayerSetting(NamedTuple):
     alpha: float
 
 
+class AdapterPart(NamedTuple):
+    """A parameter of an adapter that has no value yet.
+
+    Attributes:
+        name: parameter name
+        shape: shape of the parameter
+        rank: rank of the layer's adapter
+        generator: generator of this parameter
+        weight: () -> weight of the adapted layer, fp32
+    """
+
+    name: str
+    shape: torch.Size
+    rank: int
+    generator: torch.Generator
+    weight: Callable[[], Tensor]
+
+
 class AdapterKind(ABC):
     """A kind of adapters; base class of all kinds."""
 
@@ -85,23 +104,8 @@ class AdapterKind(ABC):
 
     @classmethod
     @abstractmethod
-    def first(
-        cls,
-        name: str,
-        shape: torch.Size,
-        rank: int,
-        generator: torch.Generator,
-        weight: Callable[[], Tensor],
-    ) -> Tensor:
-        """Return the first value of a parameter, fp32 on the CPU.
-
-        Args:
-            name: parameter name
-            shape: shape of the parameter
-            rank: rank of the layer's adapter
-            generator: generator of this parameter
-            weight: () -> weight of the adapted layer, fp32
-        """
+    def first(cls, part: AdapterPart) -> Tensor:
+        """Return the first value of a parameter, fp32 on the CPU."""
 
     @classmethod
     @abstractmethod

@@ -6,6 +6,7 @@
 __all__ = ['adapter_layers', 'chosen_layers', 'layer_settings', 'read_lora', 'first_values', 'add_lora', 'lora_flops']
 
 # %% ../../../nbs/5_strategies/adapters/09_layers.ipynb #b6b29760
+import functools
 import math
 import re
 from collections import Counter
@@ -24,6 +25,7 @@ from ...models.weights import place
 from .formats import original_names
 from sciftune.strategies.adapters.kinds import (
     ADAPTER,
+    AdapterPart,
     LayerSetting,
     adapter_kind,
     base_name,
@@ -260,7 +262,8 @@ def first_values(recipe: Recipe, family: Family, denoiser: nn.Module) -> Callabl
             return known[name]
         layer = re.split(r"\.(?:lora|lokr)_", name)[0]
         generator = stream(recipe.seed, "lora", name)
-        return kind.first(name, shape, ranks[layer], generator, lambda: weight(f"{layer}.weight"))
+        layer_weight = functools.partial(weight, f"{layer}.weight")
+        return kind.first(AdapterPart(name, shape, ranks[layer], generator, layer_weight))
 
     return value
 

@@ -7,7 +7,7 @@ __all__ = ['RECORDS', 'KroneckerLinear', 'KroneckerConv', 'LoKr']
 
 # %% ../../../nbs/5_strategies/adapters/05_lokr.ipynb #653bc867
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from ...core.recipe import Recipe
 from ...core.registry import AdapterRecord
-from .kinds import AdapterKind, LayerSetting, pattern
+from .kinds import AdapterKind, AdapterPart, LayerSetting, pattern
 
 # %% ../../../nbs/5_strategies/adapters/05_lokr.ipynb #91de9bac
 RECORDS = [
@@ -88,19 +88,12 @@ class LoKr(AdapterKind):
             module.__class__ = KroneckerConv
 
     @classmethod
-    def first(
-        cls,
-        name: str,
-        shape: torch.Size,
-        rank: int,
-        generator: torch.Generator,
-        weight: Callable[[], Tensor],
-    ) -> Tensor:
+    def first(cls, part: AdapterPart) -> Tensor:
         """Return zeros for the first factor, and for the second Kaiming's uniform draw as peft."""
-        if ".lokr_w1." in name or ".lokr_w1_a." in name:
-            return torch.zeros(shape)
-        limit = 1 / math.sqrt(math.prod(shape[1:]))
-        return (2 * torch.rand(shape, generator=generator) - 1) * limit
+        if ".lokr_w1." in part.name or ".lokr_w1_a." in part.name:
+            return torch.zeros(part.shape)
+        limit = 1 / math.sqrt(math.prod(part.shape[1:]))
+        return (2 * torch.rand(part.shape, generator=part.generator) - 1) * limit
 
     @classmethod
     def products(cls, layer: nn.Module) -> int:

@@ -5,7 +5,7 @@
 # %% ../../../nbs/5_strategies/adapters/03_lora.ipynb #2b7ae012
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from ...core.recipe import Recipe
 from ...core.registry import AdapterRecord
-from .kinds import AdapterKind, LayerSetting, pattern
+from .kinds import AdapterKind, AdapterPart, LayerSetting, pattern
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -100,18 +100,11 @@ class LoRA(AdapterKind):
             part.__class__ = Adapter if isinstance(part, nn.Linear) else ConvAdapter
 
     @classmethod
-    def first(
-        cls,
-        name: str,
-        shape: torch.Size,
-        rank: int,
-        generator: torch.Generator,
-        weight: Callable[[], Tensor],
-    ) -> Tensor:
+    def first(cls, part: AdapterPart) -> Tensor:
         """Return zeros for B and a draw for A, see `AdapterKind.first`."""
-        if ".lora_B." in name:
-            return torch.zeros(shape)
-        return torch.randn(shape, generator=generator) / rank
+        if ".lora_B." in part.name:
+            return torch.zeros(part.shape)
+        return torch.randn(part.shape, generator=part.generator) / part.rank
 
     @classmethod
     def products(cls, layer: nn.Module) -> int:
