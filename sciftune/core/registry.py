@@ -222,7 +222,7 @@ class OptimizerRecord(Record):
     averages: bool = False
     ignores: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
-    workspace: float = 0.0
+    workspace: float = 22.0  # as of one that is not compiled
     traffic: float = 1.0
     host_seconds: float = 0.0
     products: int = 0
