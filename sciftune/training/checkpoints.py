@@ -290,6 +290,14 @@ def tensor_types(metadata: Metadata) -> dict[str, int]:
 COLLECTED = 2**20  # bytes of small writes
 
 
+class _Collected(io.BufferedWriter):
+    """Writer that collects small writes; `flush` hands them on to the system, for fsync."""
+
+    def flush(self) -> None:
+        super().flush()
+        self.raw.flush()
+
+
 class DigestingFiles(FileSystem):
     """torch's file system for checkpoints, computing digests of what is written.
 
@@ -311,7 +319,7 @@ class DigestingFiles(FileSystem):
         """
         with super().create_stream(path, mode) as raw:
             file = DigestingFile(raw, Path(path).name)
-            with io.BufferedWriter(file, COLLECTED) as pieces:
+            with _Collected(file, COLLECTED) as pieces:
                 yield pieces
                 if not pieces.closed:  # torch has flushed and closed the file of the tensors
                     pieces.flush()
