@@ -6,11 +6,12 @@
 __all__ = ['COLORS', 'PART_COLORS', 'EMPTY', 'MODALITIES', 'STEP_PARTS', 'as_run', 'train_rows', 'validation_rows', 'column',
            'evenly', 'smooth', 'figure', 'empty_axes', 'common_style', 'over_steps', 'add_legend', 'font_with',
            'with_fonts', 'without_formulas', 'empty_figure', 'body_limit', 'readable_size', 'measured_peak',
-           'trained_on_cpu', 'plot_plan', 'plot_loss', 'plot_sigma', 'plot_grad_norm', 'plot_learning_rate',
-           'plot_metrics', 'plot_parts', 'plot_tokens', 'step_time_parts', 'plot_step_time', 'planned_peak_of',
-           'plot_memory', 'draw_planned', 'plot_host_memory', 'image_steps', 'read_prompts', 'image_grid',
-           'write_prompt', 'plot_images', 'compact', 'Table', 'held_out_change', 'quarantined', 'median_of',
-           'plan_against_use', 'short_number', 'update_rows', 'telling_updates', 'plot_updates', 'recognised_troubles']
+           'trained_on_cpu', 'plot_plan', 'plot_loss', 'plot_sigma', 'plot_drift', 'plot_grad_norm',
+           'plot_learning_rate', 'plot_metrics', 'plot_parts', 'plot_tokens', 'step_time_parts', 'plot_step_time',
+           'planned_peak_of', 'plot_memory', 'draw_planned', 'plot_host_memory', 'image_steps', 'read_prompts',
+           'image_grid', 'write_prompt', 'plot_images', 'compact', 'Table', 'held_out_change', 'quarantined',
+           'median_of', 'plan_against_use', 'short_number', 'update_rows', 'telling_updates', 'plot_updates',
+           'recognised_troubles']
 
 # %% ../../nbs/9_lab/01_plots.ipynb #ea52f775
 import functools
@@ -407,6 +408,22 @@ def plot_sigma(run: RunDir | str | Path) -> Figure:
     ax.bar(x + 0.2, [now[b] for b in bins], 0.38, color=COLORS["main"], label="now")
     ax.set_xticks(x, bins)
     ax.grid(axis="x", visible=False)
+    add_legend(ax)
+    return fig
+
+# %% ../../nbs/9_lab/01_plots.ipynb #6d0b3151
+def plot_drift(run: RunDir | str | Path) -> Figure:
+    """Plot the distance from the base on pictures of `prior_data`, by step and by validation."""
+    rows = [row for row in train_rows(run) if "prior_drift" in row]
+    fixed = [row for row in as_run(run).metrics_log().others if "validation_drift" in row]
+    if not rows and not fixed:
+        return empty_figure("Distance from the base", "no prior_data")
+    fig, ax = over_steps("Distance from the base on prior_data", "mean squared distance", 1.9)
+    x, y = column(rows, "step"), column(rows, "prior_drift")
+    ax.plot(x, y, color=COLORS["raw"], lw=0.8, label="each step")
+    style = dict(color=COLORS["second"], ms=3.5, lw=1.2, label="fixed pictures and noise")
+    ax.plot(column(fixed, "step"), column(fixed, "validation_drift"), "o-", **style)
+    ax.set_ylim(0, body_limit(y, column(fixed, "validation_drift")))
     add_legend(ax)
     return fig
 

@@ -79,9 +79,13 @@ def one(root):
 def test_two_processes_and_a_resume(root, one, engine):
     want, tensors = one
     assert any(row.get("prior_drift", 0) > 0 for row in want)
+    drift = list(losses(want, "validation_drift").values())  # at steps 0, 3 and 6
+    assert len(drift) == 3 and drift[0] == 0 < drift[1] < drift[2]
     two = dict(num_processes=2, **ENGINES[engine])
     rows = go(root, engine, **two)
     assert set(losses(rows)) == set(range(1, 7)) and deviation(rows, want) <= 1e-6
+    again = list(losses(rows, "validation_drift").values())
+    assert again == pytest.approx(drift, rel=1e-3, abs=0)
     made = adapters(root, engine)
     assert made.keys() == tensors.keys()
     for key, value in tensors.items():
