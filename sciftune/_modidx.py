@@ -4042,6 +4042,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                 'sciftune/lab/evaluate.py')},
             'sciftune.lab.evaluation_plots': { 'sciftune.lab.evaluation_plots._answer': ( '9_lab/evaluation_plots.html#_answer',
                                                                                           'sciftune/lab/evaluation_plots.py'),
+                                               'sciftune.lab.evaluation_plots._draw_scores': ( '9_lab/evaluation_plots.html#_draw_scores',
+                                                                                               'sciftune/lab/evaluation_plots.py'),
                                                'sciftune.lab.evaluation_plots._draw_series': ( '9_lab/evaluation_plots.html#_draw_series',
                                                                                                'sciftune/lab/evaluation_plots.py'),
                                                'sciftune.lab.evaluation_plots._share': ( '9_lab/evaluation_plots.html#_share',

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -74,12 +75,14 @@ def evaluation_table(run: Path | str) -> Table:
     rows = read_evaluation(run)
     names = [name for name in SCORES if any(name in row.scores for row in rows)]
     notes = [f"{SCORES[n]}{' (less is better)' if n in FALLING else ''}" for n in names]
-    cells = [
+    cells = [["weights", "step", "pictures", *notes]] + [
         [row.name, row.step if row.step >= 0 else "", row.settings.get("pictures", "")]
         + [score_text(row.scores.get(name)) for name in names]
         for row in rows
     ]
-    return Table(["weights", "step", "pictures", *notes], cells)
+    if len(names) > len(rows):
+        cells = list(map(list, zip(*cells, strict=True)))
+    return Table(cells[0], cells[1:])
 
 
 def skipped_scores(run: Path | str) -> dict[str, str]:
@@ -135,12 +138,30 @@ def plot_evaluation(run: Path | str, score: str = "recall") -> Figure:
     rows = [row for row in read_evaluation(run) if row.scores.get(score)]
     if not rows:
         return empty_figure(SCORES[score], "not evaluated")
-    fig, ax = figure(SCORES[score], "step", "less is better" if score in FALLING else "score")
-    for series in dict.fromkeys(row.series for row in rows):
-        points = [(max(row.step, 0), row.scores[score]) for row in rows if row.series == series]
-        _draw_series(ax, series, points)
-    add_legend(ax)
+    curves = len({row.step for row in rows if row.series != "base"}) > 1
+    label = "less is better" if score in FALLING else "score"
+    fig, ax = figure(SCORES[score], "step" if curves else "weights", label)
+    series = {row.series: [] for row in rows}
+    for row in rows:
+        series[row.series].append((max(row.step, 0), row.scores[score]))
+    if curves:
+        for name, points in series.items():
+            _draw_series(ax, name, points)
+        add_legend(ax)
+    else:
+        _draw_scores(ax, {name: points[-1][1] for name, points in series.items()})
     return fig
+
+
+def _draw_scores(ax, found: dict[str, dict]):
+    """Draw a score of each series as a point with its interval."""
+    for place, (series, one) in enumerate(found.items()):
+        colour = COLORS[SERIES_COLORS.get(series, "dark")]
+        ax.plot([place], [one["value"]], "o", color=colour)
+        if one.get("low") is not None:
+            ax.plot([place] * 2, [one["low"], one["high"]], color=colour, lw=1.2)
+    ax.set_xticks(range(len(found)), found)
+    ax.set_xlim(-0.5, len(found) - 0.5)
 
 
 def _draw_series(ax, series: str, points: list[tuple[int, dict]]):
@@ -206,8 +227,12 @@ def marked(image: Image.Image, picture: Picture, side: int = 260) -> Image.Image
 def write_verdict(page: Image.Image, picture: Picture, top: int) -> Image.Image:
     """Write the verdict on a picture onto its page, in lines from `top` on. Returns the page."""
     pen, font = ImageDraw.Draw(page), ImageFont.load_default(10)
-    for number, (text, colour) in enumerate(picture_verdict(picture)):
-        pen.text((2, top + 12 * number), text[: page.width // 5], colour, font)
+    (prompt, black), *findings = picture_verdict(picture)
+    width, room = page.width // 5, 5 - len(findings)
+    lines = textwrap.wrap(prompt, width, max_lines=room, placeholder=" …")
+    lines = [(line, black) for line in lines] + findings
+    for number, (text, colour) in enumerate(lines):
+        pen.text((2, top + 12 * number), text[:width], colour, font)
     return page
 
 
