@@ -171,60 +171,28 @@ class Rows(Sequence):
 
     def __init__(self, rows: Iterable[Row] = ()):
         self.records = Records()  # source, key, id, captions and fault of each
-        self.sizes = array("i")  # width and height of each, as far as some are known
-        self.digests = bytearray()
+        self.sizes = array("i")  # width and height of each; 0 = not known
+        self.digests = bytearray()  # of each as far as some are known; zeros = not known
         self.beside = {}  # 'references' and 'masks': rows of other images, if there are some
         self.facts = {}  # number of a row -> its facts as JSON
-        self.documents = {}  # name of a document -> its number, from 1
-        self._names = []  # of the documents
-        self.document_of = array("I")  # number of each row's document, as far as some have one
+        self.documents = {"": 0}  # name of a document -> its number
+        self.document_names = [""]
+        self.document_of = array("I")  # number of each row's document
         for row in rows:
             self.append(row)
 
     def append(self, row: Row):
         """Add a copy of a row."""
+        self.sizes.extend((0, 0))
+        self.document_of.append(0)
         self.records.append((row.source, row.key, row.id, row.captions, row.fault))
-        number = len(self) - 1
-        view = self[number]
-        for name in ("references", "masks", "document", "facts"):
+        view = self[len(self) - 1]
+        for name in ("references", "masks", "document", "facts", "width", "height", "digest"):
             if value := getattr(row, name):
                 setattr(view, name, value)
-        if row.width or row.height or row.digest:
-            view.width, view.height, view.digest = row.width, row.height, row.digest
-
-    def size(self, k: int) -> int:
-        """Return the width or the height of a row.
-
-        Args:
-            k: Twice the number of a row, and 1 for the height
-
-        Returns:
-            0 = not known
-        """
-        return self.sizes[k] if k < len(self.sizes) else 0
-
-    def set_size(self, k: int, value: int):
-        """Set the width or the height of a row.
-
-        Args:
-            k: number of the value, see `size`
-            value: pixels
-        """
-        if k >= len(self.sizes):
-            with _writing:
-                missing = 2 * len(self) - len(self.sizes)
-                self.sizes.frombytes(bytes(missing * self.sizes.itemsize))
-        self.sizes[k] = value
 
     def digest(self, i: int) -> str:
-        """Return the digest of a row.
-
-        Args:
-            i: Number of a row
-
-        Returns:
-            '' = not known
-        """
+        """Return the digest of a row; '' = not known."""
         data = self.digests[_DIGEST * i : _DIGEST * (i + 1)]
         return data.hex() if any(data) else ""
 
@@ -243,25 +211,6 @@ class Rows(Sequence):
                 self.digests += bytes(_DIGEST * len(self) - len(self.digests))
         self.digests[_DIGEST * i : _DIGEST * (i + 1)] = data
 
-    def document(self, i: int) -> str:
-        """Return the document that a row comes from.
-
-        Args:
-            i: number of a row
-
-        Returns:
-            '' = none is named
-        """
-        number = self.document_of[i] if i < len(self.document_of) else 0
-        return self.document_names[number - 1] if number else ""
-
-    @property
-    def document_names(self) -> list[str]:
-        """Return the names of all documents, in the order of their numbers."""
-        if len(self._names) < len(self.documents):
-            self._names = list(self.documents)
-        return self._names
-
     def set_document(self, i: int, name: str):
         """Set the document of a row.
 
@@ -270,9 +219,10 @@ class Rows(Sequence):
             name: name of the document
         """
         with _writing:
-            missing = max(0, len(self) - len(self.document_of))
-            self.document_of.frombytes(bytes(missing * self.document_of.itemsize))
-            self.document_of[i] = self.documents.setdefault(name, len(self.documents) + 1)
+            if name not in self.documents:
+                self.documents[name] = len(self.document_names)
+                self.document_names.append(name)
+            self.document_of[i] = self.documents[name]
 
     def part(self, numbers: Sequence[int]) -> Column:
         """Return some rows as a sequence; each is created on access.
@@ -350,10 +300,10 @@ def _size_field(place: int) -> property:
     """Return a property for the width or the height of a row."""
 
     def get(row: _Stored) -> int:
-        return row.rows.size(2 * row.number + place)
+        return row.rows.sizes[2 * row.number + place]
 
     def put(row: _Stored, value: int):
-        row.rows.set_size(2 * row.number + place, value)
+        row.rows.sizes[2 * row.number + place] = value
 
     return property(get, put)
 
@@ -371,7 +321,7 @@ class _Stored(Row):  # pyrefly: ignore[bad-class-definition]
     references, masks = map(_beside_field, ("references", "masks"))
     facts = property(_facts, _put_facts)
     document = property(
-        lambda row: row.rows.document(row.number),
+        lambda row: row.rows.document_names[row.rows.document_of[row.number]],
         lambda row, value: row.rows.set_document(row.number, value),
     )
 
