@@ -38,7 +38,7 @@ def field(
 
     Args:
         default: value if the recipe does not set the field
-        description: one sentence for people; '' = that of `assets/fields.yaml`
+        description: one sentence for people; '' = that of the section's `texts`
         identity: True if a resumed run must keep the value
         needs: condition under which it is read: 'switch', 'switch=value', 'switch>number', several
             with '|'
@@ -219,10 +219,12 @@ class Section(BaseModel):
     may be secret in an address is masked (see `core.secrets`).
 
     Attributes:
+        texts: YAML file of this package: field -> what it means, if `field` does not say it
         aliases: field or another name, by name in other scripts
         fixed: (the only value, why), by name in other scripts
     """
 
+    texts: ClassVar[str] = "assets/fields.yaml"
     aliases: ClassVar[Mapping[str, str]] = {}
     fixed: ClassVar[Mapping[str, tuple]] = {}
 
@@ -237,9 +239,9 @@ class Section(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any):
-        """Give each field without a description that of `assets/fields.yaml`."""
+        """Give each field without a description that of `texts`."""
         for name, info in cls.model_fields.items():
-            info.description = info.description or packaged_table("assets/fields.yaml").get(name)
+            info.description = info.description or packaged_table(cls.texts).get(name)
 
     @field_validator("*", mode="before")
     @classmethod

@@ -44,42 +44,18 @@ _DRAWN = "data=figures|data=edits"
 class FiguresSection(Section):
     """Set number, size and look of drawn figures."""
 
-    figures: int = field(
-        512, "how many figures, or edits of figures, are made", needs=_DRAWN, ge=16
-    )
-    figures_side: int = field(
-        0,
-        "0 = figures of 256 to 512 pixels with words; else wordless charts, squares of this side, "
-        "legible from 96 pixels",
-        optional=True,
-        needs=_DRAWN,
-        ge=0,
-        le=1024,
-    )
-    figures_style: str = field(
-        "light",
-        "of the figures: light, dark, hand or print; of charts: light, dark, hand or chalk, "
-        "several separated by commas",
-        optional=True,
-        needs=_DRAWN,
-    )
-    figures_kinds: str = field(
-        "",
-        "kinds of figures or charts, separated by commas; empty = all",
-        optional=True,
-        needs=_DRAWN,
-    )
-    figures_seed: int = field(0, "which series of figures", optional=True, needs=_DRAWN, ge=0)
+    texts = "extras/figures/fields.yaml"
+
+    figures: int = field(512, needs=_DRAWN, ge=16)
+    figures_side: int = field(0, optional=True, needs=_DRAWN, ge=0, le=1024)
+    figures_style: str = field("light", optional=True, needs=_DRAWN)
+    figures_kinds: str = field("", optional=True, needs=_DRAWN)
+    figures_seed: int = field(0, optional=True, needs=_DRAWN, ge=0)
 
 
 class EditsSection(Section):
     """Choose the kinds of drawn edits."""
 
-    edits: str = field(
-        "",
-        "kinds of edits, separated by commas; of figures: palette, colour, background, style, "
-        "kind, log, grid, legend, series, errors, labels, title; of charts: colour, background, "
-        "grid, series, orientation, and the styles light, dark, hand, chalk; empty = all",
-        optional=True,
-        needs="data=edits",
-    )
+    texts = "extras/figures/fields.yaml"
+
+    edits: str = field("", optional=True, needs="data=edits")

@@ -49,66 +49,34 @@ RECORDS = [
 class DistillationSection(Section):
     """Set steps of the generator, guidance, discriminator and critic."""
 
+    texts = "objectives/dmd/fields.yaml"
+
     aliases, fixed = ForeignNames.read("objectives/dmd/names.yaml")
 
-    live_captions: bool = field(
-        False,
-        "encode captions while training instead of caching them: for millions of captions",
-        identity=False,
-    )
-    generator_every: int = field(
-        10, "update the generator every so many steps; the critic is updated in every step", ge=1
-    )
-    denoising_steps: int = field(1, "steps of the generator; they divide 1000", ge=1)
-    conditioning_timestep: int = field(
-        999,
-        "timestep input of a one-step generator (sdxl: 399)",
-        needs="denoising_steps=1",
-        ge=0,
-        le=999,
-    )
-    backward_simulation: bool = field(
-        True,
-        "several steps: train on the generator's own images, else on noised real latents",
-        needs="denoising_steps>1",
-    )
-    real_guidance: float = field(1.75, "guidance scale of the teacher (sdxl: 8)", ge=1)
-    dm_min_step: float = field(
-        0.02,
-        "start of the timesteps at which teacher and critic are compared, as a share of 1000",
-        ge=0,
-        le=1,
-    )
-    dm_max_step: float = field(0.98, "end of these timesteps, as a share of 1000", ge=0, le=1)
-    dm_weight: float = field(1.0, "weight of distribution matching in the generator's loss", ge=0)
-    ca_weight: float = field(
-        1.0, "dmd_decoupled: weight of the guidance term", needs="objective=dmd_decoupled", ge=0
-    )
+    live_captions: bool = field(False, identity=False)
+    generator_every: int = field(10, ge=1)
+    denoising_steps: int = field(1, ge=1)
+    conditioning_timestep: int = field(999, needs="denoising_steps=1", ge=0, le=999)
+    backward_simulation: bool = field(True, needs="denoising_steps>1")
+    real_guidance: float = field(1.75, ge=1)
+    dm_min_step: float = field(0.02, ge=0, le=1)
+    dm_max_step: float = field(0.98, ge=0, le=1)
+    dm_weight: float = field(1.0, ge=0)
+    ca_weight: float = field(1.0, needs="objective=dmd_decoupled", ge=0)
     normaliser: Literal["shared_cfg", "separate", "none"] = field(
-        "shared_cfg",
-        "dmd_decoupled: divisor of the gradients",
-        needs="objective=dmd_decoupled",
+        "shared_cfg", needs="objective=dmd_decoupled"
     )
-    gan: bool = field(False, "add a discriminator on the critic's middle; needs images in data")
-    gan_alone: bool = field(False, "leave distribution matching out", needs="gan")
-    gan_weight: float = field(
-        0.001, "weight of the GAN in the generator's loss (sdxl: 5e-3)", needs="gan", ge=0
-    )
-    critic_gan_weight: float = field(
-        0.01, "weight of the GAN in the critic's loss", needs="gan", ge=0
-    )
-    diffusion_gan: bool = field(True, "judge noised latents, else clean ones", needs="gan")
-    gan_max_timestep: int = field(
-        1000, "judge latents noised below this timestep", needs="gan", ge=1, le=1000
-    )
-    critic_learning_rate: float = field(0.0, "0 = learning_rate", ge=0)
-    critic_warmup_steps: int = field(-1, "-1 = warmup_steps", ge=-1)
-    critic_max_grad_norm: float = field(-1.0, "-1 = max_grad_norm", ge=-1)
+    gan: bool = field(False)
+    gan_alone: bool = field(False, needs="gan")
+    gan_weight: float = field(0.001, needs="gan", ge=0)
+    critic_gan_weight: float = field(0.01, needs="gan", ge=0)
+    diffusion_gan: bool = field(True, needs="gan")
+    gan_max_timestep: int = field(1000, needs="gan", ge=1, le=1000)
+    critic_learning_rate: float = field(0.0, ge=0)
+    critic_warmup_steps: int = field(-1, ge=-1)
+    critic_max_grad_norm: float = field(-1.0, ge=-1)
     teacher_placement: Literal["replicated", "sharded", "offload"] = field(
-        "replicated",
-        "one copy per device; sharded like the others (fsdp); or in host memory between updates of "
-        "the generator",
-        identity=False,
+        "replicated", identity=False
     )
 
     @staticmethod

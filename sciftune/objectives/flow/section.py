@@ -39,29 +39,18 @@ RECORDS = [
 class FlowSection(Section):
     """Set how often each noise level is drawn and how much it, and an error, counts."""
 
+    texts = "objectives/flow/fields.yaml"
+
     timestep_density: str = field(
         "uniform", f"density of sigma before the shift: {', '.join(records('densities'))}"
     )
-    timestep_shift: str = field(
-        "none",
-        "'none', 'linear' (mu linear in tokens), 'empirical' (klein's), 'pipeline' (as the model's "
-        "sampler shifts this size), or a number: static shift",
-    )
-    sigma_range: str = field(
-        "",
-        "noise levels that are trained, after the shift: '0.2-0.8', or by step '0.5-1, 2000:0-1'; "
-        "empty = all",
-    )
+    timestep_shift: str = field("none")
+    sigma_range: str = field("")
     loss_weighting: str = field(
         "none", f"weight of a sample by its sigma: {', '.join(records('weightings'))}"
     )
-    stratified: bool = field(True, "spread the sigmas of a global batch evenly")
-    huber_c: float = field(
-        0.0,
-        "c of the pseudo-Huber loss: errors above it count linearly, so that outliers pull less "
-        "(0.1 is usual); 0 = squared errors",
-        ge=0,
-    )
+    stratified: bool = field(True)
+    huber_c: float = field(0.0, ge=0)
 
     @field_validator("timestep_density", "loss_weighting")
     @classmethod

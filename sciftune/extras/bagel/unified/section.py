@@ -37,53 +37,28 @@ RECORDS = [
 class UnifiedSection(Section):
     """Set packing, the weights of both losses, dropout and frozen parts."""
 
+    texts = "extras/bagel/unified/fields.yaml"
+
     aliases, fixed = ForeignNames.read("extras/bagel/unified/names.yaml")
 
-    expected_tokens: int = field(
-        10240, "a packed sequence is complete when it holds so many tokens", ge=16
-    )
-    max_tokens: int = field(11520, "a packed sequence never holds more tokens", ge=16)
-    max_sample_tokens: int = field(10240, "longer samples are skipped, and counted", ge=16)
-    text_loss_weight: float = field(
-        1.0, "weight of the cross entropy per text token; the published stages use 0.25", ge=0
-    )
-    image_loss_weight: float = field(1.0, "weight of the squared error per latent token", ge=0)
-    ce_loss_reweighting: bool = field(False, "weigh a text's tokens by 1/sqrt(their number)")
-    vision_start_ce_weight: float = field(
-        1.0, "weight of the token that says 'an image follows'", ge=0
-    )
-    text_cond_dropout: float = field(0.1, "chance that a conditioning text is left out", ge=0, le=1)
-    vae_cond_dropout: float = field(
-        0.3, "chance that a conditioning image is left out for the autoencoder", ge=0, le=1
-    )
-    vit_cond_dropout: float = field(
-        0.3, "chance that a conditioning image is left out for the vision tower", ge=0, le=1
-    )
-    freeze_llm: bool = field(False, "keep both experts, embeddings and head as they are")
-    freeze_vit: bool = field(False, "keep the vision tower as it is")
-    freeze_und: bool = field(
-        False, "train nothing but the generation expert and the latent projections"
-    )
-    vit_resolution: int = field(
-        0,
-        "longest side for the vision tower; 0 = as published, 518 before a drawn image and else "
-        "980",
-        ge=0,
-    )
-    llm_path: str = field(
-        "", "folder of a Qwen2.5 language model, with its tokenizer", needs="model_path=parts"
-    )
-    vit_path: str = field(
-        "", "folder of a SigLIP, whole or its vision tower", needs="model_path=parts"
-    )
-    vae_path: str = field(
-        "",
-        "the autoencoder of FLUX.1: ae.safetensors, or a diffusers folder",
-        needs="model_path=parts",
-    )
-    attention: Literal["auto", "flex", "dense"] = field(
-        "auto", "'auto' = flex attention on a GPU, dense masks on a CPU", identity=False
-    )
+    expected_tokens: int = field(10240, ge=16)
+    max_tokens: int = field(11520, ge=16)
+    max_sample_tokens: int = field(10240, ge=16)
+    text_loss_weight: float = field(1.0, ge=0)
+    image_loss_weight: float = field(1.0, ge=0)
+    ce_loss_reweighting: bool = field(False)
+    vision_start_ce_weight: float = field(1.0, ge=0)
+    text_cond_dropout: float = field(0.1, ge=0, le=1)
+    vae_cond_dropout: float = field(0.3, ge=0, le=1)
+    vit_cond_dropout: float = field(0.3, ge=0, le=1)
+    freeze_llm: bool = field(False)
+    freeze_vit: bool = field(False)
+    freeze_und: bool = field(False)
+    vit_resolution: int = field(0, ge=0)
+    llm_path: str = field("", needs="model_path=parts")
+    vit_path: str = field("", needs="model_path=parts")
+    vae_path: str = field("", needs="model_path=parts")
+    attention: Literal["auto", "flex", "dense"] = field("auto", identity=False)
 
     @staticmethod
     def check(recipe: Section):  # the whole recipe

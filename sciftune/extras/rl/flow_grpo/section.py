@@ -46,32 +46,22 @@ _REWARDS = records("rewards")
 class GRPOSection(Section):
     """Set the reward, the rollouts, and how far one rollout may move the model."""
 
+    texts = "extras/rl/flow_grpo/fields.yaml"
+
     reward: str = field(
         next((name for name, record in _REWARDS.items() if record.default), "words"),
         f"rating of images: {', '.join(_REWARDS)}, or a function of your own as "
         "package.module:function; several as in 'words+2*package.module:function'",
     )
-    group_size: int = field(8, "images per caption, whose rewards are compared", ge=2)
-    rollout_steps: int = field(10, "sampling steps while training", ge=2)
-    rollout_guidance: float = field(
-        0.0, "guidance while training; 0 = none, which costs half without a guidance input", ge=0
-    )
-    sde_noise: float = field(
-        0.7, "a: noise of a step is a*sqrt(sigma/(1-sigma)) per unit of time", gt=0
-    )
-    trained_sampling_steps: int = field(
-        2, "sampling steps of each image that are trained, drawn anew for each image", ge=1
-    )
-    updates_per_rollout: int = field(1, "optimizer steps on the images of a rollout", ge=1)
-    ppo_clip: float = field(
-        1e-4, "largest change of a step's probability, per latent value, that is rewarded", gt=0
-    )
-    start_kl_weight: float = field(
-        0.01,
-        "weight of the divergence from the model at the start; 0 = none, and no copy of it is kept",
-        ge=0,
-    )
-    advantage_clip: float = field(5.0, "largest advantage, in standard deviations", gt=0)
+    group_size: int = field(8, ge=2)
+    rollout_steps: int = field(10, ge=2)
+    rollout_guidance: float = field(0.0, ge=0)
+    sde_noise: float = field(0.7, gt=0)
+    trained_sampling_steps: int = field(2, ge=1)
+    updates_per_rollout: int = field(1, ge=1)
+    ppo_clip: float = field(1e-4, gt=0)
+    start_kl_weight: float = field(0.01, ge=0)
+    advantage_clip: float = field(5.0, gt=0)
 
     @field_validator("reward")
     @classmethod
