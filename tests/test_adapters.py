@@ -15,6 +15,7 @@ from additions import added
 from pairwise import one_of_three
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import get_peft_model_state_dict
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from small_unets import two_levels
 from torch import nn
@@ -697,7 +698,8 @@ def test_every_kind_in_every_format(stand_in, tmp_path, kind, layout):
     if family.name not in WRITTEN:
         pytest.skip("shares its layers with another family")
     torch.manual_seed(0)
-    recipe, net, adapters, want = trained_as(family, folder, KINDS[kind] | dict(lora_format=layout))
+    fields = KINDS[kind] | dict(lora_format=layout, trigger="sks")
+    recipe, net, adapters, want = trained_as(family, folder, fields)
     save_lora(adapters, family, recipe, folder, tmp_path / "lora")
     (file,) = (tmp_path / "lora").glob("*.safetensors")
     tensors, weights = load_file(file), family.denoiser_weights(folder)
@@ -705,6 +707,10 @@ def test_every_kind_in_every_format(stand_in, tmp_path, kind, layout):
         patched = as_comfyui_patches(family.name, tensors, weights)
         alphas = {k: t for k, t in tensors.items() if k.endswith(".alpha")}
         assert alphas and all(t.ndim == 0 for t in alphas.values())
+        with safe_open(file, "pt") as header:
+            about = header.metadata()
+        assert about["ss_network_dim"] == str(recipe.lora_rank) and about["ss_seed"] == "0"
+        assert about["modelspec.trigger_phrase"] == "sks"
     elif file.name.startswith("pytorch_lora"):
         patched = fused(pipe, file)[family.denoiser_component].state_dict()
     else:

@@ -96,10 +96,25 @@ def save_lora(
 
 
 def _about(recipe: Recipe) -> dict[str, str]:
-    """Return the metadata that sd-scripts writes into the header of its files."""
-    module = "lycoris.kohya" if recipe.lora_kind == "lokr" else "networks.lora"
-    alpha = recipe.lora_alpha or recipe.lora_rank
-    known = dict(ss_network_module=module, ss_network_dim=recipe.lora_rank, ss_network_alpha=alpha)
+    """Return what sd-scripts and managers of models read in the header of a file."""
+    name = recipe.name or recipe.model
+    known = dict(
+        ss_network_module="lycoris.kohya" if recipe.lora_kind == "lokr" else "networks.lora",
+        ss_network_dim=recipe.lora_rank,
+        ss_network_alpha=recipe.lora_alpha or recipe.lora_rank,
+        ss_output_name=name,
+        ss_sd_model_name=Path(recipe.model_path).name,
+        ss_learning_rate=recipe.learning_rate,
+        ss_lr_scheduler=recipe.lr_schedule,
+        ss_max_train_steps=recipe.steps,
+        ss_seed=recipe.seed,
+    )
+    known |= {
+        "modelspec.title": name,
+        "modelspec.resolution": f"{recipe.resolution}x{recipe.resolution}",
+    }
+    if recipe.trigger:
+        known["modelspec.trigger_phrase"] = recipe.trigger
     return dict(format="pt") | {name: str(value) for name, value in known.items()}
 
 
