@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['WHOLE_LIMIT', 'NUMBER_LIMIT', 'ADDRESSED', 'PROSE', 'RecipeError', 'field', 'setting', 'facts', 'is_on',
-           'data_sources', 'ForeignNames', 'Need', 'Section']
+           'data_sources', 'ForeignNames', 'Need', 'types_of', 'Section']
 
 # %% ../../nbs/1_core/01a_fields.ipynb #fld00003
 import re
+import typing
 import unicodedata
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple
@@ -212,11 +213,23 @@ class Need(NamedTuple):
     install: str
 
 
+_POWER = re.compile(r"\d+(\.\d*)?[eE]\+?\d+")  # 1e3, which YAML reads as text
+
+
+def types_of(annotation: Any) -> set[type]:
+    """Return the types that an annotation allows, such as {int, str} of `int | str`."""
+    parts = typing.get_args(annotation)
+    if typing.get_origin(annotation) is typing.Literal:
+        return {type(part) for part in parts}
+    return set().union(*map(types_of, parts)) if parts else {annotation}
+
+
 class Section(BaseModel):
     """Some fields of a recipe.
 
-    A number if the field is text is taken as text, a number that is not finite is refused, and what
-    may be secret in an address is masked (see `core.secrets`).
+    A number if the field is text is taken as text, 1e3 for a whole number as 1000; a number that is
+    not finite and true for a number are refused, and what may be secret in an address is masked
+    (see `core.secrets`).
 
     Attributes:
         texts: YAML file of this package: field -> what it means, if `field` does not say it
@@ -257,6 +270,17 @@ class Section(BaseModel):
         if facts(cls, info.field_name)["weighted"]:
             return _without_secrets(value)
         return value if re.search(r"\s", value) else conceal(value)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _read_number(cls, value: Any, info: ValidationInfo) -> Any:
+        types = types_of(cls.model_fields[info.field_name].annotation)
+        if isinstance(value, bool) and types & {int, float} and bool not in types:
+            raise ValueError("must be a number")  # pydantic would take true as 1
+        if int in types and isinstance(value, str) and _POWER.fullmatch(value):
+            number = float(value)
+            return int(number) if number.is_integer() else value
+        return value
 
     @field_validator("*")
     @classmethod

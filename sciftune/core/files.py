@@ -152,15 +152,40 @@ OWN_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _FLAT = re.compile(r"((\w+:|-)( \[\]| [\w./:'+, ()=-]*)?( +# [^\n]*)?\n)*")  # as most recipes are
 
 
+class _NamedOnce:
+    """A constructor of mappings that refuses a name that is given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        """Return a mapping; PyYAML itself would keep the last of two values."""
+        names = [key.value for key, _ in node.value if key.tag.endswith((":str", ":int"))]
+        for position, name in enumerate(names):
+            if name in names[:position]:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"{name} is given twice", problem_mark=node.value[0][0].start_mark
+                )
+        return super().construct_mapping(node, deep)
+
+
+class _Loader(_NamedOnce, yaml.SafeLoader):
+    """PyYAML's loader in Python."""
+
+
+class _FastLoader(_NamedOnce, OWN_YAML):
+    """PyYAML's loader in C, where there is one."""
+
+
 def parsed_yaml(text: str, loader: type = yaml.SafeLoader) -> Any:
     """Parse YAML. Raises ValueError with a message of one line.
+
+    A name that a mapping gives twice is refused, except by `OWN_YAML`.
 
     Args:
         text: text of one document
         loader: `OWN_YAML`, or one that also suits what others wrote
     """
-    if loader is yaml.SafeLoader and "- -" not in text and _FLAT.fullmatch(text):
-        loader = OWN_YAML
+    if loader is yaml.SafeLoader:
+        flat = "- -" not in text and _FLAT.fullmatch(text)
+        loader = _FastLoader if flat else _Loader
     try:
         value = yaml.load(text, loader)
     except RecursionError:

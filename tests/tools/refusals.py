@@ -395,6 +395,7 @@ CASES = [
         "Recipe", "preset: 'edit' is not for model 'sd15'; it is for", model="sd15", preset="edit"
     ),
     asked("Recipe", "steps: Input should be a valid integer", steps="abc"),
+    asked("Recipe", "steps: must be a number", steps=True),
     asked("Recipe", "steps: must be at least 1; got 0", steps=0),
     asked("Recipe", "learning_rate: Input should be a finite number", learning_rate=float("inf")),
     asked("Recipe", "resolution: must be a multiple of 16, for example 96", resolution=100),
