@@ -3,7 +3,7 @@
     python tests/tools/refusals.py     writes docs/generated/refusals.md
 
 The same table is tried by tests/test_refusals.py. Everything happens in this process: nothing is
-planned, started or trained, because each input is refused before.
+started or trained, because each input is refused before.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -29,6 +30,7 @@ from additions import added
 from PIL import Image
 from safetensors.torch import save
 
+from sciftune.core.plan import Plan, PlanRow
 from sciftune.core.recipe import RecipeError, resolve
 from sciftune.core.registry import RegistryError
 from sciftune.data.images import DataError
@@ -167,6 +169,14 @@ def system_says(number: int) -> Callable[[Path], None]:
             prepare.new_run = plain
 
     return give
+
+
+def disk_too_small(folder: Path) -> None:
+    """A plan whose checkpoint is larger than what is free on the disk."""
+    row = PlanRow(fits=True, checkpoint_gib=101.5)
+    small = Plan(run=row, disk_free_gib=63.4)
+    with mock.patch.object(prepare, "in_child", return_value=small):
+        prepare.plan_run(resolve(run_root=str(folder)), folder / "plan.json")
 
 
 def port_taken(folder: Path) -> None:
@@ -729,6 +739,12 @@ CASES = [
         "a disk without room",
         "cannot be written (No space left on device); give a folder that you may write, with room",
         system_says(errno.ENOSPC),
+    ),
+    Case(
+        "Disk",
+        "a disk with less room than one checkpoint needs",
+        "a checkpoint needs 101.5 GiB, 63.4 GiB are free on its disk; free some space, or change",
+        disk_too_small,
     ),
     Case(
         "Network",
