@@ -108,6 +108,7 @@ class DataFinding:
         cure: what to change
         share: share of the samples, 0 to 1
         faults: worst first
+        refused: a run on this collection is refused
     """
 
     check: str
@@ -115,6 +116,7 @@ class DataFinding:
     cure: str
     share: float
     faults: list[Fault] = field(default_factory=list)
+    refused: bool = False
 
     @property
     def score(self) -> float:
@@ -151,8 +153,8 @@ def percent(share: float) -> str:
 
 
 def worst_findings(findings: Iterable[DataFinding], count: int = 3) -> list[DataFinding]:
-    """Select the findings that harm the run most, the worst first."""
-    return sorted(findings, key=lambda finding: -finding.score)[:count]
+    """Select the findings that refuse a run, then those that harm it most, the worst first."""
+    return sorted(findings, key=lambda finding: (not finding.refused, -finding.score))[:count]
 
 # %% ../../nbs/9_lab/16_look.ipynb #cb8bb917
 CROPPED = 0.05  # share of an image's pixels
@@ -572,10 +574,11 @@ def unreadable_rows(
     says = f"{len(rejected)} of {total} rows ({percent(share)}) cannot be used: {listed}"
     cure = "repair or remove them"
     bad, count = bad_rows(rejected, total)
-    if len(bad) > allowed * count:
+    refused = len(bad) > allowed * count
+    if refused:
         cure += f": more than max_bad_fraction={allowed:g} ends the run"
     faults = [Fault(row["source"], row["reason"], row["reason"]) for row in rejected]
-    return [DataFinding("unreadable", says, cure, share, faults)]
+    return [DataFinding("unreadable", says, cure, share, faults, refused)]
 
 
 def blank_images(ids: Sequence[str], signatures: Signatures) -> list[DataFinding]:
@@ -727,8 +730,11 @@ class DataLook:
     columns: list[str] = field(default_factory=list)
 
     def lines(self, count: int = 3) -> list[str]:
-        """Return the worst findings, a line each."""
-        return [finding.line() for finding in worst_findings(self.findings, count)]
+        """Return the worst findings, a line each, and a line that names the others."""
+        ranked = worst_findings(self.findings, len(self.findings))
+        others = ", ".join(finding.check for finding in ranked[count:])
+        more = [f"and {len(ranked) - count} more: {others}"] if others else []
+        return [finding.line() for finding in ranked[:count]] + more
 
     def save(self, path: Path) -> Path:
         """Write the record as JSON to `path` (findings.json)."""
