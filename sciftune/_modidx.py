@@ -7230,6 +7230,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                         'sciftune/strategies/adapters/narrow.py'),
                                                      'sciftune.strategies.adapters.narrow._keep_narrow': ( '5_strategies/adapters/narrow.html#_keep_narrow',
                                                                                                            'sciftune/strategies/adapters/narrow.py'),
+                                                     'sciftune.strategies.adapters.narrow.layers_to_narrow': ( '5_strategies/adapters/narrow.html#layers_to_narrow',
+                                                                                                               'sciftune/strategies/adapters/narrow.py'),
                                                      'sciftune.strategies.adapters.narrow.narrow_layers': ( '5_strategies/adapters/narrow.html#narrow_layers',
                                                                                                             'sciftune/strategies/adapters/narrow.py'),
                                                      'sciftune.strategies.adapters.narrow.narrow_product': ( '5_strategies/adapters/narrow.html#narrow_product',

@@ -19,7 +19,7 @@ from .costs.base import OuterModule, costs_of
 from .records import Block, MemoryLedger, Phase, Profile
 from .trace import Trace, trace
 from ..strategies.adapters.layers import add_lora
-from ..strategies.adapters.narrow import narrow_layers
+from ..strategies.adapters.narrow import layers_to_narrow
 from ..strategies.context import check_heads
 from ..strategies.trained_layers import choose_trained
 
@@ -311,7 +311,12 @@ class MetaModel:
         return tuple(outer)
 
     def narrow_numels(self) -> list[int]:
-        """Return the number of weights of each layer that `lora_base` stores in fewer bits."""
-        if self.recipe.lora_base == "bf16":
+        """Return the number of weights of each layer that `lora_base` stores in fewer bits.
+
+        Raises RecipeError if there are none.
+        """
+        kind = self.recipe.lora_base
+        if kind == "bf16":
             return []
-        return [x.weight.numel() for x in narrow_layers(self.denoiser, self.block_classes)]
+        found = layers_to_narrow(self.denoiser, kind, self.block_classes)
+        return [layer.weight.numel() for layer in found]

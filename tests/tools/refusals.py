@@ -663,6 +663,12 @@ CASES = [
         lr_groups="{{attn: 0.1, attn.to_q: 0.2}}",
     ),
     asked("Layers and adapters", "lora_targets: no linear layer", lora_rank=4, lora_targets="fc"),
+    asked(
+        "Layers and adapters",
+        "lora_base: 'nf4' found no linear layer with both sides at least 256",
+        lora_rank=4,
+        lora_base="nf4",
+    ),
     asked("Layers and adapters", "lora_path: FOLDER/file", lora_rank=4, lora_path="{folder}/file"),
     adapter(
         "`-p lora_path` of a tensor that is no adapter",

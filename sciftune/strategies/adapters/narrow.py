@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['NF4_LEVELS', 'NF4_BLOCK', 'NARROW_BYTES', 'nf4_levels', 'narrowed', 'widened', 'narrow_product',
-           'narrow_product_backward', 'NarrowLinear', 'narrow_layers', 'quantise_base', 'not_for_ddp']
+           'narrow_product_backward', 'NarrowLinear', 'narrow_layers', 'layers_to_narrow', 'quantise_base',
+           'not_for_ddp']
 
 # %% ../../../nbs/5_strategies/adapters/06_narrow.ipynb #fb440da9
 import functools
@@ -219,6 +220,24 @@ NARROW_BYTES = dict(
 )  # per weight of those layers; the scales of fp8's rows are few
 
 
+def layers_to_narrow(denoiser: nn.Module, kind: str, names: tuple, smallest: int = 256) -> list:
+    """Return `narrow_layers`. Raises RecipeError if there are none.
+
+    Args:
+        denoiser: real or on meta
+        kind: 'fp8' or 'nf4'
+        names: block classes
+        smallest: smaller sides are left alone
+    """
+    found = narrow_layers(denoiser, names, smallest)
+    if not found:
+        raise RecipeError(
+            f"lora_base: '{kind}' found no linear layer with both sides at least {smallest} in "
+            f"{', '.join(names)}; use 'bf16'"
+        )
+    return found
+
+
 def quantise_base(denoiser: nn.Module, kind: str, names: tuple, smallest: int = 256) -> int:
     """Replace the blocks' large linear layers by `NarrowLinear`; existing values are quantised.
 
@@ -233,12 +252,7 @@ def quantise_base(denoiser: nn.Module, kind: str, names: tuple, smallest: int = 
     Returns:
         Layers
     """
-    found = narrow_layers(denoiser, names, smallest)
-    if not found:
-        raise RecipeError(
-            f"lora_base: '{kind}' found no linear layer with both sides at least {smallest} in "
-            f"{', '.join(names)}; use 'bf16'"
-        )
+    found = layers_to_narrow(denoiser, kind, names, smallest)
     for layer in found:
         layer.__class__ = NarrowLinear
         layer.kind = kind
