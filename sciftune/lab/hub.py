@@ -19,7 +19,10 @@ from .plots import Table, readable_size
 # %% ../../nbs/9_lab/33_hub.ipynb #92701ed6
 def exported_folder(run: RunDir | str | Path) -> Path:
     """Return `model/` of a run. Raises ValueError if there is no export or no card."""
-    folder = (run if isinstance(run, RunDir) else RunDir(run)).model
+    run = run if isinstance(run, RunDir) else RunDir(run)
+    folder = run.model
+    if not folder.is_dir() and not run.recipe.is_file():
+        raise ValueError(f"{run.path} is no run folder: it holds no recipe.yaml")
     if not folder.is_dir():
         raise ValueError(f"{folder} is not there; the run has to end with export=True")
     if not (folder / "README.md").exists():

@@ -4,16 +4,17 @@
 
 # %% auto #0
 __all__ = ['WEIGHT_STATES', 'ModelSource', 'model_source', 'checkpoint_source', 'adapter_source', 'run_source',
-           'checkpoint_sources', 'find_weights', 'load_source', 'Request', 'request_of', 'settled_request',
-           'sample_batches', 'draw_samples', 'caption_of', 'encoded_captions', 'reference_image', 'encoded_references',
-           'sheet', 'wrapped', 'check_parameters']
+           'checkpoint_sources', 'listed_numbers', 'find_weights', 'load_source', 'Request', 'request_of',
+           'settled_request', 'sample_batches', 'draw_samples', 'caption_of', 'encoded_captions', 'reference_image',
+           'encoded_references', 'sheet', 'wrapped', 'check_parameters']
 
 # %% ../../nbs/9_lab/19_sample.ipynb #faaf3254
+import math
 import tempfile
 import textwrap
 from collections import ChainMap
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -252,13 +253,30 @@ def checkpoint_sources(run: str | Path, steps: str, state: str = "weight") -> li
         ValueError: there is no such checkpoint
     """
     there = {checkpoint_info(c)["step"]: c for c in complete_checkpoints(RunDir(run))}
-    wanted = list(there) if steps.strip() == "all" else [int(step) for step in steps.split(",")]
+    wanted = list(there) if steps.strip() == "all" else listed_numbers("checkpoints", steps)
     if lost := [step for step in wanted if step not in there]:
         listed = ", ".join(map(str, there)) or "none"
         raise ValueError(f"checkpoints: {run} has none of step {lost[0]}; there are {listed}")
     if not wanted:
         raise ValueError(f"checkpoints: {run} holds no complete checkpoint")
     return [checkpoint_source(there[step], state) for step in sorted(wanted)]
+
+
+def listed_numbers(name: str, text: object, kind: type = int) -> list:
+    """Return the numbers in a text with commas. Raises ValueError naming the parameter.
+
+    Args:
+        name: parameter that holds the text
+        text: such as '0,1,2'; '' = none
+        kind: int or float
+    """
+    try:
+        numbers = [kind(part) for part in str(text).split(",") if part.strip()]
+    except ValueError:
+        numbers = [math.nan]
+    if not all(map(math.isfinite, numbers)):
+        raise ValueError(f"{name}: expected numbers with commas between them; got {text!r}")
+    return numbers
 
 
 def find_weights(where: str | Path, state: str = "weight", base: str | Path = "") -> ModelSource:
@@ -278,9 +296,11 @@ def find_weights(where: str | Path, state: str = "weight", base: str | Path = ""
         return run_source(RunDir(path), state)
     if state != "weight":
         raise ValueError(f"{where} has no {state}: it is neither a run nor a checkpoint")
-    if not _is_adapter(path):
-        return model_source(where)
     recipe = path.parent / "recipe.yaml"
+    if not _is_adapter(path):
+        made = model_source(where)
+        exported = path.name == "model" and recipe.is_file()
+        return replace(made, side=Recipe.load(recipe).resolution) if exported else made
     if not base and path.name == "model" and recipe.is_file():
         return run_source(RunDir(path.parent))
     if not base:
@@ -394,6 +414,8 @@ def settled_request(sample: Request, source: ModelSource) -> Request:
     source.family.check_size(made.height, made.width)
     if made.steps < 1:
         raise ValueError(f"steps {made.steps}: expected a number from 1")
+    if not math.isfinite(made.guidance):
+        raise ValueError(f"guidance {made.guidance}: expected a finite number")
     family, given = source.family, len(made.references)
     if given > family.record.references:
         takes = f"at most {family.record.references}" if family.record.references else "no"
@@ -410,7 +432,14 @@ def sample_batches(samples: list[Request], size: int) -> list[list[int]]:
 
     Returns:
         indices of the samples of each batch
+
+    Raises:
+        ValueError: there are no samples, or `size` is below 1
     """
+    if not samples:
+        raise ValueError("prompts: none is given")
+    if size < 1:
+        raise ValueError(f"batch {size}: expected a number from 1")
     groups = {}
     for i, s in enumerate(samples):
         kind = (s.steps, s.guidance, s.height, s.width, len(s.references))

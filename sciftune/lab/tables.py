@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LAST_COLUMN', 'table_text', 'table_blocks', 'field_type', 'FieldGroup', 'field_groups', 'fields_text', 'models_rows',
-           'presets_text', 'notebook_summary', 'parameters_source', 'parameters_of_notebook']
+           'presets_text', 'notebook_summary', 'parameters_source', 'parameters_of_notebook', 'parameter_types']
 
 # %% ../../nbs/9_lab/23_tables.ipynb #795eb46a
 import ast
@@ -240,3 +240,9 @@ def parameters_of_notebook(notebook: Path) -> list[tuple[str, str, str]]:
             said = re.findall(r"#\s*(.+)$", text, re.M)
             found.append((target.id, ast.unparse(node.value), " ".join(said)))
     return found
+
+
+def parameter_types(notebook: Path) -> dict[str, str]:
+    """Return the annotated type of each parameter of a notebook, such as int, by its name."""
+    nodes = ast.parse(parameters_source(notebook)).body
+    return {n.target.id: ast.unparse(n.annotation) for n in nodes if isinstance(n, ast.AnnAssign)}
