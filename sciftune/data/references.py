@@ -45,7 +45,7 @@ _NUMBERED = re.compile(rf"({'|'.join(REFERENCE_KEYS)})_?(\d*)")
 def reference_columns(names: Iterable[str]) -> list[str]:
     """Return the columns that hold reference images.
 
-    Raises DataError if there are two kinds of them.
+    Raises DataError if columns of two names could hold them, such as `references` and `source`.
 
     Args:
         names: columns of a collection, or keys of a record

@@ -147,13 +147,13 @@ class Mixture:
         return who, nth
 
     def at(self, position: int) -> tuple[int, int] | list[tuple[int, int]]:
-        """Return the collection and the sample at a position.
+        """Return the sample at a position, or the samples that its collection gives together.
 
         Args:
-            position: Counted from the start of training
+            position: counted from the start of training
 
         Returns:
-            As the order of one of the collections gives it
+            (epoch, number of the sample), or a list of these
         """
         who, nth = self._block(position // self.block)
         j = position % self.block

@@ -386,7 +386,7 @@ def plan_run(
 
 # %% ../../nbs/9_lab/06_prepare.ipynb #0445e891
 def same_run(a: Recipe, b: Recipe) -> bool:
-    """Return whether two recipes train the same."""
+    """Return whether two recipes train the same weights: open fields and the name may differ."""
     free = {"name", "launcher", "resume", "auto", *a.open_fields, *b.open_fields}
     return a.model_dump(exclude=free) == b.model_dump(exclude=free)
 

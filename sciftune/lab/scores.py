@@ -209,14 +209,14 @@ def _counted(texts: Iterable[str]) -> Counter:
 def word_changes(
     labels: tuple[list[str], list[str]], readings: tuple[list[Reading], list[Reading]]
 ) -> dict[str, tuple[str, ...]]:
-    """Return the readable words that differ between two pictures, and those in both.
+    """Return the words that an edit adds, removes and keeps, of those that can be read.
 
     Args:
-        labels: words of the true pictures before and after
-        readings: what is read in them
+        labels: words of the true pictures before and after the edit
+        readings: words that were read in both pictures
 
     Returns:
-        come, go, stay
+        {'come': words only in the second picture, 'go': only in the first, 'stay': in both}
     """
     before, after = (
         [

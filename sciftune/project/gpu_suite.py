@@ -40,7 +40,7 @@ class SuiteCase(BaseModel):
 
     @property
     def setting(self) -> dict[str, Any]:
-        """Return the fields for `bench`; empty for a program."""
+        """Return the recipe fields that `bench` measures; {} for a case with a `command`."""
         return dict(self.model_extra)
 
     def __str__(self) -> str:

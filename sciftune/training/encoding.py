@@ -217,7 +217,7 @@ def _write_thumbnail(data: bytes, file: Path, largest: int):
 
 # %% ../../nbs/7_training/07_encoding.ipynb #7e162183
 def square(recipe: Recipe) -> tuple[int, int]:
-    """Return the (height, width) of an image without a shape of its own."""
+    """Return `resolution` as (height, width): the size of an image without a bucket."""
     return recipe.resolution, recipe.resolution
 
 

@@ -389,7 +389,7 @@ def transform(group: dict, name: str, stride: int, where: str) -> Resize | None:
         group: group of the YAML file
         name: name of the field
         stride: stride that the model needs
-        where: place for messages
+        where: file and line, which an error names
 
     Returns:
         None = not set

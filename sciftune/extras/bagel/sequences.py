@@ -333,7 +333,7 @@ def read_segment(entry: dict, folder: Path, where: str) -> Segment:
     Args:
         entry: entry of a line's `segments`
         folder: folder to which paths are relative
-        where: place for messages
+        where: file and line, which an error names
     """
     kind = entry.get("type") if isinstance(entry, dict) else None
     if kind not in SEGMENT_FIELDS:
@@ -363,7 +363,7 @@ def read_text_segment(entry: dict, where: str) -> Segment:
 
     Args:
         entry: segment with known fields
-        where: place for messages
+        where: file and line, which an error names
     """
     texts = [entry["text"]] if isinstance(entry.get("text"), str) else entry.get("text")
     if not is_string_list(texts):
@@ -389,7 +389,7 @@ def image_paths(entry: dict, folder: Path, where: str) -> tuple[str, ...]:
     Args:
         entry: an image or video segment
         folder: folder to which paths are relative
-        where: place for messages
+        where: file and line, which an error names
     """
     if entry["type"] == "image":
         names, must = [entry.get("path")], "path must be a string"
@@ -406,7 +406,7 @@ def read_image_segment(entry: dict, folder: Path, where: str) -> Segment:
     Args:
         entry: an image or video segment with known fields
         folder: folder to which paths are relative
-        where: place for messages
+        where: file and line, which an error names
     """
     paths = image_paths(entry, folder, where)
     if entry.get("role") not in ("condition", "target"):
@@ -438,7 +438,7 @@ def turn_segments(
         learn: True for a turn of the assistant
         pictures: paths still to be used; consumed
         videos: lists of frames still to be used; consumed
-        where: place for messages
+        where: file and line, which an error names
         **image: further fields of condition images
     """
     role = dict(role="target") if learn else dict(role="condition", **image)
@@ -463,7 +463,7 @@ def object_list(record: dict, key: str, where: str) -> list[dict]:
     Args:
         record: JSON object of a line
         key: name of the field
-        where: place for messages
+        where: file and line, which an error names
     """
     values = record.get(key)
     if not isinstance(values, list):
@@ -482,7 +482,7 @@ def turn_text(turn: dict, key: str, where: str) -> str:
     Args:
         turn: turn of a conversation
         key: field that holds the text
-        where: place for messages
+        where: file and line, which an error names
     """
     if not isinstance(turn.get(key), str):
         raise DataError(f"{where}: {key} of a turn must be a string, got {turn.get(key)!r:.60}")
@@ -505,7 +505,7 @@ def element_entry(element: dict, learn: bool, where: str) -> dict:
     Args:
         element: {type, content | image_path}
         learn: True for an element of the assistant, or of a target sequence
-        where: place for messages
+        where: file and line, which an error names
     """
     if element.get("type") == "text":
         return dict(type="text", text=element.get("content"), loss=learn)
@@ -579,7 +579,7 @@ def native_segments(record: dict, where: str) -> list[dict]:
 
     Args:
         record: record with `segments`
-        where: place for messages
+        where: file and line, which an error names
     """
     if extra := sorted(set(record) - {"id", "task", "segments", "metadata"}):
         raise DataError(
@@ -597,11 +597,14 @@ ONLY_SEEN = dict(encoders=["vit"], cfg_dropout=False)
 
 
 def rewritten(record: dict, where: str) -> list[dict]:
-    """Return the segments of a record of another form. Raises DataError for an unknown one.
+    """Return the segments of a record that has no `segments`, such as a dialogue of LLaVA.
 
     Args:
-        record: record of any form but the native one
-        where: place for messages
+        record: messages, conversations, input_sequence, or an image with its text
+        where: file and line, which an error names
+
+    Raises:
+        DataError: the record has none of these forms
     """
     if "messages" in record:
         return from_messages(record, where)

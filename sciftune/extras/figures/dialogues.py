@@ -141,7 +141,7 @@ def edited_pair(
 
     Args:
         index: number of the figure
-        seed: its series
+        seed: seed of all figures
         style: style of the figure before
         rng: chooses the edit
 
@@ -177,7 +177,7 @@ def dialogue_records(
 
     Args:
         index: number of the figure
-        seed: its series
+        seed: seed of all figures
         tasks: tasks to generate
         asks: questions per figure, of different kinds
         about: kinds of questions

@@ -74,7 +74,7 @@ def compose_scene(
 
     Args:
         index: number of the figure
-        seed: its series
+        seed: seed of all figures
         style: in STYLES
         kind: in KINDS
         change: called with the look before it is used
@@ -140,7 +140,7 @@ class Change:
         return replace(self, before=self.after, after=self.before, wordings=wordings)
 
 
-Draw = Callable[..., Scene]  # (change=..., kind=..., style=..., index=...) -> Scene
+Draw = Callable[..., Scene]  # (change=..., kind=..., style=..., index=...) -> Scene; see `Change`
 
 
 def _coin(rng: np.random.Generator) -> bool:
@@ -153,7 +153,7 @@ def _pick(rng: np.random.Generator, options: object) -> object:
 
 # %% ../../../nbs/extras/figures/06_edits.ipynb #e1572edf
 def edit_grid(draw: Draw, rng: np.random.Generator) -> Change | None:
-    """Switch the grid on or off."""
+    """Return an edit that switches the grid on or off; None where it does not apply."""
     with_grid = draw(lambda look: setattr(look, "grid", True))
     without = draw(lambda look: setattr(look, "grid", False))
     made = Change(with_grid, without, ("Remove the grid.", "Take the grid lines away.", "No grid."))
@@ -163,7 +163,7 @@ def edit_grid(draw: Draw, rng: np.random.Generator) -> Change | None:
 
 
 def edit_legend(draw: Draw, rng: np.random.Generator) -> Change | None:
-    """Switch the legend on or off."""
+    """Return an edit that switches the legend on or off; None where it does not apply."""
     shown, hidden = draw(), draw(lambda look: setattr(look, "legend", False))
     if not shown.facts["legend"]:
         return None
@@ -183,7 +183,7 @@ DARK_PAPERS = list(CHOICES["dark_papers"].items())  # for styles with light ink
 
 
 def edit_background(draw: Draw, rng: np.random.Generator) -> Change | None:
-    """Change the background."""
+    """Return an edit of the background; None where it does not apply."""
     before = draw()
     name, colour = _pick(rng, DARK_PAPERS if before.facts["style"] == "dark" else PAPERS)
     after = draw(lambda look: setattr(look, "paper", (name, colour)))
@@ -198,7 +198,7 @@ MARKS = dict(
 
 
 def edit_colour(draw: Draw, rng: np.random.Generator) -> Change | None:
-    """Change the colour of one series, or of all bars."""
+    """Return an edit of the colour of one series, or of all bars; None where it does not apply."""
     before = draw()
     there = colours_in(before)
     if not there or (before.facts["kind"] == "bar" and len(there) > 1):
@@ -215,7 +215,7 @@ def edit_colour(draw: Draw, rng: np.random.Generator) -> Change | None:
 
 # %% ../../../nbs/extras/figures/06_edits.ipynb #cedb872c
 def edit_palette(draw: Draw, rng: np.random.Generator, shown: bool = False) -> Change | None:
-    """Change all colours."""
+    """Return an edit of all colours; None where it does not apply."""
     before = draw()
     count = len(colours_in(before))
     if not count:
@@ -248,7 +248,7 @@ LOOK_OF_STYLE = ("paper", "ink", "colours", "font", "spines", "map", "sketch", "
 
 
 def edit_style(draw: Draw, rng: np.random.Generator, shown: bool = False) -> Change | None:
-    """Draw the same data in another style."""
+    """Return an edit that draws the same data in another style; None where it does not apply."""
     before = draw()
     other = _pick(rng, [s for s in STYLES if s != before.facts["style"]])
     if not shown:
@@ -268,7 +268,7 @@ def edit_style(draw: Draw, rng: np.random.Generator, shown: bool = False) -> Cha
 
 # %% ../../../nbs/extras/figures/06_edits.ipynb #e4291d63
 def edit_kind(draw: Draw, rng: np.random.Generator) -> Change | None:
-    """Show the same numbers in another form."""
+    """Return an edit that shows the same numbers in another form; None where it does not apply."""
     before = draw()
     kind, what = before.facts["kind"], before.facts["what"]
     if kind in ("box", "violin"):
@@ -286,7 +286,7 @@ def edit_kind(draw: Draw, rng: np.random.Generator) -> Change | None:
 
 
 def edit_log(draw: Draw, rng: np.random.Generator) -> Change | None:
-    """Make the y axis logarithmic or linear."""
+    """Return an edit that makes the y axis logarithmic or linear; None where it does not apply."""
     before, after = draw(), draw()
     series = before.facts["series"]
     low, high = min(s["min"] for s in series), max(s["max"] for s in series)
@@ -317,7 +317,7 @@ def without_series(scene: Scene, gone: list[str]) -> Scene:
 
 
 def edit_series(draw: Draw, rng: np.random.Generator, shown: bool = False) -> Change | None:
-    """Remove one line, or add one that a second picture shows."""
+    """Return an edit that removes a line, or adds one of a second picture; None where none can."""
     whole = draw()
     series = whole.facts["series"]
     if len(series) < 2:
@@ -332,7 +332,7 @@ def edit_series(draw: Draw, rng: np.random.Generator, shown: bool = False) -> Ch
 
 
 def edit_errors(draw: Draw, rng: np.random.Generator, shown: bool = False) -> Change | None:
-    """Remove the error bars, or add those of a second picture."""
+    """Return an edit of error bars: without them, or with a second picture's; None without bars."""
     whole, less = draw(), draw()
     _, caps, bars = less.ax.containers[0].lines
     for artist in (*caps, *bars):
@@ -374,7 +374,7 @@ def translated_label(label: str, language: str) -> str | None:
 
 
 def edit_labels(draw: Draw, rng: np.random.Generator) -> Change | None:
-    """Translate the axis labels."""
+    """Return an edit that translates the axis labels; None where it does not apply."""
     before, after = draw(), draw()
     language = _pick(rng, LANGUAGES)
     for axis, name in ((after.ax.xaxis, "x"), (after.ax.yaxis, "y")):
@@ -395,7 +395,7 @@ TITLES = CHOICES["titles"]
 
 
 def edit_title(draw: Draw, rng: np.random.Generator) -> Change | None:
-    """Change the title."""
+    """Return an edit of the title; None where it does not apply."""
     before, after = draw(), draw()
     title = _pick(rng, TITLES)
     after.ax.title.set_text(title)
@@ -672,7 +672,7 @@ CHART_MARKS = dict(
 
 
 def chart_colour(draw: Callable, rng: np.random.Generator) -> Change | None:
-    """Change the colour of one series, or of all bars."""
+    """Return an edit of the colour of one series, or of all bars; None where it does not apply."""
     before = draw()
     facts, known = before.facts, dict(CHART_STYLES[before.facts["style"]].colours)
     free = [name for name in known if name not in facts["colours"]]
@@ -687,7 +687,7 @@ def chart_colour(draw: Callable, rng: np.random.Generator) -> Change | None:
 
 
 def chart_background(draw: Callable, rng: np.random.Generator) -> Change:
-    """Change the background."""
+    """Return an edit of the background; None where it does not apply."""
     before = draw()
     name, colour = _pick(rng, PAPERS if before.facts["style"] in ("light", "hand") else DARK_PAPERS)
     after = draw(strokes=Strokes(paper=colour), background=name)
@@ -703,7 +703,7 @@ CHART_LOOKS = dict(
 
 
 def chart_style(draw: Callable, rng: np.random.Generator, style: str) -> Change | None:
-    """Draw the same data in another style; each style is an edit of its own."""
+    """Return an edit that draws the same chart in `style`; None for a chart in this style."""
     before = draw()
     if before.facts["style"] == style:
         return None
@@ -712,7 +712,7 @@ def chart_style(draw: Callable, rng: np.random.Generator, style: str) -> Change 
 
 
 def chart_grid(draw: Callable, rng: np.random.Generator) -> Change | None:
-    """Switch the grid on or off."""
+    """Return an edit that switches the grid on or off; None where it does not apply."""
     with_grid = draw()
     if not with_grid.facts["grid"]:
         return None
@@ -723,7 +723,7 @@ def chart_grid(draw: Callable, rng: np.random.Generator) -> Change | None:
 
 
 def chart_series(draw: Callable, rng: np.random.Generator) -> Change | None:
-    """Remove one mark."""
+    """Return an edit that removes one mark; None if too few would be left."""
     before = draw()
     facts = before.facts
     kind, count, names = (facts[n] for n in ("kind", "count", "colours"))
@@ -741,7 +741,7 @@ def chart_series(draw: Callable, rng: np.random.Generator) -> Change | None:
 
 
 def chart_orientation(draw: Callable, rng: np.random.Generator) -> Change:
-    """Turn vertical bars horizontal, or horizontal bars vertical."""
+    """Return an edit that turns vertical bars horizontal, or horizontal bars vertical."""
     before = draw()
     other = dict(bar="barh", barh="bar")[before.facts["kind"]]
     way = "horizontal" if other == "barh" else "vertical"

@@ -697,7 +697,7 @@ def discriminator_input(
         setup: its diffusion_gan and gan_max_timestep
         random: source of random numbers, with diffusion_gan
         x: clean latents (B,...)
-        role: role of the random numbers
+        role: prefix of the names of the random numbers, see `renoise`
     """
     if setup.settings.diffusion_gan:
         return renoise(setup, random, x, role, 0, setup.settings.gan_max_timestep)
