@@ -157,12 +157,13 @@ class _NamedOnce:
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         """Return a mapping; PyYAML itself would keep the last of two values."""
-        names = [key.value for key, _ in node.value if key.tag.endswith((":str", ":int"))]
-        for position, name in enumerate(names):
-            if name in names[:position]:
+        seen = set()
+        for key in (key for key, _ in node.value if key.tag.endswith((":str", ":int"))):
+            if (key.tag, key.value) in seen:
                 raise yaml.constructor.ConstructorError(
-                    problem=f"{name} is given twice", problem_mark=node.value[0][0].start_mark
+                    problem=f"{key.value} is given twice", problem_mark=key.start_mark
                 )
+            seen.add((key.tag, key.value))
         return super().construct_mapping(node, deep)
 
 
