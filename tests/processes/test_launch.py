@@ -69,6 +69,14 @@ def papermill(root, tmp_path_factory, runs, warm_python):
     return call
 
 
+@pytest.fixture(scope="module")
+def inside(papermill, root, runs):
+    "A run that was launched from inside nbs, and its notebook."
+    r, written = papermill("--cwd", root / "nbs", **SMALL, name="inside")
+    assert r.returncode == 0, r.stderr
+    return RunDir(runs / "inside"), written
+
+
 def losses(run):
     return [r["loss"] for r in run.read_metrics() if "loss" in r]
 
@@ -147,11 +155,9 @@ def test_print_writes_the_files_only(paper):
     assert state(run) == "prepared"
 
 
-def test_run_from_inside_nbs(papermill, root, runs, warm_python, monkeypatch):
+def test_run_from_inside_nbs(inside, runs, warm_python, monkeypatch):
     monkeypatch.setattr(sys, "executable", warm_python)
-    r, written = papermill("--cwd", root / "nbs", **SMALL, name="inside")
-    assert r.returncode == 0, r.stderr
-    run = RunDir(runs / "inside")
+    run, written = inside
     rows = [r for r in run.read_metrics() if "loss" in r]
     assert [r["step"] for r in rows] == [1, 2, 3] and all(
         {"lr", "grad_norm", "step_time"} <= r.keys() for r in rows
@@ -267,14 +273,16 @@ def test_recipe_goes_round_through_the_command_line(papermill, runs, paper):
 @pytest.mark.parametrize(
     "strategy, count", [pytest.param("single", 1, marks=pytest.mark.slow), ("ddp", 2)]
 )
-def test_launcher_notebook_trains_the_same(papermill, runs, strategy, count, tmp_path, monkeypatch):
+def test_launcher_notebook_trains_the_same(
+    inside, papermill, runs, strategy, count, tmp_path, monkeypatch
+):
     """On one process or two.
 
-    The ranks forked from the kernel take the steps of the job of `test_run_from_inside_nbs`, and
-    nothing is left of planning and training in the temporary folder.
+    The ranks forked from the kernel take the steps of the job of `inside`, and nothing is left of
+    planning and training in the temporary folder.
     """
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    job = losses(RunDir(runs / "inside"))
+    job = losses(inside[0])
     r, _ = papermill(
         **(SMALL | dict(validation_steps=0, export=False)),
         launcher="notebook",
@@ -285,8 +293,8 @@ def test_launcher_notebook_trains_the_same(papermill, runs, strategy, count, tmp
     assert r.returncode == 0, r.stderr
     run = RunDir(runs / f"forks-{count}")
     assert (
-        len(job) == 5
-        and losses(run) == pytest.approx(job[:3], rel=1e-5)
+        losses(run) == pytest.approx(job[:3], rel=1e-5)
+        and len(job) >= 3
         and "step 3/3" in run.log.read_text()
         and state(run) == "finished"
     )
