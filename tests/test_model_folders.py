@@ -16,10 +16,14 @@ from one_file import in_one_file
 from pairwise import one_of_three
 from safetensors.torch import load_file, save_file
 
+from sciftune.core.recipe import resolve
 from sciftune.core.registry import records
+from sciftune.lab.convert import merge_command
 from sciftune.models import single_file
 from sciftune.models.family import get_family
 from sciftune.models.single_file import single_file_folder
+from sciftune.strategies.adapters.layers import add_lora
+from sciftune.strategies.adapters.saving import save_lora
 from sciftune.training.export import write_component
 
 UNREAD = {"stand_in.json", "generation_config.json"}
@@ -176,6 +180,27 @@ def export_of(family, base, tmp_path):
     config = (base / family.denoiser_component / "config.json").read_bytes()
     (tmp_path / "component" / "config.json").write_bytes(config)
     return tmp_path / "component"
+
+
+def test_adapters_are_merged_into_a_base_in_one_file(tmp_path):
+    """The merged folder is that of the pipeline folder which the file was made of."""
+    family = get_family("flux1")
+    base, file = family.tiny(tmp_path / "base"), tmp_path / "model.safetensors"
+    save_file({n: t.contiguous() for n, t in in_one_file("flux1", base).items()}, file)
+    recipe, net = resolve(model="flux1", lora_rank=2), family.load_denoiser(base)
+    add_lora(net, family, recipe)
+    values = {n: torch.randn(p.shape) for n, p in net.named_parameters() if p.requires_grad}
+    save_lora(values, family, recipe, base, tmp_path / "lora")
+    parts = ["--model", "flux1", "--text_encoder_path", str(base)]
+    for source, more, name in ((base, [], "folder"), (file, parts, "file")):
+        words = [source, tmp_path / "lora", tmp_path / name]
+        merge_command([*map(str, words), "--dtype", "float32", *more])
+    read = [family.load_denoiser(tmp_path / name).state_dict() for name in ("folder", "file")]
+    plain = family.load_denoiser(base).state_dict()
+    assert all(torch.equal(value, read[1][n]) for n, value in read[0].items())
+    assert any(not torch.equal(value, plain[n]) for n, value in read[0].items())
+    family.load_vae(tmp_path / "file")  # parts beside the denoiser are copies
+    family.load_encoders(tmp_path / "file")
 
 
 def test_parts_of_a_base_in_one_file(tmp_path, monkeypatch):
