@@ -281,12 +281,10 @@ class Execution:
         text = (self.aside / "errors").read_text(errors="replace")
         _, found, after = text.partition("\nException encountered at ")
         if not found:
-            full = shutil.disk_usage(self.aside).free < 2**20
-            end = (
-                text.splitlines()[-15:]
-                or [f"no space left on the disk of {self.aside.parent}"] * full
-            )
-            return masked("\n".join(end))
+            lines = text.splitlines()[-15:]
+            if shutil.disk_usage(self.aside).free < 2**20:
+                lines = [f"no space left on the disk of {self.aside.parent}"]
+            return masked("\n".join(lines))
         trace = after.partition("\n")[2].strip()
         return masked(error_of_system(trace) or said_on_purpose(trace))
 
@@ -389,10 +387,11 @@ PARAMETER_KINDS = dict(  # annotation of a parameter: its description, and what 
 
 
 def shown_tables(notebook: Path) -> list[str]:
-    """Return the tables in the outputs of a notebook as text for a terminal."""
+    """Return the tables with rows in the outputs of a notebook as text for a terminal."""
     cells = json.loads(notebook.read_text())["cells"]
     shown = [out.get("data", {}) for cell in cells for out in cell.get("outputs", ())]
-    return ["".join(data["text/plain"]) for data in shown if "text/markdown" in data]
+    tables = ["".join(data["text/plain"]) for data in shown if "text/markdown" in data]
+    return [table for table in tables if not re.fullmatch(r"[^\n]*\n[- ]+\n*", table)]
 
 
 def run_notebook(name: str, words: Sequence[str]) -> int:

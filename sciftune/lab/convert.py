@@ -21,8 +21,10 @@ from sciftune.core.checkpoint_folders import (
     complete_checkpoints,
     model_state,
 )
+from ..core.presets import nano_folder
 from ..core.recipe import Recipe, resolve, restored
 from ..core.recipe_checks import check_adapters
+from ..core.registry import records
 from ..core.rundir import RunDir
 
 # %% ../../nbs/9_lab/12_convert.ipynb #c66c9996
@@ -136,7 +138,7 @@ def base_folder(base: str, model: str, text_encoder: str, autoencoder: str) -> I
     """Yield the pipeline folder or hub id of a base; one file is joined with its other parts.
 
     Args:
-        base: pipeline folder, hub id, or safetensors file
+        base: pipeline folder, hub id, family of a nano model, or safetensors file
         model: family of a file
         text_encoder: see `text_encoder_path`
         autoencoder: see `autoencoder_path`
@@ -144,6 +146,9 @@ def base_folder(base: str, model: str, text_encoder: str, autoencoder: str) -> I
     Raises:
         ValueError: a file without its family or text encoder
     """
+    nano = [name for name, record in records("models").items() if record.nano]
+    if base in nano and not Path(base).exists():
+        base = str(nano_folder(base))
     if not base.endswith(".safetensors"):
         yield base
         return
@@ -166,7 +171,7 @@ def merge_command(words: list[str]):
     """
     parser = argparse.ArgumentParser(prog="sciftune merge_lora")
     parser.add_argument("base", help="pipeline folder, hub id, or a safetensors file with --model")
-    parser.add_argument("lora", help="adapters: a file, or the model folder of a run")
+    parser.add_argument("lora", help="adapters: a file, a run, or its model folder")
     parser.add_argument("out", help="new folder")
     parser.add_argument("--model", default="", help="model of a base in one file, such as flux1")
     for name in ("text_encoder_path", "autoencoder_path"):
@@ -180,10 +185,12 @@ def merge_command(words: list[str]):
     from sciftune.training.export import merge_lora
 
     number_type = getattr(torch, TYPES[given.dtype])
+    lora = Path(given.lora)
+    lora = lora / "model" if (lora / "recipe.yaml").is_file() else lora
     try:
         parts = given.model, given.text_encoder_path, given.autoencoder_path
         with base_folder(given.base, *parts) as base:
-            layers = merge_lora(base, given.lora, given.out, number_type, given.max_shard_size)
+            layers = merge_lora(base, lora, given.out, number_type, given.max_shard_size)
     except (ValueError, OSError) as error:
         sys.exit(f"merge_lora: {error}")
     print(f"merged {layers} layers into {given.out}")

@@ -189,7 +189,10 @@ def extras_markdown(root: Path) -> str:
     about = (
         "An extra is `nbs/extras/NAME` (its notebooks), `sciftune/extras/NAME` (modules and "
         "presets) and `tests/extras/NAME`. Nothing outside of these folders imports it, so "
-        "[removing the three folders](../guides/extending.md#removing-an-extra) removes it."
+        "[removing the three folders](../guides/extending.md#removing-an-extra) removes it. "
+        "Presets are those in its folder, and those that use its objectives. An extra of pip is "
+        "another thing, a list of packages: `pip install 'sciftune[papers]'` installs those that "
+        "`papers` needs."
     )
     return f"{about}\n\n{table_markdown([head, *(extra_row(root, each) for each in folders)])}"
 

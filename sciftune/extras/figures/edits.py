@@ -687,7 +687,7 @@ def chart_colour(draw: Callable, rng: np.random.Generator) -> Change | None:
 
 
 def chart_background(draw: Callable, rng: np.random.Generator) -> Change:
-    """Return an edit of the background; None where it does not apply."""
+    """Return an edit of the background."""
     before = draw()
     name, colour = _pick(rng, PAPERS if before.facts["style"] in ("light", "hand") else DARK_PAPERS)
     after = draw(strokes=Strokes(paper=colour), background=name)
