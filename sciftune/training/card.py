@@ -21,7 +21,7 @@ from ..core.markup import code_block, filled
 from ..core.recipe import Recipe
 from ..core.registry import FamilyRecord, find_record
 from ..core.rundir import RunDir
-from ..core.writing import write_atomic
+from ..core.writing import write_atomic, written_aside
 
 # %% ../../nbs/7_training/16_card.ipynb #7c0a8762
 def head_of(readme: Path) -> dict[str, Any]:
@@ -249,6 +249,7 @@ def write_model_card(run: RunDir, recipe: Recipe, folder: Path) -> Path:
     """
     sheet = first_and_last_pictures(run)
     if sheet:
-        sheet.save(folder / "samples.png")
+        with written_aside(folder / "samples.png") as aside:  # it may be a link to the base's
+            sheet.save(aside, "PNG")
     write_atomic(folder / "README.md", model_card(run, recipe, folder, sheet is not None))
     return folder / "README.md"
