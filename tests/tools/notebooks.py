@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import resource
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -266,6 +267,7 @@ def main() -> int:
     arguments = parser.parse_args(words)
     places = sorted(chosen(arguments.places), key=rank)
     sys.path.insert(0, str(ROOT))  # as nbdev_test does: this tree is tested
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and tests send it
     import_once(any(place.suffix == ".py" for place in places))
     from shared_figures import draw_once  # imports this tree
 
