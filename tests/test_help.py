@@ -8,8 +8,10 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 import sciftune
+from sciftune.core.recipe import Recipe
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -37,6 +39,16 @@ def test_help_has_meaning_and_type(place, expected):
     thing = getattr(importlib.import_module(f"sciftune.{module}"), name)
     for text in expected:
         assert text in shown(thing)
+
+
+def test_every_field_has_a_meaning_and_every_meaning_a_field():
+    "Also of objectives and extras, whose sentences are in files of their own."
+    fields = Recipe.model_fields
+    assert [name for name, info in fields.items() if not info.description] == []
+    files = list(Path(sciftune.__file__).parent.rglob("fields.yaml"))
+    assert len(files) > 1
+    for file in files:
+        assert set(yaml.safe_load(file.read_text())) <= set(fields), file
 
 
 def documented(docstring, section):

@@ -384,6 +384,7 @@ def test_the_plan_says_what_the_largest_model_needs(data):
     with_two = planned(1, reference_images=2, **adapters)
     assert alone.run.fits and with_two.run.fits
     assert with_two.step_time > 3 * alone.step_time
-    for strategy, processes, fits in (("single", 1, False), ("fsdp", 2, True)):
-        whole = planned(processes, strategy=strategy)
+    for strategy, processes, fits in (("single", 1, False), ("ddp", 2, False), ("fsdp", 2, True)):
+        unshared = dict(shard_states=False) if strategy == "ddp" else {}
+        whole = planned(processes, strategy=strategy, **unshared)
         assert whole.run.fits == fits and whole.trained == 32_223_281_152
