@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PAIRS', 'VALUED', 'QUIET', 'INTERRUPTED', 'PARAMETER_KINDS', 'LAB_ROOT', 'LAB_LINK', 'EARLIER_COMMANDS',
-           'launch_notebook_path', 'packaged_notebooks', 'CommandError', 'papermill_options', 'numbered',
+           'launch_notebook_path', 'packaged_notebooks', 'CommandError', 'parted', 'papermill_options', 'numbered',
            'said_on_purpose', 'error_of_system', 'say', 'Execution', 'check_settings', 'typed_options', 'shown_tables',
            'run_notebook', 'readable_gib', 'plan_rows', 'plan_text', 'settings_of', 'planned_recipe', 'plan_command',
            'job_asked', 'train_command', 'notebooks_folder', 'lab_settings', 'lab_options', 'lab_command',
@@ -119,18 +119,33 @@ class CommandError(ValueError):
     """A command line that cannot be understood; the message says what would be right."""
 
 
+def parted(words: Sequence[str]) -> Iterator[list[str]]:
+    """Yield each word with the values that papermill takes behind it, such as ['-p', name, value].
+
+    Args:
+        words: words of the command line, or options of papermill
+
+    Raises:
+        CommandError: a value is missing
+    """
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        count = 2 if word in PAIRS else int(word in VALUED)
+        if len(rest) < count:
+            raise CommandError(f"{word} needs {'a name and a value' if count == 2 else 'a value'}")
+        yield [word, *rest[:count]]
+        del rest[:count]
+
+
 def papermill_options(words: Sequence[str]) -> list[str]:
     """Return `words` as papermill's options. Raises CommandError for a word that is not a setting.
 
     Args:
         words: words of the command line, after the name of the notebook
     """
-    options, rest = [], list(words)
-    while rest:
-        word = rest.pop(0)
-        count = 2 if word in PAIRS else int(word in VALUED)
-        if len(rest) < count:
-            raise CommandError(f"{word} needs {'a name and a value' if count == 2 else 'a value'}")
+    options = []
+    for word, *values in parted(words):
         setting = re.fullmatch(r"([A-Za-z_]\w*)=(.*)", word, re.S)
         if setting:
             options += ["-p", *setting.groups()]
@@ -139,8 +154,7 @@ def papermill_options(words: Sequence[str]) -> list[str]:
             hint = named.format(word) if Path(word).exists() else ""
             raise CommandError(f"'{word}' is no setting; write -p name value, or name=value{hint}")
         else:
-            options += [word, *rest[:count]]
-            del rest[:count]
+            options += [word, *values]
     return options
 
 # %% ../../nbs/9_lab/20_command.ipynb #24bf9beb
@@ -289,6 +303,11 @@ class Execution:
         return masked(error_of_system(trace) or said_on_purpose(trace))
 
 # %% ../../nbs/9_lab/20_command.ipynb #4db71cf6
+def _makes_recipe(notebook: Path) -> bool:
+    """Return whether a notebook's parameters are recipe fields, which the recipe itself checks."""
+    return "recipe_from(" in notebook.read_text()
+
+
 def check_settings(notebook: Path, options: Sequence[str]) -> None:
     """Raise CommandError or FileError for settings that a notebook would refuse, before it starts.
 
@@ -298,17 +317,15 @@ def check_settings(notebook: Path, options: Sequence[str]) -> None:
         notebook: that takes them
         options: options of papermill
     """
-    names, rest = [], list(options)
-    while rest:
-        option = rest.pop(0)
+    names = []
+    for option, *values in parted(options):
         if option in PAIRS:
-            names.append(rest.pop(0))
-        value = rest.pop(0) if option in (*PAIRS, *VALUED) else ""
-        if option in ("-f", "--parameters_file") and "://" not in value:
-            names += read_mapping(value)
-    known = [name for name, *_ in parameters_of_notebook(notebook)]
-    if "recipe_from(" in notebook.read_text():
+            names.append(values[0])
+        if option in ("-f", "--parameters_file") and "://" not in values[0]:
+            names += read_mapping(values[0])
+    if _makes_recipe(notebook):
         return
+    known = [name for name, *_ in parameters_of_notebook(notebook)]
     for name in names:
         if name not in known:
             raise CommandError(f"unknown parameter '{name}'{nearest(name, known)}")
@@ -327,18 +344,15 @@ def typed_options(notebook: Path, options: Sequence[str]) -> list[str]:
     Raises:
         CommandError: a value is not of its parameter's type
     """
-    if "recipe_from(" in notebook.read_text():
+    if _makes_recipe(notebook):
         return list(options)
-    types, typed, rest = parameter_types(notebook), [], list(options)
-    while rest:
-        option = rest.pop(0)
+    types, typed = parameter_types(notebook), []
+    for option, *values in parted(options):
         if option in ("-p", "--parameters"):
-            name, value = rest.pop(0), rest.pop(0)
+            name, value = values
             typed += _typed(name, value, types.get(name, ""))
         else:
-            count = 2 if option in PAIRS else int(option in VALUED)
-            typed += [option, *rest[:count]]
-            del rest[:count]
+            typed += [option, *values]
     return typed
 
 
