@@ -45,7 +45,7 @@ from .sections import AUTOMATIC, NumbersSection, ScheduleSection
 from .writing import write_atomic
 
 # %% ../../nbs/1_core/05_recipe.ipynb #356ca408
-FORMAT = 2  # Of recipe.yaml; files before it carry no number and hold all fields
+FORMAT = 2  # format of recipe.yaml; files before it carry no number and hold all fields
 
 
 def _as_yaml(values: dict) -> str:

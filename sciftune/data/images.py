@@ -123,7 +123,7 @@ def check_regular(path: str | Path) -> os.stat_result:
     return status
 
 
-MAX_BYTES = 1 << 30  # Of an encoded image
+MAX_BYTES = 1 << 30  # bytes of an encoded image
 
 
 def file_bytes(path: str | Path) -> bytes:
@@ -208,7 +208,7 @@ def grey8(image: Image.Image) -> Image.Image:
     return Image.fromarray(np.round((v - low) * (255 / max(high - low, 1e-12))).astype(np.uint8))
 
 
-SAME_COLOURS = 2  # Of 255: a profile that moves colours by no more is sRGB
+SAME_COLOURS = 2  # levels of 255: a profile that moves colours by no more is sRGB
 
 
 @functools.lru_cache(16)

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 # %% ../../nbs/4_models/21_chat_templates.ipynb #ct000005
-SECONDS = 1  # Of computation for one text, which takes milliseconds
+SECONDS = 1  # seconds of computing for one text, which takes milliseconds
 MEMORY = 2**29  # Bytes for one text
 LONGEST = 2**20  # Characters that a template may add
 

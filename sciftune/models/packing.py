@@ -424,7 +424,7 @@ class PackedForward:
     """
 
     def __init__(self, denoiser: nn.Module):
-        self.packing: Packing | None = None  # Of the last call
+        self.packing: Packing | None = None  # that of the last call
         denoiser.register_forward_pre_hook(self._begin, with_kwargs=True)
 
     def _begin(self, module: nn.Module, args: tuple, call: dict) -> tuple[tuple, dict]:

@@ -128,7 +128,7 @@ class LastState:
         self.model = model
         self.dtype = model.dtype
         self.forward = model.forward  # Whose arguments the pipeline may ask for
-        self.input_ids = None  # Of the last call
+        self.input_ids = None  # those of the last call
 
     def __call__(
         self, output_hidden_states: bool = True, **inputs: object

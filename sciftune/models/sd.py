@@ -340,7 +340,7 @@ class SD15(Family):
         return diffusers.StableDiffusionPipeline(**self.tiny_components(), **without)
 
 # %% ../../nbs/4_models/07_sd.ipynb #c35d8ea9
-EMPTY_SWITCH = "force_zeros_for_empty_prompt"  # Of model_index.json; true if it says nothing
+EMPTY_SWITCH = "force_zeros_for_empty_prompt"  # key of model_index.json; true if absent
 
 
 class SDXL(SD15):

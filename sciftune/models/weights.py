@@ -151,8 +151,10 @@ def resolve_folder(
     return folder
 
 # %% ../../nbs/4_models/01_weights.ipynb #we000002
-MOST_LAYERS = 1000  # Of a kind in a configuration; the largest published models have below 130
-MOST_ITEMS = 10_000  # Of a list in a configuration
+MOST_LAYERS = (
+    1000  # layers of a kind in a configuration; the largest published models have below 130
+)
+MOST_ITEMS = 10_000  # items of a list in a configuration
 _COUNTS = re.compile(r"(layers|blocks|depth)$|layers_per_block$")
 
 
@@ -297,7 +299,7 @@ def weight_files(folder: Path) -> dict[str, Path]:
     )
 
 # %% ../../nbs/4_models/01_weights.ipynb #we000004
-MOST_TENSORS = 100_000  # Of a network without weight files
+MOST_TENSORS = 100_000  # tensors of a network without weight files
 
 
 @contextmanager

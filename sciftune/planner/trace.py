@@ -430,7 +430,7 @@ def compiled_bytes(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, fl
 
 def _smallest_kept(
     module: nn.Module, args: tuple, kwargs: dict
-) -> tuple[float, float]:  # Bytes, and if only products and attention are kept
+) -> tuple[float, float]:  # Bytes, and those if only products and attention are kept
     recorder, kept, _ = _recorded(module, args, kwargs)
     inputs = storages((args, kwargs)).keys()
     fixed = recorder.read | recorder.written | inputs

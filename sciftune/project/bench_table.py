@@ -277,7 +277,7 @@ def table_row(row: dict, predict: Callable[[dict], Prediction | None]) -> list[s
     ]
 
 # %% ../../nbs/10_project/05_bench_table.ipynb #5515793a
-CARD_GIB = 139.8  # Of an H200
+CARD_GIB = 139.8  # memory of an H200
 TRIED_HEAD = [
     "model",
     "precision",

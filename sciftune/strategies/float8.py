@@ -65,7 +65,7 @@ def float8_layers(
     return [n for n, m in denoiser.named_modules() if id(m) in inside and fits(inside[id(m)], m)]
 
 # %% ../../nbs/5_strategies/22_float8.ipynb #f8000009
-INPUTS = torch.float8_e4m3fn  # Of inputs and weights: 3 bits of mantissa, up to 448
+INPUTS = torch.float8_e4m3fn  # type of inputs and weights: 3 bits of mantissa, up to 448
 GRADIENTS = torch.float8_e5m2  # 2 bits of mantissa, up to 57344
 LEAST_MAXIMUM = 1e-12  # A largest number below this counts as this
 

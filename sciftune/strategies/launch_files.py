@@ -74,7 +74,7 @@ def threads_on_node(strategy: Strategy, processors: str) -> str:
     return f"OMP_NUM_THREADS=$(( ({processors} + {ranks - 1}) / {ranks} ))"
 
 
-CACHES = dict(  # Of compiled blocks, of Triton's kernels, of DeepSpeed's operators
+CACHES = dict(  # folders of compiled blocks, of Triton's kernels, of DeepSpeed's operators
     TORCHINDUCTOR_CACHE_DIR="inductor", TRITON_CACHE_DIR="triton", TORCH_EXTENSIONS_DIR="extensions"
 )
 

@@ -66,7 +66,7 @@ def page_unlock(locks: list[Future], addresses: list[int]):
 class LockedMemory(mmap.mmap):
     """Mapped memory that is unlocked before it is freed."""
 
-    locks = ()  # Of `page_lock`
+    locks = ()  # locks of `page_lock`
     addresses = ()  # Theirs
 
     def __del__(self):

@@ -694,7 +694,7 @@ def _failed(run: RunDir, rank: int, error: BaseException, recipe: Recipe) -> int
     if not explained:
         traceback.print_exc()
     print(f"rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)
-    if advice := lost_rank(error):  # also if another rank ends while a checkpoint is written
+    if advice := lost_rank(error):  # also when another rank ends while a checkpoint is written
         print(f"rank {rank}: {advice}", file=sys.stderr)
     if isinstance(error, DivergedError):
         return DIVERGED

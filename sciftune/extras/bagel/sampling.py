@@ -42,7 +42,7 @@ class KVCache:
     def __init__(self, layers: int):
         self.keys = [None] * layers
         self.values = [None] * layers
-        self.position = 0  # Of the next token
+        self.position = 0  # position of the next token
 
     def copy(self) -> "KVCache":
         """Return an independent cache with the same content."""

@@ -88,9 +88,8 @@ def says_series(series: list[dict], noun: str = "line"):
 # %% ../../../nbs/extras/figures/01b_kinds.ipynb #07b73e3f
 def line(ax: Axes, rng: np.random.Generator, look: Look):
     """Draw curves of a law or a simulation."""
-    title, x, y, t, named = curves.CURVES[rng.integers(len(curves.CURVES))](
-        rng, int(rng.integers(1, 5))
-    )
+    make = curves.CURVES[rng.integers(len(curves.CURVES))]
+    title, x, y, t, named = make(rng, int(rng.integers(1, 5)))
     log = title == "Radioactive decay" and rng.random() < 0.5
     marked = rng.random() < 0.25 and len(t) < 250
     dashed = rng.random() < 0.3 or look.colours[0][0] == "black"
@@ -487,9 +486,8 @@ def heat_map(ax: Axes, rng: np.random.Generator, look: Look):
 
 def contour(ax: Axes, rng: np.random.Generator, look: Look):
     """Draw contour lines of a field."""
-    make = (curves.spots, curves.himmelblau, curves.dipole, curves.saddle, curves.interference)[
-        rng.integers(5)
-    ]
+    names = ("spots", "himmelblau", "dipole", "saddle", "interference")
+    make = getattr(curves, names[rng.integers(5)])
     title, a, b, c, x, y, z = make(rng)
     filled, n = look.either(rng.random() < 0.6), int(rng.integers(6, 13))
     drawn = (ax.contourf if filled else ax.contour)(x, y, z, n, cmap=look.map)

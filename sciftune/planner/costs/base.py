@@ -118,7 +118,7 @@ class Costs:
         model: sizes of the model
     """
 
-    gaps = 0.02  # Of what is allocated, between the allocator's segments
+    gaps = 0.02  # share of the allocated bytes lost between the allocator's segments
     gradients_stay = False  # The buffers of all gradients are there during the whole step
     reduces_outer_last = False  # Gradients outside of blocks stay whole until backward ends
 

@@ -75,7 +75,7 @@ class LoRA(AdapterKind):
     @classmethod
     def config(cls, recipe: Recipe, layers: Mapping[str, LayerSetting]) -> LoraConfig:
         """Return peft's configuration, see `AdapterKind.config`."""
-        from peft import LoraConfig  # takes a second, also if nothing is adapted
+        from peft import LoraConfig  # takes a second, which runs without adapters save
 
         alpha = recipe.lora_alpha or recipe.lora_rank
         return LoraConfig(

@@ -77,7 +77,7 @@ class MergedLayers(Mapping):
     def __iter__(self):
         return iter(self.layers)
 
-    def __getitem__(self, name: str) -> Tensor:  # Of the stored tensor's shape
+    def __getitem__(self, name: str) -> Tensor:  # with the stored tensor's shape
         layer, (stem, _, part) = self.layers[name], name.rpartition(".")
         base = layer.get_base_layer()
         zeros = {p: getattr(base, p).data for p in ("weight", part)}
