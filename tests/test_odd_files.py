@@ -177,8 +177,7 @@ ALONE = {  # Functions that read for themselves, by why
         models/chat_templates._memory_now training/heartbeat._runs
         training/host_memory._sum_of_lines""",
     "source code of a plug-in or a packaged notebook, which runs anyway": """
-        core/registry._assigned core/registry._record_texts lab/command.check_settings
-        lab/command.typed_options""",
+        core/registry._assigned core/registry._record_texts lab/command._makes_recipe""",
     "hashed in pieces, whatever it holds": """
         core/digests.file_digests core/digests.damage.differs
         data/encode.encoder_fingerprint
