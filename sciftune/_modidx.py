@@ -7472,6 +7472,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                           'sciftune/strategies/cuda_graphs.py'),
                                                  'sciftune.strategies.cuda_graphs.TrainingGraphs.forward': ( '5_strategies/cuda_graphs.html#traininggraphs.forward',
                                                                                                              'sciftune/strategies/cuda_graphs.py'),
+                                                 'sciftune.strategies.cuda_graphs.TrainingGraphs.move_gradients': ( '5_strategies/cuda_graphs.html#traininggraphs.move_gradients',
+                                                                                                                    'sciftune/strategies/cuda_graphs.py'),
                                                  'sciftune.strategies.cuda_graphs.capture': ( '5_strategies/cuda_graphs.html#capture',
                                                                                               'sciftune/strategies/cuda_graphs.py'),
                                                  'sciftune.strategies.cuda_graphs.graph_calls': ( '5_strategies/cuda_graphs.html#graph_calls',

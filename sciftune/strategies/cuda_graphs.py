@@ -179,9 +179,21 @@ class TrainingGraphs:
         """Replay the call and return its outputs, connected to autograd's graph."""
         return tree_unflatten(list(ReplayedCall.apply(self, *tensors, *self.parameters)), self.spec)
 
+    def move_gradients(self):
+        """Copy gradients that wait for another micro-batch out of memory that a replay overwrites.
+
+        Autograd keeps the first micro-batch's gradients where the recording wrote them, and the
+        forward pass computes in memory that its own backward pass has been given later.
+        """
+        for parameter, own in zip(self.parameters, self.gradients[len(self.inputs) :], strict=True):
+            waits = parameter.grad is not None and own is not None
+            if waits and parameter.grad.data_ptr() == own.data_ptr():
+                parameter.grad = parameter.grad.clone()
+
     def forward(self, tensors: tuple[Tensor, ...], kept: Kept) -> tuple[Tensor, ...]:
         """Replay the forward pass; return copies of its outputs."""
         self.kept = weakref.ref(kept)
+        self.move_gradients()
         for own, tensor in zip(self.inputs, tensors, strict=True):
             own.detach().copy_(tensor)
         self.forward_graph.replay()
@@ -189,9 +201,6 @@ class TrainingGraphs:
 
     def backward(self, gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
         """Replay the backward pass; return the gradients of arguments and parameters."""
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad.clone()  # it may be where the replay writes
         for own, gradient in zip(self.arriving, gradients, strict=True):
             own.copy_(gradient)
         self.backward_graph.replay()
