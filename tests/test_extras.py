@@ -12,7 +12,7 @@ from sciftune.core.registry import records
 @pytest.mark.slow
 @pytest.mark.parametrize("extra", without.EXTRAS)
 def test_what_is_left_passes_the_quick_checks(extra):
-    assert without.check(extra, list(without.STEPS)) == 0
+    assert without.check(extra) == 0
 
 
 @pytest.mark.parametrize("extra", without.EXTRAS)

@@ -169,6 +169,33 @@ def test_an_interrupt_after_an_early_end_interrupts_the_sweep(tmp_path):
         assert len(names) == count
 
 
+@pytest.mark.parametrize("kills", [1, 2])
+def test_a_run_that_is_killed_while_it_is_followed_is_resumed_once(kills, tmp_path, capsys):
+    points = sweep.Points("s", dict(run_root=[str(tmp_path)], seed=["1", "2"]))
+    run, other = (RunDir(tmp_path / f"s_seed-{seed}") for seed in (1, 2))
+    for folder in (run, other):
+        folder.path.mkdir()
+        folder.append_metrics(dict(step=1, loss=1.0))
+    other.status.write_text('{"pid": 1, "exit_code": 0}')
+    launched = []
+
+    def launch(words):
+        launched.append("resume" in words)
+        if len(launched) > kills:
+            run.status.write_text('{"pid": 1, "exit_code": 0}')
+            return 0
+        process.kill()
+        process.wait()
+        return 1
+
+    process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+    status_of(run, process)
+    assert sweep.run_points(points, launch) == kills - 1
+    assert launched == [True, True]
+    said = capsys.readouterr().out
+    assert "s_seed-1: is running, followed" in said and "s_seed-1 was killed, resumed" in said
+
+
 def test_a_run_that_trains_in_the_sweep_s_own_process_is_not_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "LOOK_EVERY", 0.01)
     good, poor = RunDir(tmp_path / "good"), RunDir(tmp_path / "poor")

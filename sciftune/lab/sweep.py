@@ -406,9 +406,12 @@ def _run_point(
     point: Point, run: RunDir, others: Sequence[RunDir], launch: Callable, share: float
 ) -> int:
     """Train a point unless it has ended; return its exit code, 0 if it was ended early."""
-    words = point_words(point, run)
+    words, followed = point_words(point, run), state(run) == "running"
     with pruned(run, others, share):
         code = 0 if words is None else _exit_code(launch, words)
+        if followed and code not in INTERRUPTED and state(run) == "killed":
+            print(f"sweep: {point.name} was killed, resumed", flush=True)
+            code = _exit_code(launch, point_words(point, run))
     if words and (why := pruned_reason(run)):
         print(f"sweep: {point.name} ended early: {why}", flush=True)
         by_hand = code in (128 + signal.SIGINT, 128 + signal.SIGHUP)  # meanwhile

@@ -110,11 +110,8 @@ def held_out_sums(
             rank_batches(count, size, engine.group, engine.groups, kinds)
         ):
             heartbeat("held-out samples", number)
-            rows = measure(items, counted)
-            if sums is None:
-                sums = torch.zeros_like(rows[0])
-            for row in rows[:counted]:
-                sums += row
+            some = measure(items, counted)[:counted].double().sum(0)
+            sums = some if sums is None else sums + some
     return None if sums is None else engine.total(engine.once(sums)).tolist()
 
 # %% ../../nbs/7_training/08_validation.ipynb #e912a0e7

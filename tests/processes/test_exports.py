@@ -59,6 +59,8 @@ def smaller(preset, model, more):
         fields |= dict(model_path="nano")
     if values.get("fit", "crop") != "crop" and values.get("bucket_min"):
         fields |= dict(bucket_min=32)
+    if values.get("reference_images") and not values.get("data"):
+        fields |= dict(data="edits", reference_side=64)
     if values.get("hybrid_shard"):
         fields |= dict(hybrid_shard=0)
     return fields | more

@@ -171,7 +171,8 @@ class RewardSum:
         Returns:
             (N,R) fp32 on the CPU: each term, without its factor
         """
-        return torch.tensor([term(pictures, captions) for term in self.terms]).T
+        rated = [term(pictures, captions) for term in self.terms]
+        return torch.tensor(rated, dtype=torch.float32).T
 
     def total(self, rated: Tensor) -> Tensor:
         """Sum the terms, each with its factor.
