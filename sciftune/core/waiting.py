@@ -10,11 +10,12 @@ __all__ = ['WAITS', 'WAITED', 'READ_BY_IMPORTS', 'two_ends', 'send_orders', 'rec
 import contextlib
 import json
 import os
+import select
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -55,8 +56,12 @@ def planned_recipe_file() -> str:
     return os.environ.get(WAITS, "").partition(" ")[2]
 
 
-def await_orders() -> None:
-    """Wait for the plan if this rank was started before it; end the process if the plan refuses."""
+def await_orders(meanwhile: Iterable[Callable[[], Any]] = ()) -> None:
+    """Wait for the plan if this rank was started before it; end the process if the plan refuses.
+
+    Args:
+        meanwhile: called one after another until orders are there; some may not be called
+    """
     handle = os.environ.get(WAITS, "").partition(" ")[0]
     if not handle:
         return
@@ -64,6 +69,11 @@ def await_orders() -> None:
     with socket.socket(fileno=int(handle)) as door:
         try:
             door.send(b"here")
+            for work in meanwhile:
+                if select.select([door], [], [], 0)[0]:
+                    break
+                with contextlib.suppress(Exception):  # it is said where the run needs it
+                    work()
             orders = receive_orders(door)
         except OSError:
             orders = None

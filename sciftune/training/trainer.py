@@ -34,7 +34,9 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import torch
@@ -637,19 +639,27 @@ def lost_rank(error: BaseException) -> str:
     )
 
 # %% ../../nbs/7_training/14_trainer.ipynb #19d2186e
-def import_used(recipe_file: str) -> None:
-    """Import the modules that a run uses later, while it waits for its plan.
+def import_used(recipe_file: str) -> list[Callable[[], Any]]:
+    """Import the modules that a run needs for its first step, before its plan is there.
 
     Args:
         recipe_file: recipe that is being planned; '' = none is
+
+    Returns:
+        imports of what some runs need, to be called while the plan is awaited
     """
     if not recipe_file:
-        return
+        return []
     with contextlib.suppress(Exception):  # it is said where the run needs it
         recipe = Recipe.load(recipe_file)
         get_task(recipe.objective)
-        getattr(diffusers, get_family(recipe.model).pipeline_class)  # with its text encoders
+        pipeline = get_family(recipe.model).pipeline_class
         importlib.import_module("torch._dynamo")  # which every optimizer asks
+        compiles = "compile" in recipe.open_fields and torch.cuda.is_available()
+        modules = ["torch._inductor.compile_fx"] if recipe.compile or compiles else []
+        compiler = [partial(importlib.import_module, name) for name in modules]
+        return [*compiler, lambda: getattr(diffusers, pipeline)]
+    return []
 
 
 def run_rank(arguments: list[str]) -> None:
@@ -702,8 +712,7 @@ def _failed(run: RunDir, rank: int, error: BaseException, recipe: Recipe) -> int
 
 # %% ../../nbs/7_training/14_trainer.ipynb #60aa7b74
 if __name__ == "__main__" and "__file__" in globals():
-    import_used(planned_recipe_file())
+    await_orders(import_used(planned_recipe_file()))
     gc.freeze()
     gc.enable()
-    await_orders()
     run_rank(sys.argv[1:])
