@@ -1,5 +1,6 @@
 import atexit
 import gc
+import inspect
 import os
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from shared_figures import PLACE, draw_once
+from used_names import wrong_uses
 from warm import Zygote
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,12 +55,18 @@ def warm_python(pytestconfig):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Slow tests run when asked for: pytest -m slow, or SCIFTUNE_SLOW=1 for everything."""
+    """Slow tests run when asked for: pytest -m slow, or SCIFTUNE_SLOW=1 for everything.
+
+    Those that are skipped must at least name what is there and call it as it is defined.
+    """
     if config.getoption("-m") or os.environ.get("SCIFTUNE_SLOW"):
         return
-    for item in items:
-        if item.get_closest_marker("slow"):
-            item.add_marker(pytest.mark.skip(reason=SLOW))
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    for item in slow:
+        item.add_marker(pytest.mark.skip(reason=SLOW))
+    for module in {item.module for item in slow}:
+        if wrong := wrong_uses(inspect.getsource(module), vars(module)):
+            raise pytest.UsageError("\n".join([module.__file__, *wrong]))
 
 
 def pytest_collection_finish(session):

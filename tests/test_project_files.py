@@ -39,6 +39,7 @@ def test_workflows_call_programs_that_are_there(root):
     ran = {name: (job["if"], job["steps"][-1]["run"]) for name, job in jobs.items()}
     assert ran["quick"] == ("github.event_name == 'push'", "scripts/test --quick")
     assert ran["whole"] == ("github.event_name == 'pull_request'", "scripts/test")
+    assert ran["slow"] == ("github.event_name == 'schedule'", "scripts/test --slow")
 
 
 def test_the_oldest_and_newest_torch_are_tried(root):

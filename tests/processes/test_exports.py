@@ -80,7 +80,7 @@ def every_case():
 
 
 def quick():
-    """One of each module of objectives that no family has by default.
+    """One of each module of objectives that no family has by default, and one that edits.
 
     test_families.py exports the others.
     """
@@ -90,7 +90,7 @@ def quick():
         objective = presets(case[0])[case[1]]["objective"]
         if objective not in usual:
             first.setdefault(find_record("objectives", objective).module, case)
-    return list(first.values())
+    return [*first.values(), ("kontext", "edit", {})]
 
 
 def cases() -> list:

@@ -592,9 +592,6 @@ CASES = [
     asked("Recipe", "sigma_range: '0.8-0.2' must rise between 0 and 1", sigma_range="0.8-0.2"),
     asked("Recipe", "keep_best: 'heldout' is no number of a validation", keep_best="heldout"),
     asked("Recipe", "held_out: 0 leaves nothing to judge by", keep_best="held_out", held_out=0),
-    asked(
-        "Recipe", "validation_images: 0 leaves no image", keep_best="follows", validation_images=0
-    ),
     asked("Recipe", "patience: needs keep_best; without it nothing reads", patience=3),
     asked("Recipe", "ema_warmup: needs ema_decay; without it nothing reads", ema_warmup=True),
     asked("Names of other scripts", "no such file or folder: v.jsonl", val_data_path="v.jsonl"),

@@ -12,6 +12,11 @@ EDITS = dict(data="edits", reference_images=1, model="klein", edits="recolor")
 REFUSED = [  # topic, sentence, parameters
     ("Recipe", "figures: must be below 2147483648", dict(figures=10**20)),
     ("Recipe", "figures: needs data='figures' or data='edits'", dict(data="/my", figures=20)),
+    (
+        "Recipe",
+        "validation_images: 0 leaves no image",
+        dict(keep_best="follows", validation_images=0),
+    ),
     ("Packages and names", "figures_kinds: 'lines'; kinds of", dict(figures_kinds="lines")),
     ("Packages and names", "styles of charts: light", dict(figures_side=96, figures_style="x")),
     ("Packages and names", "edits: 'recolor': expected", EDITS),
