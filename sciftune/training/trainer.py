@@ -54,7 +54,7 @@ from ..core.plan import Plan
 from ..core.processes import DIVERGED
 from ..core.progress import progress_by_bytes
 from ..core.recipe import Recipe, RecipeError, epochs_line, warmup_fault
-from ..core.rundir import RunDir, run_record
+from ..core.rundir import RunDir, cache_root, run_record
 from ..core.secrets import load_secrets, mask_output
 from ..core.writing import write_atomic
 from ..models.family import get_family
@@ -653,12 +653,15 @@ def import_used(recipe_file: str) -> list[Callable[[], Any]]:
     with contextlib.suppress(Exception):  # it is said where the run needs it
         recipe = Recipe.load(recipe_file)
         get_task(recipe.objective)
-        pipeline = get_family(recipe.model).pipeline_class
+        family = get_family(recipe.model)
         importlib.import_module("torch._dynamo")  # which every optimizer asks
         compiles = "compile" in recipe.open_fields and torch.cuda.is_available()
         modules = ["torch._inductor.compile_fx"] if recipe.compile or compiles else []
-        compiler = [partial(importlib.import_module, name) for name in modules]
-        return [*compiler, lambda: getattr(diffusers, pipeline)]
+        later = [partial(importlib.import_module, name) for name in modules]
+        encoded = (cache_root(recipe.run_root) / "tensors" / recipe.model).exists()
+        if not encoded and not recipe.model_path.startswith("random"):
+            later.append(lambda: getattr(diffusers, family.pipeline_class))  # text encoders
+        return later
     return []
 
 
