@@ -55,6 +55,7 @@ class Block(BlockSize):
         widest: the largest tensor that a contraction writes
         traffic: what contractions read and write in a forward pass, without weights
         products: FLOPs of matrix products and convolutions in a forward pass
+        convolutions: those of convolutions alone
         attention: FLOPs of attention in a forward pass
     """
 
@@ -71,6 +72,7 @@ class Block(BlockSize):
     widest: BatchLine
     traffic: BatchLine
     products: BatchLine
+    convolutions: BatchLine
     attention: BatchLine
 
 
@@ -131,11 +133,16 @@ class Profile(ModelSize):
     compiles_itself: bool = False
     trained_sides: float = 0.0
 
-    @property
-    def attention_share(self) -> float:
-        """Return attention's share of the FLOPs of a forward pass, over all tokens of a sample."""
+    def share(self, kind: str) -> float:
+        """Return the share of the FLOPs of a forward pass, over all tokens of a sample.
+
+        Args:
+            kind: attribute of `Block`: 'attention' or 'convolutions'
+        """
+        products = sum(b.products.one for b in self.blocks)
         attention = self.context * sum(b.attention.one for b in self.blocks)
-        return attention / max(1.0, attention + sum(b.products.one for b in self.blocks))
+        own = attention if kind == "attention" else sum(getattr(b, kind).one for b in self.blocks)
+        return own / max(1.0, attention + products)
 
     @property
     def backward_blocks(self) -> float:

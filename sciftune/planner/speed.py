@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from sciftune.models.family import Family
 
 # %% auto #0
-__all__ = ['DEVICES', 'PRODUCTS', 'ATTENTION', 'UPDATE', 'EXPOSED', 'FLOAT8', 'FLOAT32', 'FLOAT8_CASTS', 'COMPILED_TRAFFIC',
-           'EAGER_TRAFFIC', 'SELECTIVE_TRAFFIC', 'OPERATION', 'CAST_OPERATION', 'COMPILED_OPERATION', 'COMPILED_BLOCK',
-           'FLOAT8_LAYER', 'GRAPHED_BLOCK', 'NETWORK', 'SEEN', 'MEASURED_ON', 'DeviceRates', 'device_rates',
-           'named_device', 'forward_seconds', 'step_parts', 'step_seconds', 'total_seconds', 'step_interval',
-           'finished_at', 'time_block', 'time_blocks']
+__all__ = ['DEVICES', 'PRODUCTS', 'CONVOLUTIONS', 'ATTENTION', 'UPDATE', 'EXPOSED', 'FLOAT8', 'FLOAT32', 'FLOAT8_CASTS',
+           'COMPILED_TRAFFIC', 'EAGER_TRAFFIC', 'REPLAYED_TRAFFIC', 'KERNEL', 'SELECTIVE_TRAFFIC', 'OPERATION',
+           'CAST_OPERATION', 'COMPILED_OPERATION', 'COMPILED_BLOCK', 'FLOAT8_LAYER', 'GRAPHED_BLOCK', 'NETWORK', 'SEEN',
+           'MEASURED_ON', 'DeviceRates', 'device_rates', 'named_device', 'forward_seconds', 'step_parts',
+           'step_seconds', 'total_seconds', 'step_interval', 'finished_at', 'time_block', 'time_blocks']
 
 # %% ../../nbs/6_planner/06_speed.ipynb #80b32333
 @dataclass(frozen=True)
@@ -99,12 +99,13 @@ def named_device(name: str) -> DeviceRates:
     return rates
 
 # %% ../../nbs/6_planner/06_speed.ipynb #571bb909
-PRODUCTS, ATTENTION = 0.64, 0.49  # share of the peak that they reach
+PRODUCTS, CONVOLUTIONS, ATTENTION = 0.64, 0.25, 0.49  # share of the peak that they reach
 UPDATE = 0.6  # share of the memory's rate that fused AdamW reaches
 EXPOSED = 0.4  # share of an exchange that is waited for, at least
 FLOAT8, FLOAT32 = 1.7, 0.5  # rates relative to bf16
 FLOAT8_CASTS = 9  # bytes per weight of blocks that each pass moves to make float8 of them
 COMPILED_TRAFFIC, EAGER_TRAFFIC = 1.6, 7  # times the bytes that contractions read and write
+REPLAYED_TRAFFIC, KERNEL = 3.1, 4e-6  # of a pass that is one CUDA graph; least seconds of a kernel
 SELECTIVE_TRAFFIC = 4  # times the bytes that are computed again instead of kept
 OPERATION, CAST_OPERATION = 20e-6, 32e-6  # host seconds per operation, and under autocast
 COMPILED_OPERATION = 1.6e-6  # seconds that a compiled block loses per eager operation
@@ -118,14 +119,19 @@ def forward_seconds(profile: Profile, strategy: Strategy, rates: DeviceRates) ->
     batch, policy = strategy.recipe.micro_batch, strategy.policy
     peak = rates.pace * rates.flops * (FLOAT32 if policy.compute == torch.float32 else 1)
     flops = batch / strategy.context * profile.flops
-    attention = flops * profile.attention_share
+    attention, convolutions = (flops * profile.share(k) for k in ("attention", "convolutions"))
     traffic = sum(block.traffic(batch) for block in profile.blocks)
     traffic *= profile.context / strategy.context  # blocks are measured at a rank's tokens
-    traffic *= COMPILED_TRAFFIC if strategy.recipe.compile else EAGER_TRAFFIC
+    factor = COMPILED_TRAFFIC if strategy.recipe.compile else EAGER_TRAFFIC
+    seconds = traffic * (REPLAYED_TRAFFIC if strategy.captured else factor) / rates.memory
+    if strategy.captured:
+        seconds = max(seconds, profile.operations * KERNEL)
+    matrices = flops - attention - convolutions
     return dict(
-        products=(flops - attention) / (PRODUCTS * peak * (FLOAT8 if policy.fp8 else 1)),
+        products=matrices / (PRODUCTS * peak * (FLOAT8 if policy.fp8 else 1)),
+        convolutions=convolutions / (CONVOLUTIONS * peak),
         attention=attention / (ATTENTION * peak),
-        traffic=traffic / rates.memory,
+        traffic=seconds,
     )
 
 
@@ -147,7 +153,7 @@ def _compute_seconds(
     work, parts = step_cost_of(recipe), forward_seconds(profile, strategy, rates)
     once, twice = (work.forward_passes(profile, share, n) for n in (1, 2))
     seconds = parts["products"] * (once if recipe.lora_rank else twice)  # the base is frozen
-    seconds += (parts["attention"] + parts["traffic"]) * twice
+    seconds += (parts["convolutions"] + parts["attention"] + parts["traffic"]) * twice
     return times * (seconds + once * _once_seconds(profile, strategy, rates))
 
 

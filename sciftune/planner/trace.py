@@ -236,7 +236,7 @@ class OperationRecorder(TorchDispatchMode):
         self.alive = []  # keeps ids from being used again
         self.operations = 0
         self.traffic = 0  # Bytes that contractions read and write, weights aside
-        self.flops = dict(products=0, attention=0)
+        self.flops = dict(products=0, convolutions=0, attention=0)
 
     def __torch_dispatch__(
         self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None
@@ -276,8 +276,10 @@ class OperationRecorder(TorchDispatchMode):
         tensors = tensors_in((args, kwargs, out))
         moved = (t.nbytes for t in tensors if storage_id(t.untyped_storage()) not in self.weights)
         self.traffic += sum(moved)
-        kind = "attention" if "attention" in func.overloadpacket.__name__ else "products"
-        self.flops[kind] += flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
+        name = func.overloadpacket.__name__
+        flops = flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
+        self.flops["attention" if "attention" in name else "products"] += flops
+        self.flops["convolutions"] += flops if name == "convolution" else 0
 
     def smallest(self, wanted: set[int], fixed: set[int], free: set[int]) -> set[int]:
         """Return the smallest set of storages from which `wanted` can be computed again.
@@ -391,7 +393,8 @@ def kept_bytes(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, float]
         kwargs: its keyword arguments, on meta
 
     Returns:
-        bytes: eager, compiled, fp8, out, widest, traffic; FLOPs: products, attention; operations
+        bytes: eager, compiled, fp8, out, widest, traffic; FLOPs: products, convolutions,
+            attention; operations
     """
     recorder, kept, out = _recorded(module, args, kwargs)
     return dict(
