@@ -6883,6 +6883,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                'sciftune/project/bench_table.py'),
                                               'sciftune.project.bench_table.table_row': ( '10_project/bench_table.html#table_row',
                                                                                           'sciftune/project/bench_table.py'),
+                                              'sciftune.project.bench_table.used_memory': ( '10_project/bench_table.html#used_memory',
+                                                                                            'sciftune/project/bench_table.py'),
                                               'sciftune.project.bench_table.write_bench_pages': ( '10_project/bench_table.html#write_bench_pages',
                                                                                                   'sciftune/project/bench_table.py')},
             'sciftune.project.contents': { 'sciftune.project.contents.Notebook': ( '10_project/contents.html#notebook',

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['HEAD', 'CARD_GIB', 'TRIED_HEAD', 'BAGEL_HEAD', 'BF16_SUMS', 'FOUR_GPUS', 'TWO_GPUS', 'BAGEL_TITLE', 'markdown_table',
            'measured_strategy', 'measured_room', 'checkpointed_count', 'planned_peak', 'Prediction', 'Predictor',
-           'rounded', 'objective_words', 'attention_package', 'channel_limits', 'strategy_words', 'table_row',
-           'good_rows', 'refused_rows', 'samples_per_second', 'is_fast_setting', 'rate_words', 'other_way',
+           'rounded', 'objective_words', 'attention_package', 'channel_limits', 'strategy_words', 'used_memory',
+           'table_row', 'good_rows', 'refused_rows', 'samples_per_second', 'is_fast_setting', 'rate_words', 'other_way',
            'comparisons', 'scaling', 'slowest_single', 'start_words', 'packed_plan', 'bagel_row', 'setting_words',
            'draw_utilisation', 'draw_parts', 'bench_figure', 'bench_page', 'write_bench_pages']
 
@@ -248,13 +248,19 @@ def strategy_words(
     return ", ".join([*words, *attention_package(row), *channel_limits(row)])
 
 
+def used_memory(row: dict) -> float:
+    """Return the GiB that a plan is compared with: reserved if whole passes are replayed."""
+    replayed = row.get("cuda_graphs") and not row.get("compile")
+    return row["reserved_gib" if replayed else "allocated_gib"]
+
+
 def table_row(row: dict, predict: Callable[[dict], Prediction | None]) -> list[str]:
     """Return a measured row beside its prediction: cells as in `HEAD`."""
     made = predict(row)
     time = memory = ["", ""]
     if made:
         time = [f"{made.seconds:.3f}", f"{made.seconds / row['step_time'] - 1:+.0%}"]
-        memory = [f"{made.peak:.1f}", f"{made.peak / row['allocated_gib'] - 1:+.1%}"]
+        memory = [f"{made.peak:.1f}", f"{made.peak / used_memory(row) - 1:+.1%}"]
     recipe = made.recipe if made else measured_strategy(row).recipe
     return [
         row["model"],
@@ -268,7 +274,7 @@ def table_row(row: dict, predict: Callable[[dict], Prediction | None]) -> list[s
         row["loop"],
         f"{rounded(row, 'step_time')} ± {rounded(row, 'step_time_spread')}",
         *time,
-        rounded(row, "allocated_gib", 1),
+        f"{used_memory(row):.1f}",
         *memory,
         rounded(row, "mfu"),
         rounded(row, "hfu"),
