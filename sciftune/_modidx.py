@@ -4822,6 +4822,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'sciftune/models/encoders.py'),
                                           'sciftune.models.encoders.Encoding.picture_inputs': ( '4_models/encoders.html#encoding.picture_inputs',
                                                                                                 'sciftune/models/encoders.py'),
+                                          'sciftune.models.encoders.Encoding.text_components': ( '4_models/encoders.html#encoding.text_components',
+                                                                                                 'sciftune/models/encoders.py'),
                                           'sciftune.models.encoders.Encoding.text_length': ( '4_models/encoders.html#encoding.text_length',
                                                                                              'sciftune/models/encoders.py'),
                                           'sciftune.models.encoders.Encoding.text_model': ( '4_models/encoders.html#encoding.text_model',

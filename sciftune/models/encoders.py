@@ -297,7 +297,8 @@ class Encoding(FamilyBase, ABC):
     Attributes:
         vae_class: diffusers autoencoder
         posterior: "sample", or "mode" when latents are the mean of the VAE's distribution
-        text_components: sub-folders that captions are read with
+        real_text: component -> class and published configuration of a text encoder
+        text_readers: what a text encoder is read with, as named beside the first one
         captions: "ragged" = padded with a mask; "fixed" = one length, pads take part
         caption_width: key of the denoiser's configuration that is the width of encoded captions
         text_tokens: caption length at inference
@@ -309,7 +310,8 @@ class Encoding(FamilyBase, ABC):
 
     vae_class: str = "AutoencoderKL"
     posterior: str = "sample"
-    text_components: tuple = ("text_encoder", "tokenizer")
+    real_text: dict = {}
+    text_readers: tuple = ("tokenizer",)
     captions: str = "ragged"
     caption_width: str = "joint_attention_dim"
     text_tokens: int = 512
@@ -317,6 +319,13 @@ class Encoding(FamilyBase, ABC):
     negative_caption: str = ""
     write_turns: str = ""
     picture_processor: str = ""
+
+    @property
+    def text_components(self) -> tuple[str, ...]:
+        """Return the sub-folders that captions are read with: each encoder and its readers."""
+        suffixes = [name.removeprefix("text_encoder") for name in self.real_text]
+        names = ("text_encoder", *self.text_readers)
+        return tuple(name + suffix for suffix in suffixes for name in names)
 
     # --- required
     @abstractmethod

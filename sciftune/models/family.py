@@ -68,7 +68,6 @@ class Family(References, Denoising, Sampling):
 
     Attributes:
         real_vae: published autoencoder configuration; {} = its class's defaults
-        real_text: component -> class and published configuration of a text encoder
         tiny_config: denoiser configuration of the stand-in
         tiny_parts: component -> function that makes a small one; a text encoder's takes its
             tokenizer, which precedes it
@@ -76,7 +75,6 @@ class Family(References, Denoising, Sampling):
     """
 
     real_vae: dict = {}
-    real_text: dict = {}
     tiny_config: dict = {}
     tiny_parts: dict[str, Callable] = {}
     tiny_variants: dict = {}

@@ -178,7 +178,6 @@ class Flux1(GuidanceInput, Family):
     record = RECORDS[0]
     denoiser_class = "FluxTransformer2DModel"
     captions = "fixed"
-    text_components = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
     real_config = FLUX1_DEV
     real_vae = FLUX1_VAE
     real_text = dict(text_encoder=CLIP_L, text_encoder_2=T5_XXL)

@@ -525,7 +525,7 @@ class QwenImage21(Family):
     record = RECORDS[0]
     denoiser_class = "QwenImage21Transformer2DModel"
     vae_class = "AutoencoderKLQwenImage21"
-    text_components = ("text_encoder", "processor")
+    text_readers = ("processor",)
     real_config = QWEN_IMAGE_21
     real_text = dict(text_encoder=QWEN3_VL_8B)
     schedule = tiny.QWEN_SCHEDULE

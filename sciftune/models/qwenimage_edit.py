@@ -177,7 +177,7 @@ class QwenImageEdit(QwenImage):
 
     record = RECORDS[0]
     real_config = QWEN_IMAGE_EDIT
-    text_components = ("text_encoder", "tokenizer", "processor")
+    text_readers = ("tokenizer", "processor")
     max_text_tokens = 2048  # A caption of 1024, and vision tokens
     captions_see_references = True
     foreign_flags = ("guidance_embeds", "use_additional_t_cond", "use_layer3d_rope")

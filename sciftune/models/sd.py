@@ -347,7 +347,6 @@ class SDXL(SD15):
     """Stable Diffusion XL."""
 
     record = RECORDS[1]
-    text_components = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
     default_guidance = 5.0
     scheduler_class = "EulerDiscreteScheduler"
     schedule = SDXL_SCHEDULE

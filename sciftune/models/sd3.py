@@ -72,9 +72,6 @@ class StableDiffusion3(Family):
 
     record = RECORDS[0]
     denoiser_class = "SD3Transformer2DModel"
-    text_components = tuple(
-        name + suffix for suffix in ("", "_2", "_3") for name in ("tokenizer", "text_encoder")
-    )
     real_config = SD35_MEDIUM
     real_vae = FLUX1_VAE | dict(scaling_factor=1.5305, shift_factor=0.0609)
     real_text = dict(
@@ -105,9 +102,7 @@ class StableDiffusion3(Family):
 
     def new_denoiser(self, config: Mapping) -> nn.Module:
         """Build the denoiser; the 384² positions of its table share the sines of 384."""
-        size = config.get("pos_embed_max_size")
-        if not size:
-            return super().new_denoiser(config)
+        size = config.get("pos_embed_max_size", 96)
         net = super().new_denoiser({**config, "pos_embed_max_size": 1})
         patches, width = net.pos_embed, net.pos_embed.pos_embed.shape[-1]
         line = torch.arange(size) / (size / patches.base_size) / patches.interpolation_scale
