@@ -12,7 +12,9 @@ import argparse
 import ctypes
 import datetime
 import json
+import os
 import shutil
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -122,13 +124,18 @@ def load_only(recipe, dir):
 def resident(pids):
     """(anonymous, file-backed) bytes of the processes.
 
-    Shared pages are divided among those that share them.
+    Shared pages are divided among those that share them. All stand still meanwhile: a page that
+    one gives back and another maps between two readings would count twice.
     """
     total = dict(Pss_Anon=0, Pss_File=0)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
     for pid in pids:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if (key := line.split(":")[0]) in total:
                 total[key] += int(line.split()[1]) * 1024
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
     return total["Pss_Anon"], total["Pss_File"]
 
 
@@ -142,11 +149,13 @@ def measure(root, folder, strategy, ranks=2):
     pids = [p.pid for p in ps]
 
     def samples(until):
-        seen = []
+        seen, took = [], 0.0
         while not all((run.path / f"{until}_{r}").exists() for r in range(ranks)):
             assert all(p.is_alive() for p in ps), log(run)
-            time.sleep(0.05)
+            time.sleep(max(0.05, 2 * took))  # the ranks stand still a third of the time at most
+            began = time.monotonic()
             seen.append(resident(pids))
+            took = time.monotonic() - began
         return [*seen, resident(pids)]
 
     anon, file = samples("started")[-1]
