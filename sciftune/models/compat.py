@@ -24,8 +24,8 @@ __all__ = ['TreeSpec', 'tree_flatten', 'tree_unflatten', 'tree_leaves', 'tree_ma
            'scaled_mm', 'layout_named', 'HOST_GRADIENTS', 'metadata_classes', 'storage_id', 'backward_pass',
            'release_pinned_memory', 'end_workers', 'mark_varying', 'compile_counters', 'on_compilation',
            'raise_recompile_limit', 'stop_mixed_reductions', 'recompute_used_far_apart', 'keep_autograd_functions',
-           'quiet_selective_checkpoints', 'default_compile_cache', 'ignore_in_ddp', 'begin_fsdp', 'use_gloo',
-           'forget_accelerator', 'attention_setting', 'set_attention_kernel', 'set_context_parallel',
+           'quiet_selective_checkpoints', 'hash_compiler', 'default_compile_cache', 'ignore_in_ddp', 'begin_fsdp',
+           'use_gloo', 'forget_accelerator', 'attention_setting', 'set_attention_kernel', 'set_context_parallel',
            'checkpointing_function', 'qwen_prompt_embeds', 'flux2_reference', 'lora_components', 'causal_padding',
            'partition_of', 'host_partition', 'partition_all', 'lacks_host_gradients', 'replace_host_gradients',
            'buffered_norm', 'codes_and_scales', 'put_codes', 'change_parts', 'make_state', 'adapted_layers',
@@ -182,6 +182,19 @@ def quiet_selective_checkpoints():
     torch 2.11: it is logged for every graph. Compiled code has no operation in place.
     """
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+
+
+def hash_compiler():
+    """Hash the sources of torch and Triton, under which compiled code is kept between runs.
+
+    torch 2.11: the first compilation does it, and takes a second; 2.13 begins it earlier.
+    """
+    from torch._inductor.codecache import torch_key
+    from torch._inductor.runtime import triton_compat
+
+    torch_key()
+    if triton_compat.HAS_TRITON:
+        triton_compat.triton_key()
 
 
 def default_compile_cache() -> str:

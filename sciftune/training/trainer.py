@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BROKEN', 'StopRequest', 'SaveRequest', 'Run', 'train_step', 'train_steps', 'finish_run', 'train', 'lost_rank',
-           'import_used', 'run_rank', 'train_recipe']
+           'import_compiler', 'import_used', 'run_rank', 'train_recipe']
 
 # %% ../../nbs/7_training/14_trainer.ipynb #833beaf5
 import gc
@@ -30,11 +30,11 @@ import contextlib
 import importlib
 import json
 import re
+import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ from ..core.recipe import Recipe, RecipeError, epochs_line, warmup_fault
 from ..core.rundir import RunDir, cache_root, run_record
 from ..core.secrets import load_secrets, mask_output
 from ..core.writing import write_atomic
+from ..models.compat import hash_compiler
 from ..models.family import get_family
 from ..strategies.compilation import compiled_graphs
 from ..strategies.engine import Engine
@@ -639,6 +640,12 @@ def lost_rank(error: BaseException) -> str:
     )
 
 # %% ../../nbs/7_training/14_trainer.ipynb #19d2186e
+def import_compiler():
+    """Import the compiler and start hashing its sources, which reads three thousand files."""
+    importlib.import_module("torch._inductor.compile_fx")
+    threading.Thread(target=hash_compiler, daemon=True).start()
+
+
 def import_used(recipe_file: str) -> list[Callable[[], Any]]:
     """Import the modules that a run needs for its first step, before its plan is there.
 
@@ -656,8 +663,7 @@ def import_used(recipe_file: str) -> list[Callable[[], Any]]:
         family = get_family(recipe.model)
         importlib.import_module("torch._dynamo")  # which every optimizer asks
         compiles = "compile" in recipe.open_fields and torch.cuda.is_available()
-        modules = ["torch._inductor.compile_fx"] if recipe.compile or compiles else []
-        later = [partial(importlib.import_module, name) for name in modules]
+        later = [import_compiler] if recipe.compile or compiles else []
         encoded = (cache_root(recipe.run_root) / "tensors" / recipe.model).exists()
         if not encoded and not recipe.model_path.startswith("random"):
             later.append(lambda: getattr(diffusers, family.pipeline_class))  # text encoders
