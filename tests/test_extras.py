@@ -1,6 +1,7 @@
 """An extra can be taken away: nothing outside names it."""
 
 import ast
+import subprocess
 
 import additions
 import pytest
@@ -13,6 +14,12 @@ from sciftune.core.registry import records
 @pytest.mark.parametrize("extra", without.EXTRAS)
 def test_what_is_left_passes_the_quick_checks(extra):
     assert without.check(extra) == 0
+
+
+def test_a_copy_is_tested_by_the_quick_checks_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("SCIFTUNE_SLOW", "1")
+    assert without.run(tmp_path, "printenv", "SCIFTUNE_PYTHON", stdout=subprocess.DEVNULL) == 0
+    assert without.run(tmp_path, "printenv", "SCIFTUNE_SLOW", stdout=subprocess.DEVNULL) == 1
 
 
 @pytest.mark.parametrize("extra", without.EXTRAS)

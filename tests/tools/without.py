@@ -30,8 +30,12 @@ def copied(extra: str, folder: Path) -> Path:
 
 
 def run(root: Path, *command: str, **more) -> int:
-    """Run a command in a copy, with this Python, which imports the package of the copy."""
-    environment = os.environ | {"PYTHONPATH": str(root), "SCIFTUNE_PYTHON": sys.executable}
+    """Run a command in a copy, with this Python, which imports the package of the copy.
+
+    It inherits no settings of tests: with SCIFTUNE_SLOW the copy would test copies of its own.
+    """
+    own = {"PYTHONPATH": str(root), "SCIFTUNE_PYTHON": sys.executable}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SCIFTUNE_")} | own
     return subprocess.run(command, cwd=root, env=environment, **more).returncode
 
 
