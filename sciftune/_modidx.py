@@ -6412,6 +6412,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'sciftune.planner.plan._choices': ('6_planner/plan.html#_choices', 'sciftune/planner/plan.py'),
                                        'sciftune.planner.plan._decided': ('6_planner/plan.html#_decided', 'sciftune/planner/plan.py'),
                                        'sciftune.planner.plan._free_disk': ('6_planner/plan.html#_free_disk', 'sciftune/planner/plan.py'),
+                                       'sciftune.planner.plan._launched': ('6_planner/plan.html#_launched', 'sciftune/planner/plan.py'),
                                        'sciftune.planner.plan._measured_times': ( '6_planner/plan.html#_measured_times',
                                                                                   'sciftune/planner/plan.py'),
                                        'sciftune.planner.plan._no_gpu': ('6_planner/plan.html#_no_gpu', 'sciftune/planner/plan.py'),

@@ -117,6 +117,18 @@ def _no_gpu(recipe: Recipe, machine: Machine) -> str:
     return "no GPU was found, so the CPU is used; sciftune plan -p plan_device H200 plans for a GPU"
 
 
+def _launched(recipe: Recipe, machine: Machine) -> str:
+    """Return a note that a UNet is launched only because pictures differ in size, or ''."""
+    kinds = (("models", recipe.model), ("strategies", recipe.strategy))
+    able = machine.cuda and all(find_record(kind, name).captures for kind, name in kinds)
+    if not able or recipe.cuda_graphs or not recipe.varied:
+        return ""
+    return (
+        "cuda_graphs: pictures of several sizes are launched kernel by kernel; passes of a UNet "
+        "can be replayed if all have one size (fit=crop), which saves the host's time"
+    )
+
+
 def _uncompared(row: PlanRow, machine: Machine) -> str:
     """Return a note on the memory that another machine needs; empty if its memory is known."""
     if math.isfinite(machine.host):
@@ -309,7 +321,8 @@ def _row_plan(
     encoding = encoding_note(recipe, family, base, machine)
     mine = plan_row(model, strategy, machine)
     further = [_no_gpu(recipe, machine), epochs_line(recipe), encoding]
-    further += [_saving(mine, strategy), _uncompared(mine, machine)]
+    further += [_launched(strategy.recipe, machine), _saving(mine, strategy)]
+    further += [_uncompared(mine, machine)]
     notes += filter(None, further)
     searched = best and mine.fits  # nothing in this precision is faster
     words = [] if searched else _better(model, recipe, strategy, machine, mine)
