@@ -7489,6 +7489,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                    'sciftune/strategies/cuda_graphs.py'),
                                                  'sciftune.strategies.cuda_graphs.recorded': ( '5_strategies/cuda_graphs.html#recorded',
                                                                                                'sciftune/strategies/cuda_graphs.py'),
+                                                 'sciftune.strategies.cuda_graphs.separate_gradients': ( '5_strategies/cuda_graphs.html#separate_gradients',
+                                                                                                         'sciftune/strategies/cuda_graphs.py'),
                                                  'sciftune.strategies.cuda_graphs.warm_up': ( '5_strategies/cuda_graphs.html#warm_up',
                                                                                               'sciftune/strategies/cuda_graphs.py')},
             'sciftune.strategies.ddp': { 'sciftune.strategies.ddp.DDP': ('5_strategies/ddp.html#ddp', 'sciftune/strategies/ddp.py'),

@@ -396,6 +396,16 @@ def check_cuda_graphs(recipe: Fields):
             f"cuda_graphs: gradients do not wait for another micro-batch: global_batch "
             f"{recipe.global_batch} must equal micro_batch {recipe.micro_batch}"
         )
+    if recipe.compile and not find_record("objectives", recipe.objective).one_network:
+        raise ValueError(
+            f"cuda_graphs: with compile '{recipe.objective}' would overwrite what a backward pass "
+            "of another network needs; use compile=False"
+        )
+    if recipe.lora_dropout and not recipe.compile and recipe.gradient_checkpointing != "none":
+        raise ValueError(
+            f"cuda_graphs: with lora_dropout {recipe.lora_dropout} recomputed blocks would drop "
+            "other numbers; use gradient_checkpointing='none', or lora_dropout=0"
+        )
     blocks = dict(gradient_checkpointing="none", packing=False) if recipe.compile else {}
     for name, allowed in (blocks | dict(offload="none", cpu=False)).items():
         if getattr(recipe, name) != allowed:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WARM_UPS', 'MOST_GRAPHS', 'TensorCall', 'recorded', 'warm_up', 'ForwardGraph', 'Kept', 'ReplayedCall',
-           'TrainingGraphs', 'kind_of_call', 'capture', 'GraphedCalls', 'graph_calls']
+           'separate_gradients', 'TrainingGraphs', 'kind_of_call', 'capture', 'GraphedCalls', 'graph_calls']
 
 # %% ../../nbs/5_strategies/25_cuda_graphs.ipynb #63eca8ad
 import weakref
@@ -136,6 +136,21 @@ class ReplayedCall(torch.autograd.Function):
         return None, *ctx.graphs.backward(gradients)
 
 
+def separate_gradients(gradients: tuple) -> list:
+    """Return gradients that share no memory; autograd returns one tensor for both terms of a sum.
+
+    Args:
+        gradients: gradients of several tensors; None = no gradient
+    """
+    made = []
+    seen = set()
+    for gradient in gradients:
+        place = gradient is not None and gradient.data_ptr()
+        made.append(gradient.clone() if place and place in seen else gradient)
+        seen.add(place)
+    return made
+
+
 class TrainingGraphs:
     """The recorded forward and backward pass of a call.
 
@@ -166,9 +181,10 @@ class TrainingGraphs:
     def _outputs(self, call: TensorCall) -> tuple[list, Any]:
         return tree_flatten(functional_call(call, self.aliases, tuple(self.inputs)))
 
-    def _gradients(self, made: list, arriving: list | None = None) -> tuple:
+    def _gradients(self, made: list, arriving: list | None = None) -> list:
         arriving = arriving or [torch.ones_like(t) for t in made]
-        return torch.autograd.grad(made, self.wanted, arriving, allow_unused=True)
+        found = torch.autograd.grad(made, self.wanted, arriving, allow_unused=True)
+        return separate_gradients(found)
 
     @property
     def busy(self) -> bool:
@@ -228,7 +244,8 @@ def kind_of_call(network: nn.Module, leaves: list, adapted: nn.Module | None = N
     trained = sum(p.requires_grad for p in network.parameters()) if grad else 0
     autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
     off = adapted is not None and adapted.disable_adapters
-    return grad, trained, autocast, network.training, off, *map(kind, leaves)
+    inference = torch.is_inference_mode_enabled()  # its tensors cannot be written outside of it
+    return grad, trained, autocast, network.training, off, inference, *map(kind, leaves)
 
 # %% ../../nbs/5_strategies/25_cuda_graphs.ipynb #8adc5d0d
 MOST_GRAPHS = 12  # of a network; each keeps the memory of its activations
