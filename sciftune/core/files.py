@@ -175,6 +175,15 @@ class _FastLoader(_NamedOnce, OWN_YAML):
     """PyYAML's loader in C, where there is one."""
 
 
+_WHOLE = "tag:yaml.org,2002:int"
+for _loader in (_Loader, _FastLoader):  # 010, 1_000, 1:30 and 2026-01-31 are texts, as in YAML 1.2
+    _loader.yaml_implicit_resolvers = {
+        first: [kind for kind in kinds if not kind[0].endswith((":int", ":timestamp"))]
+        for first, kinds in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    _loader.add_implicit_resolver(_WHOLE, re.compile(r"[-+]?(0|[1-9]\d*)$"), list("-+0123456789"))
+
+
 def parsed_yaml(text: str, loader: type = yaml.SafeLoader) -> Any:
     """Parse YAML. Raises ValueError with a message of one line.
 
@@ -253,9 +262,15 @@ def opened_csv(file: str | Path) -> Iterator[csv.DictReader]:
     """Open a CSV file with a heading, as a context. Raises FileError, also inside the block."""
     try:
         with io.TextIOWrapper(open_file(file), "utf-8-sig", newline="") as text:
-            yield csv.DictReader(text)
-    except (UnicodeDecodeError, csv.Error) as error:
+            reader = csv.DictReader(text, strict=True)
+            yield reader
+    except UnicodeDecodeError as error:
         raise FileError(f"{file}: not a readable CSV file: {error}") from None
+    except csv.Error as error:
+        raise FileError(
+            f"{file}, line {reader.line_num + 1}: not a readable CSV file: {error}; a cell that "
+            'holds quotes or commas stands in quotes, with each quote in it twice: "A ""b"", c"'
+        ) from None
 
 # %% ../../nbs/1_core/19_files.ipynb #fi000012
 Kind = TypeVar("Kind", bound=BaseModel)

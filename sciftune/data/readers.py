@@ -669,6 +669,17 @@ def json_rows(root: Path, path: Path, notes: list[str] | None = None) -> Rows:
     return listed_rows(root, json_records(path), notes)
 
 # %% ../../nbs/2_data/02_readers.ipynb #08edfe61
+def _whole(record: dict) -> dict[str, CellValue] | DataError:
+    """Return a record of a CSV reader, or an error if it has more cells than the heading."""
+    more = [cell for cell in record.pop(None, ()) if cell.strip()]
+    if not more:
+        return record
+    return DataError(
+        f"{len(record)} columns and {len(more)} cells more ({more[0].strip()!r:.60}): put a "
+        "caption with commas in quotes"
+    )
+
+
 def csv_rows(root: Path, path: Path, notes: list[str] | None = None) -> Rows:
     """Return the rows of a CSV list. Raises DataError for a wrong heading or encoding.
 
@@ -686,7 +697,10 @@ def csv_rows(root: Path, path: Path, notes: list[str] | None = None) -> Rows:
                     f"{path}: columns {', '.join(names):.200}: expected one of {', '.join(images)} "
                     f"and one of {', '.join(CAPTION_KEYS)}, separated by commas"
                 )
-            records = ((f"{path.name}:{reader.line_num}", record) for record in reader)
+            for name in (*images, *CAPTION_KEYS):
+                if names.count(name) > 1:
+                    raise DataError(f"{path}: {names.count(name)} columns are called '{name}'")
+            records = ((f"{path.name}:{reader.line_num}", _whole(record)) for record in reader)
             return listed_rows(root, records, notes)
     except FileError as e:
         raise DataError(str(e)) from None

@@ -50,6 +50,7 @@ from sciftune.core.ownership import (
 )
 from ..core.plan import Plan, PlanRow
 from ..core.processes import STARTED
+from ..core.progress import PROGRESS_SHOWN
 from ..core.recipe import Recipe
 from ..core.registry import nearest
 from ..core.rundir import RunDir, project_root
@@ -71,6 +72,7 @@ from sciftune.lab.prepare import (
     prepare_run,
     print_reasons,
     recipe_from,
+    refused,
     with_absolute_paths,
     with_steps,
 )
@@ -255,6 +257,7 @@ class Execution:
             (exit code, the signal that asked for an end; 0: none did)
         """
         environment = os.environ | {"SCIFTUNE_RUN_FILE": str(self.aside / "run")}
+        environment[PROGRESS_SHOWN] = "1" if sys.stdout.isatty() else "0"
         process, signals = None, []
 
         def pass_on(number: int, _: object) -> None:
@@ -496,7 +499,7 @@ def settings_of(words: Sequence[str]) -> dict[str, Any]:
         if option in ("-p", "--parameters"):
             name, value = options.pop(0), options.pop(0)
             try:
-                found[name] = parsed_yaml(value)
+                found[name] = _read_value(name, value)
             except ValueError as error:
                 raise CommandError(f"{name}: {error}") from None
         elif option in ("-r", "--parameters_raw"):
@@ -509,6 +512,14 @@ def settings_of(words: Sequence[str]) -> dict[str, Any]:
         else:
             raise CommandError(f"{option} is not taken here; write -p or -r name value, or -f FILE")
     return found
+
+
+def _read_value(name: str, text: str) -> Any:
+    """Return a value as YAML reads it; a number of a text field, such as the name 1.50, as text."""
+    value = parsed_yaml(text)
+    known = Recipe.model_fields.get(name)
+    written = known and known.annotation is str and type(value) in (int, float)
+    return text.strip() if written else value
 
 
 def _settings_in(option: str, text: str) -> dict[str, Any]:
@@ -538,7 +549,7 @@ def plan_command(words: Sequence[str]) -> int:
         words: settings, as for `run`
 
     Returns:
-        1 if the run cannot fit
+        1 if `run` would refuse it: it does not fit, or the disk does not hold a checkpoint
     """
     recipe = planned_recipe(words)
     print_reasons(recipe)
@@ -549,7 +560,10 @@ def plan_command(words: Sequence[str]) -> int:
         with data_looked_at(recipe, written, Path(folder) / "findings.json"):
             plan = plan_run(recipe, Path(folder) / "plan.json", check=False)
     print(plan_text(plan))
-    return int(not plan.run.fits)
+    why = refused(recipe, plan)
+    if why and plan.run.fits:  # else `plan_text` says it
+        print(f"sciftune run would refuse this: {why}")
+    return int(bool(why))
 
 # %% ../../nbs/9_lab/20_command.ipynb #35a2b63b
 @contextlib.contextmanager
@@ -933,6 +947,8 @@ def _raise_requested(number: int, _: object) -> None:
 def program() -> None:
     """Run the program `sciftune`."""
     on_request(_raise_requested)
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # bars of libraries, which rewrite their line
     try:
         sys.exit(call_command(sys.argv[1:]))
     except KeyboardInterrupt as end:

@@ -104,6 +104,12 @@ def push_command(words: Sequence[str]) -> int:
         print(read_words(exported_folder(given.run) / "README.md"))
         if not given.dry_run:
             print(push_to_hub(given.run, given.repo, not given.public))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise LaunchError(str(error)) from None
+    except Exception as error:  # of the library that talks to the hub
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise LaunchError(
+            f"{given.repo} could not be uploaded ({why}); check the connection, and log in "
+            "with hf auth login"
+        ) from None
     return 0

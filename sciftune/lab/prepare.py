@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['INPUT_FIELDS', 'DIFFERENCES_NAMED', 'LOOK_SECONDS', 'absolute_path', 'absolute_data', 'absolute_input',
            'with_absolute_paths', 'parameters_of', 'runs_of', 'continued_recipe', 'recipe_from', 'count_pictures',
-           'planned', 'plan_run', 'same_run', 'choose_folder', 'differences', 'keep_run_secrets', 'with_steps',
-           'check_data', 'check_port', 'data_looked_at', 'data_drawn', 'print_reasons', 'prepare_run']
+           'planned', 'refused', 'plan_run', 'same_run', 'choose_folder', 'differences', 'keep_run_secrets',
+           'with_steps', 'check_data', 'check_port', 'data_looked_at', 'data_drawn', 'print_reasons', 'prepare_run']
 
 # %% ../../nbs/9_lab/06_prepare.ipynb #9c87cf06
 import contextlib
@@ -359,6 +359,19 @@ def planned(recipe: Recipe, target: Path, at: Path | None = None) -> Plan:
     return write_plan(recipe, target, at)
 
 
+def refused(recipe: Recipe, plan: Plan) -> str:
+    """Return why a run cannot be started by its plan: memory, or the disk; '' if it can.
+
+    Args:
+        recipe: of the run
+        plan: its plan
+    """
+    if not plan.run.fits:
+        return plan.refusal()
+    random = recipe.model_path.startswith("random")  # no last checkpoint without checkpoint_steps
+    return "" if random and not recipe.checkpoint_steps else plan.disk_refusal()
+
+
 def plan_run(
     recipe: Recipe, plan_path: Path, check: bool = True, run: RunDir | None = None
 ) -> Plan:
@@ -376,11 +389,7 @@ def plan_run(
     except LaunchError as error:
         why = " ".join(str(error).split())
         raise LaunchError(f"the plan could not be made: {why}") from None
-    random = recipe.model_path.startswith("random")  # no last checkpoint without checkpoint_steps
-    why = "" if random and not recipe.checkpoint_steps else plan.disk_refusal()
-    if not plan.run.fits:
-        why = plan.refusal()
-    if check and why:
+    if check and (why := refused(recipe, plan)):
         raise LaunchError(f"{why}\n(plan_check=False starts it all the same)")
     return plan
 

@@ -716,6 +716,7 @@ CASES = [
     ),
     asked("Layers and adapters", "no end of a module's name", lora_rank=4, lora_ranks="to_q"),
     asked("Layers and adapters", "no adapted layer is called 'fc'", lora_rank=4, lora_ranks="fc=8"),
+    asked("Layers and adapters", "lora_alphas: no adapted", lora_rank=4, lora_alphas="fc=8"),
     asked(
         "Layers and adapters",
         "'kohya' is not known for",
@@ -817,6 +818,21 @@ CASES = [
     ),
     collection("a row twice", "duplicated id", listed(*[{"image": "a.png", "text": "x"}] * 2)),
     collection("a CSV of other columns", "expected one of file_path", {"metadata.csv": b"a,b\n"}),
+    collection(
+        "a CSV with two caption columns of one name",
+        "2 columns are called 'text'",
+        {"metadata.csv": b"file_name,text,text\na.png,x,y\n"},
+    ),
+    collection(
+        "a CSV whose caption holds a comma outside quotes",
+        "put a caption with commas in quotes",
+        {"metadata.csv": b"file_name,text\na.png,a bar chart, rising\n", "a.png": png()},
+    ),
+    collection(
+        "a CSV with a quote that is not closed",
+        "line 2: not a readable CSV file: unexpected end of data",
+        {"metadata.csv": b'file_name,text\na.png,"x\nb.png,y\n'},
+    ),
     collection("an unknown kind of list", "expected .json, .jsonl, .csv", {"a.xml": b""}, "a.xml"),
     collection("two lists", "name one of them", {"a.csv": b"", "b.jsonl": b""}),
     collection(
