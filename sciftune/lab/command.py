@@ -68,11 +68,11 @@ from sciftune.lab.jobs import (
 )
 from sciftune.lab.prepare import (
     data_looked_at,
+    plan_refusal,
     plan_run,
     prepare_run,
     print_reasons,
     recipe_from,
-    refused,
     with_absolute_paths,
     with_steps,
 )
@@ -560,7 +560,7 @@ def plan_command(words: Sequence[str]) -> int:
         with data_looked_at(recipe, written, Path(folder) / "findings.json"):
             plan = plan_run(recipe, Path(folder) / "plan.json", check=False)
     print(plan_text(plan))
-    why = refused(recipe, plan)
+    why = plan_refusal(recipe, plan)
     if why and plan.run.fits:  # else `plan_text` says it
         print(f"sciftune run would refuse this: {why}")
     return int(bool(why))
@@ -935,6 +935,8 @@ def call_command(words: Sequence[str]) -> int:
         return 0
     try:
         return known[name].call(rest) or 0
+    except BrokenPipeError:  # for `program`
+        raise
     except (CommandError, LaunchError, FileError, OSError) as error:
         print(f"sciftune {name}: {error}", file=sys.stderr)
         return 2 if isinstance(error, CommandError) else 1
@@ -950,7 +952,9 @@ def program() -> None:
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # bars of libraries, which rewrite their line
     try:
-        sys.exit(call_command(sys.argv[1:]))
+        code = call_command(sys.argv[1:])
+        sys.stdout.flush()  # here a closed pipe is noticed
+        sys.exit(code)
     except KeyboardInterrupt as end:
         say("sciftune: interrupted")
         sys.exit(128 + getattr(end, "number", signal.SIGINT))

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['INPUT_FIELDS', 'DIFFERENCES_NAMED', 'LOOK_SECONDS', 'absolute_path', 'absolute_data', 'absolute_input',
            'with_absolute_paths', 'parameters_of', 'runs_of', 'continued_recipe', 'recipe_from', 'count_pictures',
-           'planned', 'refused', 'plan_run', 'same_run', 'choose_folder', 'differences', 'keep_run_secrets',
+           'planned', 'plan_refusal', 'plan_run', 'same_run', 'choose_folder', 'differences', 'keep_run_secrets',
            'with_steps', 'check_data', 'check_port', 'data_looked_at', 'data_drawn', 'print_reasons', 'prepare_run']
 
 # %% ../../nbs/9_lab/06_prepare.ipynb #9c87cf06
@@ -359,12 +359,12 @@ def planned(recipe: Recipe, target: Path, at: Path | None = None) -> Plan:
     return write_plan(recipe, target, at)
 
 
-def refused(recipe: Recipe, plan: Plan) -> str:
+def plan_refusal(recipe: Recipe, plan: Plan) -> str:
     """Return why a run cannot be started by its plan: memory, or the disk; '' if it can.
 
     Args:
-        recipe: of the run
-        plan: its plan
+        recipe: recipe of the run
+        plan: plan of this recipe
     """
     if not plan.run.fits:
         return plan.refusal()
@@ -389,7 +389,7 @@ def plan_run(
     except LaunchError as error:
         why = " ".join(str(error).split())
         raise LaunchError(f"the plan could not be made: {why}") from None
-    if check and (why := refused(recipe, plan)):
+    if check and (why := plan_refusal(recipe, plan)):
         raise LaunchError(f"{why}\n(plan_check=False starts it all the same)")
     return plan
 

@@ -144,7 +144,7 @@ def _free_disk(recipe: Recipe, need: float, machine: Machine, notes: list[str]) 
         return 0.0
     root = Path(recipe.run_root).absolute()
     there = next(folder for folder in (root, *root.parents) if folder.exists())
-    free = shutil.disk_usage(there).free / 2**30
+    free = max(2**11, shutil.disk_usage(there).free) / 2**30  # 0 would be an unknown disk
     if need > free:
         notes.append(
             f"disk: checkpoints and export need {need:.4g} GiB, {free:.4g} GiB are free in {root}; "
@@ -351,7 +351,7 @@ def _row_plan(
         device=machine.device,
         device_memory_gib=round(memory, 2),
         host_memory_gib=round(machine.host, 2) if math.isfinite(machine.host) else 0.0,
-        disk_free_gib=round(free, 3),
+        disk_free_gib=round(free, 6),
         outside_gib=round(machine.outside(asked.world), 2),
     )
 
