@@ -21,6 +21,7 @@ from matplotlib.image import imread
 
 from ..core.files import read_words
 from ..core.recipe import Recipe
+from ..core.registry import nearest
 from ..core.rundir import RunDir
 from . import plots
 from .jobs import PRUNED, LaunchError, state
@@ -169,7 +170,12 @@ def plot_fields(runs: list[RunDir], names: Sequence[str] = ()) -> Figure:
     Args:
         runs: run folders
         names: a panel for each; empty = `shown_fields`
+
+    Raises:
+        ValueError: a name is no field
     """
+    for name in set(names) - set(Recipe.model_fields):
+        raise ValueError(f"field: unknown '{name}'{nearest(name, Recipe.model_fields)}")
     held = [plots.column(plots.validation_rows(run), "held_out") for run in runs]
     differing = recipe_differences(runs)
     names = [name for name in names or shown_fields(runs) if name in differing]
@@ -209,7 +215,12 @@ def pictures_by_prompt(run: RunDir) -> dict[str, Path]:
 
 
 def plot_pictures(runs: list[RunDir], rows: int = 6) -> Figure:
-    """Plot the newest pictures of each run for at most `rows` prompts that most runs share."""
+    """Plot the newest pictures of each run for at most `rows` prompts that most runs share.
+
+    Raises ValueError if `rows` is not positive.
+    """
+    if rows < 1:
+        raise ValueError(f"prompts: {rows}; give at least 1 row of pictures")
     pictures = [pictures_by_prompt(run) for run in runs]
     prompts = dict.fromkeys(prompt for found in pictures for prompt in found)
     shared = sorted(prompts, key=lambda prompt: -sum(prompt in found for found in pictures))[:rows]
