@@ -9,6 +9,7 @@ of mapped files are the page cache's, one copy for all ranks and given back when
 """
 
 import argparse
+import contextlib
 import ctypes
 import datetime
 import json
@@ -128,14 +129,17 @@ def resident(pids):
     one gives back and another maps between two readings would count twice.
     """
     total = dict(Pss_Anon=0, Pss_File=0)
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    for pid in pids:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if (key := line.split(":")[0]) in total:
-                total[key] += int(line.split()[1]) * 1024
-    for pid in pids:
-        os.kill(pid, signal.SIGCONT)
+    try:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        for pid in pids:
+            for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+                if (key := line.split(":")[0]) in total:
+                    total[key] += int(line.split()[1]) * 1024
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
     return total["Pss_Anon"], total["Pss_File"]
 
 
