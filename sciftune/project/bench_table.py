@@ -8,7 +8,7 @@ __all__ = ['HEAD', 'CARD_GIB', 'TRIED_HEAD', 'BAGEL_HEAD', 'BF16_SUMS', 'FOUR_GP
            'rounded', 'objective_words', 'attention_package', 'channel_limits', 'strategy_words', 'used_memory',
            'table_row', 'good_rows', 'refused_rows', 'samples_per_second', 'is_fast_setting', 'rate_words', 'other_way',
            'comparisons', 'scaling', 'slowest_single', 'start_words', 'packed_plan', 'bagel_row', 'setting_words',
-           'draw_utilisation', 'draw_parts', 'bench_figure', 'bench_page', 'write_bench_pages']
+           'draw_utilisation', 'part_words', 'draw_parts', 'bench_figure', 'bench_page', 'write_bench_pages']
 
 # %% ../../nbs/10_project/05_bench_table.ipynb #f6e3a060
 import json
@@ -513,13 +513,14 @@ def draw_utilisation(ax: Axes, rows: list[dict]):
     ax.legend(fontsize=7, ncol=3, frameon=False, **place)
 
 
+def part_words(row: dict) -> str:
+    """Return model, precision, batch and recomputation."""
+    return f"{setting_words(row)}, batch {row['micro_batch']}, {row['recompute']} recomputed"
+
+
 def draw_parts(ax: Axes, rows: list[dict]):
     """Draw the shares of a step's parts."""
-    last = {
-        f"{setting_words(row)}, batch {row['micro_batch']}, {row['recompute']} recomputed": row
-        for row in rows
-        if row.get("backward_time")
-    }
+    last = {part_words(row): row for row in rows if row.get("backward_time")}
     left = [0.0] * len(last)
     for part, color in {"forward": "C0", "backward": "C1", "optimizer": "C2"}.items():
         width = [row.get(f"{part}_time", 0) / row["step_time"] for row in last.values()]
@@ -538,7 +539,7 @@ def draw_parts(ax: Axes, rows: list[dict]):
 def bench_figure(
     rows: list[dict],
 ) -> Figure:
-    """Draw MFU by batch, and the parts of a step, on one card without offloading."""
+    """Draw MFU by batch, and the parts of a step, on one card at 1024 px without offloading."""
     shown = [
         row
         for row in rows
@@ -547,9 +548,11 @@ def bench_figure(
         and row["loop"] == "trainer"
         and row["model"] in ("qwenimage", "klein", "flux1")
         and row["strategy"] == "single"
+        and row["resolution"] == 1024
         and row.get("offload", "none") == "none"
     ]
-    fig, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6), width_ratios=(1, 1.3))
+    height = max(4.6, 1.4 + 0.15 * len({part_words(row) for row in shown}))  # a line for each
+    fig, (left, right) = plt.subplots(1, 2, figsize=(11, height), width_ratios=(1, 1.3))
     plt.close(fig)
     draw_utilisation(left, shown)
     draw_parts(right, shown)
