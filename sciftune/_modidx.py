@@ -6871,6 +6871,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                           'sciftune/project/bench_table.py'),
                                               'sciftune.project.bench_table.packed_plan': ( '10_project/bench_table.html#packed_plan',
                                                                                             'sciftune/project/bench_table.py'),
+                                              'sciftune.project.bench_table.part_words': ( '10_project/bench_table.html#part_words',
+                                                                                           'sciftune/project/bench_table.py'),
                                               'sciftune.project.bench_table.planned_peak': ( '10_project/bench_table.html#planned_peak',
                                                                                              'sciftune/project/bench_table.py'),
                                               'sciftune.project.bench_table.rate_words': ( '10_project/bench_table.html#rate_words',

@@ -322,8 +322,12 @@ class Encoding(FamilyBase, ABC):
 
     @property
     def text_components(self) -> tuple[str, ...]:
-        """Return the sub-folders that captions are read with: each encoder and its readers."""
-        suffixes = [name.removeprefix("text_encoder") for name in self.real_text]
+        """Return the sub-folders that captions are read with: each encoder and its readers.
+
+        A family that publishes no configuration of its encoders has one.
+        """
+        encoders = self.real_text or ("text_encoder",)
+        suffixes = [name.removeprefix("text_encoder") for name in encoders]
         names = ("text_encoder", *self.text_readers)
         return tuple(name + suffix for suffix in suffixes for name in names)
 

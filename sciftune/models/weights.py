@@ -151,9 +151,7 @@ def resolve_folder(
     return folder
 
 # %% ../../nbs/4_models/01_weights.ipynb #we000002
-MOST_LAYERS = (
-    1000  # layers of a kind in a configuration; the largest published models have below 130
-)
+MOST_LAYERS = 1000  # layers of a kind in a configuration; published models have below 130
 MOST_ITEMS = 10_000  # items of a list in a configuration
 _COUNTS = re.compile(r"(layers|blocks|depth)$|layers_per_block$")
 

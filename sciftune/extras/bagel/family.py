@@ -65,6 +65,7 @@ class Bagel(Family):
 
     record = RECORDS[0]
     denoiser_component = "."
+    text_components = ()  # its captions are tokens of the one model
     vae_class = "AutoencoderKL"
     real_vae = FLUX1_VAE
     posterior = "sample"
