@@ -11,7 +11,7 @@ from sciftune.core.recipe_fields import Fields
 from sciftune.core.registry import records
 from sciftune.lab.command import call_command
 from sciftune.lab.jobs import LaunchError
-from sciftune.lab.prepare import recipe_from
+from sciftune.lab.prepare import recipe_from, with_absolute_paths
 
 NUMBERS = [n for n, f in Fields.model_fields.items() if f.annotation in (int, float)]
 TEXTS = [n for n, f in Fields.model_fields.items() if f.annotation is str]
@@ -37,6 +37,18 @@ def test_an_address_where_a_folder_is_meant(name):
     for value in ADDRESSES:
         with pytest.raises(RecipeError, match=name):
             resolve(**{name: value})
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_the_home_folder_of_nobody(name):
+    """A field either refuses it by name, or does not hold a path."""
+    value = "~nobody-here/a"
+    try:
+        recipe = with_absolute_paths(recipe_from({name: value}))
+    except LaunchError as error:
+        assert str(error).startswith(f"{name}: ") and "\n" not in str(error)
+    else:
+        assert getattr(recipe, name) == value
 
 
 @pytest.mark.parametrize(

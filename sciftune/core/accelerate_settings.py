@@ -7,11 +7,10 @@ __all__ = ['ACCELERATE_GROUPS', 'plain', 'switched_on', 'accelerate_file', 'deep
 
 # %% ../../nbs/1_core/17_accelerate_settings.ipynb #10e471f1
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from .fields import RecipeError
-from .files import FileError, packaged_table, read_mapping, read_object
+from .files import FileError, packaged_table, read_mapping, read_object, user_path
 from .registry import records
 
 # %% ../../nbs/1_core/17_accelerate_settings.ipynb #d6849c87
@@ -150,7 +149,7 @@ def _contents(field: str, path: str) -> Mapping[str, Any]:
     """Read the settings of a YAML or JSON file. Raises RecipeError."""
     read = read_object if str(path).endswith(".json") else read_mapping
     try:
-        return read(Path(path).expanduser())
+        return read(user_path(path, field))
     except FileError as error:
         raise RecipeError(f"{field}: {error}") from None
 

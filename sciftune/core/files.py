@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['TEXT_BYTES', 'LIST_BYTES', 'LINE_BYTES', 'YAML_BYTES', 'DEEPEST', 'MOST_PARTS', 'MOST_IN_YAML', 'OWN_YAML', 'Kind',
-           'FileError', 'open_file', 'read_bytes', 'read_words', 'package_folder', 'parsed_json', 'read_json',
-           'read_object', 'parsed_yaml', 'read_yaml', 'read_mapping', 'packaged_table', 'numbered_lines',
+           'FileError', 'user_path', 'open_file', 'read_bytes', 'read_words', 'package_folder', 'parsed_json',
+           'read_json', 'read_object', 'parsed_yaml', 'read_yaml', 'read_mapping', 'packaged_table', 'numbered_lines',
            'read_json_lines', 'opened_csv', 'of_kind', 'read_kind']
 
 # %% ../../nbs/1_core/19_files.ipynb #fi000003
@@ -37,6 +37,22 @@ class FileError(ValueError):
 
     def _render_traceback_(self, *args: Any, **kw: Any) -> list[str]:
         return [f"{type(self).__name__}: {self}"]
+
+
+def user_path(path: str | Path, field: str = "path") -> Path:
+    """Return a path that a person gave, with ~ and ~name as home folders. Raises FileError.
+
+    Args:
+        path: as it was given
+        field: setting that holds it, for the message
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise FileError(
+            f"{field}: {path}: {Path(path).parts[0]} is the home folder of nobody here; write the "
+            f"whole path, or ./{path} for a name that begins with ~"
+        ) from None
 
 
 def open_file(file: str | Path) -> BinaryIO:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ..core.files import user_path
 from ..core.progress import progress
 from .files import FolderFiles, check_place
 from .images import DataError, Sample
@@ -177,14 +178,14 @@ def find_pairs(path: str | Path, metadata: str | Path | None = None) -> Files | 
         path: folder, list, shard, or a pattern of shards
         metadata: list file that is not in the folder
     """
-    place = Path(metadata or path).expanduser()
+    place = user_path(metadata or path, "metadata" if metadata else "data")
     if glob.has_magic(str(path)) and not place.exists():
         found = sorted(Path(p).parent.resolve() / Path(p).name for p in glob.glob(str(place)))
         return _shards(path, found[0].parent if found else place, found)
     if not place.exists():
         raise DataError(f"{path}: no such file or folder")
     check_place(place)
-    home = Path(path).expanduser()
+    home = user_path(path, "data")
     root = (home if home.is_dir() else home.parent).resolve()
     if place.is_file() and place.suffix == ".parquet":
         return _shards(path, root, [root / place.name])

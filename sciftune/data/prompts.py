@@ -22,6 +22,7 @@ from sciftune.core.files import (
     parsed_yaml,
     read_json_lines,
     read_words,
+    user_path,
 )
 from ..core.recipe import Recipe, RecipeError
 from ..core.registry import find_record, load
@@ -191,7 +192,7 @@ def read_prompt_file(
         for number, read in _entries(path):
             try:
                 prompt = drawn_prompt(read(), multiple)
-                files = [Path(file).expanduser() for file in prompt.references]
+                files = [user_path(file, "references") for file in prompt.references]
                 beside = tuple(str(path.parent / file) for file in files)
                 prompts.append(replace(prompt, references=beside))
                 check(prompts[-1])

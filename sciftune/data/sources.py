@@ -28,7 +28,7 @@ import PIL
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..core.files import FileError, open_file, read_words
+from ..core.files import FileError, open_file, read_words, user_path
 from ..core.progress import progress
 from ..core.registry import ReaderRecord, find_record, load, records
 from ..core.rundir import cores
@@ -99,7 +99,7 @@ def find_source(path: str | Path, metadata: str | Path | None = None) -> Reader:
     text = str(path)
     if "://" in text:
         return remote_source(text)
-    path = Path(path).expanduser()
+    path = user_path(path, "data")
     if glob.has_magic(text) and not path.exists():
         found = sorted(Path(p).parent.resolve() / Path(p).name for p in glob.glob(str(path)))
         if not found:
@@ -115,7 +115,7 @@ def find_source(path: str | Path, metadata: str | Path | None = None) -> Reader:
         if any((root / mark).exists() for mark in record.marks):
             return load(record).open(root, [])
     if metadata:
-        return _open_list(root, Path(metadata).expanduser())
+        return _open_list(root, user_path(metadata, "metadata"))
     return _open_list(root, path) if path.is_file() else _open_folder(root)
 
 
@@ -161,7 +161,7 @@ def files_line(source: Reader, path: str | Path) -> str:
         path: path or URL of the collection
     """
     files = source.files
-    if files is None and "://" not in str(path) and (folder := Path(path).expanduser()).is_dir():
+    if files is None and "://" not in str(path) and (folder := user_path(path, "data")).is_dir():
         files = FolderFiles(folder)
     if files is None:
         return ""

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from ..core.files import user_path
 from ..core.presets import nano_folder
 from ..core.recipe import Recipe, RecipeError, accepts
 from ..core.registry import find_record, records
@@ -333,8 +334,8 @@ def local_folder(recipe: Recipe) -> Path:
         )
     if path == "nano":
         return nano_folder(recipe.model)
-    if Path(path).expanduser().is_dir():
-        return Path(path).expanduser()
+    if (folder := user_path(path, "model_path")).is_dir():
+        return folder
     if path.endswith(".safetensors"):
         from sciftune.models.family import get_family
         from sciftune.planner.profile import weights_path

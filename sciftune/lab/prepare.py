@@ -34,6 +34,7 @@ from sciftune.core.checkpoint_folders import (
     find_checkpoint,
 )
 from ..core.compat import import_models_alone, leave_compiler_out
+from ..core.files import FileError, user_path
 from ..core.packages import check_packages
 from ..core.plan import Plan
 from ..core.processes import processes_here, world_size
@@ -68,53 +69,66 @@ from sciftune.lab.jobs import (
 )
 
 # %% ../../nbs/9_lab/06_prepare.ipynb #e33ff13e
-def absolute_path(path: str, root: Path) -> str:
+def absolute_path(field: str, path: str, root: Path) -> str:
     """Return `path` as an absolute path: in the working directory, else in the repository.
 
+    Raises LaunchError for the home folder of an unknown user.
+
     Args:
-        path: a path of the recipe
+        field: the recipe's field
+        path: its value
         root: the repository
 
     Returns:
-        absolute if it names something that exists, else unchanged
+        absolute if it names something that exists or begins with ~, else unchanged
     """
     if not path:
         return path
-    for place in (Path(path).expanduser().absolute(), (root / path).absolute()):
+    here = _with_home(field, path).absolute()
+    for place in (here, (root / path).absolute()):
         if os.path.exists(place):  # False for a name that no system takes
             return str(place)
-    return path
+    return str(here) if path.startswith("~") else path
+
+
+def _with_home(field: str, path: str) -> Path:
+    """Return the path in a field with its ~ replaced. Raises LaunchError."""
+    try:
+        return user_path(path, field)
+    except FileError as error:
+        raise LaunchError(str(error)) from None
 
 
 def _absolute_root(run_root: str) -> str:
     """Return the folder of runs; a relative one is below the repository."""
-    return str(project_root() / Path(run_root).expanduser())
+    return str(project_root() / _with_home("run_root", run_root))
 
 # %% ../../nbs/9_lab/06_prepare.ipynb #cadcdfcd
-def absolute_data(path: str, root: Path) -> str:
+def absolute_data(path: str, root: Path, field: str = "data") -> str:
     """Return the path of data as an absolute one. Raises LaunchError if there is nothing.
 
     Args:
         path: a path, a pattern, a drawn collection, or an address
         root: the repository
+        field: the recipe's field, for messages
     """
     if path in records("collections") and Path(path).exists():
-        print(f"note: data={path} is what sciftune draws; the folder here is data=./{path}")
+        print(f"note: {field}={path} is what sciftune draws; the folder here is {field}=./{path}")
     if path in records("collections") or "://" in path:
         return path
-    found = absolute_path(path, root)
+    found = absolute_path(field, path, root)
     if os.path.isabs(found) and (glob.glob(found) or Path(found).exists()):
         return found
     for place in (Path.cwd(), root):  # a pattern below a folder, whose name is none
         pattern = os.path.join(glob.escape(str(place)), path)
         if glob.glob(pattern):
             return pattern
-    raise LaunchError(_nothing("data", path, root) + _drawn_hint())
+    raise LaunchError(_nothing(field, path, root) + _drawn_hint(field))
 
 
-def _drawn_hint() -> str:
+def _drawn_hint(field: str) -> str:
     """Return which settings would draw data on first use, for a message; '' if none does."""
-    names = " or ".join(f"data='{name}'" for name in records("collections"))
+    names = " or ".join(f"{field}='{name}'" for name in records("collections"))
     return names and f"; {names} draws its own"
 
 
@@ -144,7 +158,7 @@ def absolute_input(field: str, path: str, root: Path) -> str:
         path: its value
         root: the repository
     """
-    found = absolute_path(path, root)
+    found = absolute_path(field, path, root)
     if found and "://" not in found and not Path(found).exists():
         raise LaunchError(_nothing(field, path, root))
     return found
@@ -160,14 +174,15 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
         data = ",".join(f"{absolute_data(path, root)}:{weight}" for path, weight in parts)
     names = (*INPUT_FIELDS, *find_record("models", recipe.model).parts)
     paths = {name: absolute_input(name, getattr(recipe, name), root) for name in names}
-    paths["nvme_path"] = absolute_path(recipe.nvme_path, root)
+    for name in ("nvme_path", "node_cache"):
+        paths[name] = absolute_path(name, getattr(recipe, name), root)
     if recipe.model_path not in ("tiny", "nano", "random", "parts"):
         for name in ("model_path", "text_encoder_path", "autoencoder_path"):
-            paths[name] = absolute_path(getattr(recipe, name), root)
+            paths[name] = absolute_path(name, getattr(recipe, name), root)
     if recipe.resume != "latest":
-        paths["resume"] = absolute_path(recipe.resume, root)
+        paths["resume"] = absolute_path("resume", recipe.resume, root)
     if recipe.prior_data:
-        paths["prior_data"] = absolute_data(recipe.prior_data, root)
+        paths["prior_data"] = absolute_data(recipe.prior_data, root, "prior_data")
     paths |= dict(run_root=_absolute_root(recipe.run_root), data=data)
     return recipe.model_copy(update=paths)
 
@@ -233,7 +248,7 @@ def continued_recipe(given: dict[str, Any]) -> Recipe | None:
         load_secrets(run.path)
         earlier = kept_recipe(run)
     if not earlier and resume != "latest":
-        earlier = _recipe_of_checkpoint(Path(absolute_path(resume, project_root())))
+        earlier = _recipe_of_checkpoint(Path(absolute_path("resume", resume, project_root())))
     named = with_family(plain)
     kinds = {kind: named.get(kind) for kind in ("model", "preset", "objective")}
     another = earlier and any(v and v != getattr(earlier, k) for k, v in kinds.items())
@@ -256,7 +271,7 @@ def recipe_from(namespace: dict[str, Any]) -> Recipe:
     """
     given = parameters_of(namespace)
     for name in given.keys() & {"accelerate_config", "deepspeed_config_file"}:
-        given[name] = absolute_path(str(given[name] or ""), project_root())
+        given[name] = absolute_path(name, str(given[name] or ""), project_root())
     written = given.get("format", FORMAT)  # of a kept recipe.yaml, given with papermill -f
     if written != FORMAT:
         raise LaunchError(f"recipe: format {written} is unknown; this version writes {FORMAT}")
@@ -293,7 +308,7 @@ def _rows_there(path: str, metadata: str, *changed: float) -> int:
 def _count_rows(path: str, metadata: str) -> int:
     """Return the number of rows in a collection, which is listed once per process."""
     root = project_root()
-    files = [absolute_data(path, root), absolute_path(metadata, root)]
+    files = [absolute_data(path, root), absolute_path("metadata", metadata, root)]
     return _rows_there(*files, *(os.path.getmtime(f) for f in files if os.path.exists(f)))
 
 
@@ -308,7 +323,7 @@ def count_pictures(recipe: Recipe) -> int:
     total = 0
     if recipe.prompts and recipe.distils:
         try:
-            return len(read_captions(absolute_path(recipe.prompts, project_root()))[0])
+            return len(read_captions(absolute_path("prompts", recipe.prompts, project_root()))[0])
         except (DataError, OSError):  # refused with its reason at the launch
             return 0
     for path, _ in recipe.sources:

@@ -30,6 +30,7 @@ from sciftune.core.checkpoint_folders import (
     complete_checkpoints,
     model_state,
 )
+from ..core.files import user_path
 from ..core.presets import nano_folder
 from ..core.progress import progress
 from ..core.randomness import stream
@@ -112,22 +113,23 @@ def _source(
     return ModelSource(name, series, step, family, folder, changed, *sampling)
 
 # %% ../../nbs/9_lab/19_sample.ipynb #260dcab7
-def model_source(where: str | Path) -> ModelSource:
+def model_source(where: str | Path, field: str = "source") -> ModelSource:
     """Return the weights of a folder unchanged. Raises ValueError for a damaged or unknown one.
 
     Args:
         where: pipeline folder, hub id, or the family of a nano model
+        field: parameter that names it, for messages
     """
     nano = [name for name, record in records("models").items() if record.nano]
     if str(where) in nano and not Path(where).exists():
         recipe = resolve(model=str(where), preset=launch_preset(dict(model=str(where))))
         family, folder = get_family(recipe.model), nano_folder(recipe.model)
         return _source("base", "base", 0, family, folder, {}, recipe)
-    path = Path(where).expanduser()
+    path = user_path(where, field)
     beside_runs = any(path.parent.glob("*/recipe.yaml"))
     if not path.exists() and (beside_runs or not HUB_ID.fullmatch(str(where))):
         raise ValueError(
-            f"source: {str(where)!r} is no run, checkpoint, model folder or adapter here, and no "
+            f"{field}: {str(where)!r} is no run, checkpoint, model folder or adapter here, and no "
             f"nano model{nearest(str(where), nano)}; a hub id is owner/name"
         )
     family = family_of(where)
@@ -193,7 +195,11 @@ def _changed(export: Export) -> Mapping[str, Tensor]:
 
 # %% ../../nbs/9_lab/19_sample.ipynb #0d7adfec
 def adapter_source(
-    where: Path, base: str | Path, recipe: Recipe | None = None, earlier: Mapping | None = None
+    where: Path,
+    base: str | Path,
+    recipe: Recipe | None = None,
+    earlier: Mapping | None = None,
+    field: str = "base",
 ) -> ModelSource:
     """Return a base with an adapter. Raises ValueError if they do not fit together.
 
@@ -202,8 +208,9 @@ def adapter_source(
         base: pipeline folder, hub id, or the family of a nano model
         recipe: recipe of the run that wrote it
         earlier: tensors of the base that earlier runs trained
+        field: parameter that names the base, for messages
     """
-    below = model_source(base)
+    below = model_source(base, field)
     merged = Merged(where, below.family, below.base, earlier=earlier)
     changed = ChainMap(merged, earlier or {})
     step = recipe.steps if recipe else -1
@@ -279,33 +286,42 @@ def listed_numbers(name: str, text: object, kind: type = int) -> list:
     return numbers
 
 
-def find_weights(where: str | Path, state: str = "weight", base: str | Path = "") -> ModelSource:
+def find_weights(
+    where: str | Path, state: str = "weight", base: str | Path = "", field: str = "source"
+) -> ModelSource:
     """Return the source of the weights that `where` names. Raises ValueError if it is not weights.
 
     Args:
         where: run, checkpoint, model folder, hub id, adapter, or name of a nano model
         state: weight, ema, or base: the start of a run or a checkpoint
         base: base of an adapter
+        field: parameter that names `where`: source or other
     """
+    beside = "" if field == "source" else f"{field}_"
     if state not in WEIGHT_STATES:
-        raise ValueError(f"state {state!r}: expected one of {', '.join(WEIGHT_STATES)}")
-    path = Path(where).expanduser()
+        names = ", ".join(WEIGHT_STATES)
+        raise ValueError(f"{beside}state: {state!r}: expected one of {names}")
+    path = user_path(where, field)
     if (path / "info.json").is_file():
         return checkpoint_source(path, state)
     if (path / "recipe.yaml").is_file():
         return run_source(RunDir(path), state)
     if state != "weight":
-        raise ValueError(f"{where} has no {state}: it is neither a run nor a checkpoint")
+        raise ValueError(
+            f"{beside}state: {where} has no {state}: it is neither a run nor a checkpoint"
+        )
     recipe = path.parent / "recipe.yaml"
     if not _is_adapter(path):
-        made = model_source(where)
+        made = model_source(where, field)
         exported = path.name == "model" and recipe.is_file()
         return replace(made, side=Recipe.load(recipe).resolution) if exported else made
     if not base and path.name == "model" and recipe.is_file():
         return run_source(RunDir(path.parent))
     if not base:
-        raise ValueError(f"{where} is an adapter: give its base, a model folder or a hub id")
-    return adapter_source(path, base)
+        raise ValueError(
+            f"{beside}base: {where} is an adapter: give its base, a model folder or a hub id"
+        )
+    return adapter_source(path, base, field=f"{beside}base")
 
 
 def _is_adapter(path: Path) -> bool:
@@ -545,7 +561,7 @@ def reference_image(source: ModelSource, file: str) -> Image.Image:
     Raises ValueError if the file is not an image or does not suit the model.
     """
     try:
-        image = load_picture(Path(file).expanduser())
+        image = load_picture(user_path(file, "references"))
     except OSError as error:
         raise ValueError(f"references: {file}: {error.strerror or error}") from None
     except DataError as error:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..core.files import read_object
+from ..core.files import read_object, user_path
 from ..core.recipe import Recipe, RecipeError
 from ..core.rundir import RunDir, project_root
 from ..core.writing import write_atomic
@@ -398,8 +398,8 @@ def run_points(points: Points, launch: Callable = train_command, share: float = 
 def _kept_file(points: Points) -> Path:
     """Return the file beside the runs in which the points of a search are stored."""
     folders = points.choices.get("run_root") or points.choices.get("output_dir")
-    root = Path(folders[0] if folders else Recipe().run_root)
-    return project_root() / root.expanduser() / f"{points.sweep.replace('/', '-')}.points.json"
+    root = user_path(folders[0] if folders else Recipe().run_root, "run_root")
+    return project_root() / root / f"{points.sweep.replace('/', '-')}.points.json"
 
 
 def _run_point(

@@ -19,7 +19,7 @@ from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..core.files import read_object
+from ..core.files import read_object, user_path
 from ..core.rundir import replaced_folder
 from .compat import tree_map
 from .family_base import FamilyBase
@@ -193,7 +193,7 @@ def single_file_weights(folder: Path, kind: str, names: Callable[[dict], set[str
 # %% ../../nbs/4_models/01b_single_file.ipynb #26c287bc
 def _part(path: str, name: str, revision: str | None) -> Path:
     """Return the folder of a component: in a pipeline folder or hub id, or the folder itself."""
-    folder = Path(path).expanduser()
+    folder = user_path(path, f"{name}_path")
     if folder.is_dir() and not (folder / "model_index.json").is_file():
         return folder.resolve()
     return (resolve_folder(path, (name,), revision) / name).resolve()
@@ -228,7 +228,7 @@ def _link(aside: Path, name: str, source: Path):
 def _link_text(aside: Path, index: dict, family: FamilyBase, path: str, revision: str | None):
     """Link the text encoders, from a pipeline folder or the folder of a single encoder."""
     encoders = [n for n in family.text_components if n.startswith("text_encoder")]
-    folder = Path(path).expanduser()
+    folder = user_path(path, "text_encoder_path")
     alone = folder.is_dir() and not (folder / "model_index.json").is_file()
     if alone and len(encoders) > 1:
         raise ValueError(
@@ -262,26 +262,24 @@ def single_file_folder(
         cache: where the folder is made
         revision: revision of a hub id
     """
-    file = Path(file).expanduser().resolve()
+    file = user_path(file, "model_path").resolve()
     if not file.is_file():
         raise ValueError(f"model_path {str(file)!r} is no file here")
-    files = [f.stat() for f in (file, Path(autoencoder).expanduser()) if f.is_file()]
+    coder = user_path(autoencoder, "autoencoder_path")
+    files = [f.stat() for f in (file, coder) if f.is_file()]
     stamps = [(f.st_size, f.st_mtime_ns) for f in files]
     key = [str(file), stamps, text, autoencoder, revision, family.name]
     out = cache / f"{file.stem}-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]}"
     if (out / "model_index.json").is_file():
         return out
     whole = None
-    if (
-        not Path(text).expanduser().is_dir()
-        or (Path(text).expanduser() / "model_index.json").is_file()
-    ):
+    writer = user_path(text, "text_encoder_path")
+    if not writer.is_dir() or (writer / "model_index.json").is_file():
         whole = resolve_folder(text, family.text_components, revision, weights=False)
     with replaced_folder(out) as aside:
         aside.mkdir(parents=True, exist_ok=True)
         index = _begin(family, whole, aside)
         _link_text(aside, index, family, text, revision)
-        coder = Path(autoencoder).expanduser()
         held = coder if coder.is_file() else file
         if coder.is_file() or not autoencoder and _has_autoencoder(file):
             config = dict(family.real_vae)

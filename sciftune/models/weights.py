@@ -23,7 +23,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from ..core.files import FileError, read_object
+from ..core.files import FileError, read_object, user_path
 from ..core.progress import progress, progress_by_bytes
 
 # %% auto #0
@@ -34,7 +34,7 @@ __all__ = ['HUB_ID', 'MOST_LAYERS', 'MOST_ITEMS', 'PICKLES', 'POINTER', 'MOST_TE
            'free_memory_gib', 'same_tensor', 'text_encoder_numel', 'load_text_encoder', 'link_or_copy']
 
 # %% ../../nbs/4_models/01_weights.ipynb #fd44349f
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _CONFIGURATION = ("*.json", "*.txt", "*.model", "*.jinja")
 _UNWANTED = ("*.fp16.*", "*.bf16.*", "*non_ema*", "*/flax_*", "*/openvino_*")
 
@@ -131,7 +131,7 @@ def resolve_folder(
     Returns:
         Folder with model_index.json and all of `components`
     """
-    folder = Path(path).expanduser()
+    folder = user_path(path, "model_path")
     if not folder.is_dir():
         if folder.exists() or not HUB_ID.fullmatch(str(path)):
             which = "" if folder.exists() else " that exists"

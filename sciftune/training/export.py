@@ -29,7 +29,7 @@ from sciftune.core.digests import (
     read_digests,
     write_digests,
 )
-from ..core.files import read_object
+from ..core.files import read_object, user_path
 from ..core.ownership import temporary_folder
 from ..core.progress import Beat
 from ..core.recipe import RecipeError
@@ -363,7 +363,7 @@ def lora_scheduler(lora: str | Path) -> SchedulerMixin | None:
     Args:
         lora: LoRA file or folder
     """
-    folder = Path(lora).expanduser() / "scheduler"
+    folder = user_path(lora, "lora_path") / "scheduler"
     if not folder.is_dir():
         return None
     return build_scheduler(read_object(folder / "scheduler_config.json"), "")

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from ..core.compat import import_models_alone
-from ..core.files import FileError, read_mapping
+from ..core.files import FileError, read_mapping, user_path
 from ..core.processes import STARTED
 from ..core.waiting import WAITED
 
@@ -67,7 +67,7 @@ def _denoiser_files(recipe: Path) -> list[Path]:
         model_path = str(read_mapping(recipe)["model_path"])
     except (FileError, KeyError):
         return []
-    folder = Path(model_path.removeprefix("random:")).expanduser()
+    folder = user_path(model_path.removeprefix("random:"), "model_path")
     if not folder.is_dir():
         return []
     components = [folder / name for name in ("transformer", "unet")]

@@ -666,6 +666,8 @@ CASES = [
     asked("Packages and names", "known for s4://", data="s4://bucket/shards"),
     asked("Packages and names", "warmup_steps: 1000 is more than", steps=10, warmup_steps=1000),
     asked("Files", "data: no such file or folder: /nowhere", data="/nowhere"),
+    asked("Files", "data: ~nobody-here/a: ~nobody-here is the home", data="~nobody-here/a"),
+    asked("Files", "run_root: ~nobody-here: ~nobody-here is the ho", run_root="~nobody-here"),
     asked("Files", "metadata: no such file or folder: /no.csv", metadata="/no.csv"),
     asked("Files", "start_from: no such file or folder", start_from="/nowhere"),
     asked("Files", "start_from: FOLDER/empty is no usable", start_from="{folder}/empty"),

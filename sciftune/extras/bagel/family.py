@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ...core.digests import DIGESTS_FILE, read_digests, write_digests
+from ...core.files import user_path
 from ...core.registry import FamilyRecord
 from ...core.rundir import replaced_folder
 from . import network, release
@@ -97,7 +98,7 @@ class Bagel(Family):
             revision: revision of a hub id
             weights: False = of a hub, configurations only
         """
-        folder = Path(path).expanduser()
+        folder = user_path(path, "model_path")
         if not folder.is_dir():
             folder = self._download(path, revision, weights)
         for file in ("llm_config.json", "config.json"):

@@ -21,7 +21,7 @@ from typing import BinaryIO
 import torch
 from PIL import Image
 
-from ...core.files import FileError, parsed_json
+from ...core.files import FileError, parsed_json, user_path
 from ...core.registry import family_named, records
 from ...core.writing import write_atomic
 from ...data.images import DataError, load_picture
@@ -253,10 +253,10 @@ def writing_model(model: str, model_path: str | None = None) -> tuple[Family, st
 
 def _opened(data: str, metadata: str | None, out: Path) -> Collection:
     """Open a collection with all columns of its rows; pictures need no caption."""
-    if "://" not in data and out.resolve().is_relative_to(Path(data).expanduser().resolve()):
+    if "://" not in data and out.resolve().is_relative_to(user_path(data, "data").resolve()):
         raise FileError(f"out: {out} lies in data, {data}; name another folder")
     for name, path in dict(data=data, metadata=metadata or "://").items():
-        if "://" not in path and Path(path).expanduser().resolve().is_relative_to(out.resolve()):
+        if "://" not in path and user_path(path, name).resolve().is_relative_to(out.resolve()):
             raise FileError(f"out: {name}, {path}, lies in {out}; name another folder")
     if (out / "metadata.jsonl").exists() and not (out / "written.jsonl").exists():
         raise FileError(f"out: {out} holds a metadata.jsonl of others; name another folder")
@@ -311,7 +311,7 @@ def describe_collection(
         FileError: `out` holds other files, a picture vanished, or the model refuses every picture
     """
     family, path = writing_model(model, model_path)
-    out = Path(out).expanduser()
+    out = user_path(out, "out")
     collection = _opened(data, metadata, out)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     instruction = prompt or INSTRUCTION.format(language=language, words=words)

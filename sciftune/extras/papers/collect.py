@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...core.files import FileError
+from ...core.files import FileError, user_path
 from ...core.rundir import cores
 from ...core.writing import write_atomic
 from ...data.duplicates import picture_pairs
@@ -104,7 +104,7 @@ def find_documents(paths: Iterable[str | Path]) -> tuple[list[Source], list[tupl
         documents; name and reason of each file that is none
     """
     sources, others = [], []
-    for path in (Path(p).expanduser() for p in paths):
+    for path in (user_path(p, "sources") for p in paths):
         if not path.exists():
             raise FileError(f"sources: no file or folder {path}")
         before = len(sources)
@@ -302,7 +302,7 @@ def collect(
     require("pypdfium2", "pylatexenc", "resvg_py")
     named = str(sources).split(",") if isinstance(sources, (str, Path)) else sources
     documents, left_out = find_documents([str(path).strip() for path in named])
-    folder = Path(out).expanduser()
+    folder = user_path(out, "out")
     folder.mkdir(parents=True, exist_ok=True)
     first = {}
     for document in documents:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ...core.digests import folder_damage
-from ...core.files import parsed_json, read_object
+from ...core.files import parsed_json, read_object, user_path
 from ...core.recipe import RecipeError
 from ...models.compat import lora_components
 from ...models.family import Family
@@ -44,7 +44,7 @@ def _lora_file(path: str | Path) -> Path:
 
     Raise RecipeError for a pickle, damage, or several files.
     """
-    where = Path(path).expanduser()
+    where = user_path(path, "lora_path")
     if not where.exists():
         raise RecipeError(f"lora_path: {path} does not exist")
     files = sorted(p for p in where.iterdir() if p.is_file()) if where.is_dir() else [where]
