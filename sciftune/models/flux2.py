@@ -117,7 +117,7 @@ def flux2_flops(config: Mapping, image_tokens: int, text_tokens: int) -> float:
 
 # %% ../../nbs/4_models/04_flux2.ipynb #8fb4c7c4
 def empirical_mu(tokens: int, steps: int) -> float:
-    """Return klein's resolution shift mu.
+    """Return klein's resolution shift mu, as `compute_empirical_mu` of diffusers' pipeline does.
 
     Args:
         tokens: Image tokens N
@@ -126,7 +126,12 @@ def empirical_mu(tokens: int, steps: int) -> float:
     Returns:
         mu
     """
-    return diffusers.pipelines.flux2.pipeline_flux2_klein.compute_empirical_mu(tokens, steps)
+    at_200 = 0.00016927 * tokens + 0.45666666
+    if tokens > 4300:
+        return at_200
+    at_10 = 8.73809524e-05 * tokens + 1.89833333
+    slope = (at_200 - at_10) / 190
+    return slope * steps + at_200 - 200 * slope
 
 # %% ../../nbs/4_models/04_flux2.ipynb #96336f42
 QWEN3_LAYERS = (9, 18, 27)  # decoder layers counted from 1, before any final norm
