@@ -24,12 +24,12 @@ __all__ = ['TreeSpec', 'tree_flatten', 'tree_unflatten', 'tree_leaves', 'tree_ma
            'scaled_mm', 'layout_named', 'HOST_GRADIENTS', 'metadata_classes', 'storage_id', 'backward_pass',
            'release_pinned_memory', 'end_workers', 'mark_varying', 'compile_counters', 'on_compilation',
            'raise_recompile_limit', 'stop_mixed_reductions', 'recompute_used_far_apart', 'keep_autograd_functions',
-           'quiet_selective_checkpoints', 'hash_compiler', 'default_compile_cache', 'ignore_in_ddp', 'begin_fsdp',
-           'use_gloo', 'forget_accelerator', 'attention_setting', 'set_attention_kernel', 'set_context_parallel',
-           'checkpointing_function', 'qwen_prompt_embeds', 'flux2_reference', 'lora_components', 'causal_padding',
-           'partition_of', 'host_partition', 'partition_all', 'lacks_host_gradients', 'replace_host_gradients',
-           'buffered_norm', 'codes_and_scales', 'put_codes', 'change_parts', 'make_state', 'adapted_layers',
-           'switch_adapters', 'flash4_forward', 'flash4_backward']
+           'quiet_selective_checkpoints', 'skip_function_names', 'hash_compiler', 'default_compile_cache',
+           'ignore_in_ddp', 'begin_fsdp', 'use_gloo', 'forget_accelerator', 'attention_setting', 'set_attention_kernel',
+           'set_context_parallel', 'checkpointing_function', 'qwen_prompt_embeds', 'flux2_reference', 'lora_components',
+           'causal_padding', 'partition_of', 'host_partition', 'partition_all', 'lacks_host_gradients',
+           'replace_host_gradients', 'buffered_norm', 'codes_and_scales', 'put_codes', 'change_parts', 'make_state',
+           'adapted_layers', 'switch_adapters', 'flash4_forward', 'flash4_backward']
 
 # %% ../../nbs/4_models/00_compat.ipynb #1f234147
 # torch 2.13: containers, dispatch modes and pinning have no public module
@@ -182,6 +182,17 @@ def quiet_selective_checkpoints():
     torch 2.11: it is logged for every graph. Compiled code has no operation in place.
     """
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+
+
+def skip_function_names():
+    """Leave the names of traced functions out of the compiler's debug log.
+
+    torch 2.13: it looks them up whether or not there is a log, and tokenizes whole files for it.
+    """
+    import torch._dynamo.symbolic_convert as tracer
+
+    if not os.environ.get("TORCH_LOGS") and hasattr(tracer, "get_funcname"):
+        tracer.get_funcname = lambda filename, line: None
 
 
 def hash_compiler():

@@ -40,6 +40,7 @@ from sciftune.models.compat import (
     quiet_selective_checkpoints,
     raise_recompile_limit,
     recompute_used_far_apart,
+    skip_function_names,
     stop_mixed_reductions,
 )
 from ..models.family import get_family
@@ -370,6 +371,7 @@ def compile_blocks(denoiser: nn.Module, names: tuple, cache: Path | None = None,
     no_mixed_order_reductions()
     recompute_used_far_apart()
     keep_autograd_functions()
+    skip_function_names()
     tell_compilation()
     blocks, compiler = blocks_of(denoiser, names), functools.partial(torch.compile, **kwargs)
     if hasattr(denoiser, "compile_blocks"):  # which compiles parts of them
