@@ -49,7 +49,7 @@ from sciftune.core.ownership import (
     temporary_folder,
 )
 from ..core.plan import Plan, PlanRow
-from ..core.processes import STARTED
+from ..core.processes import STARTED, began_at
 from ..core.progress import PROGRESS_SHOWN
 from ..core.recipe import Recipe
 from ..core.registry import nearest
@@ -859,7 +859,7 @@ def _of_notebook(name: str, path: Path) -> Command:
     """Return the command of a packaged notebook."""
     summary = notebook_summary(path)
     if name == "run":
-        began = psutil.Process().create_time()
+        began = began_at(psutil.Process())
         return Command(summary, lambda words: train_command(words, began), run_help)
     return Command(summary, lambda words: run_notebook(name, words), lambda: notebook_help(name))
 
