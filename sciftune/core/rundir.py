@@ -23,14 +23,15 @@ from contextlib import contextmanager
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Self
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Self
 
 from .files import open_file, package_folder, parsed_json, read_object
 from .ownership import is_abandoned, sweep_temporary, temporary_folder
 from .progress import progress
 from .recipe import Recipe
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # %% ../../nbs/1_core/06_rundir.ipynb #5fa4adfe
 def _sync_one(path: Path):
@@ -122,7 +123,7 @@ class MetricRows(list):
         super().__init__(rows)
         self.columns = {}  # key -> its values so far
 
-    def column(self, key: str) -> np.ndarray:
+    def column(self, key: str) -> "np.ndarray":
         """Return the values of `key`; only those of new rows are looked up.
 
         Args:
@@ -134,6 +135,8 @@ class MetricRows(list):
         values = self.columns.setdefault(key, array("d"))
         found = (row.get(key) for row in self[len(values) :])
         values.extend(math.nan if value is None else float(value) for value in found)
+        import numpy as np
+
         return np.array(values)
 
 

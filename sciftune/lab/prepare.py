@@ -53,10 +53,6 @@ from ..core.registry import RegistryError, find_record, import_class, nearest, r
 from ..core.rundir import RunDir, gpus, new_run, project_root
 from ..core.secrets import keep_secrets, load_secrets
 from ..core.writing import write_atomic
-from ..data.captions import read_captions
-from ..data.images import DataError
-from ..data.prompts import own_prompts
-from ..data.sources import find_source
 from .early import EarlyJob
 from sciftune.lab.jobs import (
     LaunchError,
@@ -302,6 +298,8 @@ def _rows_there(path: str, metadata: str, *changed: float) -> int:
         metadata: absolute, or ''
         *changed: times of both, so that a changed folder is listed again
     """
+    from sciftune.data.sources import find_source
+
     return len(find_source(path, metadata or None).rows)
 
 
@@ -320,8 +318,12 @@ def count_pictures(recipe: Recipe) -> int:
     Args:
         recipe: its paths may be relative
     """
+    from sciftune.data.images import DataError
+
     total = 0
     if recipe.prompts and recipe.distils:
+        from sciftune.data.captions import read_captions
+
         try:
             return len(read_captions(absolute_path("prompts", recipe.prompts, project_root()))[0])
         except (DataError, OSError):  # refused with its reason at the launch
@@ -682,13 +684,13 @@ def prepare_run(recipe: Recipe, early: EarlyJob | None = None) -> RunDir:
 
 
 def _check_prerequisites(recipe: Recipe):
-    """Raise RecipeError for missing packages or drawn collections, before a rank would."""
+    """Raise RecipeError for missing packages or wrong prompts, before a rank would."""
     if recipe.launcher != "print":  # files for another machine
         check_packages(recipe)
-    own_prompts(recipe, verify=True)
-    for path, _ in recipe.sources:
-        if drawn := records("collections").get(path):
-            import_class(drawn.check)(recipe)
+    if recipe.validation_file or recipe.validation_prompts:
+        from sciftune.data.prompts import own_prompts
+
+        own_prompts(recipe, verify=True)
 
 
 def _check_run_root(root: Path):
@@ -739,6 +741,9 @@ def _write_run(run: RunDir, recipe: Recipe, early: EarlyJob | None):
         written = recipe.save(Path(aside) / "recipe.yaml")
         if early:
             early.begin(run, recipe, written)
+        for path, _ in recipe.sources:
+            if drawn := records("collections").get(path):
+                import_class(drawn.check)(recipe)  # which imports what draws
         checkpoint = _checkpoint(run, recipe)
         looked = data_looked_at(recipe, written, Path(aside) / "findings.json")
         with contextlib.nullcontext() if checkpoint else looked, data_drawn(recipe):

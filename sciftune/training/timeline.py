@@ -16,7 +16,7 @@ import psutil
 
 from ..core.compat import import_models_alone
 from ..core.files import FileError, read_mapping, user_path
-from ..core.processes import STARTED
+from ..core.processes import STARTED, began_at
 from ..core.waiting import WAITED
 
 # %% ../../nbs/7_training/04_timeline.ipynb #8e55fb89
@@ -25,11 +25,11 @@ class Timeline:
 
     def __init__(self):
         process = psutil.Process()
-        self.marks = [("imports", process.create_time())]
+        self.marks = [("imports", began_at(process))]
         parent = process.parent()
         launchers = ("accelerate", "sciftune.strategies.agent")
         if parent is not None and any(name in " ".join(parent.cmdline()) for name in launchers):
-            self.marks.insert(0, ("launcher", parent.create_time()))
+            self.marks.insert(0, ("launcher", began_at(parent)))
         waited = os.environ.get(WAITED)  # the imports were done before the plan
         if began := os.environ.get(STARTED):
             self.marks.insert(0, ("command" if waited else "plan", float(began)))

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BROKEN', 'StopRequest', 'SaveRequest', 'Run', 'train_step', 'train_steps', 'finish_run', 'train', 'lost_rank',
-           'import_compiler', 'import_used', 'run_rank', 'train_recipe']
+           'import_used', 'run_rank', 'train_recipe']
 
 # %% ../../nbs/7_training/14_trainer.ipynb #833beaf5
 import gc
@@ -27,6 +27,7 @@ if __name__ == "__main__" and "__file__" in globals() and len(sys.argv) == 2:
 
 # %% ../../nbs/7_training/14_trainer.ipynb #0246bcfe
 import contextlib
+import functools
 import importlib
 import json
 import re
@@ -54,6 +55,7 @@ from ..core.plan import Plan
 from ..core.processes import DIVERGED
 from ..core.progress import progress_by_bytes
 from ..core.recipe import Recipe, RecipeError, epochs_line, warmup_fault
+from ..core.registry import import_class, records
 from ..core.rundir import RunDir, cache_root, run_record
 from ..core.secrets import load_secrets, mask_output
 from ..core.writing import write_atomic
@@ -640,12 +642,6 @@ def lost_rank(error: BaseException) -> str:
     )
 
 # %% ../../nbs/7_training/14_trainer.ipynb #19d2186e
-def import_compiler():
-    """Import the compiler and start hashing its sources, which reads three thousand files."""
-    importlib.import_module("torch._inductor.compile_fx")
-    threading.Thread(target=hash_compiler, daemon=True).start()
-
-
 def import_used(recipe_file: str) -> list[Callable[[], Any]]:
     """Import the modules that a run needs for its first step, before its plan is there.
 
@@ -663,7 +659,12 @@ def import_used(recipe_file: str) -> list[Callable[[], Any]]:
         family = get_family(recipe.model)
         importlib.import_module("torch._dynamo")  # which every optimizer asks
         compiles = "compile" in recipe.open_fields and torch.cuda.is_available()
-        later = [import_compiler] if recipe.compile or compiles else []
+        later = []
+        if recipe.compile or compiles:
+            threading.Thread(target=hash_compiler, daemon=True).start()  # reads 3,000 files
+            later.append(lambda: importlib.import_module("torch._inductor.compile_fx"))
+        drawn = [records("collections").get(path) for path, _ in recipe.sources]
+        later += [functools.partial(import_class, record.draw) for record in drawn if record]
         encoded = (cache_root(recipe.run_root) / "tensors" / recipe.model).exists()
         if not encoded and not recipe.model_path.startswith("random"):
             later.append(lambda: getattr(diffusers, family.pipeline_class))  # text encoders
