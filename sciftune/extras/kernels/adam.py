@@ -8,6 +8,7 @@ __all__ = ['RECORDS', 'INTEGERS', 'LEAST_POWER', 'SIGNED', 'UNSIGNED', 'COLUMNS'
 
 # %% ../../../nbs/extras/kernels/04_adam.ipynb #fec08050
 import math
+from collections.abc import Callable
 from itertools import accumulate
 
 import torch
@@ -556,6 +557,32 @@ class LeanAdamW(FlashAdamW):
             params[i].grad = grads[i]
             self.step_param(params[i], group)
             params[i].grad = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable | None = None) -> Tensor | None:
+        """Update all parameters that have a gradient, those of a group by one launch.
+
+        One launch for each would take the host longer than the updates of a UNet take the GPU.
+
+        Args:
+            closure: computes gradients and returns a loss; parameters then go one by one
+
+        Returns:
+            loss of the closure
+        """
+        joint = self.joins(self.param_groups[0]["params"][0].device)
+        if closure or self._gradient_release or not joint:
+            return super().step(closure)
+        for group in self.param_groups:
+            ready = [p for p in group["params"] if p.grad is not None]
+            fits = [_local(p.grad).dtype is torch.bfloat16 for p in ready]
+            together = [p for p, fit in zip(ready, fits, strict=True) if fit]
+            alone = [p for p, fit in zip(ready, fits, strict=True) if not fit]
+            if together:
+                self.step_params(together, [p.grad for p in together], group)
+            for p in alone:  # together they would need narrow copies of all gradients at once
+                self.step_param(p, group)
+        return None
 
     def _given(self, fits, grads):
         """Return local gradients in the layout that the kernel expects."""

@@ -209,7 +209,32 @@ def a_module_by_blocks():
     assert calls == [8, 4, 4, 8, 4, 8] and not none, (calls, none)
 
 
+def a_step_of_all():
+    "As with several micro-batches: bf16 gradients together, others and none as ever."
+    twins = Twins()
+    twins.grads[3] = twins.grads[3].float()
+    twins.grads[5] = None
+    calls = counted(twins.one)
+    for _ in range(3):
+        for opt, params in twins.sides():
+            params[3].grad_dtype = None  # any
+            for p, gradient in zip(params, twins.grads, strict=True):
+                p.grad = gradient if gradient is None else gradient.clone()
+            if opt is twins.one:
+                opt.step()
+            for p in params if opt is twins.two else ():
+                opt.step_param(p, opt.param_groups[0])
+    several = [p for p in twins.several if twins.one.state[p]]
+    alone = [p for p in twins.alone if twins.two.state[p]]
+    assert calls == [len(SIZES) - 2] * 3 and len(several) == len(SIZES) - 1
+    assert same(twins.one, several, twins.two, alone)
+    assert twins.count(twins.one, twins.several[0]) == 3
+    loss = twins.one.step(lambda: torch.ones(()))
+    assert loss == 1 and len(calls) == 3
+
+
 if __name__ == "__main__":
+    a_step_of_all()
     pair = Twins()
     the_table_follows_what_moves(pair)
     the_plan_is_made_again_for_other_states(pair)
