@@ -146,6 +146,8 @@ class Ledger:
     # the whole step
     def phases(self) -> list[Phase]:
         """Return all phases of a step."""
+        if self.strategy.captured and self.strategy.accumulation > 1:
+            return self._beside_graphs()
         base, costs = self.stored_on_gpu(), self.costs
         gradients = costs.gradient_bytes()
         phases = self.work.phases(self)
@@ -166,6 +168,17 @@ class Ledger:
                 parts |= dict(activations=most)
             phases.append(Phase("validation", parts))
         return phases
+
+    def _beside_graphs(self) -> list[Phase]:
+        """Return the phases of several micro-batches: recordings of one, and the sum beside them."""
+        strategy, batch = self.strategy, self.recipe.global_batch // self.strategy.accumulation
+        fields = dict(global_batch=batch, gradient_release=False)
+        alone = self.recipe.model_copy(update=fields)
+        one = type(strategy)(alone, strategy.world, strategy.policy, strategy.cuda)
+        phases = Ledger(self.profile, one, self.checkpointed, self.selective).phases()
+        total = dict(gradients=self.costs.gradient_bytes())
+        # validation follows the update, which frees the sum
+        return [Phase(p.name, p.parts | (total if "gradients" in p.parts else {})) for p in phases]
 
     def _validation(self):
         """Return part -> bytes of sampling and decoding one image."""

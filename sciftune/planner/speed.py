@@ -223,6 +223,13 @@ def _launch_seconds(profile: Profile, strategy: Strategy, share: float) -> float
     return strategy.accumulation * passes * profile.operations * each + engine_seconds
 
 
+def _added_seconds(profile: Profile, strategy: Strategy, rates: DeviceRates) -> float:
+    """Return the seconds in which micro-batches add their gradients, a kernel for each tensor."""
+    moved = costs_of(strategy, profile).added_bytes() / rates.memory
+    least = (strategy.accumulation - 1) * KERNEL
+    return sum(max(least, moved * n / profile.trained) for n in profile.trained_tensors)
+
+
 def step_parts(
     profile: Profile, strategy: Strategy, checkpointed: int, rates: DeviceRates, selective: int = 0
 ) -> dict[str, float]:
@@ -244,13 +251,13 @@ def step_parts(
     host = _launch_seconds(profile, strategy, share)
     near, far = step_cost_of(strategy.recipe).sent_bytes(profile, strategy, share)
     costs = costs_of(strategy, profile)
-    copied = costs.copied_bytes(profile.backward_blocks, share) + costs.added_bytes()
+    copied = costs.copied_bytes(profile.backward_blocks, share) / rates.memory
     return dict(
         compute=compute,
         host=host,
         context=_context_seconds(profile, strategy, share, rates),
         exchange=near / rates.link + far / NETWORK,
-        copies=copied / rates.memory,
+        copies=copied + _added_seconds(profile, strategy, rates),
         update=_update_seconds(profile, strategy, checkpointed, rates),
         offload=costs.offload_seconds(max(compute, host), share, rates.bus),
     )
