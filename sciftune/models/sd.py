@@ -111,6 +111,15 @@ def mid_features(unet: nn.Module, x: Tensor, t: Tensor, text: Tensor, added: dic
     Returns:
         (B,C,h/8,w/8), in XL (B,C,h/4,w/4)
     """
+    graphed = getattr(unet, "graphed", None)
+    if graphed is not None and graphed.beside:
+        return graphed.run(_mid_features, unet, x, t, text, added)
+    return _mid_features(unet, x, t, text, added)
+
+
+def _mid_features(
+    unet: nn.Module, x: Tensor, t: Tensor, text: Tensor, added: dict | None
+) -> Tensor:
     emb = unet.time_embedding(unet.get_time_embed(sample=x, timestep=t))
     aug = unet.get_aug_embed(emb=emb, encoder_hidden_states=text, added_cond_kwargs=added)
     emb = emb if aug is None else emb + aug

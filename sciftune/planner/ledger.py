@@ -170,7 +170,7 @@ class Ledger:
         return phases
 
     def _beside_graphs(self) -> list[Phase]:
-        """Return the phases of several micro-batches: recordings of one, and the sum beside them."""
+        """Return phases of several micro-batches: recordings of one, and beside them the sum."""
         strategy, batch = self.strategy, self.recipe.global_batch // self.strategy.accumulation
         fields = dict(global_batch=batch, gradient_release=False)
         alone = self.recipe.model_copy(update=fields)
