@@ -18,6 +18,7 @@ import json
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -118,10 +119,26 @@ def _check_shape(value: Any, most: int) -> None:
         level = [part for group in groups for part in group if isinstance(part, (dict, list))]
 
 
-def parsed_json(text: str | bytes) -> Any:
-    """Parse JSON. Raises ValueError, also for content that is nested too deeply."""
+def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON. Raises ValueError for a name that it gives twice."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        twice = next(name for name, count in counts.items() if count > 1)
+        given = [repr(value)[:40] for name, value in pairs if name == twice]
+        raise ValueError(f"'{twice}' is given twice, as {' and '.join(given[:2])}; keep one")
+    return values
+
+
+def parsed_json(text: str | bytes, repeats: bool = False) -> Any:
+    """Parse JSON. Raises ValueError, also for content that is nested too deeply.
+
+    Args:
+        text: text of one value
+        repeats: accept a name that an object gives twice, and keep its last value
+    """
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=None if repeats else _named_once)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     a_list, a_dict = ("[", "{") if isinstance(text, str) else (b"[", b"{")
@@ -131,9 +148,9 @@ def parsed_json(text: str | bytes) -> Any:
 
 
 def read_json(file: str | Path) -> Any:
-    """Read a JSON file. Raises FileError."""
+    """Read a JSON file of any program. Raises FileError."""
     try:
-        return parsed_json(read_words(file))
+        return parsed_json(read_words(file), repeats=True)
     except FileError:
         raise
     except ValueError as error:

@@ -47,9 +47,10 @@ def text_captions(path: Path) -> list[str]:
     """
     try:
         lines = read_words(path, LIST_BYTES).split("\n")  # splitlines() would split at U+2028, too
-        return [line.strip() for line in lines if line.strip()]
     except FileError as error:
         raise DataError(str(error)) from None
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    return [text for n, line in numbered for text in record_captions(f"{path}:{n}", line)]
 
 # %% ../../nbs/2_data/05_captions.ipynb #de4c7399
 def jsonl_captions(path: Path) -> list[str]:

@@ -51,7 +51,7 @@ def check_place(path: str | Path):
 
 
 def valid_text(what: str, text: str) -> str:
-    """Return `text`. Raises DataError if it contains half of a surrogate pair.
+    """Return `text`. Raises DataError if it contains half of a surrogate pair, or NUL.
 
     Args:
         what: name of the text in the message
@@ -61,6 +61,8 @@ def valid_text(what: str, text: str) -> str:
         text.encode()
     except UnicodeEncodeError:
         raise DataError(f"{what} is not valid Unicode: {ascii(text)[:80]}") from None
+    if "\0" in text:  # UTF-16 that was read as another encoding
+        raise DataError(f"{what} holds NUL: {ascii(text)[:80]}: write it in UTF-8")
     return text
 
 # %% ../../nbs/2_data/17_files.ipynb #528d5581

@@ -26,6 +26,7 @@ from sciftune.core.files import (
 )
 from ..core.recipe import Recipe, RecipeError
 from ..core.registry import find_record, load
+from .files import valid_text
 from .images import DataError, examine, file_bytes
 from .references import reference_columns, reference_values
 from .rows import CellValue, Column, Row
@@ -88,6 +89,8 @@ def _words(values: dict) -> str:
         raise DataError(f"{wrong[0]} is {type(texts[wrong[0]]).__name__}: expected text")
     if not texts["text"].strip():
         raise DataError("no text: expected what is to be drawn")
+    for name, text in texts.items():
+        valid_text(name, text)
     return texts["text"]
 
 
@@ -112,6 +115,8 @@ def drawn_prompt(entry: CellValue, multiple: int = 16) -> DrawnPrompt:
     if not isinstance(entry, dict):
         raise DataError("expected a text, or a mapping with text")
     files = _given_references(entry)
+    if twice := [own for name, own in _NAMES.items() if name in entry and own in entry]:
+        raise DataError(f"{twice[0]} is given twice, under two names; keep one")
     others = {name: value for name, value in entry.items() if not reference_columns([str(name)])}
     values = {_NAMES.get(str(name), str(name)): value for name, value in others.items()}
     known = list(DrawnPrompt.__dataclass_fields__)

@@ -5,8 +5,10 @@
 # %% ../../nbs/2_data/02_readers.ipynb #8700e5f1
 from __future__ import annotations
 
+import difflib
 import functools
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -41,9 +43,9 @@ from .rows import CellValue, Records, Row, Rows, Texts
 # %% auto #0
 __all__ = ['RECORDS', 'NO_CAPTION', 'MAX_CAPTION', 'MAX_CAPTION_WEIGHT', 'IMAGE_KEYS', 'CAPTION_KEYS', 'ID_KEYS', 'BESIDE',
            'MAX_BESIDE', 'UNREAD', 'captions_of', 'inside', 'NamesInside', 'reference_row', 'give_references',
-           'listed_row', 'record_texts', 'caption_value', 'made_rows', 'listed_rows', 'give_facts', 'file_record',
-           'read_beside', 'folder_rows', 'json_content', 'json_records', 'json_rows', 'csv_rows', 'Files',
-           'folder_reader', 'at_most_one', 'ListReader', 'list_source', 'FolderReader']
+           'listed_row', 'record_texts', 'misnamed', 'caption_value', 'made_rows', 'listed_rows', 'give_facts',
+           'file_record', 'read_beside', 'folder_rows', 'json_content', 'json_records', 'json_rows', 'csv_rows',
+           'Files', 'folder_reader', 'at_most_one', 'ListReader', 'list_source', 'FolderReader']
 
 # %% ../../nbs/2_data/02_readers.ipynb #9338706e
 RECORDS = [
@@ -299,7 +301,10 @@ def listed_row(root: Path, source: str, record: CellValue, find: Callable | None
             )
         target = _target(record)
         if target is None:
-            raise DataError(f"no image path: expected one of the keys {', '.join(IMAGE_KEYS)}")
+            raise DataError(
+                f"no image path: expected one of the keys {', '.join(IMAGE_KEYS)}"
+                + misnamed(record, (*IMAGE_KEYS, *EDITED_KEYS))
+            )
         row.key = find(target) if find else inside(root, target)
         given = _first(record, ID_KEYS)
         row.id = row.key if given is None else valid_text("id", str(given))
@@ -313,8 +318,29 @@ def record_texts(record: Mapping[str, CellValue]) -> tuple[str, ...]:
     """Return the captions of a record. Raises DataError naming the keys if there are none."""
     value = caption_value(record)
     if value is None:
-        raise DataError(f"{NO_CAPTION}: none of the keys {', '.join(CAPTION_KEYS)}")
+        raise DataError(
+            f"{NO_CAPTION}: none of the keys {', '.join(CAPTION_KEYS)}"
+            + misnamed(record, CAPTION_KEYS)
+        )
     return captions_of(value)
+
+
+@functools.lru_cache
+def _meant(name: str, wanted: tuple[str, ...]) -> str:
+    """Return a hint that a name is nearly one of `wanted`; '' if it is not, or is one."""
+    plain = re.sub(r"\W+", "_", name.strip().lower())
+    close = difflib.get_close_matches(plain, wanted, n=1, cutoff=0.7)
+    return f"; rename {name!r} to '{close[0]}'" if close and name not in wanted else ""
+
+
+def misnamed(names: Iterable[str], wanted: tuple[str, ...]) -> str:
+    """Return a hint on the first name that is nearly one of `wanted`, such as 'File Name'; ''.
+
+    Args:
+        names: keys of a record, or columns
+        wanted: keys that are read
+    """
+    return next(filter(None, (_meant(str(name), wanted) for name in names)), "")
 
 
 def caption_value(record: Mapping[str, CellValue]) -> CellValue:
@@ -696,8 +722,9 @@ def csv_rows(root: Path, path: Path, notes: list[str] | None = None) -> Rows:
                 raise DataError(
                     f"{path}: columns {', '.join(names):.200}: expected one of {', '.join(images)} "
                     f"and one of {', '.join(CAPTION_KEYS)}, separated by commas"
+                    + misnamed(names, images)
                 )
-            for name in (*images, *CAPTION_KEYS):
+            for name in (*images, *CAPTION_KEYS, *ID_KEYS, *MASK_KEYS):
                 if names.count(name) > 1:
                     raise DataError(f"{path}: {names.count(name)} columns are called '{name}'")
             records = ((f"{path.name}:{reader.line_num}", _whole(record)) for record in reader)
