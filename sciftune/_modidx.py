@@ -7516,8 +7516,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                    'sciftune/strategies/cuda_graphs.py'),
                                                  'sciftune.strategies.cuda_graphs.recorded': ( '5_strategies/cuda_graphs.html#recorded',
                                                                                                'sciftune/strategies/cuda_graphs.py'),
-                                                 'sciftune.strategies.cuda_graphs.recording_stream': ( '5_strategies/cuda_graphs.html#recording_stream',
-                                                                                                       'sciftune/strategies/cuda_graphs.py'),
                                                  'sciftune.strategies.cuda_graphs.separate_gradients': ( '5_strategies/cuda_graphs.html#separate_gradients',
                                                                                                          'sciftune/strategies/cuda_graphs.py'),
                                                  'sciftune.strategies.cuda_graphs.warm_up': ( '5_strategies/cuda_graphs.html#warm_up',
