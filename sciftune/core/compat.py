@@ -4,12 +4,15 @@
 
 # %% auto #0
 __all__ = ['PythonUnpickler', 'address_arguments', 'shutdown_message', 'accelerator_was_made', 'checked_launch',
-           'import_models_alone', 'leave_compiler_out']
+           'packages_distributions', 'packages_listed', 'import_models_alone', 'leave_compiler_out']
 
 # %% ../../nbs/1_core/23_compat.ipynb #890ed5b8
+import collections
+import contextlib
 import functools
 import importlib
 import importlib.metadata
+import inspect
 import pickle
 import sys
 import types
@@ -76,23 +79,46 @@ class _LaterModule(types.ModuleType):
         return getattr(importlib.import_module(self.__name__), name)
 
 
+@functools.cache
+def packages_distributions() -> dict[str, list[str]]:
+    """Return what `importlib.metadata.packages_distributions` does, in a third of its time.
+
+    Python 3.12: it asks the disk for each file of each package.
+    """
+    found = collections.defaultdict(list)
+    for distribution in importlib.metadata.distributions():
+        names = set((distribution.read_text("top_level.txt") or "").split())
+        if not names:
+            files = (distribution.read_text("RECORD") or "").splitlines()
+            firsts = {line.partition(",")[0].partition("/")[::2] for line in files}
+            names = {folder if rest else inspect.getmodulename(folder) for folder, rest in firsts}
+        for name in names:
+            if name and "." not in name:
+                found[name].append(distribution.metadata["Name"])
+    return dict(found)
+
+
+def packages_listed() -> contextlib.AbstractContextManager:
+    """Let diffusers and transformers, which each list all packages, share a list in a block."""
+    return mock.patch.object(importlib.metadata, "packages_distributions", packages_distributions)
+
+
 _EAGER = ("hooks", "loaders.peft", "loaders.single_file_model", "models.modeling_utils")
 _MODELS = ("models.autoencoders", "models.transformers", "models.unets")
 
 
 def import_models_alone() -> None:
-    """Import diffusers' models without peft, transformers' models, torchao and scipy.
+    """Import diffusers' models without peft, transformers' models, torchao, scipy and torchvision.
 
-    diffusers 0.42: each is imported with the first model if it is installed. For a process in
-    which no pipeline loads adapters; peft itself can be used afterwards, and schedulers import
-    scipy when they use it. diffusers and transformers each list all installed packages.
+    diffusers 0.42: each is imported with the first model if it is installed, and torchvision
+    imports torch's compiler. For a process in which no pipeline loads adapters; peft itself can be
+    used afterwards, and what needs scipy or torchvision imports it when it uses it.
     """
-    listed = functools.cache(importlib.metadata.packages_distributions)
-    with mock.patch.object(importlib.metadata, "packages_distributions", listed):
+    with packages_listed():
         import diffusers.loaders  # names its modules by what is there
         from diffusers.utils import import_utils
 
-        packages = ("peft", "transformers", "torchao", "scipy")
+        packages = ("peft", "transformers", "torchao", "scipy", "torchvision")
         absent = {f"_{name}_available": False for name in packages}
         with mock.patch.multiple(import_utils, create=True, **absent):
             for name in (*_EAGER, *_MODELS):
@@ -100,6 +126,8 @@ def import_models_alone() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("diffusers.schedulers.") and not hasattr(module, "scipy"):
             module.scipy = _LaterModule("scipy")
+        if name.startswith("diffusers.models.") and name.endswith("_cosmos"):
+            module.transforms = _LaterModule("torchvision.transforms")
     diffusers.utils.USE_PEFT_BACKEND = False  # a forward pass would look for adapters, with peft
 
 
@@ -128,6 +156,7 @@ def leave_compiler_out() -> None:
 
     torch.compiler.disable = torch.compiler.assume_constant_result = _uncompiled
     sys.modules["torch._dynamo"] = None
-    importlib.import_module("diffusers.utils.torch_utils")
+    with packages_listed():
+        importlib.import_module("diffusers.utils.torch_utils")
     del sys.modules["torch._dynamo"]
     torch._dynamo = _LaterCompiler("torch._dynamo")  # until it is imported by name
