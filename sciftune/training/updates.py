@@ -99,7 +99,7 @@ class UpdateMeter:
         realised = self.network.read(part, "weight") - old
         should = ideal != 0
         did = should & (realised != 0)
-        size = realised[should].square().sum()
+        size = torch.where(should, realised, 0).square().sum()  # an index would wait for the GPU
         if self.rounds:  # the expected update: what points along the exact one
             size = (realised * ideal).sum().square() / ideal.square().sum().clamp(min=1e-38)
         squares = (ideal.square().sum(), size, old.square().sum())
