@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['ROUNDING', 'own_images', 'own_pictures', 'join_rows', 'separate_rows', 'caption_rows', 'Packing', 'SpreadRows',
-           'spread', 'attend_forward', 'attend_backward', 'written_forward', 'written_backward', 'packed_attention',
-           'packed_attention_backward', 'mark_lengths', 'PackedForward', 'attend_packed', 'attend_jointly']
+           'spread', 'load_attention', 'attend_forward', 'attend_backward', 'written_forward', 'written_backward',
+           'packed_attention', 'packed_attention_backward', 'mark_lengths', 'PackedForward', 'attend_packed',
+           'attend_jointly']
 
 # %% ../../nbs/4_models/16_packing.ipynb #47cb3b6d
 import functools
@@ -201,6 +202,17 @@ def _fits_cudnn(q: Tensor, k: Tensor, v: Tensor) -> bool:
         return False
     params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, False, False)
     return torch.backends.cuda.can_use_cudnn_attention(params)
+
+
+def load_attention(device: torch.device) -> None:
+    """Load cuDNN's attention, which otherwise takes two seconds of the first backward pass.
+
+    Args:
+        device: device of the run; nothing is done where cuDNN has no kernel
+    """
+    q = torch.zeros(1, 1, 128, 128, dtype=torch.bfloat16, device=device)
+    if _fits_cudnn(q, q, q) and not fits_flash(q, q, q):
+        attend_backward(q, q, q, q, *attend_forward(q, q, q))
 
 
 def attend_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

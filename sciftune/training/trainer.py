@@ -61,6 +61,7 @@ from ..core.secrets import load_secrets, mask_output
 from ..core.writing import write_atomic
 from ..models.compat import hash_compiler
 from ..models.family import get_family
+from ..models.packing import load_attention
 from ..strategies.compilation import compiled_graphs
 from ..strategies.engine import Engine
 from .best import Best, score_names
@@ -642,6 +643,16 @@ def lost_rank(error: BaseException) -> str:
     )
 
 # %% ../../nbs/7_training/14_trainer.ipynb #19d2186e
+def _beside_imports(work: Callable, *arguments: Any):
+    """Start work in a thread; an error of it is said where the run needs the same."""
+
+    def begin():
+        with contextlib.suppress(Exception):
+            work(*arguments)
+
+    threading.Thread(target=begin, daemon=True).start()
+
+
 def import_used(recipe_file: str) -> list[Callable[[], Any]]:
     """Import the modules that a run needs for its first step, before its plan is there.
 
@@ -657,11 +668,14 @@ def import_used(recipe_file: str) -> list[Callable[[], Any]]:
         recipe = Recipe.load(recipe_file)
         get_task(recipe.objective)
         family = get_family(recipe.model)
+        if torch.cuda.is_available() and not recipe.cpu:
+            gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            _beside_imports(load_attention, gpu)
         importlib.import_module("torch._dynamo")  # which every optimizer asks
         compiles = "compile" in recipe.open_fields and torch.cuda.is_available()
         later = []
         if recipe.compile or compiles:
-            threading.Thread(target=hash_compiler, daemon=True).start()  # reads 3,000 files
+            _beside_imports(hash_compiler)  # which reads 3,000 files
             later.append(lambda: importlib.import_module("torch._inductor.compile_fx"))
         drawn = [records("collections").get(path) for path, _ in recipe.sources]
         later += [functools.partial(import_class, record.draw) for record in drawn if record]
