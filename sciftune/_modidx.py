@@ -7474,8 +7474,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                             'sciftune/strategies/cuda_graphs.py'),
                                                  'sciftune.strategies.cuda_graphs.GraphedCalls.__init__': ( '5_strategies/cuda_graphs.html#graphedcalls.__init__',
                                                                                                             'sciftune/strategies/cuda_graphs.py'),
-                                                 'sciftune.strategies.cuda_graphs.GraphedCalls.awaits_backward': ( '5_strategies/cuda_graphs.html#graphedcalls.awaits_backward',
-                                                                                                                   'sciftune/strategies/cuda_graphs.py'),
                                                  'sciftune.strategies.cuda_graphs.GraphedCalls.recordings': ( '5_strategies/cuda_graphs.html#graphedcalls.recordings',
                                                                                                               'sciftune/strategies/cuda_graphs.py'),
                                                  'sciftune.strategies.cuda_graphs.GraphedCalls.run': ( '5_strategies/cuda_graphs.html#graphedcalls.run',

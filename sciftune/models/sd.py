@@ -112,7 +112,7 @@ def mid_features(unet: nn.Module, x: Tensor, t: Tensor, text: Tensor, added: dic
         (B,C,h/8,w/8), in XL (B,C,h/4,w/4)
     """
     graphed = getattr(unet, "graphed", None)
-    if graphed is not None and graphed.beside:
+    if graphed is not None:
         return graphed.run(_mid_features, unet, x, t, text, added)
     return _mid_features(unet, x, t, text, added)
 
