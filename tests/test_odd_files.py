@@ -31,6 +31,7 @@ from sciftune.data.readers import csv_rows, json_rows
 from sciftune.data.sources import remote_source
 from sciftune.lab.jobs import LaunchFile, read_status, state
 from sciftune.lab.scores import read_evaluation, read_pictures
+from sciftune.lab.summary import environment_rows
 from sciftune.models.family import get_family
 
 PACKAGE = Path(sciftune.__file__).parent
@@ -106,7 +107,7 @@ def read_all(run):
     LaunchFile.load(run)
     read_status(run)
     state(run)
-    run.read_record()
+    environment_rows(run)
     step = run.checkpoints / "step_000001"
     if fault := checkpoint_fault(step):
         raise FileError(fault)

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['TEXT_BYTES', 'LIST_BYTES', 'LINE_BYTES', 'YAML_BYTES', 'DEEPEST', 'MOST_PARTS', 'MOST_IN_YAML', 'OWN_YAML', 'Kind',
-           'FileError', 'user_path', 'open_file', 'read_bytes', 'read_words', 'package_folder', 'parsed_json',
-           'read_json', 'read_object', 'parsed_yaml', 'read_yaml', 'read_mapping', 'packaged_table', 'numbered_lines',
-           'read_json_lines', 'opened_csv', 'of_kind', 'read_kind']
+           'FileError', 'user_path', 'user_folder', 'open_file', 'read_bytes', 'read_words', 'package_folder',
+           'parsed_json', 'read_json', 'read_object', 'parsed_yaml', 'read_yaml', 'read_mapping', 'packaged_table',
+           'numbered_lines', 'read_json_lines', 'opened_csv', 'of_kind', 'read_kind']
 
 # %% ../../nbs/1_core/19_files.ipynb #fi000003
 import contextlib
@@ -54,6 +54,22 @@ def user_path(path: str | Path, field: str = "path") -> Path:
             f"{field}: {path}: {Path(path).parts[0]} is the home folder of nobody here; write the "
             f"whole path, or ./{path} for a name that begins with ~"
         ) from None
+
+
+def user_folder(path: str | Path, field: str = "out") -> Path:
+    """Create the folder that a person named for results. Raises FileError.
+
+    Args:
+        path: as it was given
+        field: setting that holds it, for the message
+    """
+    folder = user_path(path, field)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        why = "it is a file" if os.path.isfile(folder) else getattr(error, "strerror", error)
+        raise FileError(f"{field}: {folder} cannot be made: {why}; name another folder") from None
+    return folder
 
 
 def open_file(file: str | Path) -> BinaryIO:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['UNFINISHED_AFTER', 'PACKAGES', 'sweep_unfinished', 'replaced_folder', 'MetricRows', 'MetricsLog', 'project_root',
-           'RunDir', 'cache_root', 'new_run', 'gpus', 'cores', 'run_record']
+           'GPU', 'RunRecord', 'RunDir', 'cache_root', 'new_run', 'gpus', 'cores', 'run_record']
 
 # %% ../../nbs/1_core/06_rundir.ipynb #b7ac464d
 import contextlib
@@ -25,7 +25,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from .files import open_file, package_folder, parsed_json, read_object
+from pydantic import BaseModel
+
+from .files import of_kind, open_file, package_folder, parsed_json, read_object
 from .ownership import is_abandoned, sweep_temporary, temporary_folder
 from .progress import progress
 from .recipe import Recipe
@@ -190,7 +192,7 @@ class MetricsLog:
             if whole or row is not None:
                 self._offset += len(line) + whole
                 self._lines += whole
-            if isinstance(row, dict):
+            if isinstance(row, dict) and _is_row(row):
                 self.parsed += 1
                 disordered |= self._add({sys.intern(k): row[k] for k in row})
         if disordered:
@@ -239,6 +241,12 @@ class MetricsLog:
             self.jobs[-1][2] = row["time"]
 
 
+def _is_row(row: dict) -> bool:
+    """Return True if what is compared and drawn are numbers."""
+    given = [row[name] for name in ("step", "loss", "held_out", "time", "total") if name in row]
+    return all(isinstance(value, (int, float)) for value in given)
+
+
 def _trains(row: dict) -> bool:
     """Return True if a row is a training line."""
     return "loss" in row and "step" in row and "event" not in row
@@ -257,6 +265,21 @@ def project_root(start: str | Path | None = None) -> Path:
     return start
 
 # %% ../../nbs/1_core/06_rundir.ipynb #c50cd834
+class GPU(BaseModel):
+    """A GPU in `record.json`."""
+
+    name: str
+    memory_gib: float
+
+
+class RunRecord(BaseModel):
+    """Types of the values in `record.json` that others read."""
+
+    packages: dict[str, str | None] = {}
+    gpus: list[GPU] = []
+    world_size: int = 0
+
+
 class RunDir:
     """The run folder `path` and the names in it.
 
@@ -288,7 +311,7 @@ class RunDir:
 
     def read_record(self) -> dict[str, Any]:
         """Return the content of record.json, {} before training has begun."""
-        return read_object(self.record, absent={})
+        return of_kind(RunRecord, read_object(self.record, absent={}), self.record)
 
     def __repr__(self) -> str:
         return f"RunDir({str(self.path)!r})"

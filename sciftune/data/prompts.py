@@ -190,7 +190,7 @@ def read_prompt_file(
     Returns:
         prompts, whose references are paths beside the file
     """
-    path, prompts = Path(path), []
+    path, prompts = user_path(path, "prompts"), []
     if path.suffix not in (".txt", ".jsonl", ".yaml", ".yml"):
         raise DataError(f"{path}: expected a file .txt, .jsonl, .yaml or .yml")
     try:

@@ -88,10 +88,11 @@ def forked(target: Callable, *arguments: Any) -> ForkProcess:
 
 
 def _in_fork(parent: int, target: Callable, arguments: tuple):
-    """Prepare a fork: default signal handling, no output."""
+    """Prepare a fork: default handling of signals that are not ignored, no output."""
     ownership.end_with_parent(parent)
     for number in (*ownership.REQUESTS, signal.SIGINT):
-        signal.signal(number, signal.SIG_DFL)
+        if signal.getsignal(number) != signal.SIG_IGN:  # of a job in a shell's background
+            signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (*ownership.REQUESTS, signal.SIGINT))
     gc.disable()  # imports leave nothing to collect, and this process ends soon
     nowhere = os.open(os.devnull, os.O_WRONLY)

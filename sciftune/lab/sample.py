@@ -132,6 +132,11 @@ def model_source(where: str | Path, field: str = "source") -> ModelSource:
             f"{field}: {str(where)!r} is no run, checkpoint, model folder or adapter here, and no "
             f"nano model{nearest(str(where), nano)}; a hub id is owner/name"
         )
+    if path.is_file():
+        raise ValueError(
+            f"{field}: {where} is a file; give a run, a checkpoint, a model folder, an adapter's "
+            ".safetensors or a hub id"
+        )
     family = family_of(where)
     folder = family.resolve(where)
     if damaged := export_damage(folder):

@@ -21,7 +21,7 @@ from typing import BinaryIO
 import torch
 from PIL import Image
 
-from ...core.files import FileError, parsed_json, user_path
+from ...core.files import FileError, parsed_json, user_folder, user_path
 from ...core.registry import family_named, records
 from ...core.writing import write_atomic
 from ...data.images import DataError, load_picture
@@ -313,6 +313,7 @@ def describe_collection(
     family, path = writing_model(model, model_path)
     out = user_path(out, "out")
     collection = _opened(data, metadata, out)
+    user_folder(out, "out")
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     instruction = prompt or INSTRUCTION.format(language=language, words=words)
     longest = 64 + 4 * words  # tokens: languages of many tokens per word have room

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...core.files import FileError, user_path
+from ...core.files import FileError, user_folder, user_path
 from ...core.rundir import cores
 from ...core.writing import write_atomic
 from ...data.duplicates import picture_pairs
@@ -302,8 +302,7 @@ def collect(
     require("pypdfium2", "pylatexenc", "resvg_py")
     named = str(sources).split(",") if isinstance(sources, (str, Path)) else sources
     documents, left_out = find_documents([str(path).strip() for path in named])
-    folder = user_path(out, "out")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = user_folder(out, "out")
     first = {}
     for document in documents:
         other = first.setdefault(document.digest, document)
