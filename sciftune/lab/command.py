@@ -633,8 +633,8 @@ def _trained(settings: dict[str, Any], early: EarlyJob) -> int:
         print(failed, file=sys.stderr)
         try:
             say(f"its page: {write_page(run)}")
-        except OSError as error:  # a full disk
-            say(f"its page cannot be written: {error.strerror}")
+        except OSError as error:  # a full disk, or a folder that was removed
+            say(f"its page cannot be written: {error.strerror or error}")
         print(f"sciftune run: failed, see {run.path}", file=sys.stderr)
     elif recipe.launcher != "print":
         _write_results(run, recipe)

@@ -427,6 +427,8 @@ def failure(run: RunDir, tail: int = 8) -> str:
         run: a run folder whose job has ended
         tail: lines of a traceback, or of the log if nothing was recognised
     """
+    if not run.path.exists():
+        return f"the run ended because its folder, {run.path}, was removed or renamed"
     status, first = read_status(run), job_failure(run)
     code, known = status.get("exit_code"), job_findings(run, status)
     how = "diverged" if state(run) == "diverged" else f"failed with exit code {code}"

@@ -405,7 +405,9 @@ def plan_run(
         plan = in_child("sciftune.lab.prepare:planned", recipe, Path(plan_path), *folder)
     except LaunchError as error:
         why = " ".join(str(error).split())
-        raise LaunchError(f"the plan could not be made: {why}") from None
+        full = "No space left" in why  # without the name of a file, where a library says it
+        where = f" (run_root: {recipe.run_root}, or TMPDIR: {tempfile.gettempdir()})" * full
+        raise LaunchError(f"the plan could not be made: {why}{where}") from None
     if check and (why := plan_refusal(recipe, plan)):
         raise LaunchError(f"{why}\n(plan_check=False starts it all the same)")
     return plan
