@@ -3968,6 +3968,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                 'sciftune/lab/command.py'),
                                       'sciftune.lab.command.program': ('9_lab/command.html#program', 'sciftune/lab/command.py'),
                                       'sciftune.lab.command.readable_gib': ('9_lab/command.html#readable_gib', 'sciftune/lab/command.py'),
+                                      'sciftune.lab.command.repeat_lost_signal': ( '9_lab/command.html#repeat_lost_signal',
+                                                                                   'sciftune/lab/command.py'),
                                       'sciftune.lab.command.run_help': ('9_lab/command.html#run_help', 'sciftune/lab/command.py'),
                                       'sciftune.lab.command.run_notebook': ('9_lab/command.html#run_notebook', 'sciftune/lab/command.py'),
                                       'sciftune.lab.command.said_on_purpose': ( '9_lab/command.html#said_on_purpose',

@@ -9,7 +9,7 @@ __all__ = ['PAIRS', 'VALUED', 'QUIET', 'INTERRUPTED', 'PARAMETER_KINDS', 'LAB_RO
            'run_notebook', 'readable_gib', 'plan_rows', 'plan_text', 'settings_of', 'planned_recipe', 'plan_command',
            'job_asked', 'train_command', 'notebooks_folder', 'lab_settings', 'lab_options', 'lab_command',
            'opened_in_lab', 'Command', 'fields_command', 'presets_command', 'run_help', 'notebook_help', 'commands',
-           'command_help', 'call_command', 'program']
+           'command_help', 'call_command', 'repeat_lost_signal', 'program']
 
 # %% ../../nbs/9_lab/20_command.ipynb #a0668d0f
 import base64
@@ -951,8 +951,21 @@ def _raise_requested(number: int, _: object) -> None:
     raise RequestedEnd(number)
 
 
+def repeat_lost_signal(lost: "sys.UnraisableHookArgs") -> None:
+    """Send a signal again whose exception Python dropped, as in the callback of a weak reference.
+
+    Args:
+        lost: exception that could not be raised, see `sys.unraisablehook`
+    """
+    if not isinstance(lost.exc_value, KeyboardInterrupt):
+        return sys.__unraisablehook__(lost)
+    number = getattr(lost.exc_value, "number", signal.SIGINT)
+    threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
+
+
 def program() -> None:
     """Run the program `sciftune`."""
+    sys.unraisablehook = repeat_lost_signal
     on_request(_raise_requested)
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # bars of libraries, which rewrite their line

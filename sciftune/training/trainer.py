@@ -317,8 +317,14 @@ class Run:
     @property
     def unseen(self) -> bool:
         """Return whether the step at which a run resumes has still to be validated."""
-        due = _due(self.start, self.recipe.validation_steps)
-        return bool(self.recipe.keep_best and self.start and due and self.best.seen < self.start)
+        if not self.start or not _due(self.start, self.recipe.validation_steps):
+            return False
+        if self.recipe.keep_best:
+            return self.best.seen < self.start
+        drawn = (self.dir.validation_images / checkpoint_name(self.start)).exists()
+        rows = self.dir.metrics_log().others
+        known = drawn or any(r["step"] == self.start for r in rows if "validation_time" in r)
+        return not self.engine.gather_objects(known)[0]  # one answer for all ranks
 
     def checkpoint(self, step: int) -> None:
         """Start a checkpoint. All ranks call it.
@@ -614,8 +620,10 @@ def _train(recipe: Recipe, run_dir: RunDir) -> None:
         run.timeline.enter("validation")
         if run.start == 0 and recipe.validation_steps:
             run.validate(0)
-        if run.unseen:
+        if run.unseen and recipe.keep_best:
             _between_steps(run, run.start)
+        elif run.unseen:
+            run.validate(run.start)
         run.timeline.enter("first step")
         prefetcher = Prefetcher(run.task.batches, run.engine.device, recipe.data_workers)
         with contextlib.closing(prefetcher) as batches:

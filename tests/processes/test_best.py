@@ -64,6 +64,18 @@ def test_resumes_with_the_best_and_exports_it(tmp_path):
                 assert torch.equal(average[key].bfloat16(), exported[key].reshape(-1)), key
 
 
+def test_validates_the_step_at_which_it_was_stopped(tmp_path):
+    "A stop on request saves its step without a validation that is due; the resume brings it."
+    plain, run = BASE | dict(keep_best="", lr_schedule="constant"), RunDir(tmp_path / "again")
+    whole = train(RunDir(tmp_path / "whole"), **plain)
+    train(run, **plain | dict(steps=6, export=False))
+    rows = run.metrics.read_text().splitlines(keepends=True)
+    left = [row for row in rows if '"step": 6, "held_out"' not in row]
+    assert len(left) == len(rows) - 1
+    run.metrics.write_text("".join(left))
+    assert held_out(train(run, **plain | dict(resume="latest"))) == held_out(whole), log(run)
+
+
 def test_stops_early_and_stays_complete(tmp_path):
     "At a rate that only makes it worse: the first validation is the best, two more end the run."
     run = RunDir(tmp_path / "early")
