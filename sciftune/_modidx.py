@@ -6680,6 +6680,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'sciftune.planner.trace._Watch': ('6_planner/trace.html#_watch', 'sciftune/planner/trace.py'),
                                         'sciftune.planner.trace._Watch.__init__': ( '6_planner/trace.html#_watch.__init__',
                                                                                     'sciftune/planner/trace.py'),
+                                        'sciftune.planner.trace._Watch.__torch_dispatch__': ( '6_planner/trace.html#_watch.__torch_dispatch__',
+                                                                                              'sciftune/planner/trace.py'),
                                         'sciftune.planner.trace._Watch.enter': ( '6_planner/trace.html#_watch.enter',
                                                                                  'sciftune/planner/trace.py'),
                                         'sciftune.planner.trace._Watch.leave': ( '6_planner/trace.html#_watch.leave',

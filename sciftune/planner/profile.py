@@ -152,9 +152,8 @@ def profile(
     large, others = (
         len(float8_layers(model.denoiser, repeated, captions=seen)) for seen in (True, False)
     )
-    share = 1.0
-    if recipe.trained_layers:
-        share = (3 * trained_share(recipe, family, base) - 1) / 2
+    some = recipe.trained_layers
+    share = (3 * trained_share(recipe, family, base) - 1) / 2 if some else 1.0
     return Profile(
         blocks=blocks,
         outer=model.outer_modules(traces[0]),
@@ -168,6 +167,7 @@ def profile(
         outside=BatchLine.through(*(t.outside for t in traces)),
         flops=family.flops_with(model.config, side, side, *tokens),
         operations=operations,
+        kernels=traces[0].kernels + sum(block.kernels.one for block in blocks),
         float8_count=large,
         float8_captions=large - others,
         decode=decode_bytes(family, base, recipe, dtype) if vae else 0.0,

@@ -57,6 +57,7 @@ class Block(BlockSize):
         products: FLOPs of matrix products and convolutions in a forward pass
         convolutions: those of convolutions alone
         attention: FLOPs of attention in a forward pass
+        kernels: operations of a forward pass that write a tensor
     """
 
     boundary: BatchLine
@@ -74,6 +75,7 @@ class Block(BlockSize):
     products: BatchLine
     convolutions: BatchLine
     attention: BatchLine
+    kernels: BatchLine
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,8 @@ class Profile(ModelSize):
         blocks: in the order of execution
         outside: bytes kept for backward outside of blocks
         flops: FLOPs of a forward pass of one sample
-        operations: kernels of a forward pass
+        operations: operations of a forward pass in blocks, views included
+        kernels: kernels of a forward pass
         float8_count: linear layers of blocks that are large enough for float8
         float8_captions: those of them that see captions alone
         decode: bytes of the VAE's weights and its working set for one image
@@ -120,6 +123,7 @@ class Profile(ModelSize):
     outside: BatchLine
     flops: float
     operations: int = 0
+    kernels: float = 0.0
     float8_count: int = 0
     float8_captions: int = 0
     decode: float = 0.0

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = ['DEVICES', 'PRODUCTS', 'CONVOLUTIONS', 'ATTENTION', 'UPDATE', 'EXPOSED', 'FLOAT8', 'FLOAT32', 'FLOAT8_CASTS',
-           'COMPILED_TRAFFIC', 'EAGER_TRAFFIC', 'REPLAYED_TRAFFIC', 'KERNEL', 'SELECTIVE_TRAFFIC', 'OPERATION',
+           'COMPILED_TRAFFIC', 'EAGER_TRAFFIC', 'REPLAYED_KERNEL', 'KERNEL', 'SELECTIVE_TRAFFIC', 'OPERATION',
            'CAST_OPERATION', 'COMPILED_OPERATION', 'COMPILED_BLOCK', 'FLOAT8_LAYER', 'GRAPHED_BLOCK', 'NETWORK', 'SEEN',
            'MEASURED_ON', 'DeviceRates', 'device_rates', 'named_device', 'forward_seconds', 'step_parts',
            'step_seconds', 'total_seconds', 'step_interval', 'finished_at', 'time_block', 'time_blocks']
@@ -105,7 +105,7 @@ EXPOSED = 0.4  # share of an exchange that is waited for, at least
 FLOAT8, FLOAT32 = 1.7, 0.5  # rates relative to bf16
 FLOAT8_CASTS = 9  # bytes per weight of blocks that each pass moves to make float8 of them
 COMPILED_TRAFFIC, EAGER_TRAFFIC = 1.6, 7  # times the bytes that contractions read and write
-REPLAYED_TRAFFIC, KERNEL = 3.1, 4e-6  # of a pass that is one CUDA graph; least seconds of a kernel
+REPLAYED_KERNEL, KERNEL = 6e-6, 4e-6  # seconds that a kernel of a graph adds; least of a sum
 SELECTIVE_TRAFFIC = 4  # times the bytes that are computed again instead of kept
 OPERATION, CAST_OPERATION = 20e-6, 32e-6  # host seconds per operation, and under autocast
 COMPILED_OPERATION = 1.6e-6  # seconds that a compiled block loses per eager operation
@@ -122,10 +122,11 @@ def forward_seconds(profile: Profile, strategy: Strategy, rates: DeviceRates) ->
     attention, convolutions = (flops * profile.share(k) for k in ("attention", "convolutions"))
     traffic = sum(block.traffic(batch) for block in profile.blocks)
     traffic *= profile.context / strategy.context  # blocks are measured at a rank's tokens
-    factor = COMPILED_TRAFFIC if strategy.recipe.compile else EAGER_TRAFFIC
-    seconds = traffic * (REPLAYED_TRAFFIC if strategy.captured else factor) / rates.memory
+    eager = not (strategy.recipe.compile or strategy.captured)
+    seconds = traffic * (EAGER_TRAFFIC if eager else COMPILED_TRAFFIC) / rates.memory
     if strategy.captured:
-        seconds = max(seconds, profile.operations * KERNEL)
+        seconds += policy.compute.itemsize * profile.numel / rates.memory
+        seconds += REPLAYED_KERNEL * profile.kernels
     matrices = flops - attention - convolutions
     return dict(
         products=matrices / (PRODUCTS * peak * (FLOAT8 if policy.fp8 else 1)),
@@ -225,9 +226,12 @@ def _launch_seconds(profile: Profile, strategy: Strategy, share: float) -> float
 
 def _added_seconds(profile: Profile, strategy: Strategy, rates: DeviceRates) -> float:
     """Return the seconds in which micro-batches add their gradients, a kernel for each tensor."""
-    moved = costs_of(strategy, profile).added_bytes() / rates.memory
-    least = (strategy.accumulation - 1) * KERNEL
-    return sum(max(least, moved * n / profile.trained) for n in profile.trained_tensors)
+    costs, kernels = costs_of(strategy, profile), strategy.accumulation - 1
+    moved = costs.added_bytes()
+    if strategy.captured and kernels:  # the first gradients leave the memory of the recording
+        moved, kernels = moved + 2 * costs.gradient_bytes(), kernels + 1
+    seconds, least = moved / rates.memory, kernels * KERNEL
+    return sum(max(least, seconds * n / profile.trained) for n in profile.trained_tensors)
 
 
 def step_parts(

@@ -34,9 +34,10 @@ from ..strategies.float8 import Float8Linear, float8_layers
 from ..strategies.offload import worth_streaming
 
 # %% auto #0
-__all__ = ['NARROWED', 'WIDENED', 'PLAIN', 'CONTRACTIONS', 'FlashAttention', 'Autocast', 'tensors_in', 'storages', 'on_meta',
-           'LiveBytes', 'OperationRecorder', 'block_kind', 'kept_bytes', 'compiled_bytes', 'peak_bytes', 'block_bytes',
-           'shape_kind', 'OutputShapes', 'each_kind_once', 'Call', 'Trace', 'blocks_in', 'trace', 'measured_blocks']
+__all__ = ['NARROWED', 'WIDENED', 'PLAIN', 'CONTRACTIONS', 'KERNELS', 'FlashAttention', 'Autocast', 'tensors_in', 'storages',
+           'on_meta', 'LiveBytes', 'OperationRecorder', 'block_kind', 'kept_bytes', 'compiled_bytes', 'peak_bytes',
+           'block_bytes', 'shape_kind', 'OutputShapes', 'each_kind_once', 'Call', 'Trace', 'blocks_in', 'trace',
+           'measured_blocks']
 
 # %% ../../nbs/6_planner/02_trace.ipynb #eb25264d
 class FlashAttention(TorchFunctionMode):
@@ -215,6 +216,7 @@ CONTRACTIONS = {
     "_scaled_mm",
     "_scaled_dot_product_flash_attention",
 }
+KERNELS = dict(convolution=3, native_group_norm=4)  # on a GPU; other operations have one
 
 
 class OperationRecorder(TorchDispatchMode):
@@ -235,6 +237,7 @@ class OperationRecorder(TorchDispatchMode):
         self.repeated = set()  # ids of second casts of the same, which the compiler leaves out
         self.alive = []  # keeps ids from being used again
         self.operations = 0
+        self.kernels = 0  # of operations that write a tensor; views launch nothing
         self.traffic = 0  # Bytes that contractions read and write, weights aside
         self.flops = dict(products=0, convolutions=0, attention=0)
 
@@ -245,6 +248,7 @@ class OperationRecorder(TorchDispatchMode):
         inputs, outputs = storages((args, kwargs)), storages(out)
         name = func.overloadpacket.__name__
         self.operations += not Autocast.casting  # the time of an operation includes its casts
+        self.kernels += KERNELS.get(name, 1) * bool(outputs.keys() - inputs.keys())
         self.made |= outputs.keys() - inputs.keys()
         self.alive += [*inputs.values(), *outputs.values()]
         self.size |= {k: s.nbytes() for k, s in (inputs | outputs).items()}
@@ -394,7 +398,7 @@ def kept_bytes(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, float]
 
     Returns:
         bytes: eager, compiled, fp8, out, widest, traffic; FLOPs: products, convolutions,
-            attention; operations
+            attention; operations, and those that write a tensor: kernels
     """
     recorder, kept, out = _recorded(module, args, kwargs)
     return dict(
@@ -403,6 +407,7 @@ def kept_bytes(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, float]
         out=sum(s.nbytes() for s in storages(out).values()),
         widest=max((recorder.size[k] for k in recorder.written), default=0),
         traffic=recorder.traffic,
+        kernels=recorder.kernels,
         **recorder.flops,
         operations=recorder.operations,
     )
@@ -643,17 +648,21 @@ class Trace:
         calls: blocks in the order of execution
         outside: bytes kept for backward outside of blocks
         first: module outside of blocks -> blocks that had begun when it first ran
+        kernels: those outside of blocks
     """
 
     calls: list[Call]
     outside: int
     first: dict[str, int]
+    kernels: int = 0
 
 
-class _Watch:
-    """Hooks that fill a `Trace`."""
+class _Watch(TorchDispatchMode):
+    """Hooks that fill a `Trace`; as a mode it counts kernels outside of blocks."""
 
     def __init__(self):
+        super().__init__()
+        self.kernels = 0
         self.calls, self.first, self.seen = [], {}, set()
         self.packed, self.inside = {}, False
 
@@ -666,6 +675,14 @@ class _Watch:
             self.calls.append(Call(name, module, args, kwargs, size))
 
         return hook
+
+    def __torch_dispatch__(
+        self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        out = func(*args, **(kwargs or {}))
+        if not self.inside and storages(out).keys() - storages((args, kwargs)).keys():
+            self.kernels += KERNELS.get(func.overloadpacket.__name__, 1)
+        return out
 
     def leave(self, *_):
         self.inside = False
@@ -711,14 +728,15 @@ def trace(denoiser: nn.Module, forward: Callable, classes: tuple[str, ...]) -> T
             hooks.append(module.register_forward_pre_hook(watch.note(name)))
     saved = torch.autograd.graph.saved_tensors_hooks(watch.pack, lambda t: t)
     try:
-        with each_kind_once(blocks), FlashAttention(), saved:
+        with each_kind_once(blocks), FlashAttention(), saved, watch:
             forward()
     finally:
         for hook in hooks:
             hook.remove()
     for key in storages(list(denoiser.parameters())):
         watch.packed.pop(key, None)
-    return Trace(watch.calls, sum(s.nbytes() for s in watch.packed.values()), watch.first)
+    outside = sum(s.nbytes() for s in watch.packed.values())
+    return Trace(watch.calls, outside, watch.first, watch.kernels)
 
 # %% ../../nbs/6_planner/02_trace.ipynb #d5669bd7
 def measured_blocks(traces: list[Trace], frozen: set[str]) -> tuple[tuple[Block, ...], int]:

@@ -358,7 +358,8 @@ def comparisons(rows: list[dict]) -> Iterator[list[str]]:
     """Return rows that compare DeepSpeed presets with the fastest run on as many cards."""
     fast = [row for row in good_rows(rows) if is_fast_setting(row)]
     for row in rows:
-        if (row.get("preset") or "debug") in ("debug", "local"):
+        named = (row.get("preset") or "debug") not in ("debug", "local")
+        if not (named and row["strategy"].startswith("zero")):
             continue
         place = (row["model"], row["processes"])
         same = [other for other in fast if (other["model"], other["processes"]) == place]
