@@ -13,7 +13,7 @@ from sciftune.core.recipe import Recipe, RecipeError, resolve
 from sciftune.core.recipe_fields import Fields
 from sciftune.core.registry import records
 from sciftune.core.rundir import RunDir
-from sciftune.lab import prepare
+from sciftune.data import sources
 from sciftune.lab.jobs import LaunchError
 from sciftune.lab.prepare import recipe_from
 from sciftune.project.pages import reference_rows
@@ -158,8 +158,8 @@ def test_an_unknown_number_of_pictures_is_said_and_captions_are_counted(tmp_path
 
 def test_a_folder_is_listed_once_until_it_changes(tmp_path, monkeypatch):
     listed = []
-    find = prepare.find_source
-    monkeypatch.setattr(prepare, "find_source", lambda *a: listed.append(a) or find(*a))
+    find = sources.find_source
+    monkeypatch.setattr(sources, "find_source", lambda *a: listed.append(a) or find(*a))
     given = dict(model="klein", preset="lora", data=folder_of(30, tmp_path / "some"))
     assert [recipe_from(given | dict(seed=seed)).held_out for seed in (1, 2)] == [3, 3]
     assert len(listed) == 1
