@@ -134,11 +134,11 @@ class MetricRows(list):
         Returns:
             (len(self),) float, nan if a row has no such key
         """
+        import numpy as np
+
         values = self.columns.setdefault(key, array("d"))
         found = (row.get(key) for row in self[len(values) :])
         values.extend(math.nan if value is None else float(value) for value in found)
-        import numpy as np
-
         return np.array(values)
 
 

@@ -5,7 +5,6 @@
 # %% ../../nbs/4_models/00_compat.ipynb #f15dc9ed
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections.abc import Callable
@@ -199,16 +198,14 @@ def skip_function_names():
 def hash_compiler():
     """Hash the sources of torch and Triton, under which compiled code is kept between runs.
 
-    torch 2.11: the first compilation does it, and takes a second; 2.13 begins it earlier. A torch
-    with other names leaves it to the compilation.
+    torch 2.11: the first compilation does it, and takes a second; 2.13 begins it earlier.
     """
-    with contextlib.suppress(Exception):
-        from torch._inductor.codecache import torch_key
-        from torch._inductor.runtime import triton_compat
+    from torch._inductor.codecache import torch_key
+    from torch._inductor.runtime import triton_compat
 
-        torch_key()
-        if triton_compat.HAS_TRITON:
-            triton_compat.triton_key()
+    torch_key()
+    if triton_compat.HAS_TRITON:
+        triton_compat.triton_key()
 
 
 def default_compile_cache() -> str:

@@ -651,14 +651,16 @@ def lost_rank(error: BaseException) -> str:
     )
 
 # %% ../../nbs/7_training/14_trainer.ipynb #19d2186e
-def _beside_imports(work: Callable, *arguments: Any):
-    """Start work in a thread; an error of it is said where the run needs the same."""
+def _beside_imports(work: Callable, *arguments: Any) -> threading.Thread:
+    """Start work in a thread and return it; an error is said where the run needs the same."""
 
     def begin():
         with contextlib.suppress(Exception):
             work(*arguments)
 
-    threading.Thread(target=begin, daemon=True).start()
+    thread = threading.Thread(target=begin, daemon=True)
+    thread.start()
+    return thread
 
 
 def import_used(recipe_file: str) -> list[Callable[[], Any]]:
