@@ -174,6 +174,8 @@ ALONE = {  # Functions that read for themselves, by why
         core/writing.written_aside""",
     "no file, but what a library has made": """
         models/published._configuration models/family.count_flops models/tiny.qwen_bpe""",
+    "lists of packages, which importlib.metadata reads": """
+        core/compat.packages_distributions""",
     "a file of the system": """
         models/chat_templates._memory_now training/heartbeat._runs
         training/host_memory._sum_of_lines""",

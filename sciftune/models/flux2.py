@@ -131,7 +131,7 @@ def empirical_mu(tokens: int, steps: int) -> float:
         return at_200
     at_10 = 8.73809524e-05 * tokens + 1.89833333
     slope = (at_200 - at_10) / 190
-    return slope * steps + at_200 - 200 * slope
+    return slope * steps + (at_200 - 200 * slope)
 
 # %% ../../nbs/4_models/04_flux2.ipynb #96336f42
 QWEN3_LAYERS = (9, 18, 27)  # decoder layers counted from 1, before any final norm
