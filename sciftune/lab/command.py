@@ -651,7 +651,13 @@ def _write_results(run: RunDir, recipe: Recipe) -> None:
     if evaluated_at_end(recipe) and state(run) == "finished":
         run_evaluation(run.path, count=64)
         print(evaluation_table(run.path))
-    print(f"report: {run_report(run)}", flush=True)
+    try:
+        print(f"report: {run_report(run)}", flush=True)
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # no nbconvert, a kernel that does not start, a full disk
+        print(f"the run is complete without its report: {error}", file=sys.stderr)
 
 
 def _own_code(run: RunDir) -> int:

@@ -23,13 +23,14 @@ __all__ = ['TreeSpec', 'tree_flatten', 'tree_unflatten', 'tree_leaves', 'tree_ma
            'FLASH_ATTENTION', 'CUDNN_ATTENTION', 'CUDNN_ATTENTION_BACKWARD', 'CPU_ATTENTION', 'CPU_ATTENTION_BACKWARD',
            'scaled_mm', 'layout_named', 'HOST_GRADIENTS', 'metadata_classes', 'storage_id', 'backward_pass',
            'release_pinned_memory', 'end_workers', 'mark_varying', 'compile_counters', 'on_compilation',
-           'raise_recompile_limit', 'stop_mixed_reductions', 'recompute_used_far_apart', 'keep_autograd_functions',
-           'quiet_selective_checkpoints', 'skip_function_names', 'hash_compiler', 'default_compile_cache',
-           'ignore_in_ddp', 'begin_fsdp', 'use_gloo', 'forget_accelerator', 'attention_setting', 'set_attention_kernel',
-           'set_context_parallel', 'checkpointing_function', 'qwen_prompt_embeds', 'flux2_reference', 'lora_components',
-           'causal_padding', 'partition_of', 'host_partition', 'partition_all', 'lacks_host_gradients',
-           'replace_host_gradients', 'buffered_norm', 'codes_and_scales', 'put_codes', 'change_parts', 'make_state',
-           'adapted_layers', 'switch_adapters', 'flash4_forward', 'flash4_backward']
+           'raise_recompile_limit', 'stop_mixed_reductions', 'compile_reductions_once', 'recompute_used_far_apart',
+           'keep_autograd_functions', 'quiet_selective_checkpoints', 'skip_function_names', 'hash_compiler',
+           'default_compile_cache', 'ignore_in_ddp', 'begin_fsdp', 'use_gloo', 'forget_accelerator',
+           'attention_setting', 'set_attention_kernel', 'set_context_parallel', 'checkpointing_function',
+           'qwen_prompt_embeds', 'flux2_reference', 'lora_components', 'causal_padding', 'partition_of',
+           'host_partition', 'partition_all', 'lacks_host_gradients', 'replace_host_gradients', 'buffered_norm',
+           'codes_and_scales', 'put_codes', 'change_parts', 'make_state', 'adapted_layers', 'switch_adapters',
+           'flash4_forward', 'flash4_backward']
 
 # %% ../../nbs/4_models/00_compat.ipynb #1f234147
 # torch 2.13: containers, dispatch modes and pinning have no public module
@@ -152,6 +153,17 @@ def stop_mixed_reductions():
 
     if getattr(config.triton, "mix_order_reduction", False):
         config.triton.mix_order_reduction = False
+
+
+def compile_reductions_once():
+    """Keep the first size of a reduction's kernel; a second one is compiled while the rank waits.
+
+    torch 2.13: the option has no public name.
+    """
+    import torch._inductor.config as config
+
+    if hasattr(config, "dynamic_scale_rblock"):
+        config.dynamic_scale_rblock = False
 
 
 def recompute_used_far_apart():

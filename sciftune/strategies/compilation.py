@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['KEPT_OPERATIONS', 'blocks_of', 'cos_and_sin', 'RealTable', 'RealAttention', 'joint_mask', 'real_rotary',
            'spread_blocks', 'checkpoint_blocks', 'recompute_one_more', 'compiled_graphs', 'tell_compilation',
-           'no_mixed_order_reductions', 'is_product', 'forward_selectively', 'compile_blocks', 'input_with_gradient',
-           'gather_whole_blocks', 'tell_launches', 'begin_graphs', 'ContiguousGradient', 'contiguous_gradients',
-           'blocks_to_checkpoint', 'prepare_denoiser']
+           'no_mixed_order_reductions', 'no_resized_reductions', 'is_product', 'forward_selectively', 'compile_blocks',
+           'input_with_gradient', 'gather_whole_blocks', 'tell_launches', 'begin_graphs', 'ContiguousGradient',
+           'contiguous_gradients', 'blocks_to_checkpoint', 'prepare_denoiser']
 
 # %% ../../nbs/5_strategies/08_compilation.ipynb #f99f5401
 import functools
@@ -34,6 +34,7 @@ from ..models.attention import attention
 from sciftune.models.compat import (
     attention_setting,
     compile_counters,
+    compile_reductions_once,
     default_compile_cache,
     keep_autograd_functions,
     on_compilation,
@@ -315,6 +316,12 @@ def no_mixed_order_reductions():
     if "TORCHINDUCTOR_MIX_ORDER_REDUCTION" not in os.environ:
         stop_mixed_reductions()
 
+
+def no_resized_reductions():
+    """Turn off Inductor's second size of a reduction, unless the user has set it."""
+    if "TORCHINDUCTOR_DYNAMIC_SCALE_RBLOCK" not in os.environ:
+        compile_reductions_once()
+
 # %% ../../nbs/5_strategies/08_compilation.ipynb #31fe62b2
 KEPT_OPERATIONS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution")
 
@@ -369,6 +376,7 @@ def compile_blocks(denoiser: nn.Module, names: tuple, cache: Path | None = None,
     # text lengths, masks, training and validation, frozen parameters
     raise_recompile_limit(64)
     no_mixed_order_reductions()
+    no_resized_reductions()
     recompute_used_far_apart()
     keep_autograd_functions()
     skip_function_names()
