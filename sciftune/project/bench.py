@@ -333,10 +333,15 @@ def settled_plan(run: RunDir, own: dict, predict: bool) -> Plan:
 
     Returns:
         the prediction; `Plan()` without one
+
+    Raises:
+        LaunchError: the planner cannot choose what the setting leaves open
     """
     if predict:
-        with contextlib.suppress(LaunchError):  # no plan is no measurement less
-            in_child("sciftune.planner.plan:write_plan", Recipe.load(run.recipe), run.plan)
+        recipe = Recipe.load(run.recipe)
+        unneeded = () if recipe.open_fields else LaunchError  # no plan is no measurement less
+        with contextlib.suppress(unneeded):
+            in_child("sciftune.planner.plan:write_plan", recipe, run.plan)
     plan = Plan.load(run.plan)
     said = {}
     if own["recompute"] is not None:
