@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['TEXT_BYTES', 'LIST_BYTES', 'LINE_BYTES', 'YAML_BYTES', 'DEEPEST', 'MOST_PARTS', 'MOST_IN_YAML', 'OWN_YAML', 'Kind',
-           'FileError', 'user_path', 'user_folder', 'open_file', 'read_bytes', 'read_words', 'package_folder',
-           'parsed_json', 'read_json', 'read_object', 'parsed_yaml', 'read_yaml', 'read_mapping', 'packaged_table',
-           'numbered_lines', 'read_json_lines', 'opened_csv', 'of_kind', 'read_kind']
+           'FileError', 'user_path', 'user_folder', 'new_folder', 'open_file', 'read_bytes', 'read_words',
+           'package_folder', 'parsed_json', 'read_json', 'read_object', 'parsed_yaml', 'read_yaml', 'read_mapping',
+           'packaged_table', 'numbered_lines', 'read_json_lines', 'opened_csv', 'of_kind', 'read_kind']
 
 # %% ../../nbs/1_core/19_files.ipynb #fi000003
 import contextlib
 import csv
+import errno
 import functools
 import importlib.util
 import io
@@ -41,19 +42,28 @@ class FileError(ValueError):
 
 
 def user_path(path: str | Path, field: str = "path") -> Path:
-    """Return a path that a person gave, with ~ and ~name as home folders. Raises FileError.
+    """Return a path that a person gave, with ~ and ~name as home folders.
+
+    Raises FileError for a path that can name no file: a part that is too long, a loop of links,
+    characters that no system takes.
 
     Args:
         path: as it was given
         field: setting that holds it, for the message
     """
     try:
-        return Path(path).expanduser()
+        found = Path(path).expanduser()
+        os.stat(found)
     except RuntimeError:
         raise FileError(
             f"{field}: {path}: {Path(path).parts[0]} is the home folder of nobody here; write the "
             f"whole path, or ./{path} for a name that begins with ~"
         ) from None
+    except (OSError, ValueError) as error:
+        if getattr(error, "errno", errno.ELOOP) in (errno.ELOOP, errno.ENAMETOOLONG):
+            why = getattr(error, "strerror", error)
+            raise FileError(f"{field}: {ascii(str(path))[:80]} can name no file: {why}") from None
+    return found
 
 
 def user_folder(path: str | Path, field: str = "out") -> Path:
@@ -69,6 +79,21 @@ def user_folder(path: str | Path, field: str = "out") -> Path:
     except (OSError, ValueError) as error:
         why = "it is a file" if os.path.isfile(folder) else getattr(error, "strerror", error)
         raise FileError(f"{field}: {folder} cannot be made: {why}; name another folder") from None
+    return folder
+
+
+def new_folder(path: str | Path, field: str = "out") -> Path:
+    """Return the path of a folder that is written as a whole: a new or an empty one.
+
+    Raises FileError for any other, whose content would be lost.
+
+    Args:
+        path: as it was given
+        field: setting that holds it, for the message
+    """
+    folder = user_path(path, field)
+    if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileError(f"{field}: {folder} exists; give a new folder")
     return folder
 
 

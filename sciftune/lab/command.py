@@ -188,8 +188,10 @@ def said_on_purpose(trace: str) -> str:
 
 
 def error_of_system(trace: str) -> str:
-    """Return the last line of a trace if the system refused a file, such as on a full disk; ''."""
+    """Return the last line of a trace if the system refused a file or memory; '' for others."""
     last = trace.rpartition("\n")[2]
+    if re.match(r"MemoryError|\w+Error: .*(out of memory|can't allocate memory)", last):
+        return f"{last}\nsmaller pictures, or fewer at once (batch), need less memory"
     return last if re.match(r"\w+Error: \[Errno \d+\] ", last) else ""
 
 
@@ -988,4 +990,5 @@ def program() -> None:
 
 # %% ../../nbs/9_lab/20_command.ipynb #2b0286a4
 if __name__ == "__main__" and "__file__" in globals():
+    sys.modules["sciftune.lab.command"] = sys.modules["__main__"]  # others import its errors
     program()

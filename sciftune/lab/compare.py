@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from ..core.files import read_words
+from ..core.files import read_words, user_path
 from ..core.recipe import Recipe
 from ..core.registry import nearest
 from ..core.rundir import RunDir
@@ -43,7 +43,7 @@ def found_runs(places: str | Path | Iterable[str | Path]) -> list[RunDir]:
     elif isinstance(places, Path):
         places = [places]
     found = {}
-    for place in map(Path, places):
+    for place in (user_path(place, "runs") for place in places):
         inside = sorted(file.parent for file in place.glob("*/recipe.yaml"))
         here = [place] if (place / "recipe.yaml").is_file() else inside
         if not here:

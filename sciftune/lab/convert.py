@@ -21,6 +21,7 @@ from sciftune.core.checkpoint_folders import (
     complete_checkpoints,
     model_state,
 )
+from ..core.files import new_folder, user_path
 from ..core.presets import nano_folder
 from ..core.recipe import Recipe, resolve, restored
 from ..core.recipe_checks import check_adapters
@@ -89,8 +90,7 @@ def convert_checkpoint(
     formats = dict(lora_format=lora_format or recipe.lora_format)
     recipe = recipe.model_copy(update=formats | dict(max_shard_size=max_shard_size))
     check_adapters(recipe)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists; give a new folder")
+    new_folder(out)
     import torch
 
     from sciftune.training.card import write_model_card
@@ -113,8 +113,8 @@ def convert_command(words: list[str]):
         words: the command line after the command's name
     """
     parser = argparse.ArgumentParser(prog="sciftune zero_to_bf16")
-    parser.add_argument("checkpoint", type=Path, help="runs/NAME/checkpoints/step_XXXXXX")
-    parser.add_argument("out", type=Path, help="new folder")
+    parser.add_argument("checkpoint", help="runs/NAME/checkpoints/step_XXXXXX")
+    parser.add_argument("out", help="new folder")
     parser.add_argument("--max_shard_size", default="10GB")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--ema", action="store_true", help="the moving average")
@@ -127,7 +127,8 @@ def convert_command(words: list[str]):
     given = parser.parse_args(words)
     options = (given.dtype, given.ema, given.max_shard_size, given.pipeline, given.lora_format)
     try:
-        written = convert_checkpoint(given.checkpoint, given.out, *options)
+        checkpoint = user_path(given.checkpoint, "checkpoint")
+        written = convert_checkpoint(checkpoint, new_folder(given.out), *options)
     except (ValueError, OSError, CheckpointError) as error:
         sys.exit(f"zero_to_bf16: {error}")
     print(f"wrote {written}")
@@ -185,12 +186,13 @@ def merge_command(words: list[str]):
     from sciftune.training.export import merge_lora
 
     number_type = getattr(torch, TYPES[given.dtype])
-    lora = Path(given.lora)
-    lora = lora / "model" if (lora / "recipe.yaml").is_file() else lora
     try:
+        lora, out = user_path(given.lora, "lora"), new_folder(given.out)
+        lora = lora / "model" if (lora / "recipe.yaml").is_file() else lora
         parts = given.model, given.text_encoder_path, given.autoencoder_path
+        user_path(given.base, "base")
         with base_folder(given.base, *parts) as base:
-            layers = merge_lora(base, lora, given.out, number_type, given.max_shard_size)
+            layers = merge_lora(base, lora, out, number_type, given.max_shard_size)
     except (ValueError, OSError) as error:
         sys.exit(f"merge_lora: {error}")
     print(f"merged {layers} layers into {given.out}")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core.files import read_words
+from ..core.files import read_words, user_path
 from ..core.rundir import RunDir
 from .jobs import LaunchError
 from .plots import Table, readable_size
@@ -19,7 +19,7 @@ from .plots import Table, readable_size
 # %% ../../nbs/9_lab/33_hub.ipynb #92701ed6
 def exported_folder(run: RunDir | str | Path) -> Path:
     """Return `model/` of a run. Raises ValueError if there is no export or no card."""
-    run = run if isinstance(run, RunDir) else RunDir(run)
+    run = run if isinstance(run, RunDir) else RunDir(user_path(run, "run"))
     folder = run.model
     if not folder.is_dir() and not run.recipe.is_file():
         raise ValueError(f"{run.path} is no run folder: it holds no recipe.yaml")

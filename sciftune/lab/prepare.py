@@ -112,6 +112,8 @@ def absolute_data(path: str, root: Path, field: str = "data") -> str:
         print(f"note: {field}={path} is what sciftune draws; the folder here is {field}=./{path}")
     if path in records("collections") or "://" in path:
         return path
+    if not path.strip():
+        raise LaunchError(f"{field}: the path is empty; this folder is ." + _drawn_hint(field))
     found = absolute_path(field, path, root)
     if os.path.isabs(found) and (glob.glob(found) or Path(found).exists()):
         return found

@@ -6,15 +6,16 @@
 __all__ = ['WEIGHT_STATES', 'ModelSource', 'model_source', 'checkpoint_source', 'adapter_source', 'run_source',
            'checkpoint_sources', 'listed_numbers', 'find_weights', 'load_source', 'Request', 'request_of',
            'settled_request', 'sample_batches', 'draw_samples', 'caption_of', 'encoded_captions', 'reference_image',
-           'encoded_references', 'sheet', 'wrapped', 'check_parameters']
+           'encoded_references', 'sheet', 'wrapped', 'listed_samples', 'save_samples', 'check_parameters']
 
 # %% ../../nbs/9_lab/19_sample.ipynb #faaf3254
+import json
 import math
 import tempfile
 import textwrap
 from collections import ChainMap
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,15 @@ from sciftune.core.checkpoint_folders import (
     complete_checkpoints,
     model_state,
 )
-from ..core.files import user_path
+from ..core.fields import check_range
+from ..core.files import FileError, read_json, user_path
 from ..core.presets import nano_folder
 from ..core.progress import progress
 from ..core.randomness import stream
 from ..core.recipe import Recipe, launch_preset, resolve, restored
 from ..core.registry import nearest, records
 from ..core.rundir import RunDir
+from ..core.writing import write_atomic, written_aside
 from ..data.encode import image_batch
 from ..data.images import DataError, load_picture
 from ..data.prompts import DrawnPrompt
@@ -307,6 +310,8 @@ def find_weights(
         names = ", ".join(WEIGHT_STATES)
         raise ValueError(f"{beside}state: {state!r}: expected one of {names}")
     path = user_path(where, field)
+    if base and not _is_adapter(path):
+        raise ValueError(f"{beside}base: does nothing with {where}, which is no adapter")
     if (path / "info.json").is_file():
         return checkpoint_source(path, state)
     if (path / "recipe.yaml").is_file():
@@ -459,8 +464,7 @@ def sample_batches(samples: list[Request], size: int) -> list[list[int]]:
     """
     if not samples:
         raise ValueError("prompts: none is given")
-    if size < 1:
-        raise ValueError(f"batch {size}: expected a number from 1")
+    check_range(1, batch=size)
     groups = {}
     for i, s in enumerate(samples):
         kind = (s.steps, s.guidance, s.height, s.width, len(s.references))
@@ -663,6 +667,39 @@ def sheet(
 def wrapped(text: str, width: int) -> str:
     """Wrap a text into lines of at most `width` letters."""
     return "\n".join(textwrap.wrap(text, max(width, 4)))
+
+# %% ../../nbs/9_lab/19_sample.ipynb #9d17c1a2
+def listed_samples(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of samples.json in a folder; raise FileError if it holds no list."""
+    file = folder / "samples.json"
+    rows = read_json(file) if file.exists() else []
+    if not isinstance(rows, list):
+        raise FileError(f"out: {file} holds no list of pictures; name another folder")
+    return rows
+
+
+def save_samples(
+    folder: Path, samples: list[Request], drawn: list[tuple[ModelSource, float, dict]]
+) -> list[dict[str, Any]]:
+    """Add pictures and their requests to a folder; return the new rows of samples.json.
+
+    Args:
+        folder: existing folder; what it holds stays
+        samples: requests
+        drawn: source, strength, and pictures of `draw_samples`
+    """
+    taken = [int(file.stem[2:]) for file in folder.glob("?-*.png") if file.stem[2:].isdigit()]
+    first, rows = max(taken, default=-1) + 1, []
+    for k, (source, strength, pictures) in enumerate(drawn):
+        for i, picture in pictures.items():
+            file = f"{k}-{first + i:03d}.png"
+            with written_aside(folder / file) as aside:
+                picture.save(aside, "PNG")
+            request = asdict(settled_request(samples[i], source))
+            rows.append(dict(file=file, weights=source.name, strength=strength, **request))
+    every = [*listed_samples(folder), *rows]
+    write_atomic(folder / "samples.json", json.dumps(every, indent=1, ensure_ascii=False))
+    return rows
 
 # %% ../../nbs/9_lab/19_sample.ipynb #5290c35a
 def check_parameters(names: Mapping[str, object], known: str):

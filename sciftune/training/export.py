@@ -29,7 +29,7 @@ from sciftune.core.digests import (
     read_digests,
     write_digests,
 )
-from ..core.files import read_object, user_path
+from ..core.files import new_folder, read_object, user_path
 from ..core.ownership import temporary_folder
 from ..core.progress import Beat
 from ..core.recipe import RecipeError
@@ -391,13 +391,14 @@ def merge_lora(
 
     Raises:
         ValueError: base and adapters do not belong together
+        FileError: `out` holds something
     """
+    out = new_folder(out)
     family = family_of(base, revision)
     if damaged := export_damage(family.resolve(base, revision=revision)):
         raise ValueError(damaged)
     weights = family.denoiser_weights(base, revision)
     merged = Merged(lora, family, base, revision)
-    out = Path(out)
     with _folder_beside(out) as component:
         _write_denoiser(merged, weights, family, base, component, dtype, max_shard_size, revision)
         encoders = {}

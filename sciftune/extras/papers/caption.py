@@ -21,6 +21,7 @@ from typing import BinaryIO
 import torch
 from PIL import Image
 
+from ...core.fields import check_range
 from ...core.files import FileError, parsed_json, user_folder, user_path
 from ...core.registry import family_named, records
 from ...core.writing import write_atomic
@@ -34,8 +35,8 @@ from ...models.writers import PictureWriter
 from ...strategies.adapters.merging import family_of
 
 # %% auto #0
-__all__ = ['SYSTEM', 'INSTRUCTION', 'MOST_NOTED', 'WINDOW', 'UNCAPTIONED', 'question', 'Journal', 'batches', 'ask_each',
-           'new_captions', 'Captioned', 'writing_model', 'describe_collection']
+__all__ = ['SYSTEM', 'INSTRUCTION', 'MOST_NOTED', 'MOST_WORDS', 'WINDOW', 'UNCAPTIONED', 'question', 'Journal', 'batches',
+           'ask_each', 'new_captions', 'Captioned', 'writing_model', 'describe_collection']
 
 # %% ../../../nbs/extras/papers/07_caption.ipynb #3aa29e0c
 SYSTEM = (
@@ -49,6 +50,7 @@ INSTRUCTION = (
     "are written there. Leave out what neither the figure nor these notes tell."
 )
 MOST_NOTED = 1500  # characters of a note
+MOST_WORDS = 2000  # of a caption: a model that never ends is stopped behind them
 
 
 def question(
@@ -306,15 +308,18 @@ def describe_collection(
         tell: function that reports progress
 
     Raises:
-        ValueError: the text encoder does not write, or weights are missing
+        ValueError: the text encoder does not write, weights are missing, or a number is too small
         DataError: nothing can be read
         FileError: `out` holds other files, a picture vanished, or the model refuses every picture
     """
+    check_range(1, MOST_WORDS, words=words)
+    check_range(1, batch=batch, weight=weight)
+    check_range(16, side=side)
+    place = _device(device)
     family, path = writing_model(model, model_path)
     out = user_path(out, "out")
     collection = _opened(data, metadata, out)
     user_folder(out, "out")
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     instruction = prompt or INSTRUCTION.format(language=language, words=words)
     longest = 64 + 4 * words  # tokens: languages of many tokens per word have room
 
@@ -338,6 +343,17 @@ def describe_collection(
         keys = [_key(settings, collection.digests[i], asked(i)) for i in range(len(collection))]
         _answer_all(ask, batches(collection.sizes, batch), keys, journal, tell)
         return _write_rows(collection, keys, journal, out, keep=keep, weight=weight)
+
+
+def _device(name: str | None) -> torch.device:
+    """Return a device by its name; None = the GPU if there is one. Raises ValueError."""
+    try:
+        place = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=place).cpu()
+    except (AssertionError, RuntimeError) as error:
+        why = str(error).partition("\n")[0]
+        raise ValueError(f"device: {name!r} cannot be used: {why}; leave it out") from None
+    return place
 
 
 def _load(collection: Collection, numbers: list[int], side: int) -> list[Image.Image]:

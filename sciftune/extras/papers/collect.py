@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...core.fields import check_range
 from ...core.files import FileError, user_folder, user_path
 from ...core.rundir import cores
 from ...core.writing import write_atomic
@@ -297,12 +298,16 @@ def collect(
         seconds: limit for one document
 
     Raises:
-        FileError: a package is missing, or there is no document
+        FileError: a package is missing, there is no document, or `out` holds a list of others
+        ValueError: a number is too small
     """
     require("pypdfium2", "pylatexenc", "resvg_py")
+    check_range(16, side=side)
+    check_range(1, seconds=seconds, workers=workers)
     named = str(sources).split(",") if isinstance(sources, (str, Path)) else sources
     documents, left_out = find_documents([str(path).strip() for path in named])
     folder = user_folder(out, "out")
+    _check_own(folder)
     first = {}
     for document in documents:
         other = first.setdefault(document.digest, document)
@@ -323,6 +328,14 @@ def collect(
     write_lines(folder / "metadata.jsonl", rows)
     write_lines(folder / "quarantine.jsonl", listed)
     return Collected(folder, rows, listed, len(places) - sum(map(bool, faults)))
+
+
+def _check_own(folder: Path):
+    """Raise FileError if a folder holds a list that `collect` has not written."""
+    listed = folder / "metadata.jsonl"
+    own = any(folder.glob("figures/*/document.json"))
+    if listed.exists() and listed.stat().st_size and not own:
+        raise FileError(f"out: {folder} holds a metadata.jsonl of others; name another folder")
 
 
 def _written(place: Path, document: Source, licence: str, left_out: list) -> list[dict]:
