@@ -7,6 +7,7 @@ __all__ = ['recorded_numbers', 'last_step', 'weights_deviation', 'Proof', 'kill_
 
 # %% ../../nbs/9_lab/15_prove.ipynb #97299f05
 import argparse
+import contextlib
 import sys
 import time
 from collections.abc import Mapping
@@ -153,10 +154,11 @@ def kill_at(run: RunDir, step: int) -> int:
     """
     while state(run) == "running":
         if last_step(run) >= step and complete_checkpoints(run):
-            every = processes(run)
-            for process in every:
-                process.kill()
-            psutil.wait_procs(every)
+            while every := processes(run):  # again: one may have started another meanwhile
+                for process in every:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
+                psutil.wait_procs(every)
             return last_step(run)
         time.sleep(0.01)
     if state(run) == "finished":

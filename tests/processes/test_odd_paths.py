@@ -48,7 +48,7 @@ def command(root, work, tmp_path, warm_python):
     temporary = tmp_path / f"tmp {ODD}"
     temporary.mkdir()
 
-    def run(*words):
+    def run(*words, code=0):
         done = subprocess.run(
             [warm_python, "-m", "sciftune.lab.command", *words],
             cwd=work,
@@ -58,7 +58,7 @@ def command(root, work, tmp_path, warm_python):
             stderr=subprocess.STDOUT,
             text=True,
         )
-        assert done.returncode == 0, done.stdout
+        assert done.returncode == code, done.stdout
         assert not list(temporary.iterdir()), words
         return done.stdout
 
@@ -80,6 +80,8 @@ def test_trains_resumes_evaluates_samples_and_compares(command, work, tmp_path):
     source, out = ("-r", "source", str(run.path)), f"out {ODD}"
     command("evaluate", *source, "count=1")
     assert "step_000002" in (run.path / "evaluation.jsonl").read_text()
+    said = command("sweep", "nope=1", code=2)
+    assert said.startswith("sciftune sweep: nothing changes"), said
     command("sample", *source, "seeds=0", "guidance=", "steps=2", "prompts=one", "-r", "out", out)
     assert (work / out / "samples.json").is_file()
     command("compare", "-r", "runs", str(run.path))
