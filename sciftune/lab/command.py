@@ -655,11 +655,8 @@ def _write_results(run: RunDir, recipe: Recipe) -> None:
         print(evaluation_table(run.path))
     try:
         print(f"report: {run_report(run)}", flush=True)
-    except (
-        OSError,
-        RuntimeError,
-    ) as error:  # no nbconvert, a kernel that does not start, a full disk
-        print(f"the run is complete without its report: {error}", file=sys.stderr)
+    except (OSError, RuntimeError) as error:  # a full disk, a kernel that does not start
+        print(f"sciftune run: no report: {error}", file=sys.stderr)
 
 
 def _own_code(run: RunDir) -> int:

@@ -90,7 +90,7 @@ def convert_checkpoint(
     formats = dict(lora_format=lora_format or recipe.lora_format)
     recipe = recipe.model_copy(update=formats | dict(max_shard_size=max_shard_size))
     check_adapters(recipe)
-    new_folder(out)
+    out = new_folder(out)
     import torch
 
     from sciftune.training.card import write_model_card
@@ -128,7 +128,7 @@ def convert_command(words: list[str]):
     options = (given.dtype, given.ema, given.max_shard_size, given.pipeline, given.lora_format)
     try:
         checkpoint = user_path(given.checkpoint, "checkpoint")
-        written = convert_checkpoint(checkpoint, new_folder(given.out), *options)
+        written = convert_checkpoint(checkpoint, given.out, *options)
     except (ValueError, OSError, CheckpointError) as error:
         sys.exit(f"zero_to_bf16: {error}")
     print(f"wrote {written}")

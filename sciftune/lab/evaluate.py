@@ -288,7 +288,8 @@ class ClipScore:
     def __init__(self, folder: str | Path):
         from transformers import CLIPModel, CLIPProcessor
 
-        if not (user_path(folder, "clip") / "config.json").is_file():
+        folder = user_path(folder, "clip")
+        if not (folder / "config.json").is_file():
             raise ValueError(f"clip: {folder} holds no config.json; give a CLIP folder")
         own = dict(local_files_only=True)
         self.model = CLIPModel.from_pretrained(folder, use_safetensors=True, **own).eval()

@@ -688,8 +688,9 @@ def save_samples(
         samples: requests
         drawn: source, strength, and pictures of `draw_samples`
     """
-    taken = [int(file.stem[2:]) for file in folder.glob("?-*.png") if file.stem[2:].isdigit()]
-    first, rows = max(taken, default=-1) + 1, []
+    numbers = (file.stem.rpartition("-")[2] for file in folder.glob("*-*.png"))
+    first = max((int(number) for number in numbers if number.isdecimal()), default=-1) + 1
+    rows = []
     for k, (source, strength, pictures) in enumerate(drawn):
         for i, picture in pictures.items():
             file = f"{k}-{first + i:03d}.png"
