@@ -281,8 +281,13 @@ class OperationRecorder(TorchDispatchMode):
         moved = (t.nbytes for t in tensors if storage_id(t.untyped_storage()) not in self.weights)
         self.traffic += sum(moved)
         name = func.overloadpacket.__name__
+        if "attention" in name:
+            query, key, value = (t.shape for t in args[:3])  # keys may have fewer heads
+            pairs = query[:3].numel() * key[2]
+            self.flops["attention"] += 2 * pairs * (query[3] + value[3])
+            return
         flops = flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
-        self.flops["attention" if "attention" in name else "products"] += flops
+        self.flops["products"] += flops
         self.flops["convolutions"] += flops if name == "convolution" else 0
 
     def smallest(self, wanted: set[int], fixed: set[int], free: set[int]) -> set[int]:
