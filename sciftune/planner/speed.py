@@ -18,7 +18,6 @@ from torch import nn
 from ..core.recipe import Recipe, RecipeError
 from ..models.compat import tree_map
 from .costs.base import costs_of
-from .ledger import Ledger
 from .records import BlockTimes, Profile
 from .trace import shape_kind, tensors_in
 from .work import MetaModel, step_cost_of
@@ -63,7 +62,7 @@ DEVICES = {
     "B200": DeviceRates(2250e12, 8e12, 600e9, 180),
     "GH200": DeviceRates(989e12, 4.8e12, 300e9, 141, bus=300e9),
     "H200": DeviceRates(989e12, 4.8e12, 300e9, 141),
-    "H100": DeviceRates(989e12, 3.35e12, 300e9, 80, pace=1.08),
+    "H100": DeviceRates(989e12, 3.35e12, 300e9, 80, pace=1.06),
     "H800": DeviceRates(989e12, 3.35e12, 130e9, 80),
     "A100": DeviceRates(312e12, 2e12, 200e9, 80, float8=False, bus=25e9),
     "A800": DeviceRates(312e12, 2e12, 130e9, 80, float8=False, bus=25e9),
@@ -99,9 +98,9 @@ def named_device(name: str) -> DeviceRates:
     return rates
 
 # %% ../../nbs/6_planner/06_speed.ipynb #571bb909
-PRODUCTS, CONVOLUTIONS, ATTENTION = 0.64, 0.25, 0.49  # share of the peak that they reach
+PRODUCTS, CONVOLUTIONS, ATTENTION = 0.66, 0.25, 0.48  # share of the peak that they reach
 UPDATE = 0.6  # share of the memory's rate that fused AdamW reaches
-EXPOSED = 0.4  # share of an exchange that is waited for, at least
+EXPOSED = 0.5  # share of an exchange that is waited for, at least
 FLOAT8, FLOAT32 = 1.7, 0.5  # rates relative to bf16
 FLOAT8_CASTS = 9  # bytes per weight of blocks that each pass moves to make float8 of them
 COMPILED_TRAFFIC, EAGER_TRAFFIC = 1.6, 7  # times the bytes that contractions read and write
@@ -122,9 +121,10 @@ def forward_seconds(profile: Profile, strategy: Strategy, rates: DeviceRates) ->
     attention, convolutions = (flops * profile.share(k) for k in ("attention", "convolutions"))
     traffic = sum(block.traffic(batch) for block in profile.blocks)
     traffic *= profile.context / strategy.context  # blocks are measured at a rank's tokens
-    eager = not (strategy.recipe.compile or strategy.captured)
-    seconds = traffic * (EAGER_TRAFFIC if eager else COMPILED_TRAFFIC) / rates.memory
-    if strategy.captured:
+    eager, unet = not strategy.recipe.compile, convolutions > 0
+    times = EAGER_TRAFFIC if eager and not unet else COMPILED_TRAFFIC
+    seconds = times * traffic / rates.memory
+    if eager and unet:  # its kernels were timed as they are replayed
         seconds += policy.compute.itemsize * profile.numel / rates.memory
         seconds += REPLAYED_KERNEL * profile.kernels
     matrices = flops - attention - convolutions
@@ -171,23 +171,34 @@ def _selective_seconds(
     return strategy.accumulation * SELECTIVE_TRAFFIC * again / rates.memory
 
 
-def _updated_bytes(profile: Profile, strategy: Strategy, checkpointed: int) -> float:
+def _updated_bytes(profile: Profile, strategy: Strategy) -> float:
     """Return the bytes that are stored on the GPU and change with an update."""
-    stored = Ledger(profile, strategy, checkpointed).stored_on_gpu()
+    stored = {part: gpu for part, (gpu, _) in costs_of(strategy, profile).stored().items()}
     here = stored.pop("parameters") * profile.trained / profile.numel
-    stored.pop("frozen", 0)
     part = profile.trained * strategy.trained_itemsize / strategy.shards  # of this rank
     return sum(stored.values()) + min(here, part)  # `here` is less if parameters are on the host
 
 
-def _update_seconds(
-    profile: Profile, strategy: Strategy, checkpointed: int, rates: DeviceRates
-) -> float:
+def _clip_seconds(profile: Profile, strategy: Strategy, rates: DeviceRates) -> float:
+    """Return the seconds in which gradients that all exist are measured and scaled."""
+    if strategy.releases_gradients:
+        return 0.0
+    passes = 3 if strategy.recipe.max_grad_norm else 1  # scaling reads and writes
+    return passes * costs_of(strategy, profile).gradient_bytes() / rates.memory
+
+
+def _network_update(profile: Profile, strategy: Strategy, rates: DeviceRates) -> float:
     record, shards = strategy.policy.optimizer_record, strategy.shards
-    moved = 2 * _updated_bytes(profile, strategy, checkpointed) / (UPDATE * rates.memory)
+    moved = 2 * _updated_bytes(profile, strategy) / (UPDATE * rates.memory)
     flops = 2 * record.products * profile.trained_sides / shards
     seconds = record.traffic * moved + flops / (PRODUCTS * rates.pace * rates.flops)
+    seconds += _clip_seconds(profile, strategy, rates)
     return seconds + record.host_seconds * len(profile.trained_tensors)
+
+
+def _update_seconds(profile: Profile, strategy: Strategy, rates: DeviceRates) -> float:
+    networks = step_cost_of(strategy.recipe).updated_networks(profile, strategy)
+    return sum(times * _network_update(one, its, rates) for one, its, times in networks)
 
 
 def _context_seconds(
@@ -209,19 +220,20 @@ def _float8_layers(profile: Profile, strategy: Strategy) -> int:
 
 
 def _launch_seconds(profile: Profile, strategy: Strategy, share: float) -> float:
-    work = step_cost_of(strategy.recipe)
+    work, costs = step_cost_of(strategy.recipe), costs_of(strategy, profile)
     passes = work.forward_passes(profile, share, 1)
+    updates = costs.update_host_seconds()
     if strategy.recipe.compile:
         blocks, layers = len(profile.blocks), _float8_layers(profile, strategy)
         once = blocks * COMPILED_BLOCK + layers * FLOAT8_LAYER
         if strategy.recipe.cuda_graphs:
             once = blocks * GRAPHED_BLOCK
-        return strategy.accumulation * passes * once
+        return strategy.accumulation * passes * once + updates
     if strategy.captured:
         return 0.0
     each = CAST_OPERATION if work.autocasts(profile, strategy) else OPERATION
-    engine_seconds = costs_of(strategy, profile).host_seconds(passes)
-    return strategy.accumulation * passes * profile.operations * each + engine_seconds
+    seconds = strategy.accumulation * passes * profile.operations * each
+    return seconds + costs.host_seconds(passes) + updates
 
 
 def _added_seconds(profile: Profile, strategy: Strategy, rates: DeviceRates) -> float:
@@ -262,7 +274,7 @@ def step_parts(
         context=_context_seconds(profile, strategy, share, rates),
         exchange=near / rates.link + far / NETWORK,
         copies=copied + _added_seconds(profile, strategy, rates),
-        update=_update_seconds(profile, strategy, checkpointed, rates),
+        update=_update_seconds(profile, strategy, rates),
         offload=costs.offload_seconds(max(compute, host), share, rates.bus),
     )
 

@@ -183,6 +183,17 @@ class StepCost:
         again = checkpointed_share * profile.backward_blocks
         return 1 + again + backward * profile.backward_share
 
+    def updated_networks(
+        self, profile: Profile, strategy: Strategy
+    ) -> list[tuple[Profile, Strategy, float]]:
+        """Return each trained network, its strategy, and how often a step updates it.
+
+        Args:
+            profile: the model
+            strategy: recipe on a number of processes
+        """
+        return [(profile, strategy, 1.0)]
+
     def sent_bytes(
         self, profile: Profile, strategy: Strategy, checkpointed_share: float
     ) -> tuple[float, float]:

@@ -507,8 +507,8 @@ def bench_row(run: RunDir, recipe: Recipe, own: dict, predicted: Plan, began: fl
     if numbers:
         first = next(line for line in rows if "step_time" in line)
         row["first_step_s"] = first["time"] - began
-    if own["resident"] is not None:
-        row["resident_gib"] = own["resident"]
+    if recipe.offload in find_record("strategies", recipe.strategy).gpu_updates[1:]:
+        row["resident_gib"] = round(followed.resident_bytes / 2**30, 4)
     replayed = recipe.cuda_graphs and not recipe.compile  # from memory that is only reserved
     row |= plan_columns(predicted, numbers.get("reserved_gib" if replayed else "allocated_gib"))
     return row | {

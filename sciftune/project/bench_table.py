@@ -152,6 +152,7 @@ class Predictor:
             recipe.lora_rank,
             recipe.lora_base,
             recipe.reference_images,
+            recipe.context_parallel,
         )
         if key not in self.profiles:
             self.profiles[key] = profile(recipe, get_family(recipe.model), vae=False)

@@ -80,6 +80,17 @@ class ComparedStepCost(StepCost):
         """
         return self.passes(super().forward_passes(profile, checkpointed_share, backward))
 
+    def updated_networks(
+        self, profile: Profile, strategy: Strategy
+    ) -> list[tuple[Profile, Strategy, float]]:
+        """Return the network with the optimizer steps of a training step.
+
+        Args:
+            profile: The model
+            strategy: recipe on a number of processes
+        """
+        return [(profile, strategy, float(self.updates))]
+
     def sent_bytes(
         self, profile: Profile, strategy: Strategy, checkpointed_share: float
     ) -> tuple[float, float]:

@@ -420,6 +420,18 @@ class DMDStepCost(StepCost):
         again = checkpointed_share * model.backward_blocks
         return step_passes(self.recipe, share, again, backward * model.backward_share)
 
+    def updated_networks(
+        self, model: Profile, strategy: Strategy
+    ) -> list[tuple[Profile, Strategy, float]]:
+        """Return the generator and the critic with their updates per step.
+
+        Args:
+            model: profile of the generator
+            strategy: recipe on a number of processes
+        """
+        generator = (model, strategy, 1 / self.recipe.generator_every)
+        return [generator, (*critic_of(model, strategy), 1.0)]
+
     def sent_bytes(
         self, model: Profile, strategy: Strategy, checkpointed_share: float
     ) -> tuple[float, float]:

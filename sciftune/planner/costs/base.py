@@ -381,6 +381,10 @@ class Costs:
         """
         return 0.0
 
+    def update_host_seconds(self) -> float:
+        """Return the host's seconds per step for launching updates one by one in backward."""
+        return 0.0
+
     def offload_seconds(self, busy: float, checkpointed_share: float, bus: float) -> float:
         """Return the seconds per step for what is kept on the host or on disk.
 
