@@ -24,7 +24,8 @@ class PlanRow(BaseModel):
         micro_batch: Samples per process and forward pass
         gpu_gib: Part -> GiB of a GPU; on a CPU of a process
         gpu_total_gib: Their sum
-        allocated_gib: The sum without the gaps between allocations
+        allocated_gib: The sum without the gaps between allocations; with them if passes are
+            replayed, since what recordings hold is reserved
         host_parts_gib: Part -> GiB of the host, all its processes
         host_gib: The largest sum of parts that are there at the same time
         disk_gib: Checkpoints and export

@@ -13,21 +13,22 @@ from ..strategies.compilation import spread_blocks
 from ..strategies.strategy import Strategy
 
 # %% auto #0
-__all__ = ['EXCHANGE_COPIES', 'kept_by_graphs', 'Ledger', 'selects', 'recomputed_counts', 'highest_level', 'fitting_level']
+__all__ = ['RECORDING', 'EXCHANGE_COPIES', 'kept_by_graphs', 'Ledger', 'selects', 'recomputed_counts', 'highest_level',
+           'fitting_level']
 
 # %% ../../nbs/6_planner/05_ledger.ipynb #e1d274a7
-def kept_by_graphs(phases: list[Phase]) -> list[Phase]:
+RECORDING = 120 * 2**20  # bytes beside its tensors: a workspace of cuBLAS, and gaps
+
+
+def kept_by_graphs(phases: list[Phase], recordings: list[float]) -> list[Phase]:
     """Return the phases of a step when its passes are replayed from CUDA graphs.
 
     Args:
-        phases: phases of a step that launches its kernels; 'network: phase' if there are several
+        phases: phases of a step that launches its kernels
+        recordings: bytes of activations and gradients of each recorded pass
     """
-    most = {}
-    for phase in phases:
-        network = phase.name.rpartition(": ")[0]
-        own = phase.parts.get("activations", 0.0) + phase.parts.get("gradients", 0.0)
-        most[network] = max(most.get(network, 0.0), own)
-    kept = dict(activations=sum(most.values()), gradients=0.0)  # these are in the same memory
+    own = sum(recordings) + len(recordings) * RECORDING
+    kept = dict(activations=own, gradients=0.0)  # these are in the same memory
     return [Phase(phase.name, phase.parts | kept) for phase in phases]
 
 # %% ../../nbs/6_planner/05_ledger.ipynb #e3deab23
@@ -123,8 +124,11 @@ class Ledger:
         Args:
             position: block that backward is in; the number of blocks means the end of forward
         """
-        casts = self.costs.cast_bytes(position, self.positions) + self.costs.widened_bytes()
-        return self.costs.gathered_bytes(position) + casts
+        casts = 0.0 if self.strategy.captured else self._casts(position)
+        return self.costs.gathered_bytes(position) + casts + self.costs.widened_bytes()
+
+    def _casts(self, position: int) -> float:
+        return self.costs.cast_bytes(position, self.positions)
 
     def backward(
         self,
@@ -160,7 +164,7 @@ class Ledger:
         remaining = 0.0 if released else gradients
         phases.append(Phase("optimizer step", base | dict(gradients=remaining, optimizer=states)))
         if self.strategy.captured:
-            phases = kept_by_graphs(phases)
+            phases = kept_by_graphs(phases, self.work.recordings(self))
         if self.recipe.validation_steps and self.recipe.validation_images:
             parts = base | self._validation()
             if self.recipe.cuda_graphs:  # they keep the memory that a step allocated
@@ -168,6 +172,25 @@ class Ledger:
                 parts |= dict(activations=most)
             phases.append(Phase("validation", parts))
         return phases
+
+    def recording(self, one: ForwardPass, trains: bool = True) -> float:
+        """Return the bytes of a CUDA graph of a forward pass and its backward pass.
+
+        They include weights that autocast has cast, which backward reads.
+
+        Args:
+            one: the forward pass
+            trains: whether the parameters get gradients, which stay in the memory of the graph
+        """
+        whole = trains * self.strategy.trained_itemsize * self.profile.trained
+        kept, working = self.kept(one.batch), self.working(one.batch, trains)
+        held, behind = sum(kept[: one.blocks]) + one.outside, 0.0
+        most = max(whole, held + self._casts(len(self.profile.blocks)))
+        for i in reversed(range(one.blocks)):
+            held -= kept[i]
+            most = max(most, held + self._casts(i) + working[i] + behind)
+            behind += whole * self.profile.blocks[i].trained / max(1, self.profile.trained)
+        return most
 
     def _beside_graphs(self) -> list[Phase]:
         """Return phases of several micro-batches: recordings of one, and beside them the sum."""

@@ -250,7 +250,7 @@ def plan_row(profile: Profile, strategy: Strategy, machine: Machine) -> PlanRow:
     parts = {k: v / 2**30 for k, v in phase.parts.items() if v}
     allocated = sum(parts.values())
     if machine.cuda:
-        parts["allocator"] = max(ledger.costs.gaps * allocated, ledger.costs.stream_bytes() / 2**30)
+        parts["allocator"] = ledger.costs.lost_gib(allocated)
     else:
         parts["process"] = PROCESS
     total = sum(parts.values())
@@ -272,7 +272,7 @@ def plan_row(profile: Profile, strategy: Strategy, machine: Machine) -> PlanRow:
         processes=strategy.world,
         gpu_gib=_rounded(parts, 4),
         gpu_total_gib=round(total, 4),
-        allocated_gib=round(allocated, 4),
+        allocated_gib=round(total if strategy.captured else allocated, 4),
         host_parts_gib=_rounded(host, 3),
         host_gib=round(host_total, 3),
         disk_gib=round(disk_gib(ledger), 3),

@@ -162,6 +162,10 @@ class StepCost:
         """Return the phases of memory from the end of forward to the end of backward."""
         return ledger.backward(ledger.stored_on_gpu(), (ledger.forward_pass(),))
 
+    def recordings(self, ledger: MemoryLedger) -> list[float]:
+        """Return the bytes of each CUDA graph of a step with `cuda_graphs`."""
+        return [ledger.recording(ledger.forward_pass())]
+
     def checkpoint_bytes(self, profile: Profile, strategy: Strategy) -> float:
         """Return the bytes of a checkpoint: weights, optimizer states and EMA in fp32."""
         record = strategy.policy.optimizer_record

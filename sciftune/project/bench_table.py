@@ -109,7 +109,7 @@ def checkpointed_count(profile: Profile, checkpointed: int | str) -> int:
 def planned_peak(
     profile: Profile, strategy: Strategy, checkpointed: int | str, selective: int = 0
 ) -> float:
-    """Return the expected peak in GiB.
+    """Return the expected peak in GiB; with what the allocator loses if passes are replayed.
 
     Args:
         profile: the model
@@ -118,7 +118,9 @@ def planned_peak(
         selective: blocks of the others that are selectively recomputed
     """
     count = checkpointed_count(profile, checkpointed)
-    return Ledger(profile, strategy, count, selective).peak().total / 2**30
+    ledger = Ledger(profile, strategy, count, selective)
+    peak = ledger.peak().total / 2**30
+    return peak + ledger.costs.lost_gib(peak) if strategy.captured else peak
 
 # %% ../../nbs/10_project/05_bench_table.ipynb #39ea9282
 @dataclass

@@ -289,6 +289,23 @@ class DistillationPhases:
             self._phase("generator: critic's forward-only pass", kept + run(batch), critic),
         ]
 
+    def recordings(self) -> list[float]:
+        """Return the bytes of each CUDA graph: passes that train, and forward-only ones."""
+        ledger, critic, run = self.ledger, self.critic, self.size.forward_only
+        found = [run(self.batch), ledger.recording(ledger.forward_pass())]
+        found.append(critic.recording(critic.forward_pass()))
+        if self.discriminator:
+            found.append(critic.recording(self._discriminator_pass(self.batch), trains=False))
+            found.append(critic.recording(self._discriminator_pass(2 * self.batch)))
+        if self.recipe.gan_alone:
+            return found
+        found.append(run(self.batch))  # the critic answers
+        if self.recipe.teacher_placement == "offload":
+            return found
+        guided = self.recipe.real_guidance > 1
+        alone = not guided or teacher_passes(self.recipe) % 2 == 1  # without its second pass
+        return found + guided * [run(2 * self.batch)] + alone * [run(self.batch)]
+
     def _discriminator_pass(self, batch: int) -> ForwardPass:
         found = self.discriminator
         outside = found.outside(batch) + batch * found.kept
@@ -393,6 +410,14 @@ class DMDStepCost(StepCost):
             ledger: memory of the generator
         """
         return DistillationPhases(ledger).all()
+
+    def recordings(self, ledger: Ledger) -> list[float]:
+        """Return the bytes of each CUDA graph of both updates.
+
+        Args:
+            ledger: memory of the generator
+        """
+        return DistillationPhases(ledger).recordings()
 
     def checkpoint_bytes(self, model: Profile, strategy: Strategy) -> float:
         """Return the checkpoint bytes of both networks.

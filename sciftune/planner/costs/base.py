@@ -196,6 +196,10 @@ class Costs:
         reduction = self.outer_reduction()
         return max([*moved, reduction[1] if reduction else 0.0])
 
+    def lost_gib(self, peak: float) -> float:
+        """Return the GiB that the allocator reserves beside a peak of so many GiB."""
+        return max(self.gaps * peak, self.stream_bytes() / 2**30)
+
     def moved_bytes(self, position: int) -> float:
         """Return `gathered_bytes` without what stays gathered.
 

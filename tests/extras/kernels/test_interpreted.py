@@ -36,8 +36,10 @@ for words in map(str.split, files):
 @pytest.fixture(scope="module")
 def said(python, root, tmp_path_factory):
     """Folder with what each of `FILES` has said."""
-    pytest.importorskip("triton")
+    triton = pytest.importorskip("triton")
     pytest.importorskip("flashoptim")
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
+        pytest.skip("the interpreter of Triton 3.6 fails with NumPy 2.4")
     out = tmp_path_factory.mktemp("interpreted")
     environment = os.environ | dict(TRITON_INTERPRET="1", OMP_NUM_THREADS="1", PYTHONPATH=str(root))
     calls = [" ".join((name, *words)) for name, words in FILES.items()]
