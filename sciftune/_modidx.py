@@ -233,6 +233,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                'sciftune/core/digests.py'),
                                        'sciftune.core.digests.folder_damage': ( '1_core/digests.html#folder_damage',
                                                                                 'sciftune/core/digests.py'),
+                                       'sciftune.core.digests.pieces_of': ('1_core/digests.html#pieces_of', 'sciftune/core/digests.py'),
                                        'sciftune.core.digests.read_digests': ( '1_core/digests.html#read_digests',
                                                                                'sciftune/core/digests.py'),
                                        'sciftune.core.digests.sealed': ('1_core/digests.html#sealed', 'sciftune/core/digests.py'),

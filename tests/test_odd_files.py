@@ -182,7 +182,7 @@ ALONE = {  # Functions that read for themselves, by why
     "source code of a plug-in or a packaged notebook, which runs anyway": """
         core/registry._assigned core/registry._record_texts lab/command._makes_recipe""",
     "hashed in pieces, whatever it holds": """
-        core/digests.file_digests core/digests.damage.differs
+        core/digests.pieces_of
         data/encode.encoder_fingerprint
         data/cache.header_digest""",
     "a picture: with bounds of its own": """
