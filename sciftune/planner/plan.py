@@ -260,11 +260,11 @@ def _why_slower(setting: Setting, best: Setting) -> str:
     if not setting.row.seconds_per_step:
         return "slower by the rates of an H200; those of this device are not known"
     more = setting.seconds - best.seconds
+    if more < 0.0005 and best.strategy.captured and not setting.strategy.captured:
+        return "as fast, if the host launches kernels in time; with cuda_graphs it need not"
     if more < -0.0005:
         return f"{-more:.3f} s faster, too little for offload={setting.strategy.recipe.offload}"
     if more < 0.0005:
-        if best.strategy.captured and not setting.strategy.captured:
-            return "as fast, if the host launches kernels in time; with cuda_graphs it need not"
         return f"as fast, needs {setting.row.gpu_total_gib - best.row.gpu_total_gib:.1f} GiB more"
     parts, least = setting.row.seconds_parts, best.row.seconds_parts
     grown = {name: seconds - least.get(name, 0.0) for name, seconds in parts.items()}

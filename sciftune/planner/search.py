@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from sciftune.models.family import Family
 
 # %% auto #0
-__all__ = ['OFFLOAD_GAIN', 'MOST_CARDS', 'engine_variants', 'variant', 'command', 'candidates', 'Setting', 'least_seconds',
-           'planned_setting', 'ranked', 'suggestions', 'adapters_instead', 'shared_tokens', 'settled', 'check_cards',
-           'open_settings', 'best_settings']
+__all__ = ['OFFLOAD_GAIN', 'LAUNCH_GAIN', 'MOST_CARDS', 'engine_variants', 'variant', 'command', 'candidates', 'Setting',
+           'least_seconds', 'planned_setting', 'ranked', 'suggestions', 'adapters_instead', 'shared_tokens', 'settled',
+           'check_cards', 'open_settings', 'best_settings']
 
 # %% ../../nbs/6_planner/08_search.ipynb #c7fe2a59
 def engine_variants(world: int) -> list[dict]:
@@ -168,6 +168,7 @@ def candidates(recipe: Recipe, machine: Machine, worlds: Iterable[int]) -> Itera
 
 # %% ../../nbs/6_planner/08_search.ipynb #9e9a2854
 OFFLOAD_GAIN = 0.03  # share of a step for the optimizer, twice that for weights
+LAUNCH_GAIN = 0.1  # share of a step of a UNet whose kernels the host launches
 
 
 @dataclass(frozen=True)
@@ -189,12 +190,15 @@ class Setting:
         """Return the sort key: settings in the named precision first, then the fastest.
 
         A setting that offloads must gain `OFFLOAD_GAIN`: its copies depend on the host's bus and
-        memory, and its start locks pages. Of two that take as long, one that replays CUDA graphs
-        does not depend on the host.
+        memory, and its start locks pages; one that launches what could be replayed from CUDA
+        graphs must gain `LAUNCH_GAIN`, since it depends on the host.
         """
-        offloads = ("none", "optimizer", "params", "nvme").index(self.strategy.recipe.offload)
-        seconds = self.seconds * (1 + OFFLOAD_GAIN * offloads)
-        return not self.same, seconds, not self.strategy.captured, self.row.gpu_total_gib
+        recipe = self.strategy.recipe
+        offloads = ("none", "optimizer", "params", "nvme").index(recipe.offload)
+        launched = not (recipe.compile or recipe.cuda_graphs)
+        launches = launched and find_record("models", recipe.model).captures
+        seconds = self.seconds * (1 + OFFLOAD_GAIN * offloads + LAUNCH_GAIN * launches)
+        return not self.same, seconds, self.row.gpu_total_gib
 
     @property
     def run(self) -> tuple:
