@@ -448,7 +448,8 @@ BAGEL_HEAD = [
 def packed_plan(row: dict) -> float:
     """Return the predicted GiB of a row of the unified model, for the longest pack."""
     said = ["model", "strategy", "precision", "attention", "compile", "lora_rank", "global_batch"]
-    said += ["expected_tokens", "max_tokens"] + ["reshard"] * (row["strategy"] == "fsdp")
+    said += ["offload", "expected_tokens", "max_tokens"]
+    said += ["reshard"] * (row["strategy"] == "fsdp")
     recipe = resolve(
         preset=row["preset"],
         model_path="random",
@@ -467,6 +468,7 @@ def bagel_row(row: dict) -> list[str]:
     kind = f"LoRA, rank {row['lora_rank']}" if row["lora_rank"] else "full"
     kind += ", compiled" if row["compile"] else ""
     kept = "" if row["reshard"] else ", kept gathered"
+    kept += f", {row['offload']} offloaded" if row["offload"] != "none" else ""
     planned = packed_plan(row)
     attention = "flex" if row["attention"] == "auto" else row["attention"]
     return [
