@@ -486,6 +486,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'sciftune.core.recipe.Recipe.distils': ( '1_core/recipe.html#recipe.distils',
                                                                                'sciftune/core/recipe.py'),
                                       'sciftune.core.recipe.Recipe.load': ('1_core/recipe.html#recipe.load', 'sciftune/core/recipe.py'),
+                                      'sciftune.core.recipe.Recipe.read_sources': ( '1_core/recipe.html#recipe.read_sources',
+                                                                                    'sciftune/core/recipe.py'),
                                       'sciftune.core.recipe.Recipe.reasons': ( '1_core/recipe.html#recipe.reasons',
                                                                                'sciftune/core/recipe.py'),
                                       'sciftune.core.recipe.Recipe.save': ('1_core/recipe.html#recipe.save', 'sciftune/core/recipe.py'),

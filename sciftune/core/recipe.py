@@ -94,6 +94,11 @@ class Recipe(Fields):
         return not find_record("objectives", self.objective).one_network
 
     @property
+    def read_sources(self) -> tuple[tuple[str, float], ...]:
+        """Return `sources`, or () for a distillation that reads captions of `prompts` alone."""
+        return () if self.distils and self.prompts and not self.gan else self.sources
+
+    @property
     def averages(self) -> bool:
         """Return True if checkpoints hold an average of the weights, which is exported."""
         named = records("optimizers").get(self.optimizer)

@@ -585,7 +585,7 @@ def data_looked_at(recipe: Recipe, recipe_path: Path, findings: Path) -> Iterato
         findings: where findings.json is written
     """
     drawn = records("collections")
-    files = any(path not in drawn and "://" not in path for path, _ in recipe.sources)
+    files = any(path not in drawn and "://" not in path for path, _ in recipe.read_sources)
     sequences = find_record("objectives", recipe.objective).sequences
     if not files or sequences:
         yield
@@ -619,7 +619,7 @@ def data_drawn(recipe: Recipe) -> Iterator[None]:
     Args:
         recipe: with absolute paths
     """
-    drawn = [records("collections").get(path) for path, _ in recipe.sources]
+    drawn = [records("collections").get(path) for path, _ in recipe.read_sources]
     places = [record.draw for record in drawn if record]
     sequences = find_record("objectives", recipe.objective).sequences
     if not places or sequences or recipe.launcher == "print" or "torch" in sys.modules:
@@ -745,7 +745,7 @@ def _write_run(run: RunDir, recipe: Recipe, early: EarlyJob | None):
         written = recipe.save(Path(aside) / "recipe.yaml")
         if early:
             early.begin(run, recipe, written)
-        for path, _ in recipe.sources:
+        for path, _ in recipe.read_sources:
             if drawn := records("collections").get(path):
                 import_class(drawn.check)(recipe)  # which imports what draws
         checkpoint = _checkpoint(run, recipe)
