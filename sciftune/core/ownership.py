@@ -303,8 +303,12 @@ class FolderLock:
         """
         self.handle = handle
         self.owner = Owner.here(self.role)
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, self.owner.model_dump_json().encode(), 0)
+        try:
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, self.owner.model_dump_json().encode(), 0)
+        except OSError:  # a full disk
+            self.release()
+            raise
         threading.Thread(target=self._give_signs, daemon=True).start()
 
     def hand_over(self) -> int:

@@ -31,6 +31,7 @@ from .files import of_kind, open_file, package_folder, parsed_json, read_object
 from .ownership import is_abandoned, sweep_temporary, temporary_folder
 from .progress import progress
 from .recipe import Recipe
+from .writing import refusals_naming
 
 if TYPE_CHECKING:
     import numpy as np
@@ -97,7 +98,8 @@ def replaced_folder(
     path = Path(path)
     sweep_unfinished(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with temporary_folder(path.parent, f".{path.name}.") as (aside, _):
+    beside = temporary_folder(path.parent, f".{path.name}.")
+    with refusals_naming(path), beside as (aside, _):
         old = path.with_name(f"{aside.name}.old")
         try:
             yield aside

@@ -12,6 +12,13 @@ __all__ = ['PAIRS', 'VALUED', 'QUIET', 'INTERRUPTED', 'PARAMETER_KINDS', 'LAB_RO
            'command_help', 'call_command', 'repeat_lost_signal', 'program']
 
 # %% ../../nbs/9_lab/20_command.ipynb #a0668d0f
+import signal
+import sys
+
+_program = __name__ == "__main__" and "__file__" in globals() or sys.argv[0].endswith("/sciftune")
+if _program and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends imports without a traceback
+
 import base64
 import contextlib
 import importlib
@@ -23,10 +30,8 @@ import os
 import re
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -55,6 +60,7 @@ from ..core.recipe import Recipe
 from ..core.registry import nearest
 from ..core.rundir import RunDir, project_root
 from ..core.secrets import masked
+from ..core.writing import written_aside
 from .early import EarlyJob
 from sciftune.lab.jobs import (
     LaunchError,
@@ -285,12 +291,16 @@ class Execution:
         """Move the executed notebook to the run folder, or to `runs`.
 
         Returns:
-            its new place; None if papermill has written nothing
+            its new place; None if papermill has written nothing, or a part of it on a full disk
         """
         made = self.aside / self.notebook.name
-        if not made.exists():
+        try:
+            text = made.read_text()
+            json.loads(text)
+        except (OSError, ValueError):
             return None
-        made.write_text(masked(made.read_text()))
+        if masked(text) != text:
+            made.write_text(masked(text))
         stem = self.notebook.stem
         kept = self.run / made.name if self.run else numbered(self.aside.parent, stem)
         return Path(shutil.move(made, kept))
@@ -613,11 +623,11 @@ def _trained(settings: dict[str, Any], early: EarlyJob) -> int:
     """Prepare a run, train it and write its report; return the exit code."""
     try:
         run = prepare_run(recipe_from(settings), early)
+        print(plan_text(Plan.load(run.plan)), flush=True)
+        recipe = Recipe.load(run.recipe)
     except KeyboardInterrupt as end:
         say("sciftune run: interrupted, nothing was started")
         return 128 + getattr(end, "number", signal.SIGINT)
-    print(plan_text(Plan.load(run.plan)), flush=True)
-    recipe = Recipe.load(run.recipe)
     forks = recipe.launcher == "notebook"  # which asks its own children
     asked, failed = [], ""
     try:
@@ -629,20 +639,28 @@ def _trained(settings: dict[str, Any], early: EarlyJob) -> int:
         return _interrupted(run, getattr(end, "number", asked[0] if asked else signal.SIGINT))
     finally:
         os.environ.pop(STARTED)
-    if failed:
-        from sciftune.lab.report_page import write_page
-
-        print(failed, file=sys.stderr)
-        try:
-            say(f"its page: {write_page(run)}")
-        except OSError as error:  # a full disk, or a folder that was removed
-            say(f"its page cannot be written: {error.strerror or error}")
-        print(f"sciftune run: failed, see {run.path}", file=sys.stderr)
-    elif recipe.launcher != "print":
-        _write_results(run, recipe)
+    try:
+        if failed:
+            _show_failure(run, failed)
+        elif recipe.launcher != "print":
+            _write_results(run, recipe)
+    except KeyboardInterrupt as end:
+        return _interrupted(run, getattr(end, "number", signal.SIGINT))
     if asked:
         return _interrupted(run, asked[0])
     return _own_code(run) or int(bool(failed))
+
+
+def _show_failure(run: RunDir, failed: str) -> None:
+    """Print why a run has failed, and write its page."""
+    from sciftune.lab.report_page import write_page
+
+    print(failed, file=sys.stderr)
+    try:
+        say(f"its page: {write_page(run)}")
+    except OSError as error:  # a full disk, or a folder that was removed
+        say(f"its page cannot be written: {error.strerror or error}")
+    print(f"sciftune run: failed, see {run.path}", file=sys.stderr)
 
 
 def _write_results(run: RunDir, recipe: Recipe) -> None:
@@ -688,8 +706,14 @@ def notebooks_folder() -> Path:
     folder.mkdir(exist_ok=True)
     for path in packaged_notebooks().values():
         if not (folder / path.name).exists():
-            shutil.copy(path, folder)
+            _copy(path, folder / path.name)
     return folder
+
+
+def _copy(file: Path, place: Path) -> None:
+    """Copy a file completely or not at all."""
+    with written_aside(place) as aside:
+        shutil.copyfile(file, aside)
 
 
 LAB_ROOT = {"root_dir", "notebook_dir"}  # options of JupyterLab: its folder
@@ -782,7 +806,7 @@ def opened_in_lab() -> tuple[Path, Path]:
         return folder, Path("launch.ipynb")
     (root / "runs").mkdir(exist_ok=True)
     copy = numbered(root / "runs", "launch")
-    shutil.copy(folder / "launch.ipynb", copy)
+    _copy(folder / "launch.ipynb", copy)
     return root, copy.relative_to(root)
 
 # %% ../../nbs/9_lab/20_command.ipynb #1c1a50b6
@@ -971,7 +995,7 @@ def repeat_lost_signal(lost: "sys.UnraisableHookArgs") -> None:
 def program() -> None:
     """Run the program `sciftune`."""
     sys.unraisablehook = repeat_lost_signal
-    on_request(_raise_requested)
+    on_request(_raise_requested, signal.SIGINT)
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # bars of libraries, which rewrite their line
     code = 0

@@ -527,7 +527,7 @@ def kernel_restarts(patience: float = 1.0) -> bool:
     return False
 
 # %% ../../nbs/9_lab/03_jobs.ipynb #1b887f9b
-class RunInterruptedError(KeyboardInterrupt):
+class RunInterruptedError(ownership.RequestedEnd):
     """The cell was interrupted; a notebook shows one line and no traceback."""
 
     def _render_traceback_(self, *args: Any, **kw: Any) -> list[str]:
@@ -540,18 +540,19 @@ def interruptible(run: RunDir) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as end:
-        if getattr(end, "number", 0) == signal.SIGHUP:  # a closed terminal
+        number = getattr(end, "number", signal.SIGINT)
+        if number == signal.SIGHUP:  # a closed terminal
             raise
         if kernel_restarts():
             print(f"the job goes on; run the cells again to attach to {run.path}", flush=True)
-            raise RunInterruptedError from None
+            raise RunInterruptedError(number) from None
         ended = stop(run)
         print(
             f"interrupted: the job and its {ended} processes have been ended; this continues from "
             f"the last checkpoint:\n  {continue_command(run)}",
             flush=True,
         )
-        raise RunInterruptedError from None
+        raise RunInterruptedError(number) from None
 
 # %% ../../nbs/9_lab/03_jobs.ipynb #53441d63
 def last_lines(run: RunDir, count: int = 10) -> int:

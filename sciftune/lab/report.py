@@ -8,6 +8,7 @@ __all__ = ['FIRST_CELL', 'report_cells', 'report_notebook', 'nbconvert', 'run_re
 # %% ../../nbs/9_lab/04_report.ipynb #33a8bf78
 import glob
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -85,8 +86,10 @@ def nbconvert(*arguments: str):
         env={**os.environ, "MPLBACKEND": "module://matplotlib_inline.backend_inline"},
     )
     if done.returncode:
-        end = "\n".join(done.stderr.splitlines()[-15:])
-        raise RuntimeError(f"the report could not be made:\n{end}")
+        lines = done.stderr.rstrip().splitlines()
+        refused = lines and re.match(r"\w+Error: \[Errno \d+\] ", lines[-1])  # such as a full disk
+        end = "\n".join(lines[-1 if refused else -15 :])
+        raise RuntimeError(f"report.ipynb could not be made:\n{end}")
 
 # %% ../../nbs/9_lab/04_report.ipynb #e2da4eac
 def run_report(run: RunDir | str | Path) -> Path:

@@ -28,7 +28,7 @@ from pathlib import Path
 from ..core.files import read_object, user_path
 from ..core.recipe import Recipe, RecipeError
 from ..core.rundir import RunDir, project_root
-from ..core.writing import write_atomic
+from ..core.writing import write_atomic, written_aside
 from sciftune.lab.command import (
     INTERRUPTED,
     CommandError,
@@ -470,7 +470,8 @@ def sweep_command(words: Sequence[str]) -> int:
     if code in INTERRUPTED or not there:
         return code
     picture = there[0].path.parent / f"{given.name}.png"
-    plot_fields(there).savefig(picture)
+    with written_aside(picture, suffix=".png") as aside:
+        plot_fields(there).savefig(aside)
     print(f"sweep: {picture}", flush=True)
     places = ",".join(str(run.path) for run in there)
     return run_notebook("compare", ["-p", "runs", places]) or code

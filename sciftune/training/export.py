@@ -35,6 +35,7 @@ from ..core.progress import Beat
 from ..core.recipe import RecipeError
 from ..core.rundir import replaced_folder
 from ..core.sections import size_in_bytes
+from ..core.writing import refusals_naming
 from ..models.family import Family
 from ..models.sampler import build_scheduler
 from ..models.weights import Weights
@@ -320,7 +321,8 @@ def verify_base(engine: Engine, base: Path | None, heartbeat: Beat = lambda *a: 
 def _folder_beside(out: Path) -> Iterator[Path]:
     """Yield a path beside `out` for a new folder, which is removed at the end."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    with temporary_folder(out.parent, f".{out.name}.") as (folder, _):
+    beside = temporary_folder(out.parent, f".{out.name}.")
+    with refusals_naming(out), beside as (folder, _):
         yield folder / "component"
 
 # %% ../../nbs/7_training/06_export.ipynb #de05c333
