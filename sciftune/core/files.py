@@ -102,7 +102,8 @@ def open_file(file: str | Path) -> BinaryIO:
     try:
         handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
-        raise FileError(f"{file} is missing") from None
+        why = "a broken link" if os.path.islink(file) else "missing"
+        raise FileError(f"{file} is {why}") from None
     except (OSError, ValueError) as error:
         raise FileError(f"{file} cannot be read: {getattr(error, 'strerror', error)}") from None
     if not stat.S_ISREG(os.fstat(handle).st_mode):

@@ -720,10 +720,15 @@ def _written_run(run: RunDir | None, recipe: Recipe, early: EarlyJob | None) -> 
     fresh = run is None
     run = run or new_run(recipe)
     named = recipe.model_copy(update={"name": run.path.name})
-    with reserved(run):
-        choose_folder(named)  # nobody else changes it any more
-        with _removed_on_error(run, fresh and not run.recipe.exists()):
-            _write_run(run, named, early)
+    try:
+        with reserved(run):
+            choose_folder(named)  # nobody else changes it any more
+            with _removed_on_error(run, fresh and not run.recipe.exists()):
+                _write_run(run, named, early)
+    finally:
+        if fresh:
+            with contextlib.suppress(OSError):
+                run.path.rmdir()  # if it is empty: it could not be reserved
     return run
 
 

@@ -11,6 +11,7 @@ __all__ = ['WEIGHT_STATES', 'ModelSource', 'model_source', 'checkpoint_source', 
 # %% ../../nbs/9_lab/19_sample.ipynb #faaf3254
 import json
 import math
+import os
 import tempfile
 import textwrap
 from collections import ChainMap
@@ -135,15 +136,18 @@ def model_source(where: str | Path, field: str = "source") -> ModelSource:
             f"{field}: {str(where)!r} is no run, checkpoint, model folder or adapter here, and no "
             f"nano model{nearest(str(where), nano)}; a hub id is owner/name"
         )
-    if path.is_file():
+    if path.exists() and not path.is_dir():
         raise ValueError(
-            f"{field}: {where} is a file; give a run, a checkpoint, a model folder, an adapter's "
-            ".safetensors or a hub id"
+            f"{field}: {where} is no folder; give a run, a checkpoint, a model folder, an "
+            "adapter's .safetensors or a hub id"
         )
-    family = family_of(where)
-    folder = family.resolve(where)
+    try:
+        family = family_of(where)
+        folder = family.resolve(where)
+    except ValueError as error:
+        raise ValueError(f"{field}: {str(error).removeprefix('model_path ')}") from None
     if damaged := export_damage(folder):
-        raise ValueError(damaged)
+        raise ValueError(f"{field}: {damaged}")
     return _source(folder.name, "model", -1, family, folder, {})
 
 # %% ../../nbs/9_lab/19_sample.ipynb #b3f00402
@@ -339,7 +343,7 @@ def _is_adapter(path: Path) -> bool:
     if path.is_file():
         return path.suffix == ".safetensors"
     names = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
-    return any((path / name).is_file() for name in names)
+    return any(os.path.lexists(path / name) for name in names)
 
 # %% ../../nbs/9_lab/19_sample.ipynb #0e2da6c2
 @torch.no_grad()

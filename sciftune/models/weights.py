@@ -103,7 +103,7 @@ def pipeline_index(folder: Path) -> dict:
         Contents of model_index.json
     """
     file = Path(folder) / "model_index.json"
-    if not file.is_file():
+    if not os.path.lexists(file):
         found = sorted(p.name for p in Path(folder).iterdir())[:8]
         raise ValueError(
             f"{folder} has no model_index.json, so it is not a diffusers pipeline folder "

@@ -47,7 +47,8 @@ def _lora_file(path: str | Path) -> Path:
     where = user_path(path, "lora_path")
     if not where.exists():
         raise RecipeError(f"lora_path: {path} does not exist")
-    files = sorted(p for p in where.iterdir() if p.is_file()) if where.is_dir() else [where]
+    files = sorted(where.iterdir()) if where.is_dir() else [where]
+    files = [file for file in files if file.is_file()]  # to open a pipe would wait for ever
     found = [file for file in files if file.suffix == ".safetensors"]
     pickles = [file for file in files if file.suffix in PICKLES]
     if pickles and not found:
