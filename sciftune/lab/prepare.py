@@ -6,7 +6,7 @@
 __all__ = ['INPUT_FIELDS', 'DIFFERENCES_NAMED', 'LOOK_SECONDS', 'absolute_path', 'absolute_data', 'absolute_input',
            'with_absolute_paths', 'parameters_of', 'runs_of', 'continued_recipe', 'recipe_from', 'count_pictures',
            'planned', 'plan_refusal', 'plan_run', 'same_run', 'choose_folder', 'differences', 'keep_run_secrets',
-           'with_steps', 'check_data', 'check_port', 'data_looked_at', 'data_drawn', 'print_reasons', 'prepare_run']
+           'with_steps', 'data_compared', 'check_port', 'data_looked_at', 'data_drawn', 'print_reasons', 'prepare_run']
 
 # %% ../../nbs/9_lab/06_prepare.ipynb #9c87cf06
 import contextlib
@@ -61,6 +61,7 @@ from sciftune.lab.jobs import (
     in_child,
     kept_recipe,
     reserved,
+    started_child,
     state,
 )
 
@@ -541,14 +542,20 @@ def with_steps(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update=dict(steps=steps))
 
 
-def check_data(recipe: Recipe, checkpoint: Path):
-    """Raise LaunchError when the data have changed since the checkpoint, or cannot be read.
+@contextlib.contextmanager
+def data_compared(recipe: Recipe, checkpoint: Path) -> Iterator[None]:
+    """Compare the data with those of a checkpoint in another process during the block.
+
+    Raises LaunchError when they have changed since, or cannot be read.
 
     Args:
         recipe: with absolute paths
         checkpoint: what the run continues
     """
-    in_child("sciftune.training.resumption:check_checkpoint_data", recipe, checkpoint)
+    place = "sciftune.training.resumption:check_checkpoint_data"
+    with started_child(place, recipe, checkpoint) as result:
+        yield
+        result()
 
 
 def check_port(recipe: Recipe, world: int):
@@ -754,10 +761,13 @@ def _write_run(run: RunDir, recipe: Recipe, early: EarlyJob | None):
             if drawn := records("collections").get(path):
                 import_class(drawn.check)(recipe)  # which imports what draws
         checkpoint = _checkpoint(run, recipe)
-        looked = data_looked_at(recipe, written, Path(aside) / "findings.json")
-        with contextlib.nullcontext() if checkpoint else looked, data_drawn(recipe):
+        with contextlib.ExitStack() as beside:
+            if checkpoint:  # which draws what is missing
+                beside.enter_context(data_compared(recipe, checkpoint))
+            else:
+                looked = data_looked_at(recipe, written, Path(aside) / "findings.json")
+                beside.enter_context(looked)
+                beside.enter_context(data_drawn(recipe))
             plan_run(recipe, Path(aside) / "plan.json", recipe.plan_check, run)
-        if checkpoint:
-            check_data(recipe, checkpoint)
         for file in Path(aside).iterdir():
             write_atomic(run.path / file.name, file.read_text())
