@@ -130,6 +130,8 @@ class CommandError(ValueError):
 def parted(words: Sequence[str]) -> Iterator[list[str]]:
     """Yield each word with the values that papermill takes behind it, such as ['-p', name, value].
 
+    `-p name=value` is read as `-p name value`.
+
     Args:
         words: words of the command line, or options of papermill
 
@@ -140,6 +142,8 @@ def parted(words: Sequence[str]) -> Iterator[list[str]]:
     while rest:
         word = rest.pop(0)
         count = 2 if word in PAIRS else int(word in VALUED)
+        if word in PAIRS and rest and "=" in rest[0]:  # no parameter has such a name
+            rest[:1] = rest[0].split("=", 1)
         if len(rest) < count:
             raise CommandError(f"{word} needs {'a name and a value' if count == 2 else 'a value'}")
         yield [word, *rest[:count]]
