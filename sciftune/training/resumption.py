@@ -23,7 +23,8 @@ def _newer_files(recipe: Recipe, since: float) -> str:
         recipe: the run
         since: seconds since 1970
     """
-    places = [Path(path) for path in (*dict(recipe.sources), recipe.metadata) if path]
+    named = (recipe.metadata, recipe.prompts, recipe.validation_data)
+    places = [Path(path) for path in (*dict(recipe.read_sources), *named) if path]
     files = [f for p in places for f in ([p] if p.is_file() else p.rglob("*")) if f.is_file()]
     newer = sorted(str(file) for file in files if file.stat().st_ctime > since)
     if not newer:
