@@ -3995,6 +3995,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                               'sciftune/lab/command.py')},
             'sciftune.lab.compare': { 'sciftune.lab.compare._draw_field': ('9_lab/compare.html#_draw_field', 'sciftune/lab/compare.py'),
                                       'sciftune.lab.compare._evaluated': ('9_lab/compare.html#_evaluated', 'sciftune/lab/compare.py'),
+                                      'sciftune.lab.compare._parted': ('9_lab/compare.html#_parted', 'sciftune/lab/compare.py'),
                                       'sciftune.lab.compare.are_numbers': ('9_lab/compare.html#are_numbers', 'sciftune/lab/compare.py'),
                                       'sciftune.lab.compare.differences_table': ( '9_lab/compare.html#differences_table',
                                                                                   'sciftune/lab/compare.py'),

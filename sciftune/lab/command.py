@@ -157,6 +157,11 @@ def papermill_options(words: Sequence[str]) -> list[str]:
         words: words of the command line, after the name of the notebook
     """
     options = []
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise CommandError(f"{ascii(word)[:80]} holds bytes that are no UTF-8 text") from None
     for word, *values in parted(words):
         setting = re.fullmatch(r"([A-Za-z_]\w*)=(.*)", word, re.S)
         if setting:
