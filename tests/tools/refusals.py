@@ -30,6 +30,7 @@ from additions import added
 from PIL import Image
 from safetensors.torch import save
 
+from sciftune.core.files import user_folder
 from sciftune.core.plan import Plan, PlanRow
 from sciftune.core.recipe import RecipeError, resolve
 from sciftune.core.registry import RegistryError
@@ -37,7 +38,7 @@ from sciftune.data.images import DataError
 from sciftune.data.prompts import own_prompts
 from sciftune.data.sources import open_collection
 from sciftune.data.splits import open_recipe_data
-from sciftune.lab import prepare
+from sciftune.lab import compare, evaluate, prepare, sample
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/generated/refusals.md"
@@ -391,6 +392,26 @@ def command(name: str, says: str, *words: str) -> Case:
 
     shown = " ".join(("scripts/" + name, *words)).replace("{folder}", "FOLDER")
     return Case("Converters", f"`{shown}`", says, give)
+
+
+def used(words: str, says: str, call: Callable[[Path], object]) -> Case:
+    """Parameters of another command than `run`, refused by the function that takes them."""
+    return Case("Other commands", f"`sciftune {words}`", says, call)
+
+
+def odd_samples(folder: Path) -> None:
+    """A folder for pictures in which another program has written samples.json."""
+    with written(folder, {"samples.json": b"{}"}) as place:
+        sample.listed_samples(place)
+
+
+def broken_link(folder: Path) -> None:
+    """A link as folder of results, whose target is gone."""
+    (folder / "link").symlink_to("nowhere")
+    try:
+        user_folder(folder / "link")
+    finally:
+        (folder / "link").unlink()
 
 
 # The table
@@ -1072,6 +1093,63 @@ CASES = [
         "out",
     ),
     command("merge_lora", "is not a folder that exists", "/nowhere", "/lora", "out"),
+    command("merge_lora", "out: FOLDER/file exists; give a new", "/base", "/lora", "{folder}/file"),
+    command("merge_lora", "FOLDER/file is no folder", "/base", "/lora", "{folder}/file/merged"),
+    used(
+        "sample -p source FOLDER/file",
+        "source: FOLDER/file is no folder; give a run, a checkpoint, a model folder",
+        lambda folder: sample.find_weights(folder / "file"),
+    ),
+    used(
+        "sample -p source FOLDER/empty",
+        "source: FOLDER/empty has no model_index.json",
+        lambda folder: sample.find_weights(folder / "empty"),
+    ),
+    used(
+        "sample -p source FOLDER/runs/done -p base klein",
+        "base: does nothing with FOLDER/runs/done, which is no adapter",
+        lambda folder: sample.find_weights(folder / "runs/done", base="klein"),
+    ),
+    used(
+        "sample -p source FOLDER/runs/done -p state mean",
+        "state: 'mean': expected one of weight, ema, base",
+        lambda folder: sample.find_weights(folder / "runs/done", "mean"),
+    ),
+    used(
+        "sample -p seeds 1;2",
+        "seeds: expected numbers with commas between them; got '1;2'",
+        lambda folder: sample.listed_numbers("seeds", "1;2"),
+    ),
+    used(
+        "sample -p batch 0",
+        "batch: expected a number from 1; got 0",
+        lambda folder: sample.sample_batches([sample.Request("a bar chart")], 0),
+    ),
+    used("sample -p out FOLDER", "samples.json holds no list of pictures; name anot", odd_samples),
+    used(
+        "sample -p out FOLDER/link", "cannot be made: it is a broken link; name anot", broken_link
+    ),
+    used(
+        "sample -p out FOLDER/file",
+        "out: FOLDER/file cannot be made: it is a file; name another folder",
+        lambda folder: user_folder(folder / "file"),
+    ),
+    used(
+        "evaluate -p data FOLDER/empty",
+        "data: FOLDER/empty is neither a run nor a checkpoint",
+        lambda folder: evaluate.trained_recipe(folder / "empty"),
+    ),
+    used(
+        "evaluate -p count 0",
+        "count: expected a number from 1; got 0",
+        lambda folder: evaluate.run_targets(resolve(), 0),
+    ),
+    used(
+        "compare -p runs FOLDER/empty",
+        "runs: FOLDER/empty is no run folder, and none is in it (recipe.yaml)",
+        lambda folder: compare.found_runs(str(folder / "empty")),
+    ),
+    *(used(words, says, call) for table in added("REFUSED_BY") for words, says, call in table),
     *(asked(topic, says, **given) for table in added("REFUSED") for topic, says, given in table),
 ]
 
