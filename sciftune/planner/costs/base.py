@@ -100,7 +100,7 @@ def pinned_bytes(requested: float) -> float:
     return 0.0 if requested <= 0 else float(2 ** math.ceil(math.log2(requested)))
 
 # %% ../../../nbs/6_planner/costs/01_base.ipynb #f9af8d2f
-HOST_ADAM = 3e9  # parameters per second of an optimizer on the host
+HOST_ADAM = 2e9  # parameters per second of an optimizer on the host
 PARAMETER_BUS, DISK = 25e9, 5e9  # bytes per second: parameters to a GPU, a disk
 MOVED = dict(
     none=(),
