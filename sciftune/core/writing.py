@@ -28,9 +28,9 @@ def refusals_naming(path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        file = str(error.filename or "")
+        file = str(error.filename2 or error.filename or "")  # the target of a copy
         if error.errno in REFUSED and (not file or file.startswith(f"{path.parent}/.{path.name}.")):
-            error.filename = str(path)
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
 

@@ -735,7 +735,7 @@ def _failed(run: RunDir, rank: int, error: BaseException, recipe: Recipe) -> int
     explained = isinstance(error, kinds) or type(error).__name__ == "DataError"
     if not isinstance(error, FolderInUseError):  # the folder is another run's
         write_failure(run, rank, error, recipe, explained)
-    if not explained:
+    if not explained and not isinstance(error, KeyboardInterrupt):
         traceback.print_exc()
     print(f"rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)
     if advice := lost_rank(error):  # also when another rank ends while a checkpoint is written
