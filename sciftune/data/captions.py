@@ -13,7 +13,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from ..core.files import LIST_BYTES, FileError, read_json_lines, read_words
-from .images import DataError
+from .images import DataError, errors_of
 from .parquet import BROKEN_PARQUET, cell_values, check_row_group
 from .readers import CAPTION_KEYS, caption_value, captions_of
 from .rows import CellValue
@@ -102,19 +102,19 @@ def _captions_of_file(path: Path) -> list[str]:
             f"' '.join(c.split()) for c in pickle.load(open('{path}', 'rb'))))"
         )
         raise DataError(
-            f"prompts: {path} is a pickle, which can run code when opened, and is refused. "
+            f"{path} is a pickle, which can run code when opened, and is refused. "
             f'If you trust it, convert it once: python -c "{convert}"'
         )
     if not path.is_file():
         raise DataError(
-            f"prompts: no file {path}; give a .txt with one caption a line, a .jsonl or a .parquet"
+            f"no file {path}; give a .txt with one caption a line, a .jsonl or a .parquet"
         )
     if ending not in _READERS:
-        raise DataError(f"prompts: {path} has none of the endings {', '.join(_READERS)}")
+        raise DataError(f"{path} has none of the endings {', '.join(_READERS)}")
     return _READERS[ending](path)
 
 
-def read_captions(path: str | Path) -> tuple[list[str], str]:
+def read_captions(path: str | Path, field: str = "prompts") -> tuple[list[str], str]:
     """Read captions from .txt, .jsonl or .parquet.
 
     Raises DataError, which says what is wrong and what would be right, for a pickle, a missing
@@ -122,15 +122,17 @@ def read_captions(path: str | Path) -> tuple[list[str], str]:
 
     Args:
         path: File, or a pattern of files such as /data/prompts-*.jsonl
+        field: that names it, for errors
 
     Returns:
         Captions in the order of the files' names, SHA-256 of them all
     """
     found = [] if Path(path).exists() else sorted(glob.glob(str(path)))
     files = list(map(Path, found)) or [Path(path)]
-    captions = [caption for file in files for caption in _captions_of_file(file)]
-    if not captions:
-        raise DataError(f"prompts: {path} holds no caption")
+    with errors_of(field):
+        captions = [caption for file in files for caption in _captions_of_file(file)]
+        if not captions:
+            raise DataError(f"{path} holds no caption")
     return captions, hashlib.sha256("\n".join(captions).encode()).hexdigest()
 
 

@@ -13,7 +13,7 @@ import math
 import os
 import stat
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,8 +25,8 @@ from ..core.secrets import masked
 
 # %% auto #0
 __all__ = ['MAX_PIXELS', 'FORMATS', 'SUFFIXES', 'OTHER_SUFFIXES', 'MAX_BYTES', 'TURNS', 'SAME_COLOURS', 'PIXELS_VERSION',
-           'DataError', 'Sample', 'check_regular', 'file_bytes', 'open_image', 'orientation', 'grey8', 'to_rgb',
-           'load_picture', 'kept_box', 'pixels', 'examine', 'says_more_after_pixels', 'header_size']
+           'DataError', 'errors_of', 'Sample', 'check_regular', 'file_bytes', 'open_image', 'orientation', 'grey8',
+           'to_rgb', 'load_picture', 'kept_box', 'pixels', 'examine', 'says_more_after_pixels', 'header_size']
 
 # %% ../../nbs/2_data/01_images.ipynb #7a3a5115
 class DataError(ValueError):
@@ -40,6 +40,15 @@ class DataError(ValueError):
 
     def __init__(self, message: str):
         super().__init__(masked(message))
+
+
+@contextlib.contextmanager
+def errors_of(field: str) -> Iterator[None]:
+    """Make each `DataError` of the block begin with the name of a recipe field."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{field}: {error}") from None
 
 
 @dataclass(frozen=True)

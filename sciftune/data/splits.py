@@ -18,7 +18,7 @@ from ..core.registry import find_record, import_class, load, records
 from ..core.rundir import cache_root
 from .captions import common_captions
 from .cells import MASK_KEYS, WORD_KEYS
-from .images import Sample
+from .images import Sample, errors_of
 from .pairs import find_pairs
 from .reading import READER_MISSING, can_read_text
 from .references import REFERENCE_KEYS
@@ -349,14 +349,15 @@ def open_with_held_out(
         return collection, *hold_out_by_source(recipe, collection)
     with joined_quarantine(quarantine, 2) as (first, second):
         train = open_recipe_data(recipe, first, decode)
-        held = open_collection(
-            data_path(recipe, recipe.validation_data),
-            max_bad_fraction=recipe.max_bad_fraction,
-            quarantine=second,
-            cache=cache_root(recipe.run_root) / "verified",
-            decode=decode,
-            **_reading_rule(recipe),
-        )
+        with errors_of("validation_data"):
+            held = open_collection(
+                data_path(recipe, recipe.validation_data),
+                max_bad_fraction=recipe.max_bad_fraction,
+                quarantine=second,
+                cache=cache_root(recipe.run_root) / "verified",
+                decode=decode,
+                **_reading_rule(recipe),
+            )
     check_references(recipe, held)
     collection = WithHeldOut(train, held)
     return collection, list(range(len(train))), list(range(len(train), len(collection)))

@@ -695,13 +695,28 @@ def prepare_run(recipe: Recipe, early: EarlyJob | None = None) -> RunDir:
 
 
 def _check_prerequisites(recipe: Recipe):
-    """Raise RecipeError for missing packages or wrong prompts, before a rank would."""
+    """Raise RecipeError for missing packages or wrong captions, before a rank would."""
     if recipe.launcher != "print":  # files for another machine
         check_packages(recipe)
     if recipe.validation_file or recipe.validation_prompts:
         from sciftune.data.prompts import own_prompts
 
         own_prompts(recipe, verify=True)
+    if recipe.distils:
+        _check_captions(recipe)
+
+
+def _check_captions(recipe: Recipe):
+    """Raise RecipeError if a file of captions that a distillation reads cannot be read."""
+    from sciftune.data.captions import DataError, read_captions
+
+    held = recipe.validation_data
+    for field, path in (("prompts", recipe.prompts), ("validation_data", held)):
+        if path and (field == "prompts" or path.endswith(".txt")):
+            try:
+                read_captions(path, field)
+            except DataError as error:
+                raise RecipeError(str(error)) from None
 
 
 def _check_run_root(root: Path):

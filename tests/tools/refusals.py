@@ -695,6 +695,7 @@ CASES = [
     asked("Files", "give the folder of a checkpoint", start_from="{folder}/file"),
     asked("Files", "lora_path: no such file or folder", lora_rank=4, lora_path="/no"),
     asked("Files", "prompts: no such", model="sd15", objective="dmd2", prompts="/no.txt"),
+    asked("Files", "prompts: no file", model="sd15", objective="dmd2", prompts="/dev/null"),
     asked(
         "Layers and adapters",
         "lr_groups: 'atn' matches no trained parameter (did you mean 'attn'?)",

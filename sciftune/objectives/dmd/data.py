@@ -29,6 +29,7 @@ from sciftune.data.encode import (
     encode_missing,
     mark_encoded,
 )
+from ...data.images import errors_of
 from ...data.lmdb import import_lmdb, is_lmdb
 from ...data.sources import Collection, open_collection
 from ...data.splits import data_path
@@ -123,12 +124,13 @@ def open_held_out_pictures(recipe: Recipe, decode: bool = True) -> Collection | 
     if not path:
         return None
     if not path.endswith(".txt"):
-        return open_collection(
-            data_path(recipe, path),
-            max_bad_fraction=recipe.max_bad_fraction,
-            cache=cache_root(recipe.run_root) / "verified",
-            decode=decode,
-        )
+        with errors_of("validation_data"):
+            return open_collection(
+                data_path(recipe, path),
+                max_bad_fraction=recipe.max_bad_fraction,
+                cache=cache_root(recipe.run_root) / "verified",
+                decode=decode,
+            )
     if needs_latents(recipe):
         raise RecipeError(
             "validation_data: this run reads real images (gan, or several steps without "
@@ -151,7 +153,8 @@ def held_out_samples(
         return [], []
     collection, images = jobs.collection, {}
     if collection is None:
-        rows = enumerate(read_captions(recipe.validation_data)[0])
+        captions, _ = read_captions(recipe.validation_data, "validation_data")
+        rows = enumerate(captions)
         rows = [(f"{i}", (text,)) for i, text in rows]
     else:
         rows = list(zip(collection.ids, collection.captions, strict=True))
