@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['TEXT_BYTES', 'LIST_BYTES', 'LINE_BYTES', 'YAML_BYTES', 'LONGEST_NAME', 'DEEPEST', 'MOST_PARTS', 'MOST_IN_YAML',
-           'OWN_YAML', 'Kind', 'FileError', 'user_path', 'user_folder', 'new_folder', 'open_file', 'read_bytes',
-           'read_words', 'package_folder', 'parsed_json', 'read_json', 'read_object', 'parsed_yaml', 'read_yaml',
-           'read_mapping', 'packaged_table', 'numbered_lines', 'read_json_lines', 'opened_csv', 'of_kind', 'read_kind']
+           'OWN_YAML', 'Kind', 'FileError', 'listed_paths', 'user_path', 'user_folder', 'new_folder', 'open_file',
+           'read_bytes', 'read_words', 'package_folder', 'parsed_json', 'read_json', 'read_object', 'parsed_yaml',
+           'read_yaml', 'read_mapping', 'packaged_table', 'numbered_lines', 'read_json_lines', 'opened_csv', 'of_kind',
+           'read_kind']
 
 # %% ../../nbs/1_core/19_files.ipynb #fi000003
 import contextlib
@@ -39,6 +40,21 @@ class FileError(ValueError):
 
     def _render_traceback_(self, *args: Any, **kw: Any) -> list[str]:
         return [f"{type(self).__name__}: {self}"]
+
+
+def listed_paths(text: str) -> list[str]:
+    """Return the paths in a text with commas, which names of files may hold, too.
+
+    Args:
+        text: 'a, b'; of several readings the longest path that exists counts
+    """
+    parts, places = text.split(","), []
+    while parts:
+        joined = [",".join(parts[:count]).strip() for count in range(len(parts), 0, -1)]
+        there = [place for place in joined if os.path.exists(os.path.expanduser(place))]
+        places.append((there or joined[-1:])[0])
+        del parts[: places[-1].count(",") + 1]
+    return [place for place in places if place]
 
 
 def user_path(path: str | Path, field: str = "path") -> Path:

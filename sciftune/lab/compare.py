@@ -9,7 +9,6 @@ __all__ = ['WHERE', 'RESULT_COLUMNS', 'found_runs', 'recipe_differences', 'diffe
 
 # %% ../../nbs/9_lab/21_compare.ipynb #23a01518
 import math
-import os
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from ..core.files import read_words, user_path
+from ..core.files import listed_paths, read_words, user_path
 from ..core.recipe import Recipe
 from ..core.registry import nearest
 from ..core.rundir import RunDir
@@ -30,17 +29,6 @@ from .scores import SCORES, read_evaluation, score_text
 from .summary import outcome, picture_rows, typed_value
 
 # %% ../../nbs/9_lab/21_compare.ipynb #21dd4868
-def _parted(text: str) -> list[str]:
-    """Return the paths in a text with commas, which names of folders may hold, too."""
-    parts, places = text.split(","), []
-    while parts:
-        joined = [",".join(parts[:count]).strip() for count in range(len(parts), 0, -1)]
-        there = [place for place in joined if os.path.exists(os.path.expanduser(place))]
-        places.append((there or joined[-1:])[0])
-        del parts[: places[-1].count(",") + 1]
-    return [place for place in places if place]
-
-
 def found_runs(places: str | Path | Iterable[str | Path]) -> list[RunDir]:
     """Return the run folders at `places`; there must be at least one.
 
@@ -51,7 +39,7 @@ def found_runs(places: str | Path | Iterable[str | Path]) -> list[RunDir]:
         LaunchError: a place, which it names, has no run
     """
     if isinstance(places, str):
-        places = _parted(places)
+        places = listed_paths(places)
     elif isinstance(places, Path):
         places = [places]
     found = {}

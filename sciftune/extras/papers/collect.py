@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...core.fields import check_range
-from ...core.files import FileError, user_folder, user_path
+from ...core.files import FileError, listed_paths, user_folder, user_path
 from ...core.rundir import cores
 from ...core.writing import write_atomic
 from ...data.duplicates import picture_pairs
@@ -304,7 +304,7 @@ def collect(
     require("pypdfium2", "pylatexenc", "resvg_py")
     check_range(16, side=side)
     check_range(1, seconds=seconds, workers=workers)
-    named = str(sources).split(",") if isinstance(sources, (str, Path)) else sources
+    named = listed_paths(str(sources)) if isinstance(sources, (str, Path)) else sources
     documents, left_out = find_documents([str(path).strip() for path in named])
     folder = user_folder(out, "out")
     _check_own(folder)
