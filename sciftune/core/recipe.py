@@ -95,8 +95,9 @@ class Recipe(Fields):
 
     @property
     def read_sources(self) -> tuple[tuple[str, float], ...]:
-        """Return `sources`, or () for a distillation that reads captions of `prompts` alone."""
-        return () if self.distils and self.prompts and not self.gan else self.sources
+        """Return `sources`, or () if the objective reads captions of `prompts` alone."""
+        alone = find_record("objectives", self.objective).captions_alone
+        return () if alone and import_class(alone)(self) else self.sources
 
     @property
     def averages(self) -> bool:

@@ -271,6 +271,8 @@ class ObjectiveRecord(Record):
         why_strategies: Why not the others
         sequences: True if its data are sequences of text and images, not captioned images
         pairs: True if its data are pairs of a chosen and a rejected image
+        captions_alone: 'module:function' of a recipe that returns whether it reads captions of
+            `prompts` alone, and no data; '' = it always reads data
         one_network: True if a step passes through one trained network and nothing else
         context_parallel: Several ranks may work on the same samples
         trains_whole: True if a network is trained whole although lora_rank is set
@@ -292,6 +294,7 @@ class ObjectiveRecord(Record):
     why_strategies: str = ""
     sequences: bool = False
     pairs: bool = False
+    captions_alone: str = ""
     one_network: bool = True
     context_parallel: bool = False
     trains_whole: bool = False

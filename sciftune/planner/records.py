@@ -197,6 +197,9 @@ class MemoryLedger(Protocol):
     def forward_pass(self) -> ForwardPass:
         """Return the forward pass of a micro-batch."""
 
+    def recording(self, one: ForwardPass, trains: bool = True) -> float:
+        """Return the bytes of a CUDA graph of a forward pass and its backward pass."""
+
     def backward(
         self,
         base: dict[str, float],

@@ -40,6 +40,7 @@ class StepCost:
 
     batches = (1, 2, 4)  # batch sizes at which blocks are measured
     networks = 1  # networks that are trained
+    updates = 1  # optimizer steps per training step
     adapters = True  # the plan may suggest adapters on a frozen base
     times_blocks = True  # blocks can be timed alone, with random tensors
 
@@ -196,7 +197,7 @@ class StepCost:
             profile: the model
             strategy: recipe on a number of processes
         """
-        return [(profile, strategy, 1.0)]
+        return [(profile, strategy, float(self.updates))]
 
     def sent_bytes(
         self, profile: Profile, strategy: Strategy, checkpointed_share: float

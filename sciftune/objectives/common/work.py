@@ -22,7 +22,6 @@ class ComparedStepCost(StepCost):
     """
 
     compares = True  # whether the loss compares with the model at the start
-    updates = 1  # optimizer steps per training step
 
     def forward_only(self) -> int:
         """Count passes without a graph per image or pair: the model at the start."""
@@ -79,17 +78,6 @@ class ComparedStepCost(StepCost):
             backward: Backward in forward passes: 2 in arithmetic, 1 for the host
         """
         return self.passes(super().forward_passes(profile, checkpointed_share, backward))
-
-    def updated_networks(
-        self, profile: Profile, strategy: Strategy
-    ) -> list[tuple[Profile, Strategy, float]]:
-        """Return the network with the optimizer steps of a training step.
-
-        Args:
-            profile: The model
-            strategy: recipe on a number of processes
-        """
-        return [(profile, strategy, float(self.updates))]
 
     def sent_bytes(
         self, profile: Profile, strategy: Strategy, checkpointed_share: float

@@ -35,6 +35,7 @@ from ...data.sources import Collection, open_collection
 from ...data.splits import data_path
 from ...models.family import Family
 from .loss import KeyedRandomSource
+from .section import reads_captions_alone
 from ...strategies.engine import Engine
 from ...training.encoding import random_data, scheduled_weights
 
@@ -182,7 +183,7 @@ def open_sources(
         captions, their fingerprint, collection or None
     """
     texts, fingerprint = read_captions(recipe.prompts) if recipe.prompts else ([], "")
-    if is_lmdb(recipe.data) or (texts and not needs_latents(recipe)):
+    if is_lmdb(recipe.data) or reads_captions_alone(recipe):
         return texts, fingerprint, None
     collection = open_collection(
         data_path(recipe),

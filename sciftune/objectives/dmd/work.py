@@ -25,19 +25,23 @@ from ...planner.work import MetaModel, StepCost
 from ...strategies.strategy import Strategy
 
 # %% auto #0
-__all__ = ['teacher_passes', 'step_passes', 'DiscriminatorSize', 'head_size', 'discriminator_features', 'discriminator_size',
-           'discriminator_pass', 'discriminator_share', 'encoder_bytes', 'DistillationSize', 'forward_only_peak',
-           'critic_of', 'DistillationPhases', 'DMDStepCost']
+__all__ = ['teacher_calls', 'teacher_passes', 'step_passes', 'DiscriminatorSize', 'head_size', 'discriminator_features',
+           'discriminator_size', 'discriminator_pass', 'discriminator_share', 'encoder_bytes', 'DistillationSize',
+           'forward_only_peak', 'critic_of', 'DistillationPhases', 'DMDStepCost']
 
 # %% ../../../nbs/8_objectives/dmd/05_work.ipynb #c2431651
+def teacher_calls(recipe: Recipe) -> tuple[int, ...]:
+    """Return how many micro-batches each call of the teacher has in an update of the generator."""
+    if recipe.real_guidance <= 1:
+        return (1,)  # decoupled: no guidance term, and the distribution term without its second
+    if recipe.objective != "dmd_decoupled":
+        return (2,)  # with and without the caption
+    return (2, 2) if recipe.normaliser == "shared_cfg" else (2, 1)
+
+
 def teacher_passes(recipe: Recipe) -> int:
     """Return the teacher's forward passes in an update of the generator."""
-    guided = recipe.real_guidance > 1
-    if recipe.objective == "dmd_decoupled":
-        if not guided:
-            return 1  # no guidance term, and the distribution term without its second pass
-        return 4 if recipe.normaliser == "shared_cfg" else 3
-    return 2 if guided else 1
+    return sum(teacher_calls(recipe))
 
 
 def step_passes(
@@ -302,9 +306,8 @@ class DistillationPhases:
         found.append(run(self.batch))  # the critic answers
         if self.recipe.teacher_placement == "offload":
             return found
-        guided = self.recipe.real_guidance > 1
-        alone = not guided or teacher_passes(self.recipe) % 2 == 1  # without its second pass
-        return found + guided * [run(2 * self.batch)] + alone * [run(self.batch)]
+        sizes = set(teacher_calls(self.recipe))  # calls of one size share a recording
+        return found + [run(size * self.batch) for size in sizes]
 
     def _discriminator_pass(self, batch: int) -> ForwardPass:
         found = self.discriminator
